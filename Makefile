@@ -1,0 +1,60 @@
+# Every target does its own set-up in .venv; nothing has to be installed by hand.
+#   make demo    install, then answer a few prompts with the built-in model
+#   make serve   install, then serve it on http://127.0.0.1:8000/v1
+#   make test    install, then run the tests        make test-all   the long ones as well
+#   make lint    ruff, mypy                         make bench      kernels and workloads, measured here
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+COMPILER := $(shell command -v c++ || command -v g++ || command -v clang++)
+# Where a compiler exists a build that fails is an error, and no kernel test is skipped.
+REQUIRE_KERNELS := $(if $(COMPILER),1,0)
+USER_STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev-kernels-$(REQUIRE_KERNELS)
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+WORKERS ?= 2
+
+.PHONY: demo serve test test-all lint format bench clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(USER_STAMP): $(SOURCES) | $(BIN)/python
+	@echo "installing octavo into $(VENV) (the first time downloads torch and takes a few minutes)"
+	$(PIP_INSTALL) --editable '.[server]'
+	@touch $@
+
+$(DEV_STAMP): $(SOURCES) | $(BIN)/python
+	@echo "installing octavo and its development tools into $(VENV)"
+	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(PIP_INSTALL) --editable '.[dev]'
+	@touch $@ $(USER_STAMP)
+
+demo: $(USER_STAMP)
+	$(BIN)/python examples/demo.py
+
+serve: $(USER_STAMP)
+	$(BIN)/octavo serve
+
+test: $(DEV_STAMP)
+	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -n $(WORKERS)
+
+test-all: $(DEV_STAMP)
+	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -n $(WORKERS) -m "slow or not slow"
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV_STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(DEV_STAMP)
+	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/workloads.py
+
+clean:
+	rm -rf $(VENV) build dist

@@ -1,0 +1,206 @@
+"""Medians of every kernel at the shapes of Qwen2-0.5B, compiled against plain torch, as fractions of this machine's peaks.
+
+    python benchmarks/kernels.py [--threads 2] [--rounds 9] [--isa avx512] [--only linear]
+
+Rounds are interleaved (every case once, then every case again), so that a disturbance falls on all alike. The peaks are
+measured in the same run: float32 products of torch at 1024 x 4096 x 4096, and reading 512 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.kernels import AttentionBatch, SamplingRows
+from octavo.kernels.cpu import CpuKernels
+from octavo.kernels.reference import ReferenceKernels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from octavo.kernels import Kernels
+
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 896, 4864, 14, 2, 64, 151936
+BLOCK_SIZE = 16
+COPIES_BYTES = 256 << 20  # weights are cycled through so much memory, as a model's layers would be: no cache keeps them
+
+
+@dataclass
+class Case:
+    """One operation at one shape; `call(i)` runs it on its i-th copy of the data."""
+
+    name: str
+    backend: str
+    call: Callable[[int], object]
+    flops: float
+    num_bytes: float
+    times: list[float]
+    calls: int = 0
+
+    def run(self) -> None:
+        start = time.perf_counter()
+        self.call(self.calls)
+        self.times.append(time.perf_counter() - start)
+        self.calls += 1
+
+
+def case(name: str, kernels: Kernels, call: Callable[[int], object], flops: float, num_bytes: float) -> Case:
+    return Case(name, kernels.name, call, flops, num_bytes, [])
+
+
+def peak_cases() -> Iterator[Case]:
+    a, b = torch.randn(1024, 4096), torch.randn(4096, 4096)
+    yield Case("peak: float32 product", "torch", lambda _: a @ b, 2 * 1024 * 4096 * 4096, 0, [])
+    data = torch.ones(512 << 18)
+    yield Case("peak: read", "torch", lambda _: data.max(), 0, data.nbytes, [])
+
+
+def linear_cases(kernels: Kernels) -> Iterator[Case]:
+    layers = {
+        "qkv": (HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM),
+        "o": (HIDDEN, HIDDEN),
+        "gate_up": (HIDDEN, 2 * INTERMEDIATE),
+        "down": (INTERMEDIATE, HIDDEN),
+        "lm_head": (HIDDEN, VOCAB),
+    }
+    for layer, (depth, width) in layers.items():
+        weight = torch.randn(width, depth, dtype=torch.bfloat16)
+        wide = layer == "lm_head"
+        copies = 1 if kernels.name == "reference" else max(1, COPIES_BYTES // weight.nbytes)
+        packed = [kernels.pack_linear(weight, float32_out=wide) for _ in range(copies)]
+        for rows in (1, 2, 4, 8, 16, 32) if wide else (1, 2, 4, 8, 16, 32, 128, 512):
+            x = torch.randn(rows, depth, dtype=torch.bfloat16)
+
+            def call(i: int, x=x, packed=packed, wide=wide) -> object:  # noqa: ANN001
+                return kernels.linear(x, packed[i % len(packed)], float32_out=wide)
+
+            yield case(f"linear {layer} x{rows}", kernels, call, 2 * rows * depth * width, weight.nbytes)
+
+
+def attention_cases(kernels: Kernels) -> Iterator[Case]:
+    shapes = {"1 decode, 16384 KV": [(16384, 1)], "32 decodes, 512 KV": [(512, 1)] * 32,
+              "512 prompt": [(512, 512)], "512 of 4096": [(4096, 512)]}  # fmt: skip
+    for name, sequences in shapes.items():
+        batch, blocks = attention_batch(sequences)
+        cache = torch.randn(blocks, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(torch.bfloat16)
+        q = torch.randn(len(batch.positions), HEADS, HEAD_DIM).to(torch.bfloat16)
+        seen = int((batch.positions + 1).sum())
+        read = sum(length for length, _ in sequences) * KV_HEADS * HEAD_DIM * 2 * 2
+
+        def call(_: int, q=q, cache=cache, batch=batch) -> object:  # noqa: ANN001
+            return kernels.paged_attention(q, cache[:, 0], cache[:, 1], batch, HEAD_DIM**-0.5, None)
+
+        yield case(f"attention {name}", kernels, call, 4 * seen * HEADS * HEAD_DIM, read)
+
+
+def attention_batch(sequences: list[tuple[int, int]]) -> tuple[AttentionBatch, int]:
+    """A batch of (KV length, query length), blocks one after the other."""
+    starts, positions, tables, slots, used = [0], [], [], [], 0
+    for length, queries in sequences:
+        table = torch.arange(used, used + -(-length // BLOCK_SIZE))
+        where = torch.arange(length - queries, length)
+        used += len(table)
+        starts.append(starts[-1] + queries)
+        positions.append(where)
+        tables.append(table)
+        slots.append(table[where // BLOCK_SIZE] * BLOCK_SIZE + where % BLOCK_SIZE)
+    lengths = torch.tensor([length for length, _ in sequences], dtype=torch.int32)
+    table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).int()
+    return AttentionBatch(
+        torch.tensor(starts, dtype=torch.int32), lengths, table, torch.cat(positions), torch.cat(slots), BLOCK_SIZE
+    ), used
+
+
+def elementwise_cases(kernels: Kernels) -> Iterator[Case]:
+    for rows in (1, 32, 512):
+        x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16)
+        residual, weight = torch.randn_like(x), torch.randn(HIDDEN, dtype=torch.bfloat16)
+        gate_up = torch.randn(rows, 2 * INTERMEDIATE, dtype=torch.bfloat16)
+        batch, blocks = attention_batch([(rows, rows)])
+        cache = torch.zeros(blocks, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=torch.bfloat16)
+        qkv = torch.randn(rows, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+        cos_sin = torch.rand(rows, HEAD_DIM)
+
+        def norm(_: int, x=x, residual=residual, weight=weight) -> object:  # noqa: ANN001
+            return kernels.add_rms_norm(x, residual, weight, 1e-6)
+
+        def gate(_: int, gate_up=gate_up) -> object:  # noqa: ANN001
+            return kernels.silu_and_mul(gate_up)
+
+        def rope(_: int, qkv=qkv, cos_sin=cos_sin, batch=batch, cache=cache) -> object:  # noqa: ANN001
+            q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+            return kernels.rope_and_write_kv(q, k, v, cos_sin, batch, cache[:, 0], cache[:, 1])
+
+        yield case(f"add_rms_norm x{rows}", kernels, norm, 0, 4 * x.nbytes)
+        yield case(f"silu_and_mul x{rows}", kernels, gate, 0, 1.5 * gate_up.nbytes)
+        yield case(f"rope_and_write_kv x{rows}", kernels, rope, 0, 2 * qkv.nbytes)
+
+
+def sampling_cases(kernels: Kernels) -> Iterator[Case]:
+    filters = {"greedy": (0.0, 0, 1.0, 0.0), "t=1": (1.0, 0, 1.0, 0.0), "top_k=50": (1.0, 50, 1.0, 0.0),
+               "top_p=0.9": (1.0, 0, 0.9, 0.0), "all filters": (0.7, 50, 0.9, 0.05)}  # fmt: skip
+    for rows in (1, 32):
+        logits = torch.randn(rows, VOCAB) * 3
+        for name, (temperature, top_k, top_p, min_p) in filters.items():
+            ones = torch.ones(rows)
+            arguments = SamplingRows(
+                ones * temperature, (ones * top_k).int(), ones * top_p, ones * min_p,
+                torch.arange(rows), torch.zeros(rows, dtype=torch.int32), torch.arange(rows).int(),
+            )  # fmt: skip
+
+            def call(_: int, logits=logits, arguments=arguments) -> object:  # noqa: ANN001
+                return kernels.sample(logits, arguments)
+
+            yield case(f"sample {name} x{rows}", kernels, call, 0, logits.nbytes)
+
+        def top(_: int, logits=logits) -> object:  # noqa: ANN001
+            return kernels.top_tokens(logits, 20)
+
+        yield case(f"top_tokens 20 x{rows}", kernels, top, 0, logits.nbytes)
+
+
+def report(cases: list[Case]) -> None:
+    best = {c.name: c for c in cases}
+    product, read = best["peak: float32 product"], best["peak: read"]
+    peak_flops = product.flops / min(product.times)
+    peak_bytes = read.num_bytes / min(read.times)
+    print(f"{'case':34} {'backend':10} {'median us':>11} {'GFLOP/s':>9} {'of peak':>8} {'GB/s':>7} {'of peak':>8}")
+    for c in cases:
+        seconds = statistics.median(c.times)
+        flops, rate = c.flops / seconds, c.num_bytes / seconds
+        print(f"{c.name:34} {c.backend:10} {seconds * 1e6:11.1f} {flops / 1e9:9.1f} {flops / peak_flops:8.1%}"
+              f" {rate / 1e9:7.2f} {rate / peak_bytes:8.1%}")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--isa", default="auto", choices=["auto", "avx512", "avx2", "portable"])
+    parser.add_argument("--linear", default="auto", choices=["auto", "packed", "onednn"])
+    parser.add_argument("--only", default="", help="part of the names of the cases to run")
+    parser.add_argument("--reference", action="store_true", help="plain torch as well")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    backends: list[Kernels] = [CpuKernels(options.isa, options.linear, options.threads)]
+    if options.reference:
+        backends.append(ReferenceKernels())
+    groups = (linear_cases, attention_cases, elementwise_cases, sampling_cases)
+    cases = list(peak_cases())
+    cases += [c for group in groups for kernels in backends for c in group(kernels) if options.only in c.name]
+    for c in cases:
+        c.run()
+        c.times.clear()  # the first call allocates
+    for _ in range(options.rounds):
+        for c in cases:
+            c.run()
+    report(cases)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,381 @@
+// Attention over paged KV for a ragged batch.
+//
+// The KV of a sequence is cut by absolute position into tiles of 64 and partitions of 1024 positions. Within a partition a
+// row goes through its tiles in order with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022); partitions are
+// merged in order. Scores sum over head_dim in order, values over positions in order. So a row's result is fixed by its own
+// position and KV: not by the chunk it stands in, its neighbours, the block size, or which thread did what.
+#pragma once
+
+#include "linear.h"
+#include "math.h"
+
+namespace octavo::OCTAVO_ISA {
+
+constexpr int64_t kTilePositions = 64;
+constexpr int64_t kPartitionPositions = 1024;
+constexpr int64_t kChunkRows = 112;  // query rows that share a tile once it is gathered
+constexpr float kMinusInfinity = -__builtin_inff();
+
+constexpr PanelFunctions<1, static_cast<int>(kTilePositions)> kMultiplyWeights;
+
+// Consecutive rows of one sequence under one KV head. A row is a (token, query head of the group), token-major.
+struct AttentionTask {
+  int64_t sequence;
+  int64_t kv_head;
+  int64_t first_token;
+  int64_t tokens;
+  int64_t first_partition;
+  int64_t partitions;
+  float* partial;  // where to leave unmerged results, or null: [partitions][rows][padded_dim + 2]
+};
+
+struct AttentionShape {
+  int64_t group;       // query heads per KV head
+  int64_t dim;         // head_dim
+  int64_t padded_dim;  // a multiple of the panel
+  int64_t max_rows;    // of one task
+
+  explicit AttentionShape(const AttentionArgs& args)
+      : group(args.num_heads / args.num_kv_heads),
+        dim(args.head_dim),
+        padded_dim(divide_up(args.head_dim, kPanelColumns) * kPanelColumns),
+        max_rows(larger(int64_t{1}, kChunkRows / group) * group) {}
+};
+
+// A thread's working memory.
+struct AttentionScratch {
+  float* keys;     // [2 panels][padded to 16 dims][32 positions]
+  float* values;   // [padded_dim / 32][64][32]
+  float* queries;  // per 14 rows: [dim][rows], scaled
+  float* scores;   // [max_rows][64]: scores, then weights
+  float* sums;     // [max_rows][padded_dim + 2]: this partition; the last two are the maximum and the sum of weights
+  float* totals;   // likewise, all partitions so far
+
+  AttentionScratch(const AttentionShape& s, float* memory) {
+    keys = memory;
+    values = keys + kTilePositions * s.padded_dim;
+    queries = values + kTilePositions * s.padded_dim;
+    scores = queries + s.max_rows * s.padded_dim;
+    sums = scores + s.max_rows * kTilePositions;
+    totals = sums + s.max_rows * (s.padded_dim + 2);
+  }
+
+  static int64_t size(const AttentionShape& s) {
+    return 2 * kTilePositions * s.padded_dim + s.max_rows * (s.padded_dim + kTilePositions + 2 * (s.padded_dim + 2));
+  }
+};
+
+// First and one past the last position that a token at `position` sees.
+OCTAVO_INLINE int64_t first_seen(const AttentionArgs& args, int64_t position) {
+  return args.window > 0 ? larger(int64_t{0}, position - args.window + 1) : 0;
+}
+
+template <class T>
+void pack_queries(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task, float* packed) {
+  const int64_t rows = task.tokens * s.group;
+  const Vec scale = splat(args.scale);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t block = row / kTileRows * kTileRows, width = smaller(int64_t{kTileRows}, rows - block);
+    const int64_t head = task.kv_head * s.group + row % s.group;
+    const T* q = static_cast<const T*>(args.q) + (task.first_token + row / s.group) * args.q_strides[0] +
+                 head * args.q_strides[1];
+    float* out = packed + block * s.dim + (row - block);
+    for (int64_t i = 0; i < s.dim; i += kLanes) {
+      float values[kLanes];
+      store(values, load_first(q + i, s.dim - i) * scale);
+      const int64_t lanes = smaller(int64_t{kLanes}, s.dim - i);
+      for (int64_t j = 0; j < lanes; ++j) out[(i + j) * width] = values[j];
+    }
+  }
+}
+
+// Rows of one tile in the paged cache; null where the tile reaches past the sequence's written positions.
+template <class T>
+struct TileRows {
+  const T* keys[kTilePositions];
+  const T* values[kTilePositions];
+
+  TileRows(const AttentionArgs& args, const AttentionTask& task, int64_t first, int64_t last, int64_t tile) {
+    const int32_t* table = args.block_tables + task.sequence * args.block_table_stride;
+    int64_t entry = first / args.block_size, offset = first % args.block_size;
+    for (int64_t i = 0; i < kTilePositions; ++i) keys[i] = values[i] = nullptr;
+    for (int64_t position = first; position < last; ++position) {
+      const int64_t block = table[entry], i = position - tile;
+      keys[i] = static_cast<const T*>(args.k_cache) + block * args.k_cache_strides[0] +
+                task.kv_head * args.k_cache_strides[1] + offset * args.head_dim;
+      values[i] = static_cast<const T*>(args.v_cache) + block * args.v_cache_strides[0] +
+                  task.kv_head * args.v_cache_strides[1] + offset * args.head_dim;
+      if (++offset == args.block_size) {
+        offset = 0;
+        ++entry;
+      }
+    }
+  }
+};
+
+template <class T>
+OCTAVO_INLINE void prefetch_row(const T* row, int64_t dim) {
+  for (int64_t i = 0; i < dim; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + i);
+}
+
+// Keys of a tile, transposed to [2][dim][32 positions]; absent ones are zero.
+template <class T>
+void gather_keys(const AttentionShape& s, const TileRows<T>& rows, float* keys) {
+  for (int64_t first = 0; first < kTilePositions; first += kLanes) {
+    float* panel = keys + first / kPanelColumns * kPanelColumns * s.padded_dim + first % kPanelColumns;
+    for (int64_t d = 0; d < s.dim; d += kLanes) {
+      Vec square[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        const T* key = rows.keys[first + i];
+        square[i] = key == nullptr ? splat(0.0f) : load_first(key + d, s.dim - d);
+      }
+      transpose(square);
+      for (int i = 0; i < kLanes; ++i) store(panel + (d + i) * kPanelColumns, square[i]);
+    }
+  }
+}
+
+// Values of a tile as panels [dim / 32][64 positions][32]; absent ones are left as they are and never multiplied.
+template <class T>
+void gather_values(const AttentionShape& s, const TileRows<T>& rows, float* values) {
+  for (int64_t i = 0; i < kTilePositions; ++i) {
+    if (rows.values[i] == nullptr) continue;
+    for (int64_t d = 0; d < s.padded_dim; d += kLanes) {
+      const Vec value = d < s.dim ? load_first(rows.values[i] + d, s.dim - d) : splat(0.0f);
+      store(values + d / kPanelColumns * kPanelColumns * kTilePositions + i * kPanelColumns + d % kPanelColumns, value);
+    }
+  }
+}
+
+// Turns the scores of one row into softmax weights over positions begin .. end of the tile (zero elsewhere) and brings the
+// row's running maximum, sum and values to the new maximum.
+inline void weigh_row(const AttentionShape& s, float* scores, int64_t begin, int64_t end, float* sums) {
+  float& maximum = sums[s.padded_dim];
+  float& total = sums[s.padded_dim + 1];
+  constexpr int kVectors = kTilePositions / kLanes;
+  Vec score[kVectors];
+  Mask seen[kVectors];
+  Vec largest = splat(kMinusInfinity);
+  const Vec lane = to_float(lane_numbers());
+  OCTAVO_UNROLL
+  for (int i = 0; i < kVectors; ++i) {
+    const Vec position = lane + splat(static_cast<float>(i * kLanes));
+    seen[i] = both(less_equal(splat(static_cast<float>(begin)), position),
+                   less(position, splat(static_cast<float>(end))));
+    score[i] = select(seen[i], load(scores + i * kLanes), splat(kMinusInfinity));
+    largest = max(score[i], largest);
+  }
+  const float new_maximum = larger(maximum, max_lanes(largest));
+  Vec sum = splat(0.0f);
+  OCTAVO_UNROLL
+  for (int i = 0; i < kVectors; ++i) {
+    const Vec weight = select(seen[i], exp(score[i] - splat(new_maximum)), splat(0.0f));
+    store(scores + i * kLanes, weight);
+    sum = sum + weight;
+  }
+  if (new_maximum != maximum) {
+    float correction[kLanes];
+    store(correction, exp(splat(maximum - new_maximum)));
+    total *= correction[0];
+    for (int64_t d = 0; d < s.padded_dim; d += kLanes) store(sums + d, load(sums + d) * splat(correction[0]));
+    maximum = new_maximum;
+  }
+  total += sum_lanes(sum);
+}
+
+// sums += weights[begin .. end] x values for `rows` rows.
+inline void add_values(const AttentionShape& s, const AttentionScratch& memory, int64_t row, int64_t rows, int64_t begin,
+                       int64_t end) {
+  if (begin >= end) return;
+  const int64_t stride = s.padded_dim + 2;
+  for (int64_t d = 0; d < s.padded_dim; d += kPanelColumns) {
+    kMultiplyWeights.of_rows[rows](memory.scores + row * kTilePositions + begin,
+                                   memory.values + d * kTilePositions + begin * kPanelColumns, end - begin,
+                                   memory.sums + row * stride + d, stride, false);
+  }
+}
+
+// Takes one tile into the sums of up to kTileRows rows from `row` on. Rows that see none of it are left as they are;
+// positions that only some of the rows see are added row by row, so that none multiplies what it may not see.
+inline void attend_rows(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task,
+                        const AttentionScratch& memory, int64_t row, int64_t rows, int64_t tile) {
+  int64_t begin[kTileRows], end[kTileRows], common_begin = 0, common_end = kTilePositions, any = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t position = args.positions[task.first_token + (row + r) / s.group];
+    begin[r] = smaller(kTilePositions, larger(int64_t{0}, first_seen(args, position) - tile));
+    end[r] = larger(begin[r], smaller(kTilePositions, position + 1 - tile));
+    common_begin = larger(common_begin, begin[r]);
+    common_end = smaller(common_end, end[r]);
+    any += end[r] - begin[r];
+  }
+  if (any == 0) return;
+  for (int64_t p = 0; p < kTilePositions; p += kPanelColumns) {
+    kMultiplyPacked.of_rows[rows](memory.queries + row * s.dim, memory.keys + p * s.padded_dim, s.dim,
+                                  memory.scores + row * kTilePositions + p, kTilePositions, true);
+  }
+  const int64_t stride = s.padded_dim + 2;
+  for (int64_t r = 0; r < rows; ++r) {
+    if (begin[r] == end[r]) continue;
+    weigh_row(s, memory.scores + (row + r) * kTilePositions, begin[r], end[r], memory.sums + (row + r) * stride);
+  }
+  common_end = larger(common_begin, common_end);
+  for (int64_t r = 0; r < rows; ++r) add_values(s, memory, row + r, 1, begin[r], smaller(common_begin, end[r]));
+  add_values(s, memory, row, rows, common_begin, common_end);
+  for (int64_t r = 0; r < rows; ++r) add_values(s, memory, row + r, 1, larger(common_end, begin[r]), end[r]);
+}
+
+inline void clear_sums(const AttentionShape& s, int64_t rows, float* sums) {
+  for (int64_t r = 0; r < rows; ++r) {
+    float* row = sums + r * (s.padded_dim + 2);
+    std::memset(row, 0, static_cast<size_t>(s.padded_dim) * sizeof(float));
+    row[s.padded_dim] = kMinusInfinity;
+    row[s.padded_dim + 1] = 0.0f;
+  }
+}
+
+// Adds a partition's sums to the totals of the partitions before it. Rows that saw nothing are empty (maximum -inf).
+inline void merge_sums(const AttentionShape& s, int64_t rows, const float* sums, float* totals) {
+  const int64_t stride = s.padded_dim + 2;
+  for (int64_t r = 0; r < rows; ++r, sums += stride, totals += stride) {
+    if (sums[s.padded_dim] == kMinusInfinity) continue;
+    if (totals[s.padded_dim] == kMinusInfinity) {
+      std::memcpy(totals, sums, static_cast<size_t>(stride) * sizeof(float));
+      continue;
+    }
+    const float maximum = larger(totals[s.padded_dim], sums[s.padded_dim]);
+    const Vec keep = exp(splat(totals[s.padded_dim] - maximum)), add = exp(splat(sums[s.padded_dim] - maximum));
+    for (int64_t d = 0; d < s.padded_dim; d += kLanes) {
+      store(totals + d, fma(load(sums + d), add, load(totals + d) * keep));
+    }
+    float weight[kLanes];
+    store(weight, fma(splat(sums[s.padded_dim + 1]), add, splat(totals[s.padded_dim + 1]) * keep));
+    totals[s.padded_dim] = maximum;
+    totals[s.padded_dim + 1] = weight[0];
+  }
+}
+
+template <class T>
+void write_rows(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task, const float* totals) {
+  for (int64_t row = 0; row < task.tokens * s.group; ++row, totals += s.padded_dim + 2) {
+    const int64_t head = task.kv_head * s.group + row % s.group;
+    T* out = static_cast<T*>(args.out) + ((task.first_token + row / s.group) * args.num_heads + head) * s.dim;
+    const Vec weight = splat(totals[s.padded_dim + 1]);
+    for (int64_t d = 0; d < s.dim; d += kLanes) store_first(out + d, load(totals + d) / weight, s.dim - d);
+  }
+}
+
+template <class T>
+void attend_partition(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task,
+                      const AttentionScratch& memory, int64_t partition) {
+  const int64_t rows = task.tokens * s.group;
+  const int64_t start = partition * kPartitionPositions;
+  const int64_t first = larger(start, first_seen(args, args.positions[task.first_token]));
+  const int64_t last =
+      smaller(start + kPartitionPositions, args.positions[task.first_token + task.tokens - 1] + 1);
+  for (int64_t tile = first / kTilePositions * kTilePositions; tile < last; tile += kTilePositions) {
+    const TileRows<T> tile_rows(args, task, larger(first, tile), smaller(last, tile + kTilePositions), tile);
+    for (const T* key : tile_rows.keys) {
+      if (key != nullptr) prefetch_row(key, s.dim);
+    }
+    for (const T* value : tile_rows.values) {
+      if (value != nullptr) prefetch_row(value, s.dim);
+    }
+    gather_keys(s, tile_rows, memory.keys);
+    gather_values(s, tile_rows, memory.values);
+    for (int64_t row = 0; row < rows; row += kTileRows) {
+      attend_rows(args, s, task, memory, row, smaller(int64_t{kTileRows}, rows - row), tile);
+    }
+  }
+}
+
+template <class T>
+void attend_task(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task, float* scratch) {
+  const AttentionScratch memory(s, scratch);
+  const int64_t rows = task.tokens * s.group;
+  pack_queries<T>(args, s, task, memory.queries);
+  clear_sums(s, rows, memory.totals);
+  for (int64_t partition = 0; partition < task.partitions; ++partition) {
+    clear_sums(s, rows, memory.sums);
+    attend_partition<T>(args, s, task, memory, task.first_partition + partition);
+    if (task.partial != nullptr) {
+      std::memcpy(task.partial, memory.sums, static_cast<size_t>(rows * (s.padded_dim + 2)) * sizeof(float));
+      return;
+    }
+    merge_sums(s, rows, memory.sums, memory.totals);
+  }
+  write_rows<T>(args, s, task, memory.totals);
+}
+
+// --- the plan: who computes what -----------------------------------------------------------------------------------------
+
+// Calls visit(task) for each chunk of query tokens; later chunks of a sequence, the longer ones, first.
+template <class F>
+void for_each_chunk(const AttentionArgs& args, const AttentionShape& s, F&& visit) {
+  const int64_t chunk = s.max_rows / s.group;
+  for (int64_t sequence = 0; sequence < args.num_seqs; ++sequence) {
+    const int64_t begin = args.query_start[sequence], end = args.query_start[sequence + 1];
+    for (int64_t i = divide_up(end - begin, chunk) - 1; i >= 0; --i) {
+      const int64_t first = begin + i * chunk, tokens = smaller(chunk, end - first);
+      const int64_t first_partition = first_seen(args, args.positions[first]) / kPartitionPositions;
+      const int64_t last_partition = args.positions[first + tokens - 1] / kPartitionPositions;
+      for (int64_t head = 0; head < args.num_kv_heads; ++head) {
+        visit(AttentionTask{sequence, head, first, tokens, first_partition, last_partition - first_partition + 1, nullptr});
+      }
+    }
+  }
+}
+
+// Fewer chunks than this per thread, and those with several partitions are cut into them, so that one long sequence keeps
+// every thread busy. The sums are the same, only merged later.
+constexpr int64_t kFewChunksPerThread = 4;
+
+template <class T>
+void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
+  const AttentionShape s(args);
+  int64_t chunks = 0, partitions = 0, partial_size = 0;
+  for_each_chunk(args, s, [&](const AttentionTask& task) {
+    chunks += 1;
+    partitions += task.partitions;
+    partial_size += task.partitions * task.tokens * s.group * (s.padded_dim + 2);
+  });
+  const bool split = pool.num_threads() > 1 && partitions > chunks && chunks < kFewChunksPerThread * pool.num_threads();
+  const int64_t count = split ? partitions : chunks;
+  const size_t plan_bytes = static_cast<size_t>(count) * sizeof(AttentionTask);
+  void* memory = pool.shared(plan_bytes + (split ? static_cast<size_t>(partial_size) * sizeof(float) : 0));
+  auto* tasks = static_cast<AttentionTask*>(memory);
+  auto* partial = reinterpret_cast<float*>(static_cast<char*>(memory) + plan_bytes);
+  int64_t next = 0;
+  for_each_chunk(args, s, [&](AttentionTask task) {
+    const int64_t pieces = split ? task.partitions : 1;
+    for (int64_t i = 0; i < pieces; ++i) {
+      tasks[next] = task;
+      if (split) {
+        tasks[next].first_partition = task.first_partition + i;
+        tasks[next].partial = partial;
+        partial += task.tokens * s.group * (s.padded_dim + 2);
+      }
+      ++next;
+    }
+  });
+  pool.reserve_local(static_cast<size_t>(AttentionScratch::size(s)) * sizeof(float));
+  parallel(pool, count, [&](int64_t i, int thread) {
+    attend_task<T>(args, s, tasks[i], static_cast<float*>(pool.local(thread)));
+  });
+  if (!split) return;
+  for (int64_t i = 0; i < count; i += tasks[i].partitions) {
+    const int64_t rows = tasks[i].tokens * s.group;
+    float* totals = tasks[i].partial;
+    for (int64_t j = 1; j < tasks[i].partitions; ++j) merge_sums(s, rows, tasks[i + j].partial, totals);
+    write_rows<T>(args, s, tasks[i], totals);
+  }
+}
+
+inline void paged_attention(ThreadPool& pool, const AttentionArgs& args) {
+  if (args.dtype == DType::kFloat32) {
+    paged_attention_of<float>(pool, args);
+  } else {
+    paged_attention_of<bf16>(pool, args);
+  }
+}
+
+}  // namespace octavo::OCTAVO_ISA

@@ -1,0 +1,226 @@
+// octavo._kernels: the kernels for Python. Tensors come as addresses (tensor.data_ptr()), shapes and strides, so that a call
+// costs about two microseconds and this library needs no torch. Callers have checked types and shapes.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include "kernels.h"
+
+namespace nb = nanobind;
+
+namespace octavo {
+namespace {
+
+using Address = uintptr_t;
+using Strides = std::pair<int64_t, int64_t>;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> names;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    names.emplace_back("avx512");
+  }
+  if (avx2) names.emplace_back("avx2");
+#endif
+  names.emplace_back("portable");
+  return names;
+}
+
+// Whether the processor multiplies bfloat16 itself: twice the rate of float32 (those with AMX have this as well).
+bool multiplies_bfloat16() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+const KernelTable& table_of(const std::string& isa) {
+  for (const std::string& name : instruction_sets()) {
+    if (name != isa) continue;
+#if defined(__x86_64__)
+    if (name == "avx512") return kAvx512Kernels;
+    if (name == "avx2") return kAvx2Kernels;
+#endif
+    return kPortableKernels;
+  }
+  throw std::invalid_argument("no kernels for instruction set '" + isa + "' on this processor");
+}
+
+// The kernels of one instruction set and the threads they run on.
+class KernelSet {
+ public:
+  KernelSet(const std::string& isa, int num_threads) : table_(table_of(isa)), pool_(num_threads) {}
+
+  int num_threads() const { return pool_.num_threads(); }
+  void set_num_threads(int num_threads) { pool_.set_num_threads(num_threads); }
+  void shutdown() { pool_.shutdown(); }
+
+  void pack_weight(Address weight, int dtype, int64_t n, int64_t k, int64_t stride, Address packed) {
+    ThreadPool::Session session(pool_);
+    table_.pack_weight(pool_, at<void>(weight), DType(dtype), n, k, stride, at<void>(packed));
+  }
+
+  void linear(Address x, int x_dtype, int64_t x_stride, int64_t rows, Address weight, int weight_dtype, int64_t n,
+              int64_t k, Address bias, Address out, int out_dtype) {
+    ThreadPool::Session session(pool_);
+    table_.linear(pool_, {at<void>(x), DType(x_dtype), x_stride, rows, at<void>(weight), DType(weight_dtype), n, k,
+                          at<float>(bias), at<void>(out), DType(out_dtype)});
+  }
+
+  void embedding(Address ids, int64_t count, Address packed, int weight_dtype, int64_t n, int64_t k, Address out,
+                 int out_dtype) {
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t id = at<int64_t>(ids)[i];
+      if (id < 0 || id >= n) {
+        throw std::out_of_range("token id " + std::to_string(id) + " is outside the vocabulary of " + std::to_string(n));
+      }
+    }
+    ThreadPool::Session session(pool_);
+    table_.embedding(pool_, at<int64_t>(ids), count, at<void>(packed), DType(weight_dtype), k, at<void>(out),
+                     DType(out_dtype));
+  }
+
+  void rms_norm(Address x, Address residual, Address weight, int weight_dtype, Address out, int dtype, int64_t rows,
+                int64_t size, double eps) {
+    ThreadPool::Session session(pool_);
+    table_.rms_norm(pool_, {at<void>(x), at<void>(residual), at<void>(weight), DType(weight_dtype), at<void>(out),
+                            DType(dtype), rows, size, static_cast<float>(eps)});
+  }
+
+  void silu_and_mul(Address gate_up, Address out, int dtype, int64_t rows, int64_t size) {
+    ThreadPool::Session session(pool_);
+    table_.silu_and_mul(pool_, at<void>(gate_up), at<void>(out), DType(dtype), rows, size);
+  }
+
+  void rope_and_write_kv(Address q, Strides q_strides, Address k, Strides k_strides, Address v, Strides v_strides,
+                         Address cos_sin, Address positions, Address slot_mapping, Address k_cache,
+                         Strides k_cache_strides, Address v_cache, Strides v_cache_strides, int dtype, int64_t tokens,
+                         int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {
+    ThreadPool::Session session(pool_);
+    table_.rope_and_write_kv(pool_, {at<void>(q),
+                                     at<void>(k),
+                                     at<void>(v),
+                                     {q_strides.first, q_strides.second},
+                                     {k_strides.first, k_strides.second},
+                                     {v_strides.first, v_strides.second},
+                                     at<float>(cos_sin),
+                                     at<int64_t>(positions),
+                                     at<int64_t>(slot_mapping),
+                                     at<void>(k_cache),
+                                     at<void>(v_cache),
+                                     {k_cache_strides.first, k_cache_strides.second},
+                                     {v_cache_strides.first, v_cache_strides.second},
+                                     DType(dtype),
+                                     tokens,
+                                     num_heads,
+                                     num_kv_heads,
+                                     head_dim,
+                                     block_size});
+  }
+
+  void paged_attention(Address q, Strides q_strides, Address k_cache, Strides k_cache_strides, Address v_cache,
+                       Strides v_cache_strides, Address out, int dtype, Address query_start, Address block_tables,
+                       int64_t block_table_stride, Address positions, int64_t num_seqs, int64_t num_heads,
+                       int64_t num_kv_heads, int64_t head_dim, int64_t block_size, double scale, int64_t window) {
+    ThreadPool::Session session(pool_);
+    table_.paged_attention(pool_, {at<void>(q),
+                                   {q_strides.first, q_strides.second},
+                                   at<void>(k_cache),
+                                   at<void>(v_cache),
+                                   {k_cache_strides.first, k_cache_strides.second},
+                                   {v_cache_strides.first, v_cache_strides.second},
+                                   at<void>(out),
+                                   DType(dtype),
+                                   at<int32_t>(query_start),
+                                   at<int32_t>(block_tables),
+                                   block_table_stride,
+                                   at<int64_t>(positions),
+                                   num_seqs,
+                                   num_heads,
+                                   num_kv_heads,
+                                   head_dim,
+                                   block_size,
+                                   static_cast<float>(scale),
+                                   window});
+  }
+
+  void sample(Address logits, int64_t rows, int64_t vocab, Address temperature, Address top_k, Address top_p,
+              Address min_p, Address seed, Address sample_index, Address position, Address out) {
+    ThreadPool::Session session(pool_);
+    table_.sample(pool_, {at<float>(logits), rows, vocab, at<float>(temperature), at<int32_t>(top_k), at<float>(top_p),
+                          at<float>(min_p), at<int64_t>(seed), at<int32_t>(sample_index), at<int32_t>(position),
+                          at<int64_t>(out)});
+  }
+
+  void top_tokens(Address values, int64_t rows, int64_t vocab, int64_t k, Address out_values, Address out_ids) {
+    ThreadPool::Session session(pool_);
+    table_.top_tokens(pool_, at<float>(values), rows, vocab, k, at<float>(out_values), at<int64_t>(out_ids));
+  }
+
+  void gumbel_noise(int64_t seed, int32_t position, int32_t sample_index, int64_t first, int64_t count, Address out) {
+    table_.gumbel_noise(seed, position, sample_index, first, count, at<float>(out));
+  }
+
+ private:
+  const KernelTable& table_;
+  ThreadPool pool_;
+};
+
+// Asks for huge pages before a large weight is written: fewer page walks while it streams.
+void advise_huge_pages(Address address, int64_t bytes) {
+#if defined(__linux__)
+  constexpr Address kHugePage = Address{1} << 21;
+  const Address first = (address + kHugePage - 1) / kHugePage * kHugePage;
+  const Address last = (address + static_cast<Address>(bytes)) / kHugePage * kHugePage;
+  if (first < last) madvise(at<void>(first), last - first, MADV_HUGEPAGE);  // advice: nothing depends on its success
+#else
+  (void)address, (void)bytes;
+#endif
+}
+
+}  // namespace
+}  // namespace octavo
+
+NB_MODULE(_kernels, m) {
+  using octavo::KernelSet;
+  m.doc() = "Compiled CPU kernels of octavo.";
+  using Released = nb::call_guard<nb::gil_scoped_release>;
+  m.def("instruction_sets", &octavo::instruction_sets, "What this processor can run, best first.");
+  m.def("multiplies_bfloat16", &octavo::multiplies_bfloat16);
+  m.def("advise_huge_pages", &octavo::advise_huge_pages);
+  nb::class_<KernelSet>(m, "KernelSet")
+      .def(nb::init<const std::string&, int>())
+      .def_prop_ro("num_threads", &KernelSet::num_threads)
+      .def("set_num_threads", &KernelSet::set_num_threads, Released())
+      .def("shutdown", &KernelSet::shutdown, Released())
+      .def("pack_weight", &KernelSet::pack_weight, Released())
+      .def("linear", &KernelSet::linear, Released())
+      .def("embedding", &KernelSet::embedding, Released())
+      .def("rms_norm", &KernelSet::rms_norm, Released())
+      .def("silu_and_mul", &KernelSet::silu_and_mul, Released())
+      .def("rope_and_write_kv", &KernelSet::rope_and_write_kv, Released())
+      .def("paged_attention", &KernelSet::paged_attention, Released())
+      .def("sample", &KernelSet::sample, Released())
+      .def("top_tokens", &KernelSet::top_tokens, Released())
+      .def("gumbel_noise", &KernelSet::gumbel_noise, Released());
+}

@@ -1,0 +1,128 @@
+// Norms, gates, rotary embedding: one pass over each row, sums in a fixed order of lanes.
+#pragma once
+
+#include <cmath>
+
+#include "math.h"
+#include "parallel.h"
+
+namespace octavo::OCTAVO_ISA {
+
+constexpr int64_t kLeastElements = 8192;  // per piece of work: below it a thread costs more than it brings
+
+// Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). Lane i sums elements i, i + 16, ... in order.
+template <class T, class W>
+void norm_row(const T* x, T* residual, const W* weight, T* out, int64_t size, float eps) {
+  Vec squares = splat(0.0f);
+  for (int64_t i = 0; i < size; i += kLanes) {
+    Vec value = load_first(x + i, size - i);
+    if (residual != nullptr) {
+      store_first(residual + i, value + load_first(residual + i, size - i), size - i);
+      value = load_first(residual + i, size - i);  // as rounded
+    }
+    squares = fma(value, value, squares);
+  }
+  const Vec scale = splat(1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(size) + eps));
+  const T* source = residual != nullptr ? residual : x;
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Vec value = load_first(source + i, size - i) * scale;
+    store_first(out + i, value * load_first(weight + i, size - i), size - i);
+  }
+}
+
+template <class T, class W>
+void rms_norm_of(ThreadPool& pool, const NormArgs& args) {
+  parallel_ranges(pool, args.rows, divide_up(kLeastElements, args.size), [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      const int64_t at = row * args.size;
+      T* residual = args.residual == nullptr ? nullptr : static_cast<T*>(args.residual) + at;
+      norm_row(static_cast<const T*>(args.x) + at, residual, static_cast<const W*>(args.weight),
+               static_cast<T*>(args.out) + at, args.size, args.eps);
+    }
+  });
+}
+
+inline void rms_norm(ThreadPool& pool, const NormArgs& args) {
+  const bool wide = args.dtype == DType::kFloat32, wide_weight = args.weight_dtype == DType::kFloat32;
+  if (wide && wide_weight) {
+    rms_norm_of<float, float>(pool, args);
+  } else if (wide) {
+    rms_norm_of<float, bf16>(pool, args);
+  } else if (wide_weight) {
+    rms_norm_of<bf16, float>(pool, args);
+  } else {
+    rms_norm_of<bf16, bf16>(pool, args);
+  }
+}
+
+template <class T>
+void silu_and_mul_of(ThreadPool& pool, const T* gate_up, T* out, int64_t rows, int64_t size) {
+  const Vec one = splat(1.0f), zero = splat(0.0f);
+  parallel_ranges(pool, rows, divide_up(kLeastElements, size), [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      const T* gate = gate_up + row * 2 * size;
+      const T* up = gate + size;
+      for (int64_t i = 0; i < size; i += kLanes) {
+        const Vec x = load_first(gate + i, size - i);
+        const Vec silu = x / (one + exp(zero - x));
+        store_first(out + row * size + i, silu * load_first(up + i, size - i), size - i);
+      }
+    }
+  });
+}
+
+inline void silu_and_mul(ThreadPool& pool, const void* gate_up, void* out, DType dtype, int64_t rows, int64_t size) {
+  if (dtype == DType::kFloat32) {
+    silu_and_mul_of(pool, static_cast<const float*>(gate_up), static_cast<float*>(out), rows, size);
+  } else {
+    silu_and_mul_of(pool, static_cast<const bf16*>(gate_up), static_cast<bf16*>(out), rows, size);
+  }
+}
+
+// Su et al., "RoFormer" (2021): dimension i turns with dimension i + head_dim / 2. `out` may be `x`.
+template <class T>
+OCTAVO_INLINE void rotate_head(const T* x, const float* cos_sin, int64_t head_dim, T* out) {
+  const int64_t half = head_dim / 2;
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const int64_t n = half - i;
+    const Vec cosine = load_first(cos_sin + i, n), sine = load_first(cos_sin + half + i, n);
+    const Vec a = load_first(x + i, n), b = load_first(x + half + i, n);
+    store_first(out + i, a * cosine - b * sine, n);
+    store_first(out + half + i, b * cosine + a * sine, n);
+  }
+}
+
+template <class T>
+void rope_and_write_token(const RopeArgs& args, int64_t token) {
+  const float* cos_sin = args.cos_sin + args.positions[token] * args.head_dim;
+  T* q = static_cast<T*>(args.q) + token * args.q_strides[0];
+  for (int64_t head = 0; head < args.num_heads; ++head) {
+    rotate_head(q + head * args.q_strides[1], cos_sin, args.head_dim, q + head * args.q_strides[1]);
+  }
+  const int64_t block = args.slot_mapping[token] / args.block_size;
+  const int64_t offset = args.slot_mapping[token] % args.block_size * args.head_dim;
+  T* k_out = static_cast<T*>(args.k_cache) + block * args.k_cache_strides[0] + offset;
+  T* v_out = static_cast<T*>(args.v_cache) + block * args.v_cache_strides[0] + offset;
+  const T* k = static_cast<const T*>(args.k) + token * args.k_strides[0];
+  const T* v = static_cast<const T*>(args.v) + token * args.v_strides[0];
+  for (int64_t head = 0; head < args.num_kv_heads; ++head) {
+    rotate_head(k + head * args.k_strides[1], cos_sin, args.head_dim, k_out + head * args.k_cache_strides[1]);
+    std::memcpy(static_cast<void*>(v_out + head * args.v_cache_strides[1]), v + head * args.v_strides[1],
+                static_cast<size_t>(args.head_dim) * sizeof(T));
+  }
+}
+
+inline void rope_and_write_kv(ThreadPool& pool, const RopeArgs& args) {
+  const int64_t per_token = (args.num_heads + 2 * args.num_kv_heads) * args.head_dim;
+  parallel_ranges(pool, args.tokens, divide_up(kLeastElements, per_token), [&](int64_t first, int64_t last) {
+    for (int64_t token = first; token < last; ++token) {
+      if (args.dtype == DType::kFloat32) {
+        rope_and_write_token<float>(args, token);
+      } else {
+        rope_and_write_token<bf16>(args, token);
+      }
+    }
+  });
+}
+
+}  // namespace octavo::OCTAVO_ISA

@@ -1,0 +1,16 @@
+// The table of one instruction set. Included by one translation unit each.
+#pragma once
+
+#include "attention.h"
+#include "elementwise.h"
+#include "packing.h"
+#include "sampling.h"
+
+namespace octavo::OCTAVO_ISA {
+
+constexpr KernelTable kTable{
+    pack_weight,       linear,          embedding, rms_norm,   silu_and_mul,
+    rope_and_write_kv, paged_attention, sample,    top_tokens, gumbel_noise,
+};
+
+}  // namespace octavo::OCTAVO_ISA

@@ -1,0 +1,121 @@
+// What Python may call: one table of functions per instruction set, all with plain pointers and sizes.
+//
+// Strides count elements. Pointers of bfloat16 or float16 data come with a DType. Shapes stand beside each field.
+#pragma once
+
+#include <cstdint>
+
+#include "thread_pool.h"
+#include "types.h"
+
+namespace octavo {
+
+constexpr int kPanelColumns = 32;  // columns of a packed weight that stand together
+
+// Packed weight: [ceil(n / 32)] panels, zero padded. float32 and float16: [k][32]; bfloat16: [ceil(k / 2)][32][2].
+struct LinearArgs {
+  const void* x;  // [rows, k], float32 or bfloat16
+  DType x_dtype;
+  int64_t x_stride;
+  int64_t rows;
+  const void* weight;
+  DType weight_dtype;
+  int64_t n;
+  int64_t k;
+  const float* bias;  // [ceil(n / 32) * 32] or null
+  void* out;          // [rows, n], contiguous, float32 or bfloat16
+  DType out_dtype;
+};
+
+struct NormArgs {
+  const void* x;   // [rows, size], contiguous
+  void* residual;  // [rows, size] or null: x is added to it, and the sum is normalized
+  const void* weight;
+  DType weight_dtype;
+  void* out;
+  DType dtype;  // of x, residual and out
+  int64_t rows;
+  int64_t size;
+  float eps;
+};
+
+struct RopeArgs {
+  void* q;        // [tokens, num_heads, head_dim]
+  const void* k;  // [tokens, num_kv_heads, head_dim]
+  const void* v;
+  int64_t q_strides[2];  // of tokens and of heads
+  int64_t k_strides[2];
+  int64_t v_strides[2];
+  const float* cos_sin;  // [max_positions, head_dim]
+  const int64_t* positions;
+  const int64_t* slot_mapping;
+  void* k_cache;  // [num_blocks, num_kv_heads, block_size, head_dim]
+  void* v_cache;
+  int64_t k_cache_strides[2];  // of blocks and of heads
+  int64_t v_cache_strides[2];
+  DType dtype;
+  int64_t tokens;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t block_size;
+};
+
+struct AttentionArgs {
+  const void* q;  // [tokens, num_heads, head_dim]
+  int64_t q_strides[2];
+  const void* k_cache;  // [num_blocks, num_kv_heads, block_size, head_dim]
+  const void* v_cache;
+  int64_t k_cache_strides[2];
+  int64_t v_cache_strides[2];
+  void* out;  // [tokens, num_heads * head_dim], contiguous
+  DType dtype;
+  const int32_t* query_start;   // [num_seqs + 1]
+  const int32_t* block_tables;  // [num_seqs, block_table_stride]
+  int64_t block_table_stride;
+  const int64_t* positions;  // [tokens]
+  int64_t num_seqs;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t block_size;
+  float scale;
+  int64_t window;  // 0: unlimited
+};
+
+struct SampleArgs {
+  const float* logits;  // [rows, vocab], contiguous
+  int64_t rows;
+  int64_t vocab;
+  const float* temperature;
+  const int32_t* top_k;
+  const float* top_p;
+  const float* min_p;
+  const int64_t* seed;
+  const int32_t* sample_index;
+  const int32_t* position;
+  int64_t* out;  // [rows]
+};
+
+struct KernelTable {
+  void (*pack_weight)(ThreadPool&, const void* weight, DType, int64_t n, int64_t k, int64_t stride, void* packed);
+  void (*linear)(ThreadPool&, const LinearArgs&);
+  void (*embedding)(ThreadPool&, const int64_t* ids, int64_t count, const void* packed, DType weight_dtype, int64_t k,
+                    void* out, DType out_dtype);
+  void (*rms_norm)(ThreadPool&, const NormArgs&);
+  void (*silu_and_mul)(ThreadPool&, const void* gate_up, void* out, DType, int64_t rows, int64_t size);
+  void (*rope_and_write_kv)(ThreadPool&, const RopeArgs&);
+  void (*paged_attention)(ThreadPool&, const AttentionArgs&);
+  void (*sample)(ThreadPool&, const SampleArgs&);
+  void (*top_tokens)(ThreadPool&, const float* values, int64_t rows, int64_t vocab, int64_t k, float* out_values,
+                     int64_t* out_ids);
+  void (*gumbel_noise)(int64_t seed, int32_t position, int32_t sample_index, int64_t first, int64_t count, float* out);
+};
+
+#if defined(__x86_64__)
+extern const KernelTable kAvx512Kernels;
+extern const KernelTable kAvx2Kernels;
+#endif
+extern const KernelTable kPortableKernels;
+
+}  // namespace octavo

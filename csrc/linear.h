@@ -1,0 +1,316 @@
+// Matrix products. Every output is one chain of fused multiply-adds over k ascending, then + bias, then one rounding: the
+// same chain whatever the number of rows, so a row's result cannot depend on its neighbours. (Writing an accumulator to
+// memory in float32 and reading it back is exact, so blocks over k leave the chain as it is.)
+//
+// Few rows read the packed weight straight from memory (bound by its bandwidth); many rows follow Goto and van de Geijn,
+// "Anatomy of High-Performance Matrix Multiplication" (2008).
+#pragma once
+
+#include <utility>
+
+#include "parallel.h"
+
+namespace octavo::OCTAVO_ISA {
+
+// --- the packed weight: how one or two consecutive k of 16 columns are read ---------------------------------------------
+
+template <class W>
+struct Panel;  // kDepth: how many k one read yields; kStep: elements from one read to the next
+
+template <>
+struct Panel<float> {
+  static constexpr int kDepth = 1, kStep = kPanelColumns;
+  static OCTAVO_INLINE void read(const float* p, int group, Vec (&out)[1]) { out[0] = load(p + group * kLanes); }
+};
+
+template <>
+struct Panel<f16> {
+  static constexpr int kDepth = 1, kStep = kPanelColumns;
+  static OCTAVO_INLINE void read(const f16* p, int group, Vec (&out)[1]) { out[0] = load(p + group * kLanes); }
+};
+
+template <>
+struct Panel<bf16> {  // a 32-bit lane holds k (lower half) and k + 1 (upper half): no shuffle is needed
+  static constexpr int kDepth = 2, kStep = 2 * kPanelColumns;
+  static OCTAVO_INLINE void read(const bf16* p, int group, Vec (&out)[2]) {
+    const IVec raw = load_int(p + group * 2 * kLanes);
+    out[0] = as_float(shift_left<16>(raw));
+    out[1] = as_float(raw & splat_int(0xFFFF0000u));
+  }
+};
+
+template <class W>
+OCTAVO_INLINE int64_t padded_depth(int64_t k) {
+  return divide_up(k, Panel<W>::kDepth) * Panel<W>::kDepth;
+}
+
+template <class W>
+OCTAVO_INLINE int64_t panel_size(int64_t k) {
+  return padded_depth<W>(k) * kPanelColumns;
+}
+
+// --- the micro-kernel ---------------------------------------------------------------------------------------------------
+
+// c[m][column] += sum over k of a[k * kStrideK + m * kStrideM] * w[k][column] for M rows and P panels of V * 16 columns.
+// With `fresh` the sum starts at zero instead of c.
+template <int M, int P, int V, int kStrideK, int kStrideM, class W>
+OCTAVO_INLINE void multiply_tile(const float* a, const W* w, int64_t panel_stride, int64_t k, float* c,
+                                 int64_t c_stride, bool fresh) {
+  constexpr int kDepth = Panel<W>::kDepth, kAhead = KAHEAD / sizeof(W);
+  Vec sum[M][P * V];
+  OCTAVO_UNROLL
+  for (int m = 0; m < M; ++m) {
+    OCTAVO_UNROLL
+    for (int j = 0; j < P * V; ++j) sum[m][j] = fresh ? splat(0.0f) : load(c + m * c_stride + j * kLanes);
+  }
+  for (int64_t i = 0; i < k; i += kDepth) {
+    Vec columns[P * V][kDepth];
+    OCTAVO_UNROLL
+    for (int p = 0; p < P; ++p) {
+      const W* row = w + p * panel_stride;
+      if (sizeof(W) == 2) {  // straight from memory: ask early
+        OCTAVO_UNROLL
+        for (int line = 0; line < kDepth; ++line) __builtin_prefetch(row + kAhead + line * 32);
+      }
+      OCTAVO_UNROLL
+      for (int j = 0; j < V; ++j) Panel<W>::read(row, j, columns[p * V + j]);
+    }
+    w += Panel<W>::kStep;
+    OCTAVO_UNROLL
+    for (int d = 0; d < kDepth; ++d) {
+      OCTAVO_UNROLL
+      for (int m = 0; m < M; ++m) {
+        const Vec value = splat(a[d * kStrideK + m * kStrideM]);
+        OCTAVO_UNROLL
+        for (int j = 0; j < P * V; ++j) sum[m][j] = fma(value, columns[j][d], sum[m][j]);
+      }
+    }
+    a += kDepth * kStrideK;
+  }
+  OCTAVO_UNROLL
+  for (int m = 0; m < M; ++m) {
+    OCTAVO_UNROLL
+    for (int j = 0; j < P * V; ++j) store(c + m * c_stride + j * kLanes, sum[m][j]);
+  }
+}
+
+// What fits the registers: rows and 16-column groups of the blocked product, rows that read the weight directly.
+#if defined(OCTAVO_ISA_AVX512)
+constexpr int kTileRows = 14, kTileGroups = 2, kDirectRows = 8;
+#elif defined(OCTAVO_ISA_AVX2)
+constexpr int kTileRows = 6, kTileGroups = 1, kDirectRows = 3;
+#else
+constexpr int kTileRows = 3, kTileGroups = 1, kDirectRows = 2;
+#endif
+
+// One panel of 32 columns times M packed rows: a is [k][M] where kStrideK is 0, else strided.
+template <int M, int kStrideK, int kStrideM>
+void multiply_panel(const float* a, const float* w, int64_t k, float* c, int64_t c_stride, bool fresh) {
+  constexpr int kK = kStrideK == 0 ? M : kStrideK;
+  for (int column = 0; column < kPanelColumns; column += kTileGroups * kLanes) {
+    multiply_tile<M, 1, kTileGroups, kK, kStrideM>(a, w + column, 0, k, c + column, c_stride, fresh);
+  }
+}
+
+using PanelFunction = void (*)(const float* a, const float* w, int64_t k, float* c, int64_t c_stride, bool fresh);
+
+// multiply_panel for 1 .. kTileRows rows.
+template <int kStrideK, int kStrideM>
+struct PanelFunctions {
+  PanelFunction of_rows[kTileRows + 1];
+  constexpr PanelFunctions() : PanelFunctions(std::make_integer_sequence<int, kTileRows>()) {}
+  template <int... I>
+  constexpr explicit PanelFunctions(std::integer_sequence<int, I...>)
+      : of_rows{nullptr, multiply_panel<I + 1, kStrideK, kStrideM>...} {}
+};
+
+constexpr PanelFunctions<0, 1> kMultiplyPacked;
+
+// --- activations and results ----------------------------------------------------------------------------------------------
+
+// Rows first .. first + m of x, as float32 [depth][m]; k beyond the row is zero.
+template <class X>
+void pack_rows(const LinearArgs& args, int64_t first, int64_t m, int64_t depth, float* packed) {
+  for (int64_t r = 0; r < m; ++r) {
+    const X* row = static_cast<const X*>(args.x) + (first + r) * args.x_stride;
+    for (int64_t i = 0; i < depth; i += kLanes) {
+      float values[kLanes];
+      store(values, load_first(row + i, larger(int64_t{0}, args.k - i)));
+      const int64_t count = smaller(int64_t{kLanes}, depth - i);
+      for (int64_t j = 0; j < count; ++j) packed[(i + j) * m + r] = values[j];
+    }
+  }
+}
+
+OCTAVO_INLINE void pack_rows(const LinearArgs& args, int64_t first, int64_t m, int64_t depth, float* packed) {
+  if (args.x_dtype == DType::kFloat32) {
+    pack_rows<float>(args, first, m, depth, packed);
+  } else {
+    pack_rows<bf16>(args, first, m, depth, packed);
+  }
+}
+
+// Adds the bias, rounds and writes `rows` x `columns` sums as rows of the output.
+template <class Out>
+void write_sums(const LinearArgs& args, const float* sums, int64_t stride, int64_t first_row, int64_t rows,
+                int64_t first_column, int64_t columns) {
+  columns = smaller(columns, args.n - first_column);
+  for (int64_t r = 0; r < rows; ++r) {
+    Out* out = static_cast<Out*>(args.out) + (first_row + r) * args.n + first_column;
+    for (int64_t j = 0; j < columns; j += kLanes) {
+      Vec value = load(sums + r * stride + j);
+      if (args.bias != nullptr) value = value + load(args.bias + first_column + j);
+      store_first(out + j, value, columns - j);
+    }
+  }
+}
+
+OCTAVO_INLINE void write_sums(const LinearArgs& args, const float* sums, int64_t stride, int64_t first_row,
+                              int64_t rows, int64_t first_column, int64_t columns) {
+  if (args.out_dtype == DType::kFloat32) {
+    write_sums<float>(args, sums, stride, first_row, rows, first_column, columns);
+  } else {
+    write_sums<bf16>(args, sums, stride, first_row, rows, first_column, columns);
+  }
+}
+
+// --- few rows: several panels at once, straight from memory ---------------------------------------------------------------
+
+template <int M, int P, class W>
+void multiply_direct(const LinearArgs& args, const float* a, int64_t panel) {
+  const int64_t size = panel_size<W>(args.k), depth = padded_depth<W>(args.k);
+  const W* w = static_cast<const W*>(args.weight) + panel * size;
+  float sums[M * P * kPanelColumns];
+  constexpr int kGroups = kPanelColumns / kLanes;
+  multiply_tile<M, P, kGroups, M, 1>(a, w, size, depth, sums, P * kPanelColumns, true);
+  write_sums(args, sums, P * kPanelColumns, 0, M, panel * kPanelColumns, P * kPanelColumns);
+}
+
+template <int M, class W>
+void linear_direct(ThreadPool& pool, const LinearArgs& args) {
+  // Enough chains to hide the latency of a multiply-add, and few enough to stay in registers.
+  constexpr int kPanels = M == 1 ? kDirectRows / 2 : M <= kDirectRows / 2 ? 2 : 1;
+  constexpr int P = kPanels < 1 ? 1 : kPanels;
+  const int64_t depth = padded_depth<W>(args.k);
+  float* a = static_cast<float*>(pool.shared(static_cast<size_t>(depth * M) * sizeof(float)));
+  pack_rows(args, 0, M, depth, a);
+  const int64_t panels = divide_up(args.n, kPanelColumns);
+  parallel(pool, divide_up(panels, P), [&](int64_t task, int) {
+    if (task * P + P <= panels) {
+      multiply_direct<M, P, W>(args, a, task * P);
+    } else {
+      for (int64_t panel = task * P; panel < panels; ++panel) multiply_direct<M, 1, W>(args, a, panel);
+    }
+  });
+}
+
+template <int M, class W>
+void linear_few(ThreadPool& pool, const LinearArgs& args) {
+  if constexpr (M > 0) {
+    if (args.rows == M) {
+      linear_direct<M, W>(pool, args);
+    } else {
+      linear_few<M - 1, W>(pool, args);
+    }
+  }
+}
+
+// --- many rows: blocks that stay in cache ---------------------------------------------------------------------------------
+
+constexpr int64_t kBlockDepth = KBD;                 // k of one block: its piece of a panel stays in L1 and L2
+constexpr int64_t kBlockRows = 24 * kTileRows;       // rows of one block: kBlockDepth of them stay in L2
+constexpr int64_t kMaxGroupPanels = 4;               // panels of one task
+
+// `depth` k's of one panel as float32 [depth][32].
+template <class W>
+OCTAVO_INLINE const float* unpack_panel(const W* w, int64_t depth, float* unpacked) {
+  constexpr int kDepth = Panel<W>::kDepth;
+  float* out = unpacked;
+  for (int64_t i = 0; i < depth; i += kDepth) {
+    for (int group = 0; group < kPanelColumns / kLanes; ++group) {
+      Vec values[kDepth];
+      Panel<W>::read(w, group, values);
+      for (int d = 0; d < kDepth; ++d) store(out + d * kPanelColumns + group * kLanes, values[d]);
+    }
+    __builtin_prefetch(w + 8 * Panel<W>::kStep);
+    __builtin_prefetch(w + 8 * Panel<W>::kStep + 32);
+    w += Panel<W>::kStep;
+    out += kDepth * kPanelColumns;
+  }
+  return unpacked;
+}
+
+template <>
+OCTAVO_INLINE const float* unpack_panel<float>(const float* w, int64_t, float*) {
+  return w;
+}
+
+struct RowBlock {
+  const float* packed;  // tiles of [depth][kTileRows], the last one narrower
+  int64_t first;
+  int64_t rows;
+  int64_t depth;
+};
+
+// Columns of panels first .. first + count for all rows of a block.
+template <class W>
+void multiply_group(const LinearArgs& args, const RowBlock& block, int64_t first, int64_t count, float* scratch) {
+  float* unpacked = scratch;
+  float* sums = scratch + kBlockDepth * kPanelColumns;
+  const int64_t stride = count * kPanelColumns;
+  const W* weight = static_cast<const W*>(args.weight) + first * panel_size<W>(args.k);
+  for (int64_t k = 0; k < block.depth; k += kBlockDepth) {
+    const int64_t depth = smaller(kBlockDepth, block.depth - k);
+    for (int64_t panel = 0; panel < count; ++panel) {
+      const float* w =
+          unpack_panel<W>(weight + panel * panel_size<W>(args.k) + k * kPanelColumns, depth, unpacked);
+      for (int64_t row = 0; row < block.rows; row += kTileRows) {
+        const int64_t rows = smaller(int64_t{kTileRows}, block.rows - row);
+        const float* a = block.packed + row * block.depth + k * rows;
+        kMultiplyPacked.of_rows[rows](a, w, depth, sums + row * stride + panel * kPanelColumns, stride, k == 0);
+      }
+    }
+  }
+  write_sums(args, sums, stride, block.first, block.rows, first * kPanelColumns, stride);
+}
+
+template <class W>
+void linear_many(ThreadPool& pool, const LinearArgs& args) {
+  const int64_t depth = padded_depth<W>(args.k), panels = divide_up(args.n, kPanelColumns);
+  const int64_t most_rows = smaller(args.rows, kBlockRows);
+  const int64_t group = larger(int64_t{1}, smaller(kMaxGroupPanels, panels / (4 * pool.num_threads())));
+  auto* packed = static_cast<float*>(pool.shared(static_cast<size_t>(most_rows * depth) * sizeof(float)));
+  pool.reserve_local(static_cast<size_t>(kPanelColumns * (kBlockDepth + most_rows * group)) * sizeof(float));
+  for (int64_t first = 0; first < args.rows; first += kBlockRows) {
+    const RowBlock block{packed, first, smaller(kBlockRows, args.rows - first), depth};
+    parallel(pool, divide_up(block.rows, kTileRows), [&](int64_t tile, int) {
+      const int64_t row = tile * kTileRows;
+      pack_rows(args, first + row, smaller(int64_t{kTileRows}, block.rows - row), depth, packed + row * depth);
+    });
+    parallel(pool, divide_up(panels, group), [&](int64_t task, int thread) {
+      const int64_t panel = task * group;
+      multiply_group<W>(args, block, panel, smaller(group, panels - panel), static_cast<float*>(pool.local(thread)));
+    });
+  }
+}
+
+template <class W>
+void linear_of(ThreadPool& pool, const LinearArgs& args) {
+  if (args.rows > kDirectRows) {
+    linear_many<W>(pool, args);
+  } else {
+    linear_few<kDirectRows, W>(pool, args);
+  }
+}
+
+inline void linear(ThreadPool& pool, const LinearArgs& args) {
+  if (args.weight_dtype == DType::kFloat32) {
+    linear_of<float>(pool, args);
+  } else if (args.weight_dtype == DType::kBFloat16) {
+    linear_of<bf16>(pool, args);
+  } else {
+    linear_of<f16>(pool, args);
+  }
+}
+
+}  // namespace octavo::OCTAVO_ISA

@@ -1,0 +1,28 @@
+// Loops over the threads of a pool, for kernels.
+#pragma once
+
+#include "kernels.h"
+#include "vec.h"
+
+namespace octavo::OCTAVO_ISA {
+
+// body(index, thread) for 0 <= index < count, in any order and on any thread.
+template <class F>
+OCTAVO_INLINE void parallel(ThreadPool& pool, int64_t count, F&& body) {
+  auto call = [](void* context, int64_t index, int thread) {
+    (*static_cast<F*>(context))(index, thread);
+  };
+  pool.run(count, call, const_cast<void*>(static_cast<const void*>(&body)));
+}
+
+// body(first, last) over pieces of [0, count): so many that threads of unequal speed end together, none under `least`.
+template <class F>
+OCTAVO_INLINE void parallel_ranges(ThreadPool& pool, int64_t count, int64_t least, F&& body) {
+  const int64_t wanted = divide_up(count, 4 * static_cast<int64_t>(pool.num_threads()));
+  const int64_t size = larger(larger(wanted, least), int64_t{1});
+  parallel(pool, divide_up(count, size), [&](int64_t piece, int) {
+    body(piece * size, smaller(count, (piece + 1) * size));
+  });
+}
+
+}  // namespace octavo::OCTAVO_ISA

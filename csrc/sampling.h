@@ -1,0 +1,202 @@
+// One token per row: argmax of the logits, or of logits / temperature + noise over the tokens that the filters leave.
+#pragma once
+
+#include "noise.h"
+#include "parallel.h"
+#include "selection.h"
+
+namespace octavo::OCTAVO_ISA {
+
+constexpr int64_t kPieceTokens = 512 * kNoiseBlock;  // of a row without filters that one thread takes at a time
+
+// The best of some tokens. Nothing but -inf: id is -1. An argmax is exact however its range is split.
+struct Best {
+  float key = -__builtin_inff();
+  int64_t id = -1;
+  bool nan = false;
+
+  OCTAVO_INLINE void take(const Best& other) {
+    if (other.key > key || (other.key == key && other.id >= 0 && (id < 0 || other.id < id))) {
+      key = other.key;
+      id = other.id;
+    }
+    nan = nan || other.nan;
+  }
+};
+
+// Best of each lane so far.
+struct LaneBest {
+  Vec key = splat(-__builtin_inff());
+  IVec id = splat_int(0xFFFFFFFFu);
+
+  OCTAVO_INLINE void take(Vec other, IVec other_id) {
+    const Mask better = less(key, other);  // ids ascend within a lane: on a tie the earlier one stays
+    key = select(better, other, key);
+    id = select(better, other_id, id);
+  }
+  OCTAVO_INLINE Best best() const {
+    float keys[kLanes];
+    int32_t ids[kLanes];
+    store(keys, key);
+    store_int(ids, id);
+    Best result;
+    for (int i = 0; i < kLanes; ++i) {
+      Best lane;
+      lane.key = keys[i];
+      lane.id = ids[i];
+      result.take(lane);
+    }
+    return result;
+  }
+};
+
+// Up to 16 logits; lanes past the end are -inf.
+OCTAVO_INLINE Vec load_logits(const float* logits, int64_t count) {
+  if (count >= kLanes) return load(logits);
+  float values[kLanes];
+  for (int i = 0; i < kLanes; ++i) values[i] = i < count ? logits[i] : -__builtin_inff();
+  return load(values);
+}
+
+// The largest of tokens first .. last, and whether one is NaN.
+inline Best largest_logit(const float* logits, int64_t first, int64_t last) {
+  LaneBest best;
+  Mask nan = less(splat(0.0f), splat(0.0f));
+  for (int64_t i = first; i < last; i += kLanes) {
+    const Vec value = load_logits(logits + i, last - i);
+    nan = either(nan, is_nan(value));
+    best.take(value, splat_int(static_cast<uint32_t>(i)) + lane_numbers());
+  }
+  Best result = best.best();
+  result.nan = bits(nan) != 0;
+  return result;
+}
+
+// argmax(logits / temperature + noise) of tokens first .. last that `cut` keeps. `first` is a multiple of 64; `best` is a
+// token of the range with its key. Blocks that could not win with the largest noise are passed over.
+inline Best largest_key(const float* logits, int64_t first, int64_t last, float temperature, const NoiseKey& key,
+                        const Cut& cut, const Best& best) {
+  const Vec divisor = splat(temperature), nothing = splat(-__builtin_inff());
+  LaneBest lanes;
+  Vec bound = splat(best.key);
+  for (int64_t i = first; i < last; i += kNoiseBlock) {
+    Vec value[4];
+    Mask hopeful = less(divisor, divisor);
+    for (int j = 0; j < 4; ++j) {
+      const int64_t at = i + j * kLanes;
+      value[j] = at < last ? load_logits(logits + at, last - at) / divisor : nothing;
+      hopeful = either(hopeful, less_equal(bound, value[j] + splat(kNoiseBound)));
+    }
+    if (bits(hopeful) == 0) continue;
+    Vec noise[4];
+    noise_block(key, i / kNoiseBlock, noise);
+    for (int j = 0; j < 4; ++j) {
+      const IVec ids = splat_int(static_cast<uint32_t>(i + j * kLanes)) + lane_numbers();
+      lanes.take(select(kept(cut, value[j], ids), value[j] + noise[j], nothing), ids);
+    }
+    bound = max(bound, splat(max_lanes(lanes.key)));
+  }
+  return lanes.best();
+}
+
+struct RowParameters {
+  const float* logits;
+  float temperature;
+  Filters filters;
+  NoiseKey key;
+
+  RowParameters(const SampleArgs& args, int64_t row)
+      : logits(args.logits + row * args.vocab),
+        temperature(args.temperature[row]),
+        filters{args.top_k[row], args.top_p[row], args.min_p[row]},
+        key(args.seed[row], args.position[row], args.sample_index[row]) {}
+
+  bool greedy() const { return temperature == 0.0f; }
+  bool filtered() const {
+    return !greedy() && (filters.top_k > 0 || filters.top_p < 1.0f || filters.min_p > 0.0f);
+  }
+};
+
+inline Best sample_piece(const RowParameters& row, int64_t first, int64_t last, const Cut& cut) {
+  const Best largest = largest_logit(row.logits, first, last);
+  if (row.greedy() || largest.nan || largest.id < 0) return largest;
+  Best start;  // the largest logit is a good first guess, and every filter keeps it
+  float noise;
+  gumbel_noise(static_cast<int64_t>(static_cast<uint64_t>(row.key.key[1]) << 32 | row.key.key[0]),
+               static_cast<int32_t>(row.key.position), static_cast<int32_t>(row.key.sample_index), largest.id, 1, &noise);
+  start.key = largest.key / row.temperature + noise;
+  start.id = largest.id;
+  return largest_key(row.logits, first, last, row.temperature, row.key, cut, start);
+}
+
+// Copies a row, divided by the temperature, to where the filters work on it. NaN becomes -inf.
+inline void scale_row(const float* logits, int64_t vocab, float temperature, float* values) {
+  for (int64_t i = 0; i < vocab; i += kLanes) {
+    const Vec value = load_logits(logits + i, vocab - i) / splat(temperature);
+    store(values + i, select(is_nan(value), splat(-__builtin_inff()), value));
+  }
+}
+
+inline Best sample_filtered(const RowParameters& row, int64_t vocab, void* scratch) {
+  const Best largest = largest_logit(row.logits, 0, vocab);
+  if (largest.nan || largest.id < 0) return largest;
+  const SelectionMemory memory(vocab, scratch);
+  scale_row(row.logits, vocab, row.temperature, memory.values);
+  const Selection selection(memory, vocab, largest.key / row.temperature, row.temperature);
+  return sample_piece(row, 0, vocab, find_cut(selection, row.filters));
+}
+
+inline void sample(ThreadPool& pool, const SampleArgs& args) {
+  bool any_filtered = false;
+  for (int64_t row = 0; row < args.rows; ++row) any_filtered = any_filtered || RowParameters(args, row).filtered();
+  if (any_filtered) pool.reserve_local(SelectionMemory::bytes(args.vocab));
+  const int64_t pieces = divide_up(args.vocab, kPieceTokens);
+  auto* best = static_cast<Best*>(pool.shared(static_cast<size_t>(args.rows * pieces) * sizeof(Best)));
+  parallel(pool, args.rows * pieces, [&](int64_t task, int thread) {
+    const RowParameters row(args, task / pieces);
+    const int64_t piece = task % pieces;
+    if (!row.filtered()) {
+      const int64_t last = smaller(args.vocab, (piece + 1) * kPieceTokens);
+      best[task] = sample_piece(row, piece * kPieceTokens, last, kKeepAll);
+    } else {  // filters look at the whole row
+      best[task] = piece == 0 ? sample_filtered(row, args.vocab, pool.local(thread)) : Best();
+    }
+  });
+  for (int64_t row = 0; row < args.rows; ++row) {
+    Best result;
+    for (int64_t piece = 0; piece < pieces; ++piece) result.take(best[row * pieces + piece]);
+    args.out[row] = result.nan ? -1 : result.id;
+  }
+}
+
+inline void top_tokens_of_row(const float* values, int64_t vocab, int64_t k, void* scratch, float* out_values,
+                              int64_t* out_ids) {
+  const SelectionMemory memory(vocab, scratch);
+  scale_row(values, vocab, 1.0f, memory.values);
+  const Selection row(memory, vocab, largest_logit(memory.values, 0, vocab).key, 1.0f);
+  const Cut cut = top_k_cut(row, k);
+  Token* tokens = memory.tokens;
+  int64_t count = 0;
+  for (int64_t i = 0; i < vocab; i += kLanes) {
+    unsigned here = bits(kept(cut, row.values_at(i), row.ids_at(i)));
+    for (; here != 0; here &= here - 1) {
+      const int64_t id = i + __builtin_ctz(here);
+      if (id < vocab) tokens[count++] = {memory.values[id], static_cast<int32_t>(id)};
+    }
+  }
+  std::sort(tokens, tokens + count, [](const Token& a, const Token& b) { return a.before(b); });
+  for (int64_t i = 0; i < k; ++i) {
+    out_values[i] = tokens[i].value;
+    out_ids[i] = tokens[i].id;
+  }
+}
+
+inline void top_tokens(ThreadPool& pool, const float* values, int64_t rows, int64_t vocab, int64_t k, float* out_values,
+                       int64_t* out_ids) {
+  pool.reserve_local(SelectionMemory::bytes(vocab));
+  parallel(pool, rows, [&](int64_t row, int thread) {
+    top_tokens_of_row(values + row * vocab, vocab, k, pool.local(thread), out_values + row * k, out_ids + row * k);
+  });
+}
+
+}  // namespace octavo::OCTAVO_ISA

@@ -1,0 +1,223 @@
+#include "thread_pool.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <new>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#define OCTAVO_HAS_FORK 1
+#endif
+
+namespace octavo {
+namespace {
+
+constexpr auto kSpinTime = std::chrono::microseconds(50);
+constexpr int kPausesPerClockRead = 16;
+
+void pause_briefly() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Counts the forks that led to this process: threads and locks made under another count do not exist here.
+std::atomic<int> fork_generation{0};
+
+void watch_forks() {
+#ifdef OCTAVO_HAS_FORK
+  static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { fork_generation.fetch_add(1, std::memory_order_relaxed); });
+  (void)registered;
+#endif
+}
+
+struct FreeAligned {
+  void operator()(void* p) const { std::free(p); }
+};
+
+class Buffer {
+ public:
+  void* reserve(size_t bytes) {
+    if (bytes > size_) {
+      const size_t rounded = (bytes + 4095) / 4096 * 4096;
+      memory_.reset();
+      size_ = 0;
+      memory_.reset(std::aligned_alloc(64, rounded));
+      if (!memory_) throw std::bad_alloc();
+      size_ = rounded;
+    }
+    return memory_.get();
+  }
+  void* get() const { return memory_.get(); }
+
+ private:
+  std::unique_ptr<void, FreeAligned> memory_;
+  size_t size_ = 0;
+};
+
+}  // namespace
+
+struct ThreadPool::State {
+  explicit State(int num_threads) : num_threads(num_threads), local(static_cast<size_t>(num_threads)) {
+    for (int i = 1; i < num_threads; ++i) workers.emplace_back([this, i] { work(i); });
+  }
+
+  ~State() { end_workers(); }
+
+  void end_workers() {
+    {
+      std::lock_guard<std::mutex> lock(sleep_mutex);
+      stopping.store(true);
+    }
+    wake.notify_all();
+    for (auto& worker : workers) worker.join();
+    workers.clear();
+  }
+
+  void work(int thread) {
+    uint64_t seen = 0;
+    while (wait_for_job(seen)) {
+      // Entering and closing are ordered: either `run` sees this worker inside and waits for it, or the worker sees the
+      // job closed and touches nothing of it. So a short job never waits for a sleeper.
+      inside.fetch_add(1);
+      if (open.load()) take_indices(thread);
+      inside.fetch_sub(1);
+    }
+  }
+
+  bool wait_for_job(uint64_t& seen) {
+    const auto spin_end = std::chrono::steady_clock::now() + kSpinTime;
+    do {
+      for (int i = 0; i < kPausesPerClockRead; ++i) {
+        if (jobs.load(std::memory_order_acquire) != seen || stopping.load(std::memory_order_relaxed)) {
+          seen = jobs.load(std::memory_order_acquire);
+          return !stopping.load();
+        }
+        pause_briefly();
+      }
+    } while (std::chrono::steady_clock::now() < spin_end);
+    std::unique_lock<std::mutex> lock(sleep_mutex);
+    sleepers.fetch_add(1);
+    wake.wait(lock, [&] { return jobs.load() != seen || stopping.load(); });
+    sleepers.fetch_sub(1);
+    seen = jobs.load();
+    return !stopping.load();
+  }
+
+  void take_indices(int thread) {
+    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) body(context, i, thread);
+  }
+
+  void run(int64_t job_count, Body job_body, void* job_context) {
+    if (job_count <= 1 || workers.empty()) {
+      for (int64_t i = 0; i < job_count; ++i) job_body(job_context, i, 0);
+      return;
+    }
+    count = job_count;
+    body = job_body;
+    context = job_context;
+    next.store(0);
+    open.store(true);
+    jobs.fetch_add(1);
+    if (sleepers.load() > 0) {
+      { std::lock_guard<std::mutex> lock(sleep_mutex); }  // a worker about to sleep has looked, or will see the new job
+      wake.notify_all();
+    }
+    take_indices(0);
+    open.store(false);
+    for (int spins = 0; inside.load() > 0; ++spins) {
+      if (spins < 2000) {
+        pause_briefly();
+      } else {
+        std::this_thread::yield();
+      }
+    }
+  }
+
+  const int num_threads;
+  const int generation = fork_generation.load(std::memory_order_relaxed);
+  std::mutex session_mutex;
+  std::vector<std::thread> workers;
+
+  // The job: written only while `open` is false and nobody is inside.
+  int64_t count = 0;
+  Body body = nullptr;
+  void* context = nullptr;
+
+  alignas(64) std::atomic<int64_t> next{0};
+  alignas(64) std::atomic<uint64_t> jobs{0};
+  alignas(64) std::atomic<int> inside{0};
+  std::atomic<bool> open{false};
+  std::atomic<bool> stopping{false};
+  std::atomic<int> sleepers{0};
+  std::mutex sleep_mutex;
+  std::condition_variable wake;
+
+  Buffer shared;
+  std::vector<Buffer> local;
+};
+
+namespace {
+
+int checked_size(int num_threads) {
+  if (num_threads < 1) throw std::invalid_argument("num_threads must be at least 1");
+  return num_threads;
+}
+
+}  // namespace
+
+ThreadPool::ThreadPool(int num_threads) : state_(nullptr) {
+  watch_forks();
+  state_ = new State(checked_size(num_threads));
+}
+
+ThreadPool::~ThreadPool() {
+  if (state_->generation == fork_generation.load()) delete state_;  // else its threads live in the parent
+}
+
+// The state of this process. That of a parent is left as it is: its threads do not exist here, its locks may be held.
+ThreadPool::State& ThreadPool::current_state() {
+  if (state_->generation != fork_generation.load(std::memory_order_relaxed)) state_ = new State(state_->num_threads);
+  return *state_;
+}
+
+int ThreadPool::num_threads() const { return state_->num_threads; }
+
+void ThreadPool::set_num_threads(int num_threads) {
+  checked_size(num_threads);
+  State& old = current_state();
+  {
+    std::lock_guard<std::mutex> lock(old.session_mutex);
+    if (num_threads == old.num_threads) return;
+    state_ = new State(num_threads);
+  }
+  delete &old;
+}
+
+void ThreadPool::shutdown() {
+  State& state = current_state();
+  std::lock_guard<std::mutex> lock(state.session_mutex);
+  state.end_workers();
+}
+
+void ThreadPool::run(int64_t count, Body body, void* context) { state_->run(count, body, context); }
+
+void* ThreadPool::shared(size_t bytes) { return state_->shared.reserve(bytes); }
+
+void ThreadPool::reserve_local(size_t bytes) {
+  for (auto& buffer : state_->local) buffer.reserve(bytes);
+}
+
+void* ThreadPool::local(int thread) { return state_->local[static_cast<size_t>(thread)].get(); }
+
+ThreadPool::Session::Session(ThreadPool& pool) : lock_(pool.current_state().session_mutex) {}
+
+}  // namespace octavo

@@ -1,0 +1,189 @@
+// Vec on AVX2 with FMA and F16C: two ymm registers.
+#pragma once
+
+#include <immintrin.h>
+
+namespace octavo::OCTAVO_ISA {
+
+struct Vec {
+  __m256 lo, hi;
+};
+
+struct IVec {
+  __m256i lo, hi;
+};
+
+struct Mask {  // all bits of a lane set, or none
+  __m256i lo, hi;
+};
+
+OCTAVO_INLINE Vec splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+OCTAVO_INLINE IVec splat_int(uint32_t x) {
+  const __m256i v = _mm256_set1_epi32(static_cast<int>(x));
+  return {v, v};
+}
+OCTAVO_INLINE IVec lane_numbers() {
+  return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
+}
+
+OCTAVO_INLINE Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+OCTAVO_INLINE Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+OCTAVO_INLINE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+OCTAVO_INLINE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+OCTAVO_INLINE Vec fma(Vec a, Vec b, Vec c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+// Where either is NaN the result is b, so a NaN in b survives.
+OCTAVO_INLINE Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+OCTAVO_INLINE Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+
+OCTAVO_INLINE IVec operator+(IVec a, IVec b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+OCTAVO_INLINE IVec operator-(IVec a, IVec b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
+OCTAVO_INLINE IVec operator^(IVec a, IVec b) { return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)}; }
+OCTAVO_INLINE IVec operator&(IVec a, IVec b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
+OCTAVO_INLINE IVec operator|(IVec a, IVec b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+template <int kBits>
+OCTAVO_INLINE IVec shift_left(IVec a) {
+  return {_mm256_slli_epi32(a.lo, kBits), _mm256_slli_epi32(a.hi, kBits)};
+}
+template <int kBits>
+OCTAVO_INLINE IVec shift_right(IVec a) {  // zeros come in from the left
+  return {_mm256_srli_epi32(a.lo, kBits), _mm256_srli_epi32(a.hi, kBits)};
+}
+template <int kBits>
+OCTAVO_INLINE IVec shift_right_signed(IVec a) {
+  return {_mm256_srai_epi32(a.lo, kBits), _mm256_srai_epi32(a.hi, kBits)};
+}
+OCTAVO_INLINE void multiply_wide_half(__m256i a, __m256i factor, __m256i& high, __m256i& low) {
+  const __m256i even = _mm256_mul_epu32(a, factor);
+  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), factor);
+  low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+  high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+}
+// The 64-bit product of each lane and m, as its upper and lower halves.
+OCTAVO_INLINE void multiply_wide(IVec a, uint32_t m, IVec& high, IVec& low) {
+  const __m256i factor = _mm256_set1_epi32(static_cast<int>(m));
+  multiply_wide_half(a.lo, factor, high.lo, low.lo);
+  multiply_wide_half(a.hi, factor, high.hi, low.hi);
+}
+
+OCTAVO_INLINE IVec as_int(Vec a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
+OCTAVO_INLINE Vec as_float(IVec a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
+OCTAVO_INLINE Vec to_float(IVec a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }  // lanes are signed
+OCTAVO_INLINE IVec to_int(Vec a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }    // to nearest even
+OCTAVO_INLINE IVec load_int(const void* p) {
+  const auto* q = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+OCTAVO_INLINE void store_int(void* p, IVec a) {
+  auto* q = static_cast<__m256i*>(p);
+  _mm256_storeu_si256(q, a.lo);
+  _mm256_storeu_si256(q + 1, a.hi);
+}
+
+template <int kCompare>
+OCTAVO_INLINE Mask compare(Vec a, Vec b) {
+  return {_mm256_castps_si256(_mm256_cmp_ps(a.lo, b.lo, kCompare)),
+          _mm256_castps_si256(_mm256_cmp_ps(a.hi, b.hi, kCompare))};
+}
+OCTAVO_INLINE Mask less(Vec a, Vec b) { return compare<_CMP_LT_OQ>(a, b); }
+OCTAVO_INLINE Mask less_equal(Vec a, Vec b) { return compare<_CMP_LE_OQ>(a, b); }
+OCTAVO_INLINE Mask equal(Vec a, Vec b) { return compare<_CMP_EQ_OQ>(a, b); }
+OCTAVO_INLINE Mask is_nan(Vec a) { return compare<_CMP_UNORD_Q>(a, a); }
+OCTAVO_INLINE Mask is_negative(IVec a) {  // the sign bit is set
+  return {_mm256_srai_epi32(a.lo, 31), _mm256_srai_epi32(a.hi, 31)};
+}
+OCTAVO_INLINE Mask both(Mask a, Mask b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
+OCTAVO_INLINE Mask either(Mask a, Mask b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+OCTAVO_INLINE unsigned bits(Mask a) {
+  const int lo = _mm256_movemask_ps(_mm256_castsi256_ps(a.lo)), hi = _mm256_movemask_ps(_mm256_castsi256_ps(a.hi));
+  return static_cast<unsigned>(lo) | static_cast<unsigned>(hi) << 8;
+}
+OCTAVO_INLINE IVec select(Mask m, IVec a, IVec b) {  // m ? a : b
+  return {_mm256_blendv_epi8(b.lo, a.lo, m.lo), _mm256_blendv_epi8(b.hi, a.hi, m.hi)};
+}
+OCTAVO_INLINE Vec select(Mask m, Vec a, Vec b) { return as_float(select(m, as_int(a), as_int(b))); }
+
+OCTAVO_INLINE Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+OCTAVO_INLINE __m256 widen_bf16(const bf16* p) {
+  const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
+}
+OCTAVO_INLINE Vec load(const bf16* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
+OCTAVO_INLINE Vec load(const f16* p) {
+  const auto* q = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+
+OCTAVO_INLINE void store(float* p, Vec a) {
+  _mm256_storeu_ps(p, a.lo);
+  _mm256_storeu_ps(p + 8, a.hi);
+}
+OCTAVO_INLINE __m256i round_to_bf16(__m256i raw) {
+  const __m256i lowest_kept = _mm256_and_si256(_mm256_srli_epi32(raw, 16), _mm256_set1_epi32(1));
+  return _mm256_add_epi32(raw, _mm256_add_epi32(lowest_kept, _mm256_set1_epi32(0x7FFF)));
+}
+OCTAVO_INLINE void store(bf16* p, Vec a) {  // to nearest even; a NaN stays a quiet NaN
+  const IVec raw = as_int(a);
+  const IVec rounded = {round_to_bf16(raw.lo), round_to_bf16(raw.hi)};
+  const IVec result = shift_right<16>(select(is_nan(a), raw | splat_int(0x00400000), rounded));
+  const __m256i packed = _mm256_packus_epi32(result.lo, result.hi);  // quarters come out as lo, hi, lo, hi
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xD8));
+}
+OCTAVO_INLINE void store(f16* p, Vec a) {
+  auto* q = reinterpret_cast<__m128i*>(p);
+  _mm_storeu_si128(q, _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128(q + 1, _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT));
+}
+
+OCTAVO_INLINE float sum_lanes(Vec a) {
+  const __m256 eight = _mm256_add_ps(a.lo, a.hi);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+OCTAVO_INLINE float max_lanes(Vec a) {
+  const __m256 eight = _mm256_max_ps(a.lo, a.hi);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+OCTAVO_INLINE void transpose_8x8(__m256 (&r)[8]) {
+  __m256 t[8], u[8];
+  OCTAVO_UNROLL
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+  OCTAVO_UNROLL
+  for (int i = 0; i < 8; i += 4) {
+    u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xEE);
+    u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xEE);
+  }
+  OCTAVO_UNROLL
+  for (int c = 0; c < 4; ++c) {
+    r[c] = _mm256_permute2f128_ps(u[c], u[4 + c], 0x20);
+    r[4 + c] = _mm256_permute2f128_ps(u[c], u[4 + c], 0x31);
+  }
+}
+
+// Sixteen rows of sixteen become sixteen columns.
+OCTAVO_INLINE void transpose(Vec (&r)[16]) {
+  __m256 a[8], b[8], c[8], d[8];
+  for (int i = 0; i < 8; ++i) {
+    a[i] = r[i].lo, b[i] = r[i].hi, c[i] = r[8 + i].lo, d[i] = r[8 + i].hi;
+  }
+  transpose_8x8(a);
+  transpose_8x8(b);
+  transpose_8x8(c);
+  transpose_8x8(d);
+  for (int i = 0; i < 8; ++i) {
+    r[i] = {a[i], c[i]};
+    r[8 + i] = {b[i], d[i]};
+  }
+}
+
+}  // namespace octavo::OCTAVO_ISA

@@ -1,0 +1,139 @@
+// Vec on AVX-512 F, BW, VL and DQ.
+#pragma once
+
+#include <immintrin.h>
+
+namespace octavo::OCTAVO_ISA {
+
+struct Vec {
+  __m512 v;
+};
+
+struct IVec {
+  __m512i v;
+};
+
+using Mask = __mmask16;
+
+OCTAVO_INLINE Vec splat(float x) { return {_mm512_set1_ps(x)}; }
+OCTAVO_INLINE IVec splat_int(uint32_t x) { return {_mm512_set1_epi32(static_cast<int>(x))}; }
+OCTAVO_INLINE IVec lane_numbers() {
+  return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)};
+}
+
+OCTAVO_INLINE Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+OCTAVO_INLINE Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+OCTAVO_INLINE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+OCTAVO_INLINE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+OCTAVO_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// Where either is NaN the result is b, so a NaN in b survives.
+OCTAVO_INLINE Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+OCTAVO_INLINE Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
+
+OCTAVO_INLINE IVec operator+(IVec a, IVec b) { return {_mm512_add_epi32(a.v, b.v)}; }
+OCTAVO_INLINE IVec operator-(IVec a, IVec b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+OCTAVO_INLINE IVec operator^(IVec a, IVec b) { return {_mm512_xor_si512(a.v, b.v)}; }
+OCTAVO_INLINE IVec operator&(IVec a, IVec b) { return {_mm512_and_si512(a.v, b.v)}; }
+OCTAVO_INLINE IVec operator|(IVec a, IVec b) { return {_mm512_or_si512(a.v, b.v)}; }
+template <int kBits>
+OCTAVO_INLINE IVec shift_left(IVec a) {
+  return {_mm512_slli_epi32(a.v, kBits)};
+}
+template <int kBits>
+OCTAVO_INLINE IVec shift_right(IVec a) {  // zeros come in from the left
+  return {_mm512_srli_epi32(a.v, kBits)};
+}
+template <int kBits>
+OCTAVO_INLINE IVec shift_right_signed(IVec a) {
+  return {_mm512_srai_epi32(a.v, kBits)};
+}
+// The 64-bit product of each lane and m, as its upper and lower halves.
+OCTAVO_INLINE void multiply_wide(IVec a, uint32_t m, IVec& high, IVec& low) {
+  const __m512i factor = _mm512_set1_epi32(static_cast<int>(m));
+  const __m512i even = _mm512_mul_epu32(a.v, factor);
+  const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a.v, 32), factor);
+  low = {_mm512_mask_mov_epi32(even, 0xAAAA, _mm512_slli_epi64(odd, 32))};
+  high = {_mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xAAAA, odd)};
+}
+
+OCTAVO_INLINE IVec as_int(Vec a) { return {_mm512_castps_si512(a.v)}; }
+OCTAVO_INLINE Vec as_float(IVec a) { return {_mm512_castsi512_ps(a.v)}; }
+OCTAVO_INLINE Vec to_float(IVec a) { return {_mm512_cvtepi32_ps(a.v)}; }  // lanes are signed
+OCTAVO_INLINE IVec to_int(Vec a) { return {_mm512_cvtps_epi32(a.v)}; }    // rounds to nearest even
+OCTAVO_INLINE IVec load_int(const void* p) { return {_mm512_loadu_si512(p)}; }
+OCTAVO_INLINE void store_int(void* p, IVec a) { _mm512_storeu_si512(p, a.v); }
+
+OCTAVO_INLINE Mask less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
+OCTAVO_INLINE Mask less_equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ); }
+OCTAVO_INLINE Mask equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
+OCTAVO_INLINE Mask is_nan(Vec a) { return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q); }
+OCTAVO_INLINE Mask is_negative(IVec a) { return _mm512_movepi32_mask(a.v); }  // the sign bit is set
+OCTAVO_INLINE Mask both(Mask a, Mask b) { return static_cast<Mask>(a & b); }
+OCTAVO_INLINE Mask either(Mask a, Mask b) { return static_cast<Mask>(a | b); }
+OCTAVO_INLINE unsigned bits(Mask a) { return a; }
+OCTAVO_INLINE Vec select(Mask m, Vec a, Vec b) { return {_mm512_mask_blend_ps(m, b.v, a.v)}; }  // m ? a : b
+OCTAVO_INLINE IVec select(Mask m, IVec a, IVec b) { return {_mm512_mask_blend_epi32(m, b.v, a.v)}; }
+
+OCTAVO_INLINE Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+OCTAVO_INLINE Vec load(const bf16* p) {
+  const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
+}
+OCTAVO_INLINE Vec load(const f16* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+
+OCTAVO_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
+OCTAVO_INLINE void store(bf16* p, Vec a) {  // to nearest even; a NaN stays a quiet NaN
+  const __m512i raw = _mm512_castps_si512(a.v);
+  const __m512i lowest_kept = _mm512_and_si512(_mm512_srli_epi32(raw, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(raw, _mm512_add_epi32(lowest_kept, _mm512_set1_epi32(0x7FFF)));
+  const __m512i quiet = _mm512_or_si512(raw, _mm512_set1_epi32(0x00400000));
+  const __m512i result = _mm512_mask_blend_epi32(is_nan(a), rounded, quiet);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(result, 16)));
+}
+OCTAVO_INLINE void store(f16* p, Vec a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
+}
+
+OCTAVO_INLINE float sum_lanes(Vec a) {
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+OCTAVO_INLINE float max_lanes(Vec a) { return _mm512_reduce_max_ps(a.v); }
+
+// Sixteen rows of sixteen become sixteen columns.
+OCTAVO_INLINE void transpose(Vec (&r)[16]) {
+  __m512 t[16];
+  OCTAVO_UNROLL
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(r[i].v, r[i + 1].v);
+    t[i + 1] = _mm512_unpackhi_ps(r[i].v, r[i + 1].v);
+  }
+  __m512d u[16];
+  OCTAVO_UNROLL
+  for (int i = 0; i < 16; i += 4) {
+    OCTAVO_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      const __m512d a = _mm512_castps_pd(t[i + j]), b = _mm512_castps_pd(t[i + j + 2]);
+      u[i + 2 * j] = _mm512_unpacklo_pd(a, b);
+      u[i + 2 * j + 1] = _mm512_unpackhi_pd(a, b);
+    }
+  }
+  // u[4 g + c] holds, in each quarter q, column 4 q + c of rows 4 g .. 4 g + 3.
+  OCTAVO_UNROLL
+  for (int c = 0; c < 4; ++c) {
+    const __m512 g0 = _mm512_castpd_ps(u[c]), g1 = _mm512_castpd_ps(u[4 + c]);
+    const __m512 g2 = _mm512_castpd_ps(u[8 + c]), g3 = _mm512_castpd_ps(u[12 + c]);
+    const __m512 a = _mm512_shuffle_f32x4(g0, g1, 0x88), b = _mm512_shuffle_f32x4(g2, g3, 0x88);
+    const __m512 d = _mm512_shuffle_f32x4(g0, g1, 0xDD), e = _mm512_shuffle_f32x4(g2, g3, 0xDD);
+    r[c].v = _mm512_shuffle_f32x4(a, b, 0x88);
+    r[8 + c].v = _mm512_shuffle_f32x4(a, b, 0xDD);
+    r[4 + c].v = _mm512_shuffle_f32x4(d, e, 0x88);
+    r[12 + c].v = _mm512_shuffle_f32x4(d, e, 0xDD);
+  }
+}
+
+}  // namespace octavo::OCTAVO_ISA

@@ -1,0 +1,180 @@
+// Vec in the generic vectors of GCC and Clang: SSE2, NEON or plain code, as the target has it.
+#pragma once
+
+#include <cmath>
+
+namespace octavo::OCTAVO_ISA {
+
+typedef float float16lanes __attribute__((vector_size(64)));
+typedef uint32_t uint16lanes __attribute__((vector_size(64)));
+typedef int32_t int16lanes __attribute__((vector_size(64)));
+
+struct Vec {
+  float16lanes v;
+};
+
+struct IVec {
+  uint16lanes v;
+};
+
+struct Mask {  // all bits of a lane set, or none
+  int16lanes v;
+};
+
+OCTAVO_INLINE Vec splat(float x) { return {float16lanes{} + x}; }
+OCTAVO_INLINE IVec splat_int(uint32_t x) { return {uint16lanes{} + x}; }
+OCTAVO_INLINE IVec lane_numbers() { return {uint16lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}}; }
+
+OCTAVO_INLINE Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
+OCTAVO_INLINE Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
+OCTAVO_INLINE Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
+OCTAVO_INLINE Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
+// Fused where the target does it in one instruction (ARM); elsewhere a product and a sum, each rounded.
+OCTAVO_INLINE Vec fma(Vec a, Vec b, Vec c) {
+#ifdef __FP_FAST_FMAF
+  Vec r;
+  for (int i = 0; i < 16; ++i) r.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]);
+  return r;
+#else
+  return {a.v * b.v + c.v};
+#endif
+}
+OCTAVO_INLINE Vec max(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }  // b where either is NaN
+OCTAVO_INLINE Vec min(Vec a, Vec b) { return {a.v < b.v ? a.v : b.v}; }
+
+OCTAVO_INLINE IVec operator+(IVec a, IVec b) { return {a.v + b.v}; }
+OCTAVO_INLINE IVec operator-(IVec a, IVec b) { return {a.v - b.v}; }
+OCTAVO_INLINE IVec operator^(IVec a, IVec b) { return {a.v ^ b.v}; }
+OCTAVO_INLINE IVec operator&(IVec a, IVec b) { return {a.v & b.v}; }
+OCTAVO_INLINE IVec operator|(IVec a, IVec b) { return {a.v | b.v}; }
+template <int kBits>
+OCTAVO_INLINE IVec shift_left(IVec a) {
+  return {a.v << kBits};
+}
+template <int kBits>
+OCTAVO_INLINE IVec shift_right(IVec a) {  // zeros come in from the left
+  return {a.v >> kBits};
+}
+template <int kBits>
+OCTAVO_INLINE IVec shift_right_signed(IVec a) {
+  return {reinterpret_cast<uint16lanes>(reinterpret_cast<int16lanes>(a.v) >> kBits)};
+}
+// The 64-bit product of each lane and m, as its upper and lower halves.
+OCTAVO_INLINE void multiply_wide(IVec a, uint32_t m, IVec& high, IVec& low) {
+  for (int i = 0; i < 16; ++i) {
+    const uint64_t product = static_cast<uint64_t>(a.v[i]) * m;
+    high.v[i] = static_cast<uint32_t>(product >> 32);
+    low.v[i] = static_cast<uint32_t>(product);
+  }
+}
+
+OCTAVO_INLINE IVec as_int(Vec a) { return {reinterpret_cast<uint16lanes>(a.v)}; }
+OCTAVO_INLINE Vec as_float(IVec a) { return {reinterpret_cast<float16lanes>(a.v)}; }
+OCTAVO_INLINE Vec to_float(IVec a) {  // lanes are signed
+  return {__builtin_convertvector(reinterpret_cast<int16lanes>(a.v), float16lanes)};
+}
+OCTAVO_INLINE IVec to_int(Vec a) {  // to nearest even; NaN and what no int holds give the smallest int
+  IVec r;
+  for (int i = 0; i < 16; ++i) {
+    const float x = a.v[i];
+    r.v[i] = std::fabs(x) < 2147483648.0f ? static_cast<uint32_t>(std::lrintf(x)) : 0x80000000u;
+  }
+  return r;
+}
+OCTAVO_INLINE IVec load_int(const void* p) {
+  IVec r;
+  std::memcpy(&r.v, p, sizeof(r.v));
+  return r;
+}
+OCTAVO_INLINE void store_int(void* p, IVec a) { std::memcpy(p, &a.v, sizeof(a.v)); }
+
+OCTAVO_INLINE Mask less(Vec a, Vec b) { return {a.v < b.v}; }
+OCTAVO_INLINE Mask less_equal(Vec a, Vec b) { return {a.v <= b.v}; }
+OCTAVO_INLINE Mask equal(Vec a, Vec b) { return {a.v == b.v}; }
+OCTAVO_INLINE Mask is_nan(Vec a) { return {a.v != a.v}; }
+OCTAVO_INLINE Mask is_negative(IVec a) { return {reinterpret_cast<int16lanes>(a.v) < 0}; }  // the sign bit is set
+OCTAVO_INLINE Mask both(Mask a, Mask b) { return {a.v & b.v}; }
+OCTAVO_INLINE Mask either(Mask a, Mask b) { return {a.v | b.v}; }
+OCTAVO_INLINE unsigned bits(Mask a) {
+  unsigned r = 0;
+  for (int i = 0; i < 16; ++i) r |= (a.v[i] ? 1u : 0u) << i;
+  return r;
+}
+OCTAVO_INLINE Vec select(Mask m, Vec a, Vec b) { return {m.v ? a.v : b.v}; }
+OCTAVO_INLINE IVec select(Mask m, IVec a, IVec b) { return {m.v ? a.v : b.v}; }
+
+OCTAVO_INLINE Vec load(const float* p) {
+  Vec r;
+  std::memcpy(&r.v, p, sizeof(r.v));
+  return r;
+}
+OCTAVO_INLINE Vec load(const bf16* p) {
+  IVec r;
+  for (int i = 0; i < 16; ++i) r.v[i] = static_cast<uint32_t>(p[i].bits) << 16;
+  return as_float(r);
+}
+// float16 by arithmetic: the exponent is rebased by a product, which also normalizes subnormal numbers.
+OCTAVO_INLINE Vec load(const f16* p) {
+  IVec raw;
+  for (int i = 0; i < 16; ++i) raw.v[i] = p[i].bits;
+  const IVec magnitude = shift_left<13>(raw & splat_int(0x7FFF));
+  const Vec finite = as_float(magnitude) * splat(0x1p112f);
+  const Vec special = as_float(magnitude | splat_int(0x7F800000));  // inf and NaN
+  const Vec unsigned_value = select(less_equal(splat(65536.0f), finite), special, finite);
+  return as_float(as_int(unsigned_value) | shift_left<16>(raw & splat_int(0x8000)));
+}
+
+OCTAVO_INLINE void store(float* p, Vec a) { std::memcpy(p, &a.v, sizeof(a.v)); }
+OCTAVO_INLINE void store(bf16* p, Vec a) {  // to nearest even; a NaN stays a quiet NaN
+  const IVec raw = as_int(a);
+  const IVec rounded = raw + (shift_right<16>(raw) & splat_int(1)) + splat_int(0x7FFF);
+  const IVec result = shift_right<16>(select(is_nan(a), raw | splat_int(0x00400000), rounded));
+  for (int i = 0; i < 16; ++i) p[i].bits = static_cast<uint16_t>(result.v[i]);
+}
+// Round to nearest even at float16's last place: subnormal results by adding 0.5, whose last place is 2^-24.
+OCTAVO_INLINE void store(f16* p, Vec a) {
+  const IVec raw = as_int(a);
+  for (int i = 0; i < 16; ++i) {
+    const uint32_t magnitude = raw.v[i] & 0x7FFFFFFF;
+    uint32_t half;
+    if (magnitude > 0x7F800000) {
+      half = 0x7E00;
+    } else if (magnitude >= 0x477FF000) {  // rounds to 65536 or more
+      half = 0x7C00;
+    } else if (magnitude < 0x38800000) {
+      float x;
+      std::memcpy(&x, &magnitude, 4);
+      x += 0.5f;
+      std::memcpy(&half, &x, 4);
+      half -= 0x3F000000;
+    } else {
+      half = (magnitude - 0x38000000 + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
+    }
+    p[i].bits = static_cast<uint16_t>(half | (raw.v[i] >> 16 & 0x8000));
+  }
+}
+
+OCTAVO_INLINE float sum_lanes(Vec a) {
+  for (int width = 8; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];
+  }
+  return a.v[0];
+}
+OCTAVO_INLINE float max_lanes(Vec a) {
+  float r = a.v[0];
+  for (int i = 1; i < 16; ++i) r = r < a.v[i] ? a.v[i] : r;
+  return r;
+}
+
+// Sixteen rows of sixteen become sixteen columns.
+OCTAVO_INLINE void transpose(Vec (&r)[16]) {
+  for (int i = 0; i < 16; ++i) {
+    for (int j = 0; j < i; ++j) {
+      const float t = r[i].v[j];
+      r[i].v[j] = r[j].v[i];
+      r[j].v[i] = t;
+    }
+  }
+}
+
+}  // namespace octavo::OCTAVO_ISA

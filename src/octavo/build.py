@@ -1,0 +1,132 @@
+"""The one place that joins engine and worker: from configurations to an engine that answers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from octavo.config import EngineConfig, ModelConfig, ModelInfo, kernels_required
+from octavo.core.scheduler import Scheduler
+from octavo.engine.chat_template import ChatTemplate
+from octavo.engine.engine_core import EngineCore
+from octavo.engine.input_processor import InputProcessor
+from octavo.engine.llm_engine import Engine
+from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.tokenizer import Tokenizer, read_generation_defaults
+from octavo.errors import ConfigError
+from octavo.models.loader import resolve_model_path
+from octavo.models.registry import read_architecture
+from octavo.worker.worker import LocalExecutor, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from octavo.config import DeviceConfig
+    from octavo.events import EventSink
+    from octavo.models.architecture import Architecture
+
+BUILT_IN_MODEL = "octavo-demo"
+
+
+def built_in_model_path() -> Path:
+    """Return the directory of the model inside the package."""
+    return Path(str(files("octavo"))) / "assets" / "demo"
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    sink: EventSink | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Engine:
+    """Load the checkpoint, size the KV cache, and return an engine that is ready.
+
+    progress(done, total) is told of packed bytes of weights. Raises `ConfigError` and `ModelError`.
+    """
+    model_config = config.model
+    directory = built_in_model_path() if model_config.model is None else resolve_model_path(model_config.model)
+    architecture = read_architecture(directory)
+    tokenizer = None
+    if not model_config.skip_tokenizer_init:
+        tokenizer = Tokenizer.from_directory(
+            directory if model_config.tokenizer is None else resolve_model_path(model_config.tokenizer)
+        )
+    max_model_len = resolve_max_model_len(model_config, architecture)
+    info = _model_info(model_config, directory, architecture, tokenizer, max_model_len)
+    worker = Worker(
+        directory,
+        architecture,
+        dtype=architecture.dtype if model_config.dtype == "auto" else model_config.dtype,
+        max_model_len=max_model_len,
+        cache_config=config.cache,
+        scheduler_config=config.scheduler,
+        device_config=_device_config(config),
+        load_format=model_config.load_format,
+        seed=model_config.seed,
+        progress=progress,
+    )
+    scheduler = Scheduler(
+        config.scheduler,
+        config.cache,
+        num_blocks=worker.kv_cache.num_blocks,
+        max_model_len=max_model_len,
+        clock=time.monotonic,
+        sink=sink,
+        cache_keys=(f"model:{directory}", f"kv:{worker.kv_dtype}"),
+    )
+    template = None if tokenizer is None else _chat_template(model_config, directory, tokenizer)
+    return Engine(
+        EngineCore(scheduler, LocalExecutor(worker)),
+        InputProcessor(tokenizer, info, model_config.seed, template),
+        OutputProcessor(tokenizer, time.monotonic),
+        time.monotonic,
+    )
+
+
+def resolve_max_model_len(model_config: ModelConfig, architecture: Architecture) -> int:
+    """Return the longest sequence to serve: what was asked for, at most what the checkpoint was made for."""
+    longest = architecture.max_context_tokens
+    asked = model_config.max_model_len
+    if asked is not None and asked > longest:
+        raise ConfigError(f"max_model_len {asked} is more than the {longest} positions this checkpoint was made for")
+    return longest if asked is None else asked
+
+
+def _model_info(
+    model_config: ModelConfig, directory: Path, architecture: Architecture, tokenizer: Tokenizer | None, length: int
+) -> ModelInfo:
+    name = model_config.served_model_name or model_config.model or BUILT_IN_MODEL
+    generation = read_generation_defaults(directory)
+    eos = set(architecture.eos_token_ids) | set(generation.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos.add(tokenizer.eos_token_id)
+    defaults = generation.sampling if model_config.generation_config == "auto" else {}
+    return ModelInfo(
+        name=name,
+        vocab_size=architecture.vocab_size,
+        max_model_len=length,
+        eos_token_ids=frozenset(eos),
+        generation_defaults=defaults,
+    )
+
+
+def _chat_template(model_config: ModelConfig, directory: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Read the template of the user's choice (a file, or the text itself), else the checkpoint's."""
+    chosen = model_config.chat_template
+    if chosen is None:
+        return ChatTemplate.from_directory(directory, tokenizer.special_tokens)
+    looks_like_text = "{" in chosen or "\n" in chosen
+    if not looks_like_text and not Path(chosen).is_file():
+        raise ConfigError(f"chat_template {chosen!r} is neither a file nor the text of a template")
+    text = chosen if looks_like_text else Path(chosen).read_text(encoding="utf-8")
+    return ChatTemplate(text, tokenizer.special_tokens)
+
+
+def _device_config(config: EngineConfig) -> DeviceConfig:
+    """Where OCTAVO_REQUIRE_KERNELS is set, "auto" means the compiled kernels and nothing less."""
+    if kernels_required() and config.device.kernels == "auto" and config.device.device in {None, "cpu"}:
+        return replace(config.device, kernels="cpu")
+    return config.device

@@ -1,0 +1,64 @@
+"""vLLM's arguments that octavo does not have, and the values at which they change nothing here.
+
+A script written for vLLM's offline API runs with the import changed: such an argument is accepted with one warning, and
+refused at any other value, so that nothing asked for is silently left out.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Values of an argument that change nothing here (None: every value does) and why."""
+
+    values: tuple[Any, ...] | None
+    reason: str
+
+
+ACCEPTED_ARGUMENTS: dict[str, Accepted] = {
+    "gpu_memory_utilization": Accepted(None, "the KV cache is sized by kv_cache_memory_bytes or from free memory"),
+    "tensor_parallel_size": Accepted((1,), "one process computes"),
+    "pipeline_parallel_size": Accepted((1,), "one process computes"),
+    "data_parallel_size": Accepted((1,), "one engine"),
+    "trust_remote_code": Accepted((False,), "no code of a checkpoint is ever run"),
+    "enforce_eager": Accepted((True, False), "there are no CUDA graphs yet"),
+    "swap_space": Accepted((0, 4), "preempted requests are computed again"),
+    "cpu_offload_gb": Accepted((0,), "weights stay on the device"),
+    "quantization": Accepted((None,), "weights are used as they are"),
+    "kv_cache_dtype": Accepted(("auto",), "KV has the activations' dtype"),
+    "disable_log_stats": Accepted((True, False), "statistics are read from the event stream"),
+    "disable_custom_all_reduce": Accepted((True, False), "one process computes"),
+    "distributed_executor_backend": Accepted((None, "uni"), "one process computes"),
+    "enable_lora": Accepted((False,), "there are no adapters yet"),
+    "max_logprobs": Accepted(None, "the limit is that of SamplingParams"),
+    "tokenizer_mode": Accepted(("auto",), "tokenizer.json is read"),
+    "revision": Accepted((None,), "the hub's default revision is read"),
+    "speculative_config": Accepted((None,), "there is no speculation yet"),
+    "logits_processors": Accepted((None,), "there are no custom processors"),
+    "max_seq_len_to_capture": Accepted(None, "there are no CUDA graphs yet"),
+    "disable_sliding_window": Accepted((False,), "a checkpoint's window is kept"),
+    "hf_overrides": Accepted((None,), "config.json is read as it is"),
+    "compilation_config": Accepted((None,), "nothing is compiled at run time"),
+}
+
+
+def accept_arguments(arguments: Mapping[str, Any]) -> None:
+    """Warn once about arguments that change nothing here; raise `ConfigError` for the first that would."""
+    for name, value in arguments.items():
+        accepted = ACCEPTED_ARGUMENTS.get(name)
+        if accepted is None:
+            raise ConfigError(f"unknown argument {name!r}")
+        if accepted.values is not None and value not in accepted.values:
+            allowed = " or ".join(repr(allowed) for allowed in accepted.values)
+            raise ConfigError(f"{name}={value!r} cannot be served: {accepted.reason}; only {allowed} is accepted")
+    if arguments:
+        warnings.warn(f"arguments without effect in octavo: {', '.join(arguments)}", UserWarning, stacklevel=4)

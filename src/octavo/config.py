@@ -1,0 +1,180 @@
+"""Small frozen configurations, one per room; each class takes only the one it needs.
+
+What a user leaves open is None or "auto" here and is resolved once, in `build.py`, before the engine exists.
+This is the only module that reads the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+DEFAULT_MAX_NUM_SEQS = 64
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
+DEFAULT_BLOCK_SIZE = 16
+
+
+class SchedulingPolicy(StrEnum):
+    """Who goes first among those who wait, and who is the first victim among those who run."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which checkpoint, and how it is read.
+
+    model: a directory in Hugging Face layout, a hub id, or None for the built-in demo model.
+    dtype: "auto" takes the checkpoint's. max_model_len None takes the checkpoint's.
+    seed: the seeds of requests without one are drawn from it and their arrival number.
+    generation_config: "auto" honours the checkpoint's generation_config.json, "vllm" (the name vLLM gave it) ignores
+    its sampling defaults.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    seed: int = 0
+    skip_tokenizer_init: bool = False
+    load_format: str = "auto"
+    generation_config: str = "auto"
+    chat_template: str | None = None
+    served_model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        dtype = str(self.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(dtype, dtype))
+        _at_least("max_model_len", self.max_model_len, 1)
+        _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
+        _one_of("generation_config", self.generation_config, ("auto", "vllm"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache. Its size is `num_gpu_blocks` blocks, or `kv_cache_memory_bytes`, or found from free memory."""
+
+    block_size: int = DEFAULT_BLOCK_SIZE
+    num_gpu_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("block_size", self.block_size, 1)
+        _at_least("num_gpu_blocks", self.num_gpu_blocks, 1)
+        _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one step and the order of requests.
+
+    long_prefill_token_threshold: most tokens one prompt gets in a step; 0 for no such limit.
+    enable_chunked_prefill False: a prompt waits until it fits whole; only one larger than the whole budget is cut.
+    max_num_waiting: requests that may wait; one more is refused. None for no limit (an offline batch is known whole).
+    """
+
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
+    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
+    policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    max_num_waiting: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        _at_least("max_num_waiting", self.max_num_waiting, 0)
+        object.__setattr__(self, "policy", scheduling_policy(self.policy))
+        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
+            raise ConfigError("long_prefill_token_threshold cuts prompts, which enable_chunked_prefill=False forbids")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running request gets at least one token a step"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    """Where tensors live and which kernels serve. device None: CUDA when there, else the CPU."""
+
+    device: str | None = None
+    kernels: str = "auto"
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("kernels", self.kernels, ("auto", "cpu", "reference"))
+        _at_least("num_threads", self.num_threads, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All of them together, for the one place that builds an engine."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What the engine must know of a loaded model without seeing a tensor.
+
+    generation_defaults: sampling parameters from the checkpoint's generation_config.json, by SamplingParams' names.
+    """
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int] = frozenset()
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def scheduling_policy(name: str) -> SchedulingPolicy:
+    """Return the policy of that name. Raises `ConfigError`."""
+    try:
+        return SchedulingPolicy(name)
+    except ValueError:
+        raise ConfigError(f"scheduling policy must be one of {', '.join(SchedulingPolicy)}, got {name!r}") from None
+
+
+def default_max_num_batched_tokens(max_num_seqs: int) -> int:
+    """Return the budget of a step for whoever names only the number of requests."""
+    return max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_num_seqs)
+
+
+def kernels_required() -> bool:
+    """Whether a missing compiled extension is an error (OCTAVO_REQUIRE_KERNELS=1) and not a warning."""
+    return os.environ.get("OCTAVO_REQUIRE_KERNELS", "0") not in {"", "0"}
+
+
+def api_key_from_environment() -> str | None:
+    """Return the key that clients of the server must send (OCTAVO_API_KEY), or None where none is set."""
+    return os.environ.get("OCTAVO_API_KEY") or None
+
+
+def _at_least(name: str, value: object, low: int) -> None:
+    if value is None and name not in {"block_size", "max_num_seqs", "max_num_batched_tokens"}:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} must be an integer of {low} or more, got {value!r}")
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")

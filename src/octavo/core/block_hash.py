@@ -1,0 +1,45 @@
+"""The chain of hashes that names the content of a KV block by everything that made it.
+
+block hash = SHA-256(parent's hash, extra keys, token ids). SHA-256 because names are trusted between tenants and
+machines (CVE-2025-25183 is what a weaker hash allows); ids are packed as little-endian 64-bit, so the value is the same
+on every machine and in every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+BlockHash = bytes
+ROOT_HASH: BlockHash = hashlib.sha256(b"octavo kv block chain v1").digest()
+
+
+def hash_block_tokens(parent: BlockHash | None, tokens: Sequence[int], extra_keys: tuple[str, ...] = ()) -> BlockHash:
+    """Hash one full block of `tokens` that follows `parent` (None at a sequence's start).
+
+    extra_keys: every further identity that the KV depends on (cache salt, model, adapter, KV dtype, weights epoch).
+    """
+    digest = hashlib.sha256(parent or ROOT_HASH)
+    for key in extra_keys:
+        raw = key.encode()
+        digest.update(struct.pack("<q", len(raw)))
+        digest.update(raw)
+    digest.update(struct.pack(f"<q{len(tokens)}q", -len(tokens), *tokens))
+    return digest.digest()
+
+
+def extend_block_hashes(
+    hashes: list[BlockHash],
+    token_ids: Sequence[int],
+    block_size: int,
+    extra_keys: tuple[str, ...],
+    hash_function: Callable[[BlockHash | None, Sequence[int], tuple[str, ...]], BlockHash] = hash_block_tokens,
+) -> None:
+    """Append to `hashes` those of the full blocks of `token_ids` that are not in it yet (mutates `hashes`)."""
+    for index in range(len(hashes), len(token_ids) // block_size):
+        block_tokens = token_ids[index * block_size : (index + 1) * block_size]
+        hashes.append(hash_function(hashes[-1] if hashes else None, block_tokens, extra_keys))

@@ -1,0 +1,155 @@
+"""All blocks of the paged KV cache, and who holds them.
+
+A block is in exactly one place: FREE (no content worth keeping), CACHED (nobody holds it, its content can be found by
+hash) or OWNED (in at least one block table). Taking, releasing, finding and evicting a block are O(1).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from octavo.core.block_hash import BlockHash
+
+BlockLink = tuple[int, int]
+
+
+class Block:
+    """One block. generation grows whenever it gets new content; `parent` names the block before it in its chain.
+
+    token_ids and parent are kept beside the hash, so that a hit is believed only when the content agrees.
+    """
+
+    __slots__ = ("block_id", "generation", "hash", "parent", "ref_count", "token_ids")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.generation = 0
+        self.hash: BlockHash | None = None
+        self.token_ids: tuple[int, ...] = ()
+        self.parent: BlockLink | None = None
+
+    @property
+    def link(self) -> BlockLink:
+        """Names this block with its present content."""
+        return (self.block_id, self.generation)
+
+    def __repr__(self) -> str:
+        return f"Block({self.block_id}, ref_count={self.ref_count}, generation={self.generation})"
+
+
+class BlockPool:
+    """`num_blocks` blocks, their reference counts, the free list and the index of cached content.
+
+    on_evict is told the id of each cached block that is given to new content.
+    """
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self._free = deque(self.blocks)
+        self._cached: OrderedDict[int, Block] = OrderedDict()  # least recently used first
+        self._index: dict[BlockHash, Block] = {}
+        self._on_evict = on_evict or (lambda _block_id: None)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in all."""
+        return len(self.blocks)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that could be taken now, cached ones included."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks whose content can be found, held or not."""
+        return len(self._index)
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks that requests hold, 0 to 1."""
+        return 1 - self.num_free_blocks / self.num_blocks
+
+    def free_block_ids(self) -> set[int]:
+        """Ids of the blocks nobody holds, for tests and invariants."""
+        return {block.block_id for block in self._free} | set(self._cached)
+
+    def find(self, block_hash: BlockHash, token_ids: tuple[int, ...], parent: BlockLink | None) -> Block | None:
+        """Find the block with this content; a hash that agrees while the content does not is no hit."""
+        block = self._index.get(block_hash)
+        if block is None or block.token_ids != token_ids or block.parent != parent:
+            return None
+        return block
+
+    def take(self, count: int) -> list[Block] | None:
+        """Take `count` blocks for new content, each with ref_count 1, or None and nothing when there are fewer.
+
+        Blocks without content go first, then the least recently used cached ones lose theirs.
+        """
+        if count > self.num_free_blocks:
+            return None
+        return [self._take_one() for _ in range(count)]
+
+    def _take_one(self) -> Block:
+        if self._free:
+            block = self._free.popleft()
+        else:
+            _, block = self._cached.popitem(last=False)
+            self._forget(block)
+            self._on_evict(block.block_id)
+        block.generation += 1
+        block.ref_count = 1
+        return block
+
+    def touch(self, blocks: Iterable[Block]) -> None:
+        """Hold blocks that were found: one more reference each, out of reach of eviction."""
+        for block in blocks:
+            if block.ref_count == 0:
+                del self._cached[block.block_id]
+            block.ref_count += 1
+
+    def release(self, blocks: Iterable[Block]) -> None:
+        """Give up one reference of each. Pass a sequence's tail first: what is released first is evicted first."""
+        for block in blocks:
+            if block.ref_count <= 0:
+                raise AssertionError(f"double free of {block}")
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                if block.hash is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block.block_id] = block
+
+    def register(
+        self, block: Block, block_hash: BlockHash, token_ids: tuple[int, ...], parent: BlockLink | None
+    ) -> Block:
+        """Make a full, computed block findable. Returns the block that stands for this content from now on.
+
+        When the content is already there in another block, that one stays and `block` remains private.
+        """
+        present = self._index.get(block_hash)
+        if present is not None:
+            return present if present.token_ids == token_ids and present.parent == parent else block
+        block.hash, block.token_ids, block.parent = block_hash, token_ids, parent
+        self._index[block_hash] = block
+        return block
+
+    def reset(self) -> bool:
+        """Forget all cached content. Refused (False, nothing changed) while any block is held."""
+        if self.num_free_blocks != self.num_blocks:
+            return False
+        while self._cached:
+            _, block = self._cached.popitem(last=False)
+            self._forget(block)
+            self._free.append(block)
+        return True
+
+    def _forget(self, block: Block) -> None:
+        assert block.hash is not None
+        del self._index[block.hash]
+        block.hash, block.token_ids, block.parent = None, (), None

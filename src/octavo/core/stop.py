@@ -1,0 +1,26 @@
+"""When a request ends by its own newest token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.request import RequestStatus
+
+if TYPE_CHECKING:
+    from octavo.request import Request
+
+
+def check_stop(request: Request) -> RequestStatus | None:
+    """Return how the newest token ends the request, or None. Writes `request.stop_reason` for a stop token.
+
+    EOS and stop tokens count from `min_tokens` on (the sampler does not offer them earlier). Stop strings are text and
+    are found by the output processor.
+    """
+    sequence, params = request.sequence, request.sampling_params
+    if sequence.last_token in request.stop_token_ids and sequence.num_output_tokens > params.min_tokens:
+        if sequence.last_token in params.stop_token_ids:
+            request.stop_reason = sequence.last_token
+        return RequestStatus.FINISHED_STOPPED
+    if len(sequence.token_ids) >= request.max_total_tokens:
+        return RequestStatus.FINISHED_LENGTH_CAPPED
+    return None

@@ -1,0 +1,193 @@
+"""The asynchronous way to drive the core: streams of outputs, and an abort when nobody reads one any more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import EngineDeadError, OctavoError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+    from octavo.engine.input_processor import ProcessedInput
+    from octavo.engine.llm_engine import Engine
+    from octavo.outputs import RequestOutput
+    from octavo.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class _Stream:
+    """Where the outputs of one request arrive, on the event loop of its reader."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.accepted: asyncio.Future[None] = self.loop.create_future()
+        self.outputs: asyncio.Queue[RequestOutput | OctavoError] = asyncio.Queue()
+
+
+class AsyncLLM:
+    """Runs an `Engine` in a thread of its own; the thread sleeps while there is nothing to do.
+
+    The engine belongs to that thread alone: everything reaches it through one inbox.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}
+        self._dead: OctavoError | None = None
+        self._door = threading.Lock()  # nothing enters the inbox once the engine is known to be dead
+        self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests can be added."""
+        return self._dead is None and self._thread.is_alive()
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int] | Mapping[str, Any],
+        params: SamplingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield the outputs of one request until it is finished; leaving the loop early aborts it.
+
+        Raises `RequestError` when it cannot be served, `EngineDeadError` when the engine stops meanwhile.
+        """
+        processed = await asyncio.to_thread(
+            self.engine.input_processor.process,
+            request_id,
+            prompt,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        stream = _Stream()
+        self._post(lambda: self._add(processed, stream))
+        finished = False
+        try:
+            await stream.accepted
+            while not finished:
+                output = await stream.outputs.get()
+                if isinstance(output, OctavoError):
+                    finished = True
+                    raise output
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                with contextlib.suppress(EngineDeadError):  # a dead engine has nothing to abort
+                    self._post(lambda: self._abort(request_id, stream))
+
+    async def call(self, function: Callable[[Engine], Any]) -> Any:
+        """Run a function on the engine's thread, between two steps, and return its result (statistics, say)."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[Any] = loop.create_future()
+
+        def run() -> None:
+            try:
+                value = function(self.engine)
+            except Exception as error:  # noqa: BLE001 - the caller's own mistake, and the caller's to hear of
+                _call_soon(loop, _set_exception, result, error)
+            else:
+                _call_soon(loop, _set_result, result, value)
+
+        self._post(run)
+        return await result
+
+    def shutdown(self) -> None:
+        """Stop the thread; open streams end with `EngineDeadError`."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._door:
+            if self._dead is not None:
+                raise self._dead
+            self._inbox.put(command)
+
+    # --- on the engine's thread
+
+    def _run(self) -> None:
+        reason = "the engine was shut down"
+        try:
+            while self._take_commands():
+                for output in self.engine.step():
+                    self._deliver(output)
+        except Exception as error:  # the thread's last word: everyone who waits must hear of it
+            logger.exception("the engine's thread failed")
+            reason = f"the engine failed: {error}"
+        with self._door:
+            self._dead = EngineDeadError(reason)
+        self._fail_all(self._dead)
+        self.engine.shutdown()
+
+    def _take_commands(self) -> bool:
+        """Run what is in the inbox; wait for more while there is no work. False when told to stop."""
+        while True:
+            try:
+                command = self._inbox.get(block=not self.engine.has_unfinished_requests())
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _add(self, processed: ProcessedInput, stream: _Stream) -> None:
+        try:
+            self.engine.add_processed(processed)
+        except OctavoError as error:
+            _call_soon(stream.loop, _set_exception, stream.accepted, error)
+            return
+        self._streams[processed.request_id] = stream
+        _call_soon(stream.loop, _set_result, stream.accepted, None)
+
+    def _abort(self, request_id: str, stream: _Stream) -> None:
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+            self.engine.abort_request(request_id)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is None:
+            return
+        if output.finished:
+            del self._streams[output.request_id]
+        _call_soon(stream.loop, stream.outputs.put_nowait, output)
+
+    def _fail_all(self, error: OctavoError) -> None:
+        streams = list(self._streams.values())
+        self._streams.clear()
+        for stream in streams:
+            _call_soon(stream.loop, stream.outputs.put_nowait, error)
+        while not self._inbox.empty():
+            command = self._inbox.get()
+            if command is not None:
+                command()  # the engine refuses or answers; a stream it accepts is failed below
+        for stream in self._streams.values():
+            _call_soon(stream.loop, stream.outputs.put_nowait, error)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        loop.call_soon_threadsafe(function, *args)
+
+
+def _set_result(future: asyncio.Future[Any], value: object) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

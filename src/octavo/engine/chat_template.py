@@ -1,0 +1,275 @@
+"""Conversations to text by the Jinja template of a checkpoint, in a sandbox: templates are untrusted programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from octavo.engine.generation_config import read_json_object
+from octavo.errors import ModelError, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from jinja2.parser import Parser
+
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+# Names under which a message carries its reasoning; templates read the first, older ones the others.
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+# What a template written for other data may raise; none of it is a fault of octavo.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class ChatTemplate:
+    """The chat templates of one checkpoint by name; "default" serves unless tools ask for "tool_use".
+
+    special_tokens: text by key ("bos_token", ...), as templates know them. `now` is the clock of `strftime_now`.
+    """
+
+    __slots__ = ("_compiled", "_environment", "_special_tokens", "templates")
+
+    def __init__(
+        self,
+        templates: str | Mapping[str, str],
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        self.templates = {"default": templates} if isinstance(templates, str) else dict(templates)
+        self._special_tokens = dict(special_tokens or {})
+        self._environment = _make_environment(now)
+        self._compiled: dict[str, _Compiled] = {}
+
+    @classmethod
+    def from_directory(cls, directory: Path, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate | None:
+        """Read a checkpoint's templates; None where it has none. Raises `ModelError` for a broken file.
+
+        chat_template.jinja is the default; without it tokenizer_config.json gives one or a list of named ones.
+        additional_chat_templates/*.jinja adds more.
+        """
+        templates = _read_config_templates(directory / "tokenizer_config.json")
+        single = directory / "chat_template.jinja"
+        if single.is_file():
+            templates = {"default": single.read_text(encoding="utf-8")}
+        for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+            templates[path.stem] = path.read_text(encoding="utf-8")
+        return cls(templates, special_tokens) if templates else None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **chat_template_kwargs: Any,
+    ) -> str:
+        """Return the prompt of a conversation, as `apply_chat_template` of transformers does.
+
+        continue_final_message: the prompt ends within the last message, which the model then goes on writing.
+        chat_template: the name of a template, or the text of one. Other keywords are variables for the template.
+        Raises `RequestError` for messages that the template refuses.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other",
+                parameter="continue_final_message",
+            )
+        compiled = self._find(chat_template, has_tools=tools is not None)
+        chat = _read_messages(messages, keep_parts=compiled.reads_parts)
+        if continue_final_message:
+            _tag_final_message(chat)
+        try:
+            text = compiled.template.render(
+                **{**self._special_tokens, **_plain(chat_template_kwargs)},
+                messages=chat,
+                tools=_plain(tools),
+                documents=_plain(documents),
+                add_generation_prompt=add_generation_prompt,
+            )
+        except _TEMPLATE_ERRORS as error:
+            raise RequestError(f"the chat template refused the conversation: {error}", parameter="messages") from error
+        return _cut_at_tag(text) if continue_final_message else text
+
+    def _find(self, chosen: str | None, *, has_tools: bool) -> _Compiled:
+        if chosen is not None:
+            source = self.templates.get(chosen, chosen)
+        elif has_tools and "tool_use" in self.templates:
+            source = self.templates["tool_use"]
+        elif "default" in self.templates:
+            source = self.templates["default"]
+        else:
+            names = ", ".join(sorted(self.templates))
+            raise RequestError(
+                f"this model has no default chat template; name one of {names}", parameter="chat_template"
+            )
+        compiled = self._compiled.get(source)
+        if compiled is None:
+            try:
+                compiled = _Compiled(self._environment, source)
+            except _TEMPLATE_ERRORS as error:
+                raise RequestError(f"the chat template is broken: {error}", parameter="chat_template") from error
+            if source in self.templates.values():  # those of requests are not kept
+                self._compiled[source] = compiled
+        return compiled
+
+
+class _Compiled:
+    """A template ready to render. `reads_parts`: it walks through a message's content itself, part by part."""
+
+    __slots__ = ("reads_parts", "template")
+
+    def __init__(self, environment: ImmutableSandboxedEnvironment, source: str) -> None:
+        tree = environment.parse(source)
+        self.template = environment.from_string(tree)
+        self.reads_parts = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
+
+
+def _is_content(node: nodes.Node) -> bool:
+    """Whether an expression is a message's content, a variable of that name, or one of them filtered."""
+    if isinstance(node, nodes.Filter) and node.node is not None:
+        return _is_content(node.node)
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    return (isinstance(node, nodes.Getattr) and node.attr == "content") or (
+        isinstance(node, nodes.Name) and node.name == "content"
+    )
+
+
+class _GenerationBlock(Extension):
+    """{% generation %} marks what the assistant wrote, for training; here its body is simply rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Replace the block by its body."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+    """Build the environment that transformers gives to templates."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(pattern: str) -> str:
+        return now().strftime(pattern)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Unlike jinja's own filter it does not escape for HTML.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment
+
+
+def _read_config_templates(path: Path) -> dict[str, str]:
+    value = read_json_object(path).get("chat_template")
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    try:
+        templates = {entry["name"]: entry["template"] for entry in value}
+    except (TypeError, KeyError) as error:
+        raise ModelError(f"{path}: chat_template must be a string or a list of names and templates") from error
+    if not all(isinstance(text, str) for text in (*templates, *templates.values())):
+        raise ModelError(f"{path}: chat_template must be a string or a list of names and templates")
+    return templates
+
+
+def _read_messages(messages: Sequence[Mapping[str, Any]], *, keep_parts: bool) -> list[dict[str, Any]]:
+    """Copy messages into plain data without their null fields; text parts are joined unless the template reads them."""
+    if not messages or isinstance(messages, str | Mapping):
+        raise RequestError("messages must be a list of at least one message", parameter="messages")
+    chat = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(f"messages[{index}] must be an object with a role", parameter="messages")
+        plain = {key: _plain(value) for key, value in message.items() if value is not None}
+        content = plain.get("content")
+        if isinstance(content, list):
+            texts = [_part_text(part, index) for part in content]
+            plain["content"] = [{"type": "text", "text": text} for text in texts] if keep_parts else "\n".join(texts)
+        elif content is not None and not isinstance(content, str):
+            raise RequestError(f"messages[{index}].content must be text or a list of text parts", parameter="messages")
+        reasoning = next((plain[key] for key in _REASONING_KEYS if key in plain), None)
+        if reasoning is not None:
+            plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+        chat.append(plain)
+    return chat
+
+
+def _part_text(part: Any, index: int) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+        text: str = part["text"]
+        return text
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise RequestError(
+        f"messages[{index}].content holds a part of type {kind!r}; octavo reads text", parameter="messages"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Rebuild data from JSON types, so that a template gets no object with methods that do something."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [_plain(item) for item in value]
+    raise RequestError(f"a {type(value).__name__} cannot stand in a conversation; JSON types can", parameter="messages")
+
+
+def _tag_final_message(chat: list[dict[str, Any]]) -> None:
+    """Put a mark behind the last message's text, where the prompt is to be cut."""
+    content = chat[-1].get("content")
+    if isinstance(content, str):
+        chat[-1]["content"] = content + _CONTINUE_TAG
+    elif content:
+        content[-1]["text"] += _CONTINUE_TAG
+    else:
+        raise RequestError("continue_final_message needs a last message with text", parameter="messages")
+
+
+def _cut_at_tag(text: str) -> str:
+    """Cut at the mark; a template that strips messages stripped the mark's own space, too."""
+    position = text.rfind(_CONTINUE_TAG.strip())
+    if position < 0:
+        raise RequestError(
+            "the chat template does not show the last message, so it cannot be continued", parameter="messages"
+        )
+    kept = text.startswith(_CONTINUE_TAG, position)
+    return text[:position] if kept else text[:position].rstrip()

@@ -1,0 +1,39 @@
+"""The step: read this first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.errors import ExecutionError
+
+if TYPE_CHECKING:
+    from octavo.core.scheduler import SchedulerInterface
+    from octavo.engine.executor import Executor
+    from octavo.outputs import EngineCoreOutput
+
+
+class EngineCore:
+    """A scheduler and an executor, one step at a time."""
+
+    def __init__(self, scheduler: SchedulerInterface, executor: Executor) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Schedule, compute, take the result in; return the news of every request that has any.
+
+        A step that the executor could not do ends its requests with an error, frees their blocks and leaves the rest.
+        """
+        scheduled = self.scheduler.schedule()
+        if scheduled.is_empty:
+            return []
+        try:
+            self.executor.submit(scheduled)
+            result = self.executor.collect()
+        except ExecutionError as error:
+            return self.scheduler.fail_step(scheduled, str(error))
+        return self.scheduler.update_from_output(scheduled, result)
+
+    def has_work(self) -> bool:
+        """Whether another step is needed."""
+        return self.scheduler.has_work()

@@ -1,0 +1,35 @@
+"""The seams through which the engine reaches the world: who computes a step, and what time it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from octavo.model_output import ModelOutput
+    from octavo.scheduler_output import SchedulerOutput
+
+
+class Clock(Protocol):
+    """Seconds that never go backwards; `time.monotonic` in production, a virtual one in tests."""
+
+    def __call__(self) -> float: ...
+
+
+class Executor(Protocol):
+    """Computes steps, one at a time: `submit` hands one over, `collect` waits for its result.
+
+    Everything a step must do besides computing rides inside these two. `collect` raises `ExecutionError` when the step
+    failed; the executor is then ready for the next one.
+    """
+
+    def submit(self, scheduled: SchedulerOutput) -> None:
+        """Start a step."""
+        ...
+
+    def collect(self) -> ModelOutput:
+        """Wait for the step that was submitted."""
+        ...
+
+    def shutdown(self) -> None:
+        """Give everything back."""
+        ...

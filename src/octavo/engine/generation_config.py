@@ -1,0 +1,80 @@
+"""`generation_config.json` of a checkpoint: where sequences end and how its makers sample, as vLLM honours it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import ModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# name in the file -> name of the sampling parameter
+_SAMPLING_KEYS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+_WHOLE_KEYS = frozenset({"top_k", "max_new_tokens"})
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What a checkpoint says about generation.
+
+    sampling       sampling parameters by their public name, only those the file sets
+    eos_token_ids  ids that end a sequence: the file's, or config.json's where the file has none
+    """
+
+    sampling: dict[str, float | int]
+    eos_token_ids: tuple[int, ...]
+
+
+def read_generation_defaults(directory: Path) -> GenerationDefaults:
+    """Read generation_config.json and config.json, where they exist. Raises `ModelError` for broken ones."""
+    path = directory / "generation_config.json"
+    values = read_json_object(path)
+    sampling: dict[str, float | int] = {}
+    for key, name in _SAMPLING_KEYS.items():
+        if (value := values.get(key)) is not None:
+            sampling[name] = _number(path, key, value)
+    eos = _token_ids(path, values.get("eos_token_id"))
+    config_path = directory / "config.json"
+    return GenerationDefaults(
+        sampling, eos or _token_ids(config_path, read_json_object(config_path).get("eos_token_id"))
+    )
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, empty where there is no such file. Raises `ModelError` for a broken one."""
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON ({error}); download it again") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} holds a JSON {type(values).__name__} where an object was expected")
+    return values
+
+
+def _number(path: Path, key: str, value: Any) -> float | int:
+    kinds = (int,) if key in _WHOLE_KEYS else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+        raise ModelError(f"{path}: {key} = {value!r} must be a {'whole ' if key in _WHOLE_KEYS else ''}number")
+    return value
+
+
+def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(id_, bool) or not isinstance(id_, int) or id_ < 0 for id_ in ids):
+        raise ModelError(f"{path}: eos_token_id = {value!r} must be a token id or a list of them")
+    return tuple(ids)

@@ -1,0 +1,159 @@
+"""A user's prompt and wishes to requests for the core: tokens, checks, seeds, one stream for each of the n outputs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from octavo.errors import RequestError
+from octavo.request import Request
+from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from octavo.config import ModelInfo
+
+class Encoder(Protocol):
+    """What the input processor asks of a tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Turn text into token ids; a BOS that the text already begins with is not doubled."""
+        ...
+
+
+class ChatRenderer(Protocol):
+    """What the input processor asks of a chat template."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Turn messages into the text of a prompt."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedInput:
+    """A checked request: its text, if it had any, and the core's requests for its n streams."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    streams: list[Request]
+
+
+class InputProcessor:
+    """Checks and translates what users send. Counts arrivals: the seed of a request without one comes from that."""
+
+    def __init__(
+        self, tokenizer: Encoder | None, model_info: ModelInfo, seed: int, chat_template: ChatRenderer | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self.model_info = model_info
+        self._seed = seed
+        self._arrivals = itertools.count()  # counts in one step, whatever thread asks
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat_prompt` works."""
+        return self._tokenizer is not None and self._chat_template is not None
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        """Build the parameters of a request that names none: the checkpoint's own defaults, else vLLM's."""
+        return SamplingParams(**{**self.model_info.generation_defaults, **overrides})
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
+        """Render a conversation into a prompt for `process`: {"prompt": text, "prompt_token_ids": ids}.
+
+        options: add_generation_prompt, continue_final_message, tools, and whatever the checkpoint's template knows.
+        """
+        if self._tokenizer is None or self._chat_template is None:
+            raise RequestError("chat needs a tokenizer and a chat template; this model has none", parameter="messages")
+        if "chat_template" in options:  # a template is a program: it comes from the operator, never with a request
+            raise RequestError("a request cannot bring a chat template of its own", parameter="chat_template")
+        text = self._chat_template.render(messages, **options)
+        return {"prompt": text, "prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
+
+    def process(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int] | Mapping[str, Any],
+        params: SamplingParams | None = None,
+        *,
+        arrival_time: float = 0.0,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> ProcessedInput:
+        """Check a request and split it into its streams.
+
+        prompt: text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}.
+        Raises `RequestError` with the field's name.
+        """
+        params = params or self.default_sampling_params()
+        text, token_ids = self._read_prompt(prompt)
+        self._check_token_ids(token_ids, params)
+        arrival = next(self._arrivals)
+        seed = params.seed if params.seed is not None else draw_seed(self._seed, arrival)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.model_info.eos_token_ids)
+        streams = [
+            Request(
+                request_id if params.n == 1 else f"{request_id}#{index}",
+                token_ids,
+                params if index == 0 else replace(params, prompt_logprobs=None),
+                arrival_time=arrival_time,
+                priority=priority,
+                seed=seed,
+                sample_index=index,
+                stop_token_ids=stop_ids,
+                cache_salt=cache_salt,
+            )
+            for index in range(params.n)
+        ]
+        return ProcessedInput(request_id, text, token_ids, params, streams)
+
+    def _read_prompt(self, prompt: str | Sequence[int] | Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise RequestError("a text prompt needs a tokenizer; send prompt_token_ids", parameter="prompt")
+            return prompt, self._tokenizer.encode(prompt)
+        if hasattr(prompt, "keys"):
+            mapping: Mapping[str, Any] = prompt  # type: ignore[assignment]
+            if mapping.get("prompt_token_ids") is not None:
+                _, token_ids = self._read_prompt(mapping["prompt_token_ids"])
+                return mapping.get("prompt"), token_ids
+            if isinstance(mapping.get("prompt"), str):
+                return self._read_prompt(mapping["prompt"])
+            raise RequestError('a prompt needs "prompt" or "prompt_token_ids"', parameter="prompt")
+        try:
+            token_ids = list(prompt)
+        except TypeError:
+            raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}", parameter="prompt") from None
+        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in token_ids):
+            raise RequestError("prompt token ids must be integers", parameter="prompt")
+        return None, token_ids  # type: ignore[return-value]
+
+    def _check_token_ids(self, token_ids: list[int], params: SamplingParams) -> None:
+        vocab_size = self.model_info.vocab_size
+        if not token_ids:
+            raise RequestError("the prompt is empty: at least one token is needed", parameter="prompt")
+        for name, ids in (
+            ("prompt", token_ids),
+            ("logit_bias", params.logit_bias or ()),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            for token_id in ids:
+                if not 0 <= token_id < vocab_size:
+                    raise RequestError(
+                        f"{name}: token id {token_id} is outside the vocabulary of {vocab_size}", parameter=name
+                    )
+
+
+def draw_seed(engine_seed: int, arrival: int) -> int:
+    """Draw a request's seed from the engine's and its arrival number: splitmix64 (Steele, Lea and Flood 2014)."""
+    mask = 2**64 - 1
+    z = (engine_seed * 0xD1342543DE82EF95 + (arrival + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)

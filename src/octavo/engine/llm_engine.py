@@ -1,0 +1,151 @@
+"""The synchronous way to drive the core: add requests, step, read outputs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import RequestError
+from octavo.request import RequestStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from octavo.engine.engine_core import EngineCore
+    from octavo.engine.input_processor import InputProcessor, ProcessedInput
+    from octavo.engine.output_processor import OutputProcessor
+    from octavo.outputs import EngineCoreOutput, RequestOutput
+    from octavo.sampling_params import SamplingParams
+
+
+class Engine:
+    """Joins input processor, core and output processor, all of them already built. Not safe for several threads."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        input_processor: InputProcessor,
+        output_processor: OutputProcessor,
+        clock: Callable[[], float],
+    ) -> None:
+        self.core = core
+        self.input_processor = input_processor
+        self.output_processor = output_processor
+        self.clock = clock
+        self._undelivered: list[EngineCoreOutput] = []
+        self._num_generated_ids = 0
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int] | Mapping[str, Any],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Accept a request. Raises `RequestError` when it cannot be served; nothing changes then.
+
+        prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. priority: lower goes first, under the
+        priority policy. cache_salt: only requests with the same salt share cached KV.
+        """
+        self.add_processed(
+            self.input_processor.process(
+                request_id, prompt, params, arrival_time=self.clock(), priority=priority, cache_salt=cache_salt
+            )
+        )
+
+    def add_processed(self, processed: ProcessedInput) -> None:
+        """Accept a request that the input processor has checked: all of its streams or, with an error, none."""
+        if processed.request_id in self.output_processor:
+            raise RequestError(f"request id {processed.request_id!r} is in use", parameter="request_id")
+        added: list[str] = []
+        try:
+            for stream in processed.streams:
+                self.core.scheduler.add_request(stream)
+                added.append(stream.request_id)
+        except RequestError:
+            self.core.scheduler.finish_requests(added, RequestStatus.FINISHED_ABORTED)
+            raise
+        self.output_processor.add_request(
+            processed.request_id, added, processed.prompt, processed.prompt_token_ids, processed.sampling_params
+        )
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests now; each gets its last output, with finish_reason "abort", from the next `step`.
+
+        Ids that are unknown or finished are passed over.
+        """
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
+            stream_ids = self.output_processor.stream_ids(request_id)
+            self._undelivered += self.core.scheduler.finish_requests(stream_ids, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> list[RequestOutput]:
+        """Do one step; return an output for every request that has news."""
+        news = self._undelivered
+        self._undelivered = []
+        processed = self.output_processor.process(news + self.core.step())
+        self.core.scheduler.finish_requests(processed.streams_to_stop, RequestStatus.FINISHED_STOPPED)
+        return processed.request_outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether another `step` has something to do or to tell."""
+        return bool(self._undelivered) or self.core.has_work()
+
+    def generate(
+        self, prompt: str | Sequence[int] | Mapping[str, Any], params: SamplingParams | None = None
+    ) -> RequestOutput:
+        """Answer one prompt."""
+        return next(iter(self.generate_batch([prompt], params).values()))
+
+    def generate_batch(
+        self,
+        prompts: Sequence[str | Sequence[int] | Mapping[str, Any]],
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        on_output: Callable[[RequestOutput], None] | None = None,
+        priorities: Sequence[int] | None = None,
+    ) -> dict[str, RequestOutput]:
+        """Answer all prompts together; return the last output of each by request id, in the order of the prompts.
+
+        on_output sees every output as it comes. Requests added before by others go on beside these.
+        When one prompt cannot be served none is: the others are aborted and the error is raised.
+        """
+        per_prompt = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        if len(per_prompt) != len(prompts):
+            raise RequestError(
+                f"{len(prompts)} prompts but {len(per_prompt)} sampling_params", parameter="sampling_params"
+            )
+        results: dict[str, RequestOutput | None] = {}
+        try:
+            for prompt, prompt_params, priority in zip(prompts, per_prompt, priorities or [0] * len(prompts), strict=True):
+                request_id = self._next_request_id()
+                self.add_request(request_id, prompt, prompt_params, priority=priority)
+                results[request_id] = None
+            self._run(results, on_output)
+        except BaseException:  # an interrupt as well: nothing may stay behind
+            self.abort_request(results)
+            raise
+        return {request_id: output for request_id, output in results.items() if output is not None}
+
+    def _run(
+        self, results: dict[str, RequestOutput | None], on_output: Callable[[RequestOutput], None] | None
+    ) -> None:
+        num_open = len(results)
+        while num_open:
+            for output in self.step():
+                if output.request_id not in results:
+                    continue
+                if on_output is not None:
+                    on_output(output)
+                if output.finished:
+                    results[output.request_id] = output
+                    num_open -= 1
+
+    def _next_request_id(self) -> str:
+        request_id = str(self._num_generated_ids)
+        self._num_generated_ids += 1
+        return request_id if request_id not in self.output_processor else self._next_request_id()
+
+    def shutdown(self) -> None:
+        """Give the executor's memory back."""
+        self.core.executor.shutdown()

@@ -1,0 +1,267 @@
+"""Token ids to text: detokenizing as tokens come, stop strings, logprobs, and the n outputs of a request together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from octavo.engine.stop_strings import find_stop, num_held_back_chars
+from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from octavo.sampling_params import RequestOutputKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from octavo.model_output import TokenLogprobs
+    from octavo.outputs import EngineCoreOutput
+    from octavo.sampling_params import SamplingParams
+
+
+class Detokenizer(Protocol):
+    """Turns a stream of token ids into text; all pieces together are the text of all tokens at once."""
+
+    def add(self, token_ids: list[int]) -> str:
+        """Return the text that is certain now."""
+        ...
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        ...
+
+
+class DetokenizerFactory(Protocol):
+    """What the output processor asks of a tokenizer."""
+
+    def incremental_detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
+        """Start a stream behind a prompt."""
+        ...
+
+    def decode_token(self, token_id: int) -> str:
+        """Return the text of one token, for logprobs."""
+        ...
+
+
+class _NoDetokenizer:
+    """Null object for requests that want token ids only."""
+
+    def add(self, token_ids: list[int]) -> str:
+        """No text."""
+        return ""
+
+    def finish(self) -> str:
+        """No text."""
+        return ""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One of the n outputs while it grows. `shown` counts what DELTA outputs have delivered."""
+
+    index: int
+    detokenizer: Detokenizer
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_shown_chars: int = 0
+    num_shown_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _RequestState:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    streams: dict[str, _Stream]
+    metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(stream.finish_reason is not None for stream in self.streams.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedOutputs:
+    """What a step means for users, and the streams that a stop string ended: the core must end those, too."""
+
+    request_outputs: list[RequestOutput]
+    streams_to_stop: list[str]
+
+
+class OutputProcessor:
+    """Keeps the text side of every request. `stream_ids` are the ids under which the core knows the n outputs."""
+
+    def __init__(self, tokenizer: DetokenizerFactory | None, clock: Callable[[], float]) -> None:
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._states: dict[str, _RequestState] = {}
+        self._owner: dict[str, str] = {}
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests that somebody still waits for."""
+        return len(self._states)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._states
+
+    def add_request(
+        self,
+        request_id: str,
+        stream_ids: list[str],
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+    ) -> None:
+        """Expect outputs for a request."""
+        streams = {}
+        for index, stream_id in enumerate(stream_ids):
+            streams[stream_id] = _Stream(index, self._detokenizer(prompt_token_ids, params))
+            streams[stream_id].logprobs = None if params.logprobs is None else []
+            self._owner[stream_id] = request_id
+        self._states[request_id] = _RequestState(
+            request_id,
+            prompt,
+            prompt_token_ids,
+            params,
+            streams,
+            RequestMetrics(arrival_time=self._clock()),
+            None if params.prompt_logprobs is None else [None],
+        )
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids that stand alone, a prompt that is echoed, say; none without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        detokenizer = self._tokenizer.incremental_detokenizer([], skip_special_tokens=skip_special_tokens)
+        return detokenizer.add(token_ids) + detokenizer.finish()
+
+    def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> Detokenizer:
+        if self._tokenizer is None or not params.detokenize:
+            return _NoDetokenizer()
+        return self._tokenizer.incremental_detokenizer(
+            prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+        )
+
+    def stream_ids(self, request_id: str) -> list[str]:
+        """Ids of a request's unfinished streams in the core; none for an unknown request."""
+        state = self._states.get(request_id)
+        if state is None:
+            return []
+        return [stream_id for stream_id, stream in state.streams.items() if stream.finish_reason is None]
+
+    def process(self, core_outputs: list[EngineCoreOutput]) -> ProcessedOutputs:
+        """Take a step's news in. A request's last output has `finished` set, and the request is forgotten with it."""
+        changed: dict[str, _RequestState] = {}
+        to_stop: list[str] = []
+        now = self._clock()
+        for core_output in core_outputs:
+            request_id = self._owner.get(core_output.request_id)
+            if request_id is None:
+                continue  # a stop string ended the stream already
+            state = changed[request_id] = self._states[request_id]
+            if self._advance(state, state.streams[core_output.request_id], core_output, now):
+                to_stop.append(core_output.request_id)
+        return ProcessedOutputs([output for state in changed.values() for output in self._emit(state, now)], to_stop)
+
+    def _advance(self, state: _RequestState, stream: _Stream, news: EngineCoreOutput, now: float) -> bool:
+        """Add news to a stream; whether a stop string ended it while the core thinks it goes on."""
+        state.num_cached_tokens = max(state.num_cached_tokens, news.num_cached_tokens)
+        state.error = state.error or news.error
+        if state.prompt_logprobs is not None and stream.index == 0:
+            state.prompt_logprobs.extend(self._logprob_dict(entry) for entry in news.new_prompt_logprobs)
+        if news.new_token_ids and state.metrics.first_token_time is None:
+            state.metrics.first_token_time = now
+        stop_found = self._append(state, stream, news)
+        if stop_found:
+            self._owner.pop(news.request_id)
+            return news.finish_reason is None
+        if news.finish_reason is not None:
+            stream.finish_reason, stream.stop_reason = news.finish_reason, news.stop_reason
+            self._owner.pop(news.request_id)
+        return False
+
+    def _append(self, state: _RequestState, stream: _Stream, news: EngineCoreOutput) -> bool:
+        """Append tokens one by one, so that a stop string ends the output at its own token."""
+        params = state.params
+        for position, token_id in enumerate(news.new_token_ids):
+            stream.token_ids.append(token_id)
+            if stream.logprobs is not None:
+                entry = news.new_logprobs[position]
+                stream.logprobs.append(self._logprob_dict(entry))
+                stream.cumulative_logprob += entry.logprobs[0]
+            is_last = position == len(news.new_token_ids) - 1
+            ended = news.finish_reason is not None and is_last
+            hidden = ended and news.finish_reason == "stop" and not params.include_stop_str_in_output
+            piece = "" if hidden else stream.detokenizer.add([token_id])
+            if ended:
+                piece += stream.detokenizer.finish()
+            stream.text += piece
+            if piece and params.stop_strings and len(stream.token_ids) > params.min_tokens:
+                match = find_stop(
+                    stream.text, len(piece), params.stop_strings, include_in_output=params.include_stop_str_in_output
+                )
+                if match is not None:
+                    stream.text = stream.text[: match.end]
+                    stream.finish_reason, stream.stop_reason = "stop", match.stop_string
+                    state.metrics.num_wasted_tokens += len(news.new_token_ids) - 1 - position
+                    return True
+        if news.finish_reason is not None and not news.new_token_ids:
+            stream.text += stream.detokenizer.finish()
+        return False
+
+    def _logprob_dict(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """The token itself first, then the best ones in order of rank."""
+        ranks = [entry.rank, *range(1, len(entry.token_ids))]
+        result: dict[int, Logprob] = {}
+        for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
+            if token_id not in result:
+                text = None if self._tokenizer is None else self._tokenizer.decode_token(token_id)
+                result[token_id] = Logprob(logprob, rank, text)
+        return result
+
+    def _emit(self, state: _RequestState, now: float) -> list[RequestOutput]:
+        finished = state.finished
+        if finished:
+            state.metrics.finished_time = now
+            del self._states[state.request_id]
+        if state.params.output_kind is RequestOutputKind.FINAL_ONLY and not finished:
+            return []
+        delta = state.params.output_kind is RequestOutputKind.DELTA
+        return [
+            RequestOutput(
+                request_id=state.request_id,
+                prompt=state.prompt,
+                prompt_token_ids=state.prompt_token_ids,
+                outputs=[self._completion(stream, state.params, delta=delta) for stream in state.streams.values()],
+                finished=finished,
+                prompt_logprobs=state.prompt_logprobs,
+                num_cached_tokens=state.num_cached_tokens,
+                metrics=state.metrics,
+                error=state.error,
+            )
+        ]
+
+    @staticmethod
+    def _completion(stream: _Stream, params: SamplingParams, *, delta: bool) -> CompletionOutput:
+        end = len(stream.text)
+        if stream.finish_reason is None:
+            end -= num_held_back_chars(stream.text, params.stop_strings)
+        first_char, first_token = (stream.num_shown_chars, stream.num_shown_tokens) if delta else (0, 0)
+        end = max(end, stream.num_shown_chars)
+        stream.num_shown_chars, stream.num_shown_tokens = end, len(stream.token_ids)
+        return CompletionOutput(
+            index=stream.index,
+            text=stream.text[first_char:end],
+            token_ids=stream.token_ids[first_token:],
+            cumulative_logprob=None if stream.logprobs is None else stream.cumulative_logprob,
+            logprobs=None if stream.logprobs is None else stream.logprobs[first_token:],
+            finish_reason=stream.finish_reason,
+            stop_reason=stream.stop_reason,
+        )

@@ -1,0 +1,222 @@
+"""Text to token ids and back: `tokenizer.json` through the `tokenizers` library, whole and token by token."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from octavo.engine.generation_config import read_generation_defaults, read_json_object
+from octavo.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["IncrementalDetokenizer", "Tokenizer", "read_generation_defaults"]
+
+_SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ADDED_TOKEN_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
+_MAX_CONTEXT_TOKENS = 8
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint.
+
+    special_tokens  text by key of tokenizer_config.json ("bos_token", ...), for chat templates
+    eos_token_id    the tokenizer's own; config.json and generation_config.json may name more
+    """
+
+    __slots__ = (
+        "_adds_bos",
+        "_adds_eos",
+        "_byte_ids",
+        "_special_ids",
+        "backend",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "special_tokens",
+        "vocab_size",
+    )
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None) -> None:
+        """Wrap a tokenizer, which is changed; `config` holds the keys of tokenizer_config.json."""
+        config = config or {}
+        backend.no_padding()  # some files carry the settings of a training run
+        backend.no_truncation()
+        self.backend = backend
+        self.special_tokens = _read_special_tokens(config)
+        known = [text for text in self.special_tokens.values() if backend.token_to_id(text) is not None]
+        backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in known])
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+        self.pad_token_id = self._special_id("pad_token")
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._byte_ids = _find_byte_ids(backend)
+        # Flags that tokenizer_config.json sets override the post-processor of tokenizer.json, as in transformers.
+        explicit = "add_bos_token" in config or "add_eos_token" in config
+        self._adds_bos = bool(config.get("add_bos_token")) if explicit else None
+        self._adds_eos = bool(config.get("add_eos_token"))
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> Tokenizer:
+        """Read the tokenizer of a checkpoint. Raises `ModelError` where there is none that octavo reads."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(_explain_missing(directory))
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:
+            # The library raises plain Exception for whatever is wrong with a file.
+            raise ModelError(f"{path} is not a tokenizer that octavo can read ({error}); download it again") from error
+        config_path = directory / "tokenizer_config.json"
+        config = read_json_object(config_path)
+        _add_missing_tokens(backend, config, config_path)
+        return cls(backend, config)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text; a text that begins with BOS does not get a second one."""
+        if not add_special_tokens:
+            return list(self.backend.encode(text, add_special_tokens=False).ids)
+        if self._adds_bos is None:
+            ids = list(self.backend.encode(text).ids)
+            doubled = len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id
+            return ids[1:] if doubled else ids
+        ids = list(self.backend.encode(text, add_special_tokens=False).ids)
+        if self._adds_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
+            ids.insert(0, self.bos_token_id)
+        if self._adds_eos and self.eos_token_id is not None:
+            ids.append(self.eos_token_id)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids; ids that the tokenizer does not know are nothing."""
+        text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def decode_token(self, token_id: int) -> str:
+        """Return the text of one token alone, special ones included; "" for an unknown id."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def incremental_detokenizer(
+        self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> IncrementalDetokenizer:
+        """Start decoding a stream that continues a prompt."""
+        return IncrementalDetokenizer(self, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether a token is one byte of a character that the vocabulary lacks (sentencepiece's byte fallback)."""
+        return token_id in self._byte_ids
+
+    def is_silent(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
+        """Whether decoding passes over a token as if it were not there."""
+        if token_id in self._special_ids:
+            return skip_special_tokens
+        return self.backend.id_to_token(token_id) is None
+
+    def _special_id(self, key: str) -> int | None:
+        text = self.special_tokens.get(key)
+        return None if text is None else self.backend.token_to_id(text)
+
+
+class IncrementalDetokenizer:
+    """Turns token ids into text as they come; what `add` and `finish` return, joined, is `Tokenizer.decode` of all.
+
+    Text is held back while a later token could still change it: the bytes of an unfinished character, and a run of
+    byte-fallback tokens, which decodes as a whole. Behind a prompt the text continues it: the first word keeps the
+    leading space that the decoders of sentencepiece models strip from the start of a text.
+    """
+
+    __slots__ = ("_pending", "_skip", "_stream", "_tokenizer", "_unfed", "_window")
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window = self._context(prompt_token_ids)  # tokens whose text went out last; the next text follows them
+        self._pending: list[int] = []  # tokens whose text is held back,
+        self._unfed: list[int] = []  # and the last of them, which the stream has not seen yet
+        self._stream = DecodeStream(ids=list(self._window), skip_special_tokens=skip_special_tokens)
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Take tokens in and return the text that is certain now."""
+        pieces = []
+        for token_id in token_ids:
+            self._pending.append(token_id)
+            self._unfed.append(token_id)
+            tokenizer = self._tokenizer
+            if tokenizer.is_byte(token_id) or tokenizer.is_silent(token_id, skip_special_tokens=self._skip):
+                continue
+            piece = self._stream.step(tokenizer.backend, self._unfed)
+            self._unfed = []
+            if piece is not None:
+                pieces.append(piece)
+                self._window, self._pending = self._pending, []
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """Return the text that was held back; nothing is added after this."""
+        known = self._decode(self._window)
+        return self._decode([*self._window, *self._pending])[len(known) :]
+
+    def _context(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """Return the prompt's last tokens, back to an ordinary one; none if they end within a character."""
+        for length, token_id in enumerate(reversed(prompt_token_ids[-_MAX_CONTEXT_TOKENS:]), start=1):
+            tokenizer = self._tokenizer
+            if not (tokenizer.is_byte(token_id) or tokenizer.is_silent(token_id, skip_special_tokens=self._skip)):
+                context = list(prompt_token_ids[-length:])
+                return [] if self._decode(context).endswith(_REPLACEMENT) else context
+        return []
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+
+
+def _read_special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for key in _SPECIAL_TOKEN_KEYS:
+        value = config.get(key)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[key] = text
+    return tokens
+
+
+def _find_byte_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    if backend.decoder is None or b'"ByteFallback"' not in backend.decoder.__getstate__():
+        return frozenset()
+    return frozenset(id_ for text, id_ in backend.get_vocab().items() if _BYTE_TOKEN.fullmatch(text))
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], path: Path) -> None:
+    """Add the tokens that only tokenizer_config.json names; they must get the ids it says."""
+    try:
+        added = {int(id_): entry for id_, entry in (config.get("added_tokens_decoder") or {}).items()}
+        texts = {id_: str(entry["content"]) for id_, entry in added.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{path}: added_tokens_decoder must map ids to tokens with a content") from error
+    for token_id, text in sorted(texts.items()):
+        if backend.token_to_id(text) is None:
+            flags = {flag: bool(added[token_id][flag]) for flag in _ADDED_TOKEN_FLAGS if flag in added[token_id]}
+            backend.add_tokens([tokenizers.AddedToken(text, **flags)])
+        if backend.token_to_id(text) != token_id:
+            raise ModelError(
+                f"{path}: the added token {text!r} should have id {token_id}, but with tokenizer.json it gets "
+                f"{backend.token_to_id(text)}; the two files belong to different checkpoints"
+            )
+
+
+def _explain_missing(directory: Path) -> str:
+    convert = "Convert it with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+    for name in ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"):
+        if (directory / name).is_file():
+            return f"{directory} has {name} but no tokenizer.json, the one kind of tokenizer octavo reads. {convert}"
+    return f"{directory} has no tokenizer.json; download the checkpoint again, or send token ids (skip_tokenizer_init)"

@@ -1,0 +1,56 @@
+"""Every error octavo raises on purpose.
+
+    OctavoError
+    ├── ConfigError      an option, or two together, that cannot be served; raised before anything is allocated
+    ├── ModelError       a checkpoint that cannot be used: missing, broken, or of an unknown kind
+    ├── RequestError     one request that cannot be served as asked; names the parameter; the engine goes on
+    │   ├── PromptTooLongError   its prompt exceeds the model's length or could never fit the KV cache
+    │   └── QueueFullError       too many wait already; the same request may be served later
+    └── EngineError      the engine could not do its work
+        ├── ExecutionError   a step failed in the worker: the requests of that step end with it
+        └── EngineDeadError  the engine has stopped; nothing can be added any more
+
+`assert` guards octavo's own bugs only; what a user can cause is one of these.
+"""
+
+from __future__ import annotations
+
+
+class OctavoError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(OctavoError):
+    """An option cannot be served; says the option, its value, the limit and what to do."""
+
+
+class ModelError(OctavoError):
+    """A checkpoint cannot be used; says the file and what is wrong with it."""
+
+
+class RequestError(OctavoError):
+    """One request cannot be served as asked. `parameter` is the field to blame, by its public name."""
+
+    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class PromptTooLongError(RequestError):
+    """The prompt exceeds the model's length, or could never fit the KV cache."""
+
+
+class QueueFullError(RequestError):
+    """Too many requests wait already; the same request may be served later."""
+
+
+class EngineError(OctavoError):
+    """The engine could not do its work."""
+
+
+class ExecutionError(EngineError):
+    """A step failed in the worker."""
+
+
+class EngineDeadError(EngineError):
+    """The engine has stopped."""

@@ -1,0 +1,51 @@
+"""Kernels: what every operation computes (`interface`), in plain torch (`reference`) and compiled for the CPU (`cpu`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from typing import TYPE_CHECKING
+
+from octavo.errors import ConfigError
+from octavo.kernels.interface import AttentionBatch, Kernels, PackedLinear, SamplingRows
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["AttentionBatch", "Kernels", "PackedLinear", "SamplingRows", "create_kernels"]
+
+
+def create_kernels(device: torch.device, backend: str = "auto", num_threads: int | None = None) -> Kernels:
+    """Return the kernels for a device.
+
+    backend: "auto" is the compiled kernels on the CPU, and plain torch elsewhere or, with a warning, where they were not
+    compiled; "reference" is plain torch; "cpu" is the compiled kernels or an error. num_threads is for the compiled
+    kernels, which bring their own threads: see `CpuKernels` on what becomes of torch's.
+
+    Raises ConfigError for an unknown backend, or "cpu" where it cannot serve.
+    """
+    if backend not in {"auto", "reference", "cpu"}:
+        raise ConfigError(f"kernel backend {backend!r} is unknown; choose auto, reference or cpu")
+    if backend == "cpu" and device.type != "cpu":
+        raise ConfigError(f"kernel backend 'cpu' cannot serve device {str(device)!r}; choose auto or reference")
+    compiled = importlib.util.find_spec("octavo._kernels") is not None
+    if backend == "cpu" and not compiled:
+        raise ConfigError(
+            "kernel backend 'cpu' needs octavo's compiled kernels, which this installation lacks; install octavo where a "
+            "C++ compiler is found (OCTAVO_REQUIRE_KERNELS=1 makes pip show why one fails), or choose reference"
+        )
+    if device.type == "cpu" and backend != "reference":
+        if compiled:
+            from octavo.kernels.cpu import CpuKernels  # noqa: PLC0415  needs the compiled module
+
+            return CpuKernels(num_threads=num_threads)
+        warnings.warn(
+            "octavo was installed without its compiled kernels: it runs on plain torch, several times slower, and a "
+            "token may depend on the batch it was computed in. Reinstall octavo where a C++ compiler is found; "
+            "OCTAVO_REQUIRE_KERNELS=1 makes pip show why the build fails.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    from octavo.kernels.reference import ReferenceKernels  # noqa: PLC0415
+
+    return ReferenceKernels()

@@ -1,0 +1,245 @@
+"""The compiled CPU kernels: csrc/ behind the interface.
+
+Activations are contiguous in their last dimension; anything else is a mistake of ours and asserted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+
+from octavo.kernels.interface import AttentionBatch, PackedLinear, SamplingRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Isa = Literal["auto", "avx512", "avx2", "portable"]
+LinearBackend = Literal["auto", "packed", "onednn"]
+
+_DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/types.h
+_PANEL_COLUMNS = 32  # as in csrc/kernels.h
+
+
+class CpuKernels:
+    """Kernels for one instruction set on a pool of threads of their own.
+
+    isa: "auto" is the best that the processor has. linear: "packed" is our own matrix product; "onednn" is torch's, for
+    bfloat16 weights that meet bfloat16 activations and pass its self-check; "auto" is "onednn" where the processor
+    multiplies bfloat16 itself. num_threads: None takes torch's number.
+
+    While these kernels serve, torch's own threads should not compete with them: unless `uses_onednn`, the owner calls
+    torch.set_num_threads(1), or OpenMP workers woken by a leftover torch operation spin on the cores that the pool needs.
+    """
+
+    name = "cpu"
+
+    def __init__(self, isa: Isa = "auto", linear: LinearBackend = "auto", num_threads: int | None = None) -> None:
+        from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
+
+        self._module = _kernels
+        self.isa = _kernels.instruction_sets()[0] if isa == "auto" else isa
+        self.uses_onednn = linear == "onednn" or (linear == "auto" and bool(_kernels.multiplies_bfloat16()))
+        self._set = _kernels.KernelSet(self.isa, num_threads or torch.get_num_threads())
+        weakref.finalize(self, self._set.shutdown)
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that share each operation, the caller's included."""
+        return int(self._set.num_threads)
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """Change the number of threads; results do not depend on it."""
+        self._set.set_num_threads(num_threads)
+
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, *, float32_out: bool = False
+    ) -> PackedLinear:
+        """Pack a weight into panels of 32 columns, or for oneDNN."""
+        if self.uses_onednn and not float32_out and weight.dtype == torch.bfloat16:
+            one_dnn = _OneDnnWeight.pack(weight, bias)
+            if one_dnn.rows_are_independent(weight.shape[1]):
+                num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+                return PackedLinear(weight.shape[0], weight.shape[1], one_dnn, bias, num_bytes)
+        panels = _PanelWeight.pack(self._module, self._set, weight, bias)
+        num_bytes = panels.data.nbytes + (0 if panels.bias is None else panels.bias.nbytes)
+        return PackedLinear(weight.shape[0], weight.shape[1], panels, bias, num_bytes)
+
+    def linear(self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False) -> Tensor:
+        """Return x @ weight.T + bias."""
+        storage: _Weight = packed.storage
+        return storage.multiply(x, torch.float32 if float32_out else x.dtype)
+
+    def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any) -> Tensor:
+        """Return rows of the unpacked weight; it must have been packed with `float32_out`, as oneDNN hides its own."""
+        storage = packed.storage
+        assert isinstance(storage, _PanelWeight)
+        ids = token_ids.contiguous()
+        out = torch.empty(ids.numel(), packed.in_features, dtype=dtype)
+        self._set.embedding(
+            ids.data_ptr(), ids.numel(), storage.data.data_ptr(), storage.dtype_number, packed.out_features,
+            packed.in_features, out.data_ptr(), _DTYPE_NUMBERS[dtype],
+        )  # fmt: skip
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return x / rms(x) * weight."""
+        return self._norm(x, None, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add x to `residual` in place and return its norm."""
+        assert residual.is_contiguous()
+        assert residual.dtype == x.dtype
+        return self._norm(x, residual, weight, eps)
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        assert x.is_contiguous()
+        out = torch.empty_like(x)
+        size = x.shape[-1]
+        self._set.rms_norm(
+            x.data_ptr(), 0 if residual is None else residual.data_ptr(), weight.data_ptr(),
+            _DTYPE_NUMBERS[weight.dtype], out.data_ptr(), _DTYPE_NUMBERS[x.dtype], x.numel() // size, size, eps,
+        )  # fmt: skip
+        return out
+
+    def rope_and_write_kv(
+        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+    ) -> None:
+        """Rotate q in place; write rotated k and v into their slots."""
+        assert q.stride(2) == k.stride(2) == v.stride(2) == 1
+        assert cos_sin.is_contiguous()
+        self._set.rope_and_write_kv(
+            q.data_ptr(), q.stride()[:2], k.data_ptr(), k.stride()[:2], v.data_ptr(), v.stride()[:2],
+            cos_sin.data_ptr(), batch.positions.data_ptr(), batch.slot_mapping.data_ptr(),
+            k_cache.data_ptr(), k_cache.stride()[:2], v_cache.data_ptr(), v_cache.stride()[:2],
+            _DTYPE_NUMBERS[q.dtype], q.shape[0], q.shape[1], k.shape[1], q.shape[2], batch.block_size,
+        )  # fmt: skip
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, window: int | None
+    ) -> Tensor:
+        """Return causal attention over paged KV."""
+        num_tokens, num_heads, head_dim = q.shape
+        assert q.stride(2) == 1
+        assert q.dtype == k_cache.dtype == v_cache.dtype
+        assert k_cache.stride()[2:] == v_cache.stride()[2:] == (head_dim, 1)
+        out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype)
+        self._set.paged_attention(
+            q.data_ptr(), q.stride()[:2], k_cache.data_ptr(), k_cache.stride()[:2], v_cache.data_ptr(),
+            v_cache.stride()[:2], out.data_ptr(), _DTYPE_NUMBERS[q.dtype], batch.query_start.data_ptr(),
+            batch.block_tables.data_ptr(), batch.block_tables.stride(0), batch.positions.data_ptr(),
+            batch.seq_lens.shape[0], num_heads, k_cache.shape[1], head_dim, batch.block_size, scale, window or 0,
+        )  # fmt: skip
+        return out
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) * up."""
+        assert gate_up.is_contiguous()
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(rows, size, dtype=gate_up.dtype)
+        self._set.silu_and_mul(gate_up.data_ptr(), out.data_ptr(), _DTYPE_NUMBERS[gate_up.dtype], rows, size)
+        return out
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """Return one token id per row."""
+        assert logits.dtype == torch.float32
+        assert logits.is_contiguous()
+        out = torch.empty(logits.shape[0], dtype=torch.int64)
+        self._set.sample(
+            logits.data_ptr(), logits.shape[0], logits.shape[1], rows.temperature.data_ptr(), rows.top_k.data_ptr(),
+            rows.top_p.data_ptr(), rows.min_p.data_ptr(), rows.seed.data_ptr(), rows.sample_index.data_ptr(),
+            rows.position.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k largest values and their ids."""
+        assert values.dtype == torch.float32
+        assert values.is_contiguous()
+        assert 0 < k <= values.shape[1]
+        largest = torch.empty(values.shape[0], k)
+        ids = torch.empty(values.shape[0], k, dtype=torch.int64)
+        self._set.top_tokens(
+            values.data_ptr(), values.shape[0], values.shape[1], k, largest.data_ptr(), ids.data_ptr()
+        )
+        return largest, ids
+
+
+class _Weight(Protocol):
+    """What `CpuKernels` keeps as a packed weight."""
+
+    def multiply(self, x: Tensor, out_dtype: torch.dtype) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _PanelWeight:
+    """Our own layout (csrc/kernels.h): panels of 32 columns, zero padded; the bias in float32, padded likewise."""
+
+    kernel_set: Any
+    data: Tensor  # uint8
+    dtype_number: int
+    bias: Tensor | None
+    out_features: int
+    in_features: int
+
+    @classmethod
+    def pack(cls, module: Any, kernel_set: Any, weight: Tensor, bias: Tensor | None) -> _PanelWeight:
+        weight = weight.detach()
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        out_features, in_features = weight.shape
+        columns = -(-out_features // _PANEL_COLUMNS) * _PANEL_COLUMNS
+        depth = in_features + (in_features % 2 if weight.dtype == torch.bfloat16 else 0)
+        data = torch.empty(columns * depth * weight.element_size(), dtype=torch.uint8)
+        assert data.data_ptr() % 64 == 0
+        module.advise_huge_pages(data.data_ptr(), data.nbytes)
+        number = _DTYPE_NUMBERS[weight.dtype]
+        kernel_set.pack_weight(
+            weight.data_ptr(), number, out_features, in_features, weight.stride(0), data.data_ptr()
+        )
+        padded = None
+        if bias is not None:
+            padded = torch.zeros(columns)
+            padded[:out_features] = bias.detach()
+        return cls(kernel_set, data, number, padded, out_features, in_features)
+
+    def multiply(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+        assert x.stride(1) == 1
+        assert x.shape[1] == self.in_features
+        out = torch.empty(x.shape[0], self.out_features, dtype=out_dtype)
+        self.kernel_set.linear(
+            x.data_ptr(), _DTYPE_NUMBERS[x.dtype], x.stride(0), x.shape[0], self.data.data_ptr(), self.dtype_number,
+            self.out_features, self.in_features, 0 if self.bias is None else self.bias.data_ptr(), out.data_ptr(),
+            _DTYPE_NUMBERS[out_dtype],
+        )  # fmt: skip
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _OneDnnWeight:
+    """A weight in oneDNN's blocked layout, through torch: faster than ours where the processor multiplies bfloat16."""
+
+    data: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias: Tensor | None) -> _OneDnnWeight:
+        return cls(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None), bias)  # noqa: SLF001
+
+    def multiply(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
+        assert x.dtype == out_dtype == torch.bfloat16
+        if x.shape[0] == 1:  # a single row may take another path, with another order of sums
+            return self._multiply(x.expand(2, -1).contiguous())[:1]
+        return self._multiply(x)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.data, self.bias, "none", [], "")  # noqa: SLF001
+        return out
+
+    def rows_are_independent(self, in_features: int) -> bool:
+        """Whether rows came out the same alone and among others, on this machine."""
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(32, in_features, generator=generator).to(torch.bfloat16)
+        whole = self.multiply(x, x.dtype)
+        return all(torch.equal(self.multiply(x[:rows], x.dtype), whole[:rows]) for rows in (1, 2, 3, 8))

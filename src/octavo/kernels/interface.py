@@ -1,0 +1,136 @@
+"""The one interface behind which every backend computes: plain torch, compiled CPU kernels, later Triton.
+
+The law each backend must keep: the result of a row depends on that row alone. Reductions run in an order fixed by the
+row's own absolute positions, never by how many rows stand beside it or how a prompt was cut into chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A weight in the layout that one backend wants; made by `Kernels.pack_linear`, opaque to everyone else."""
+
+    out_features: int
+    in_features: int
+    storage: Any
+    bias: Tensor | None
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """What attention needs to know of a ragged batch. Tokens of one sequence stand together, in order of position.
+
+    query_start  int32 [num_seqs + 1]   first row of each sequence, then the number of rows
+    seq_lens     int32 [num_seqs]       KV length of each sequence, this step's tokens included
+    block_tables int32 [num_seqs, max_blocks_per_seq]   block ids; entries past a sequence's end are never read
+    positions    int64 [num_tokens]     absolute position of each row
+    slot_mapping int64 [num_tokens]     block_id * block_size + offset, where each row's K and V are written
+    """
+
+    query_start: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Parameters of `Kernels.sample`, one entry per row of logits. Tensors on the CPU or beside the logits.
+
+    temperature  float32 [n]  0 means greedy: the other fields of the row are then ignored
+    top_k        int32 [n]    0 means all
+    top_p        float32 [n]  1.0 means all
+    min_p        float32 [n]  0.0 means all
+    seed         int64 [n]    all 64 bits are used
+    sample_index int32 [n]    which of a request's `n` outputs
+    position     int32 [n]    number of tokens before the one that is sampled
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    sample_index: Tensor
+    position: Tensor
+
+
+class Kernels(Protocol):
+    """Every operation of the hot path. Activations are float32 or bfloat16; sums are kept in float32."""
+
+    name: str
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """Pack `weight` [out_features, in_features] (float32, bfloat16 or float16) and an optional bias [out_features].
+
+        The weight's dtype may differ from that of the activations it will meet (float16 weights meet float32 ones).
+        """
+        ...
+
+    def linear(self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False) -> Tensor:
+        """Return x @ weight.T + bias: [num_tokens, in_features] -> [num_tokens, out_features], in x's dtype or float32.
+
+        The sum over in_features and the bias are taken in float32 and rounded once.
+        """
+        ...
+
+    def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any) -> Tensor:
+        """Return rows of the unpacked weight: int64 [num_tokens] -> [num_tokens, in_features] in `dtype`."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019); any leading shape, contiguous."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add x to `residual` in place (rounded to its dtype) and return rms_norm(residual). Both [num_tokens, hidden]."""
+        ...
+
+    def rope_and_write_kv(
+        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+    ) -> None:
+        """Rotate q in place and k on its way (Su et al. 2021, halves as in GPT-NeoX), then write k and v into their slots.
+
+        q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim]: the last dimension is
+        contiguous, the token stride is free (they may be views of one fused projection).
+        cos_sin float32 [max_positions, head_dim]: cosines of the head_dim / 2 angles, then sines.
+        k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim]: the last two dimensions are contiguous.
+        """
+        ...
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, window: int | None
+    ) -> Tensor:
+        """Return causal attention of every row over the KV of its own sequence: [num_tokens, num_heads * head_dim].
+
+        Row at position p sees positions max(0, p - window + 1) .. p. Query heads share KV heads in equal groups.
+        Shapes as in `rope_and_write_kv`. Sums run over tiles that are fixed by absolute position.
+        """
+        ...
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) * up: [num_tokens, 2 * intermediate], gate first -> [num_tokens, intermediate]."""
+        ...
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """Return one token id per row of float32 logits [n, vocab]: int64 [n].
+
+        Greedy: the largest logit, ties to the lowest id. Otherwise argmax(logits / temperature + noise) over the ids
+        that min_p, then top_k, then top_p leave, with the noise of `octavo.kernels.noise`. Logits of -inf never win.
+        A row with a NaN yields -1.
+        """
+        ...
+
+    def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return (values [n, k], ids int64 [n, k]) of the k largest of float32 [n, vocab]; ties to the lowest id."""
+        ...

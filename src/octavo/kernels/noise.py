@@ -1,0 +1,96 @@
+"""Gumbel noise as a pure function of (seed, position, sample index, token id): "octavo noise v1".
+
+Every backend gives the same bits, so a sampled token is the same on every one that computes the same logits.
+
+Random words: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011) with
+
+    key     = (low 32 bits of the seed, high 32 bits of the seed)
+    counter = (c, position, sample_index, 0)     c    = (t >> 6) * 16 + (t & 15)   for token id t
+    word w of t = word number (t >> 4) & 3       (sixteen lanes of one call serve 64 consecutive ids)
+
+From word to noise, in IEEE float32. Every operation below rounds once, to nearest even; nothing is fused. With
+x = (w + 0.5) / 2^32, a point of (0, 1), the noise is G = -ln(E), E = -ln(1 - x):
+
+    u = w if w < 2^31 else 2^32 - 1 - w          distance to the nearer end, so that both tails keep full precision
+    t = (float(u) + 0.5) * 2^-32
+    E = atanh2(t / (2 - t))                      if w < 2^31   (-ln(1 - t) = 2 atanh(t / (2 - t)))
+    E = -ln(t)                                   otherwise
+    G = -ln(E)
+
+    ln(v):      i = bits(v) - 0x3F3504F3;  e = i >> 23 (arithmetic);  m = float with bits(v) - (e << 23)
+                e * 6.9313812256e-01 + (atanh2((m - 1) / (m + 1)) + e * 9.0580006145e-06)
+    atanh2(s):  z = s * s;  q = 1/15;  for c in (1/13, 1/11, 1/9, 1/7, 1/5, 1/3): q = q * z + c
+                (s + s) + (s + s) * (z * q)
+
+G lies in (-3.14, 22.88).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_LOW_32 = 0xFFFFFFFF
+_LANES = 16
+_WORDS = 4
+_SQRT_HALF_BITS = 0x3F3504F3
+_LN2_HIGH = 6.9313812256e-01
+_LN2_LOW = 9.0580006145e-06
+_ATANH_TERMS = (13, 11, 9, 7, 5, 3)
+
+
+def gumbel_noise(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_size: int) -> Tensor:
+    """Return the noise of token ids 0 .. vocab_size - 1: integer tensors [n] -> float32 [n, vocab_size]."""
+    return _word_to_gumbel(philox_words(seed, position, sample_index, vocab_size))
+
+
+def philox_words(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_size: int) -> Tensor:
+    """Return the random 32-bit words of token ids 0 .. vocab_size - 1, as int64 [n, vocab_size]."""
+    num_rows, num_blocks = seed.numel(), -(-vocab_size // (_LANES * _WORDS))
+    seed, position, sample_index = (
+        column.to(torch.int64).reshape(-1, 1) for column in (seed, position, sample_index)
+    )
+    keys = [seed & _LOW_32, (seed >> 32) & _LOW_32]
+    counter = torch.arange(num_blocks * _LANES, dtype=torch.int64, device=seed.device).expand(num_rows, -1)
+    words = [counter, position & _LOW_32, sample_index & _LOW_32, torch.zeros_like(seed)]
+    for _ in range(_ROUNDS):
+        high_0, low_0 = _multiply_wide(words[0], _MULTIPLIERS[0])
+        high_1, low_1 = _multiply_wide(words[2], _MULTIPLIERS[1])
+        words = [high_1 ^ words[1] ^ keys[0], low_1, high_0 ^ words[3] ^ keys[1], low_0]
+        keys = [(key + step) & _LOW_32 for key, step in zip(keys, _KEY_STEPS, strict=True)]
+    by_lane = [word.expand(num_rows, -1).reshape(num_rows, num_blocks, _LANES) for word in words]
+    return torch.stack(by_lane, dim=2).reshape(num_rows, -1)[:, :vocab_size]
+
+
+def _multiply_wide(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """Upper and lower half of a 64-bit product; int64 wraps around, which leaves its bits right."""
+    product = word * multiplier
+    return (product >> 32) & _LOW_32, product & _LOW_32
+
+
+def _word_to_gumbel(word: Tensor) -> Tensor:
+    upper = word >= 1 << 31
+    distance = torch.where(upper, _LOW_32 - word, word)
+    t = (distance.to(torch.float32) + 0.5) * 2.0**-32
+    exponential = torch.where(upper, -_logarithm(t), _twice_atanh(t / (2.0 - t)))
+    return -_logarithm(exponential)
+
+
+def _logarithm(value: Tensor) -> Tensor:
+    bits = value.view(torch.int32)
+    exponent = (bits - _SQRT_HALF_BITS) >> 23
+    mantissa = (bits - (exponent << 23)).view(torch.float32)
+    power = exponent.to(torch.float32)
+    return power * _LN2_HIGH + (_twice_atanh((mantissa - 1.0) / (mantissa + 1.0)) + power * _LN2_LOW)
+
+
+def _twice_atanh(s: Tensor) -> Tensor:
+    z = s * s
+    q = torch.full_like(s, 1.0 / 15.0)
+    for term in _ATANH_TERMS:
+        q = q * z + 1.0 / term
+    twice = s + s
+    return twice + twice * (z * q)

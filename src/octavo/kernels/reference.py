@@ -1,0 +1,155 @@
+"""Every operation in plain torch: what the others are tested against, and what serves where nothing is compiled.
+
+It runs on any device. It rounds like the interface says, but torch's matrix products and reductions choose their order by
+shape, so a row's last bits may depend on its neighbours: the law of exactness is kept by the compiled backends.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from octavo.kernels.interface import AttentionBatch, PackedLinear, SamplingRows
+from octavo.kernels.noise import gumbel_noise
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_QUERY_CHUNK = 256  # query rows whose scores over the whole KV stand in memory at a time
+_WEIGHT_CHUNK = 16384  # output features that are widened to float32 at a time
+
+
+class ReferenceKernels:
+    """The plain torch backend."""
+
+    name = "reference"
+
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, *, float32_out: bool = False
+    ) -> PackedLinear:
+        """Keep `weight` as it is."""
+        del float32_out
+        num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+        return PackedLinear(weight.shape[0], weight.shape[1], weight, bias, num_bytes)
+
+    def linear(self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False) -> Tensor:
+        """Return x @ weight.T + bias."""
+        weight, bias = packed.storage, packed.bias
+        out_dtype = torch.float32 if float32_out else x.dtype
+        if weight.dtype == x.dtype == out_dtype and (bias is None or bias.dtype == x.dtype):
+            return F.linear(x, weight, bias)
+        wide = x.float()
+        out = torch.cat([F.linear(wide, part.float()) for part in weight.split(_WEIGHT_CHUNK)], dim=1)
+        return (out if bias is None else out + bias.float()).to(out_dtype)
+
+    def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any) -> Tensor:
+        """Return rows of the weight."""
+        return F.embedding(token_ids, packed.storage).to(dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return x / rms(x) * weight."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+        return (wide * scale * weight.float()).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add x to `residual` in place and return its norm."""
+        residual.add_(x)
+        return self.rms_norm(residual, weight, eps)
+
+    def rope_and_write_kv(
+        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+    ) -> None:
+        """Rotate q in place; write rotated k and v into their slots."""
+        cosine, sine = cos_sin[batch.positions].unsqueeze(1).chunk(2, dim=-1)  # [num_tokens, 1, head_dim / 2]
+        q.copy_(_rotate(q, cosine, sine))
+        block = batch.slot_mapping // batch.block_size
+        offset = batch.slot_mapping % batch.block_size
+        k_cache[block, :, offset] = _rotate(k, cosine, sine)
+        v_cache[block, :, offset] = v
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, window: int | None
+    ) -> Tensor:
+        """Return causal attention, one sequence after the other."""
+        out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+        query_start = batch.query_start.tolist()
+        for i, seq_len in enumerate(batch.seq_lens.tolist()):
+            blocks = batch.block_tables[i, : -(-seq_len // batch.block_size)].long()
+            keys, values = (
+                cache[blocks].transpose(1, 2).flatten(0, 1)[:seq_len].float()  # [seq_len, num_kv_heads, head_dim]
+                for cache in (k_cache, v_cache)
+            )
+            for first in range(query_start[i], query_start[i + 1], _QUERY_CHUNK):
+                rows = slice(first, min(first + _QUERY_CHUNK, query_start[i + 1]))
+                out[rows] = _attend(q[rows].float(), keys, values, batch.positions[rows], scale, window).to(q.dtype)
+        return out
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) * up."""
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (F.silu(gate) * up).to(gate_up.dtype)
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """Return one token id per row."""
+        temperature, seed, position, sample_index = (
+            column.to(logits.device) for column in (rows.temperature, rows.seed, rows.position, rows.sample_index)
+        )
+        greedy = temperature == 0
+        scaled = logits / torch.where(greedy, 1.0, temperature).unsqueeze(1)
+        noise = gumbel_noise(seed, position, sample_index, logits.shape[1])
+        keys = torch.where(_kept(scaled, rows), scaled + noise, -torch.inf)
+        keys = torch.where(greedy.unsqueeze(1), logits, keys)
+        largest = keys.amax(dim=1, keepdim=True)
+        ids = torch.arange(logits.shape[1], device=logits.device)
+        first = torch.where((keys == largest) & (keys > -torch.inf), ids, logits.shape[1]).amin(dim=1)
+        nothing = logits.isnan().any(dim=1) | (first == logits.shape[1])
+        return torch.where(nothing, -1, first)
+
+    def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k largest values and their ids."""
+        largest, ids = values.nan_to_num(-torch.inf, torch.inf, -torch.inf).sort(dim=1, descending=True, stable=True)
+        return largest[:, :k], ids[:, :k]
+
+
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
+
+
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """Float32 attention of rows [n, num_heads, head_dim] of one sequence over all of its KV: [n, num_heads * head_dim]."""
+    num_rows, num_heads, head_dim = q.shape
+    grouped = q.view(num_rows, keys.shape[1], num_heads // keys.shape[1], head_dim)
+    scores = torch.einsum("nkgd,skd->nkgs", grouped, keys) * scale
+    kv_positions = torch.arange(keys.shape[0], device=q.device)
+    seen = kv_positions <= positions.unsqueeze(1)
+    if window is not None:
+        seen &= kv_positions > positions.unsqueeze(1) - window
+    scores.masked_fill_(~seen[:, None, None, :], -torch.inf)
+    return torch.einsum("nkgs,skd->nkgd", scores.softmax(dim=-1), values).reshape(num_rows, num_heads * head_dim)
+
+
+def _kept(scaled: Tensor, rows: SamplingRows) -> Tensor:
+    """Which tokens min_p, then top_k, then top_p leave: bool [n, vocab].
+
+    min_p keeps value >= max + ln(min_p). top_k and top_p keep a prefix of the order (value descending, id ascending);
+    top_p the shortest whose probability, a float64 sum in that order, reaches it.
+    """
+    top_k, top_p, min_p = (column.to(scaled.device) for column in (rows.top_k, rows.top_p, rows.min_p))
+    if not bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()):
+        return torch.ones_like(scaled, dtype=torch.bool)
+    values, ids = scaled.sort(dim=1, descending=True, stable=True)
+    rank = torch.arange(values.shape[1], device=values.device)
+    kept = values >= values[:, :1] + min_p.double().log().float().unsqueeze(1)
+    kept &= (rank < top_k.unsqueeze(1)) | (top_k == 0).unsqueeze(1)
+    largest = values[:, :1].double()
+    weights = torch.where(values == largest, 1.0, (values.double() - largest).exp()).where(kept, 0.0)
+    before = weights.cumsum(dim=1) - weights
+    target = top_p.double().unsqueeze(1) * weights.sum(dim=1, keepdim=True)
+    kept &= (before < target) | (top_p >= 1).unsqueeze(1)
+    return torch.zeros_like(kept).scatter_(1, ids, kept)

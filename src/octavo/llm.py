@@ -1,0 +1,201 @@
+"""The public facades: `LLM` for batches, `LLMEngine` for whoever drives the steps. Signatures are vLLM's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from octavo.build import build_engine
+from octavo.compatibility import accept_arguments
+from octavo.config import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_MAX_NUM_SEQS,
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SchedulingPolicy,
+    default_max_num_batched_tokens,
+)
+from octavo.config import scheduling_policy as parse_policy
+from octavo.engine.llm_engine import Engine
+from octavo.errors import RequestError
+from octavo.progress import LoadingProgress, RequestProgress
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from octavo.events import EventSink
+    from octavo.outputs import RequestOutput
+
+    Prompt = str | Sequence[int] | Mapping[str, Any]
+    Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLMEngine(Engine):
+    """An engine built from configurations, to be stepped by the caller.
+
+    device: "cpu", "cuda", or None for the best there is; the same as `DeviceConfig(device=...)`.
+    sink reads the event stream (`octavo.events`).
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig | None = None,
+        cache_config: CacheConfig | None = None,
+        scheduler_config: SchedulerConfig | None = None,
+        device: str | None = None,
+        *,
+        device_config: DeviceConfig | None = None,
+        sink: EventSink | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        config = EngineConfig(
+            model=model_config or ModelConfig(),
+            cache=cache_config or CacheConfig(),
+            scheduler=scheduler_config or SchedulerConfig(),
+            device=device_config or DeviceConfig(device=device),
+        )
+        built = build_engine(config, sink=sink, progress=progress)
+        super().__init__(built.core, built.input_processor, built.output_processor, built.clock)
+
+
+class LLM:
+    """Answers batches of prompts.
+
+    model: a directory in Hugging Face layout, a hub id, or None for the built-in model. Further arguments as in vLLM;
+    those octavo has no use for are listed in `octavo.compatibility`.
+
+        llm = LLM("Qwen/Qwen2.5-0.5B-Instruct")
+        outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=32))
+        print(outputs[0].outputs[0].text)
+
+    Raises `ConfigError` and `ModelError`.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        tokenizer: str | None = None,
+        skip_tokenizer_init: bool = False,
+        dtype: str = "auto",
+        seed: int = 0,
+        max_model_len: int | None = None,
+        max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
+        max_num_batched_tokens: int | None = None,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        long_prefill_token_threshold: int = 0,
+        scheduling_policy: str = SchedulingPolicy.FCFS,
+        num_gpu_blocks_override: int | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        load_format: str = "auto",
+        generation_config: str = "auto",
+        chat_template: str | None = None,
+        device: str | None = None,
+        kernels: str = "auto",
+        num_threads: int | None = None,
+        **others: Any,
+    ) -> None:
+        accept_arguments(others)
+        with LoadingProgress() as progress:
+            self.llm_engine = LLMEngine(
+                ModelConfig(
+                    model=model,
+                    tokenizer=tokenizer,
+                    skip_tokenizer_init=skip_tokenizer_init,
+                    dtype=dtype,
+                    seed=seed,
+                    max_model_len=max_model_len,
+                    load_format=load_format,
+                    generation_config=generation_config,
+                    chat_template=chat_template,
+                ),
+                CacheConfig(
+                    block_size=block_size,
+                    num_gpu_blocks=num_gpu_blocks_override,
+                    kv_cache_memory_bytes=kv_cache_memory_bytes,
+                    enable_prefix_caching=enable_prefix_caching,
+                ),
+                SchedulerConfig(
+                    max_num_seqs=max_num_seqs,
+                    max_num_batched_tokens=max_num_batched_tokens or default_max_num_batched_tokens(max_num_seqs),
+                    policy=parse_policy(scheduling_policy),
+                    enable_chunked_prefill=enable_chunked_prefill,
+                    long_prefill_token_threshold=long_prefill_token_threshold,
+                ),
+                device_config=DeviceConfig(device=device, kernels=kernels, num_threads=num_threads),
+                progress=progress,
+            )
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters used when none are given: the checkpoint's own defaults, else vLLM's."""
+        return self.llm_engine.input_processor.default_sampling_params()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts; outputs come in their order.
+
+        prompts: texts, {"prompt": text} or {"prompt_token_ids": ids}, one or many. sampling_params: for all, or a list
+        with one for each. use_tqdm shows progress on a terminal. Raises `RequestError`; then none was answered.
+        """
+        batch = [prompts] if isinstance(prompts, str) or hasattr(prompts, "keys") else list(prompts)  # type: ignore[arg-type]
+        per_prompt = self._per_prompt(sampling_params, len(batch))
+        with RequestProgress(len(batch), enabled=use_tqdm) as on_output:
+            outputs = self.llm_engine.generate_batch(batch, per_prompt, on_output=on_output, priorities=priority)
+        return list(outputs.values())
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, rendered by the checkpoint's chat template.
+
+        Without sampling_params an answer may take the remaining context.
+        """
+        one = bool(messages) and hasattr(messages[0], "keys")
+        conversations = [messages] if one else list(messages)
+        render = self.llm_engine.input_processor.chat_prompt
+        prompts = [
+            render(
+                conversation,  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        if sampling_params is None:
+            sampling_params = self.llm_engine.input_processor.default_sampling_params(max_tokens=None)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached KV; False while requests are open."""
+        return self.llm_engine.core.scheduler.reset_prefix_cache()
+
+    def _per_prompt(self, params: Params, num_prompts: int) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or self.get_default_sampling_params()] * num_prompts
+        if len(params) != num_prompts:
+            raise RequestError(f"{num_prompts} prompts but {len(params)} sampling_params", parameter="sampling_params")
+        return [final_only(each) for each in params]
+
+
+def final_only(params: SamplingParams) -> SamplingParams:
+    """Ask for the finished output alone: nobody reads the ones before it."""
+    return params.replace(output_kind=RequestOutputKind.FINAL_ONLY)

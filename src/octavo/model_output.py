@@ -1,0 +1,32 @@
+"""What the worker answers to a step: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position: the token itself first, then the most probable ones in order.
+
+    rank: place of the token itself, 1 for the most probable.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """Result of one step, by request id. A request whose prompt is not computed to its end has no entry.
+
+    prompt_logprobs: of the prompt positions computed in this step, in order; position 0 has none and is left out.
+    errors: requests whose logits were not numbers; they fail alone.
+    """
+
+    step: int
+    sampled_token_ids: dict[str, list[int]]
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)

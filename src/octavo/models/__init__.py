@@ -1,0 +1,1 @@
+"""Model families, one file each, and how their checkpoints are read."""

@@ -1,0 +1,173 @@
+"""What a checkpoint computes: shapes and numbers, read once from `config.json`. No torch here, only arithmetic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octavo.models.rope_config import RopeConfig, read_rope
+
+if TYPE_CHECKING:
+    from octavo.models.config_file import ConfigFile
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ACTIVATIONS = ("silu", "swish")  # two names of one function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """One decoder-only transformer.
+
+    name            the class name under `architectures` in config.json
+    sliding_window  one entry per layer: tokens a position sees, itself included, or None for all
+    dtype           of the checkpoint as its config says ("float32", "bfloat16" or "float16")
+    eos_token_ids   as config.json says; generation_config.json and the tokenizer may add to them
+    """
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_window: tuple[int | None, ...]
+    dtype: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Longest context the position encoding was made for; linear and yarn scaling extend it (as vLLM reckons)."""
+        if self.rope.kind == "linear":
+            return int(self.max_position_embeddings * self.rope.factor)
+        if self.rope.kind == "yarn":
+            return int(self.rope.original_max_position_embeddings * self.rope.factor)
+        return self.max_position_embeddings
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights in the checkpoint; tied embeddings count once."""
+        return sum(math.prod(shape) for shape in self.tensor_shapes().values())
+
+    def weight_bytes(self, dtype: str, norm_dtype: str | None = None) -> int:
+        """Bytes of all weights in `dtype`; norm weights are kept in `norm_dtype` (that of the activations)."""
+        norms = sum(math.prod(shape) for name, shape in self.tensor_shapes().items() if is_norm(name))
+        return (self.num_parameters - norms) * DTYPE_BYTES[dtype] + norms * DTYPE_BYTES[norm_dtype or dtype]
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Bytes of keys and values that one token keeps over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+    def rope_bytes(self, max_model_len: int) -> int:
+        """Bytes of the float32 table of cosines and sines."""
+        return max_model_len * self.head_dim * DTYPE_BYTES["float32"]
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor a checkpoint of this architecture holds, in the order they are packed."""
+        hidden, vocab = self.hidden_size, self.vocab_size
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+        for index in range(self.num_layers):
+            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in self._layer_shapes().items()}
+        shapes["model.norm.weight"] = (hidden,)
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (vocab, hidden)
+        return shapes
+
+    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        hidden, intermediate = self.hidden_size, self.intermediate_size
+        q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        linears = (
+            ("self_attn.q_proj", q_rows, hidden, self.qkv_bias),
+            ("self_attn.k_proj", kv_rows, hidden, self.qkv_bias),
+            ("self_attn.v_proj", kv_rows, hidden, self.qkv_bias),
+            ("self_attn.o_proj", hidden, q_rows, self.o_bias),
+            ("mlp.gate_proj", intermediate, hidden, self.mlp_bias),
+            ("mlp.up_proj", intermediate, hidden, self.mlp_bias),
+            ("mlp.down_proj", hidden, intermediate, self.mlp_bias),
+        )
+        shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+        for name, rows, columns, bias in linears:
+            shapes[f"{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{name}.bias"] = (rows,)
+        if self.qk_norm:
+            shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (self.head_dim,)
+        shapes["post_attention_layernorm.weight"] = (hidden,)
+        return shapes
+
+
+def is_norm(tensor_name: str) -> bool:
+    """Whether a tensor of a checkpoint is the weight of an RMS norm."""
+    return tensor_name.endswith("norm.weight")
+
+
+def read_decoder(
+    config: ConfigFile,
+    name: str,
+    *,
+    sliding_window: tuple[int | None, ...],
+    default_head_dim: int | None = None,
+    default_num_kv_heads: int | None = None,
+    default_max_position_embeddings: int,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+) -> Architecture:
+    """Read what all families share. Raises `ModelError` for what is missing, out of range or not supported."""
+    config.refuse_unsupported()
+    activation = config.text("hidden_act", "silu")
+    if activation not in _ACTIVATIONS:
+        raise config.error("hidden_act", f"octavo computes {' and '.join(_ACTIVATIONS)} only")
+    hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
+    num_kv_heads = config.count("num_key_value_heads", default_num_kv_heads or num_heads)
+    if num_heads % num_kv_heads:
+        raise config.error("num_key_value_heads", f"must divide num_attention_heads = {num_heads}")
+    if default_head_dim is None and not config.has("head_dim") and hidden_size % num_heads:
+        raise config.error("hidden_size", f"must be a multiple of num_attention_heads = {num_heads} without head_dim")
+    head_dim = config.count("head_dim", default_head_dim or hidden_size // num_heads)
+    if head_dim % 2:
+        raise config.error("head_dim", f"rotary embeddings need an even head_dim, not {head_dim}")
+    max_position_embeddings = config.count("max_position_embeddings", default_max_position_embeddings)
+    return Architecture(
+        name=name,
+        vocab_size=config.count("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=config.count("intermediate_size"),
+        num_layers=len(sliding_window),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope=read_rope(config, max_position_embeddings),
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=config.flag("tie_word_embeddings", default=False),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        sliding_window=sliding_window,
+        dtype=_read_dtype(config),
+        bos_token_id=next(iter(config.token_ids("bos_token_id")), None),
+        eos_token_ids=config.token_ids("eos_token_id"),
+    )
+
+
+def _read_dtype(config: ConfigFile) -> str:
+    """Return the checkpoint's dtype; transformers 5 writes `dtype`, before it was `torch_dtype`."""
+    key = "dtype" if config.has("dtype") else "torch_dtype"
+    dtype = config.text(key, "float32").removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise config.error(key, f"octavo loads {', '.join(DTYPE_BYTES)}")
+    return dtype

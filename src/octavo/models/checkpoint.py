@@ -1,0 +1,126 @@
+"""Weights of a checkpoint directory: safetensors files, one or many, read tensor by tensor through a memory map."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from octavo.errors import ModelError
+from octavo.models.config_file import ConfigFile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+_DTYPES = ("F32", "F16", "BF16", "F64")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Tensors that some checkpoints carry and that are computed anew here.
+_IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
+
+
+class CheckpointFiles:
+    """Every tensor of a checkpoint by name. Raises `ModelError` for files that are missing, broken or not safetensors.
+
+    The files stay mapped while this object or a tensor from it lives.
+    """
+
+    __slots__ = ("_file_of", "directory")
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._file_of: dict[str, tuple[Path, Any]] = {}
+        for path in find_weight_files(directory):
+            file = _open(path)
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                if name in self._file_of:
+                    raise ModelError(f"{path}: tensor {name} stands in {self._file_of[name][0].name}, too")
+                self._file_of[name] = (path, file)
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise unless the files hold exactly the tensors of `shapes`; known leftovers are ignored.
+
+        A checkpoint with tied embeddings may carry an lm_head.weight as well: it is the same matrix.
+        """
+        missing = [name for name in shapes if name not in self._file_of]
+        if missing:
+            raise ModelError(
+                f"{self.directory}: {_some(missing)} missing from the weights though config.json asks for it; "
+                "the download is incomplete or config.json belongs to another model"
+            )
+        extra = [name for name in self._file_of if name not in shapes and not _IGNORED.search(name)]
+        if unexpected := [name for name in extra if name != "lm_head.weight"]:
+            raise ModelError(
+                f"{self.directory}: {_some(unexpected)} in the weights though config.json does not ask for it; "
+                "octavo would ignore it and give wrong tokens"
+            )
+        for name, shape in shapes.items():
+            path, file = self._file_of[name]
+            stored = file.get_slice(name)
+            if tuple(stored.get_shape()) != shape:
+                found = list(stored.get_shape())
+                raise ModelError(f"{path}: {name} has shape {found}, but config.json asks for {list(shape)}")
+            if stored.get_dtype() not in _DTYPES:
+                raise ModelError(
+                    f"{path}: {name} is stored as {stored.get_dtype()}; octavo loads {', '.join(_DTYPES)}, "
+                    "no quantized weights yet"
+                )
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor that aliases the file's pages: copy it before the file may change."""
+        path, file = self._file_of[name]
+        try:
+            tensor: Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path}: {name} cannot be read ({error}); download it again") from error
+        return tensor
+
+
+def find_weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint: model.safetensors, or those of its index, or all there are."""
+    single = directory / "model.safetensors"
+    if single.is_file():
+        return [single]
+    index_path = directory / "model.safetensors.index.json"
+    if index_path.is_file():
+        return _indexed_files(index_path)
+    if found := sorted(directory.glob("*.safetensors")):
+        return found
+    pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
+    if pickles:
+        raise ModelError(
+            f"{directory} holds weights as {_some(pickles)} only; octavo reads safetensors, because a pickle can run "
+            "code when it is loaded. Convert it with transformers: from_pretrained(...).save_pretrained(...)"
+        )
+    raise ModelError(f"{directory} holds no *.safetensors weights; download the checkpoint again")
+
+
+def _indexed_files(index_path: Path) -> list[Path]:
+    index = ConfigFile.read(index_path)
+    weight_map = index.section("weight_map")
+    if weight_map is None or not all(isinstance(name, str) for name in weight_map.values.values()):
+        raise index.error("weight_map", "must map tensor names to file names")
+    names = sorted(set(weight_map.values.values()))
+    for name in names:
+        if Path(name).name != name:
+            raise ModelError(f"{index_path}: {name!r} is not a plain file name")
+        if not (index_path.parent / name).is_file():
+            raise ModelError(f"{index_path.parent}: {name} is missing, one of {len(names)} files in {index_path.name}")
+    return [index_path.parent / name for name in names]
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path} is truncated or not a safetensors file ({error}; {path.stat().st_size} bytes); download it again"
+        ) from error
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,138 @@
+"""`config.json` of a checkpoint, read key by key with errors that name the file, the key and the value."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import ModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_MISSING = object()
+
+# Keys that change what the model computes and that no family here implements. A value among the harmless ones is as
+# good as no key at all; any other value would silently give other tokens, so it is refused.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "attn_logit_softcapping": (None, 0),
+    "final_logit_softcapping": (None, 0),
+    "logit_scale": (None, 1),
+    "logits_scaling": (None, 1),
+    "embedding_multiplier": (None, 1),
+    "residual_multiplier": (None, 1),
+    "attention_multiplier": (None,),
+    "query_pre_attn_scalar": (None,),
+    "attention_sinks": (None, False),
+    "use_sinks": (None, False),
+    "attention_chunk_size": (None,),
+    "no_rope_layers": (None, []),
+    "alibi": (None, False),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "per_layer_config": (None, {}),
+    "block_configs": (None, []),
+    "is_encoder_decoder": (None, False),
+}
+
+
+class ConfigFile:
+    """Values of one JSON object with their types checked. Raises `ModelError` for a broken file or value."""
+
+    __slots__ = ("path", "prefix", "values")
+
+    def __init__(self, path: Path, values: dict[str, Any], prefix: str = "") -> None:
+        self.path = path
+        self.values = values
+        self.prefix = prefix  # of nested keys, for messages: "rope_parameters."
+
+    @classmethod
+    def read(cls, path: Path) -> ConfigFile:
+        """Read a JSON file that holds one object."""
+        try:
+            values = json.loads(path.read_bytes())
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read ({error.strerror}); a checkpoint needs it") from error
+        except (ValueError, RecursionError) as error:
+            raise ModelError(f"{path} is not valid JSON ({error}); download it again") from error
+        if not isinstance(values, dict):
+            raise ModelError(f"{path} holds a JSON {type(values).__name__} where an object was expected")
+        return cls(path, values)
+
+    def error(self, key: str, problem: str) -> ModelError:
+        """Return the error that says what is wrong with a key."""
+        shown = repr(self.values.get(key))
+        return ModelError(f"{self.path}: {self.prefix}{key} = {shown[:200]}: {problem}")
+
+    def has(self, key: str) -> bool:
+        """Whether the key is present and not null."""
+        return self.values.get(key) is not None
+
+    def count(self, key: str, default: Any = _MISSING) -> int:
+        """Return a whole number of at least 1."""
+        value = self._get(key, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+            raise self.error(key, "must be a whole number from 1 to 2147483647")
+        return value
+
+    def number(self, key: str, default: Any = _MISSING, *, above: float = 0.0) -> float:
+        """Return a finite number greater than `above`."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= above:
+            raise self.error(key, f"must be a number above {above:g}")
+        return float(value)
+
+    def optional_number(self, key: str, *, above: float = 0.0) -> float | None:
+        """Return a finite number greater than `above`, or None where the key is missing or null."""
+        return self.number(key, above=above) if self.has(key) else None
+
+    def flag(self, key: str, default: Any = _MISSING) -> bool:
+        """Return true or false."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, "must be true or false")
+        return value
+
+    def text(self, key: str, default: Any = _MISSING) -> str:
+        """Return a string."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, "must be a string")
+        return value
+
+    def section(self, key: str) -> ConfigFile | None:
+        """Return a nested object, or None where it is missing, null or empty."""
+        value = self.values.get(key)
+        if value is None or value == {}:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(key, "must be an object")
+        return ConfigFile(self.path, value, f"{self.prefix}{key}.")
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """Return token ids given as one number, a list, or null."""
+        value = self.values.get(key)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if any(isinstance(id_, bool) or not isinstance(id_, int) or id_ < 0 for id_ in ids):
+            raise self.error(key, "must be a token id or a list of them")
+        return tuple(ids)
+
+    def refuse_unsupported(self) -> None:
+        """Raise for every key that would change the tokens and that no family here computes."""
+        for key, harmless in _UNSUPPORTED.items():
+            if self.values.get(key) not in harmless:
+                raise self.error(key, "octavo does not compute this yet, and would give wrong tokens without it")
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is not None:
+            return value
+        if default is _MISSING:
+            state = "is null" if key in self.values else "is missing"
+            raise ModelError(f"{self.path}: {self.prefix}{key} {state}; this architecture needs it")
+        return default

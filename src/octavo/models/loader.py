@@ -1,0 +1,153 @@
+"""From a directory or hub id to a model whose weights are packed, one tensor at a time."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from octavo.errors import ModelError
+from octavo.models.architecture import is_norm
+from octavo.models.checkpoint import CheckpointFiles
+from octavo.models.layers import CausalLM, ModelContext
+from octavo.models.random_weights import RandomWeights
+from octavo.models.registry import find_family
+from octavo.models.rope import make_cos_sin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from octavo.kernels.interface import Kernels, PackedLinear
+    from octavo.models.architecture import Architecture
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "additional_chat_templates/*.jinja"]
+_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TensorSource(Protocol):
+    """Where tensors come from."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor; the caller copies it."""
+        ...
+
+
+def resolve_model_path(model: str | Path, revision: str | None = None) -> Path:
+    """Return the directory of a checkpoint; a hub id is downloaded first, or found in huggingface_hub's cache."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError(f"{path} is a file; a model is a directory with config.json and *.safetensors")
+    if not isinstance(model, str) or not _HUB_ID.fullmatch(model):
+        raise ModelError(f"{path} does not exist; give a directory in Hugging Face layout or a hub id (owner/name)")
+    try:
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 - optional, and slow to import
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+    except ImportError as error:
+        raise ModelError(
+            f"no directory {model!r} here, and to look for it on the Hugging Face hub the package huggingface_hub is "
+            "needed: pip install 'octavo[hub]'"
+        ) from error
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"no directory {model!r} here, and the Hugging Face hub did not give a model of that id: {reason}"
+        ) from error
+
+
+def activation_dtype(weight_dtype: str, device: torch.device) -> torch.dtype:
+    """Return what a model with these weights computes in: a CPU computes float16 weights in float32."""
+    if weight_dtype == "float16" and device.type == "cpu":
+        return torch.float32
+    return _TORCH_DTYPES[weight_dtype]
+
+
+def load_model(
+    directory: Path,
+    architecture: Architecture,
+    kernels: Kernels,
+    *,
+    dtype: str,
+    device: torch.device,
+    max_model_len: int,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> CausalLM:
+    """Read and pack all weights of a checkpoint.
+
+    dtype: "float32", "bfloat16" or "float16", of the packed weights. load_format "dummy" makes random weights from
+    `seed` and reads no file. progress(done, total) is called after each tensor, in bytes of packed weights.
+    Peak memory is that of the packed weights and the largest fused matrix. Raises `ModelError`.
+    """
+    shapes = architecture.tensor_shapes()
+    source: TensorSource
+    if load_format == "dummy":
+        source = RandomWeights(shapes, _TORCH_DTYPES[dtype], seed)
+    else:
+        files = CheckpointFiles(directory)
+        files.check(shapes)
+        source = files
+    computed = activation_dtype(dtype, device)
+    total = architecture.weight_bytes(dtype, str(computed).removeprefix("torch."))
+    packer = _Packer(source, shapes, kernels, _TORCH_DTYPES[dtype], computed, device, total, progress)
+    context = ModelContext(
+        architecture=architecture,
+        kernels=kernels,
+        weights=packer,
+        dtype=computed,
+        cos_sin=make_cos_sin(architecture.rope, architecture.head_dim, max_model_len).to(device),
+    )
+    return find_family(architecture.name).build(context)
+
+
+class _Packer:
+    """The `Weights` of `layers`: copies tensors out of their source, fuses, packs and forgets them."""
+
+    def __init__(
+        self,
+        source: TensorSource,
+        shapes: dict[str, tuple[int, ...]],
+        kernels: Kernels,
+        dtype: torch.dtype,
+        norm_dtype: torch.dtype,
+        device: torch.device,
+        total_bytes: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.source = source
+        self.shapes = shapes
+        self.kernels = kernels
+        self.dtype = dtype
+        self.norm_dtype = norm_dtype
+        self.device = device
+        self.done_bytes = 0
+        self.total_bytes = total_bytes
+        self.progress = progress or (lambda _done, _total: None)
+
+    def linear(self, *names: str, bias: bool = False, float32_out: bool = False) -> PackedLinear:
+        weight = self._fuse([f"{name}.weight" for name in names])
+        fused_bias = self._fuse([f"{name}.bias" for name in names]) if bias else None
+        return self.kernels.pack_linear(weight, fused_bias, float32_out=float32_out)
+
+    def norm(self, name: str) -> Tensor:
+        return self._fuse([name])
+
+    def _fuse(self, names: list[str]) -> Tensor:
+        """Copy tensors of equal width below one another; never an alias of the file."""
+        rows = [self.shapes[name][0] for name in names]
+        dtype = self.norm_dtype if is_norm(names[0]) else self.dtype
+        fused = torch.empty((sum(rows), *self.shapes[names[0]][1:]), dtype=dtype, device=self.device)
+        for part, name in zip(fused.split_with_sizes(rows), names, strict=True):
+            part.copy_(self.source.tensor(name))
+            self.done_bytes += part.nbytes
+            self.progress(self.done_bytes, self.total_bytes)
+        return fused

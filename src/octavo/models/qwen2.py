@@ -1,0 +1,53 @@
+"""Qwen2 and Qwen2.5: Llama's decoder with a bias on q, k and v; its upper layers may see a sliding window only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.models.architecture import Architecture, read_decoder
+from octavo.models.layers import Attention, CausalLM
+
+if TYPE_CHECKING:
+    from octavo.models.config_file import ConfigFile
+    from octavo.models.layers import ModelContext
+
+
+def read_architecture(config: ConfigFile, name: str) -> Architecture:
+    """Read Qwen2's keys."""
+    return read_decoder(
+        config,
+        name,
+        sliding_window=read_windows(config),
+        default_num_kv_heads=32,
+        default_max_position_embeddings=32768,
+        qkv_bias=True,
+    )
+
+
+def build(context: ModelContext) -> CausalLM:
+    """Pack the weights into a model."""
+    return CausalLM(context, Attention)
+
+
+def read_windows(config: ConfigFile) -> tuple[int | None, ...]:
+    """Return each layer's window: `layer_types` says which have one, else those from `max_window_layers` up."""
+    num_layers = config.count("num_hidden_layers")
+    window = config.count("sliding_window", 4096) if config.flag("use_sliding_window", default=False) else None
+    if config.has("layer_types"):
+        return tuple(window if kind == "sliding_attention" else None for kind in _layer_types(config, window))
+    first = config.values.get("max_window_layers", 28)
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise config.error("max_window_layers", "must be a whole number of layers")
+    return tuple(window if index >= first else None for index in range(num_layers))
+
+
+def _layer_types(config: ConfigFile, window: int | None) -> list[str]:
+    kinds: list[str] = config.values["layer_types"]
+    if not isinstance(kinds, list) or len(kinds) != config.count("num_hidden_layers"):
+        raise config.error("layer_types", f"must list num_hidden_layers = {config.count('num_hidden_layers')} entries")
+    for kind in kinds:
+        if kind not in {"full_attention", "sliding_attention"}:
+            raise config.error("layer_types", f"octavo supports full_attention and sliding_attention, not {kind!r}")
+    if window is None and "sliding_attention" in kinds:
+        raise config.error("layer_types", "sliding_attention needs use_sliding_window and sliding_window")
+    return kinds

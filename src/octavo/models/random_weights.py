@@ -1,0 +1,108 @@
+"""Random weights from a seed: for `load_format="dummy"`, and whole random checkpoints for tests and benchmarks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+
+from octavo.models.architecture import is_norm
+from octavo.models.registry import read_architecture
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any
+
+    from torch import Tensor
+
+DEFAULT_STD = 0.02
+
+
+class RandomWeights:
+    """Tensors of given shapes, normal around 1 for norms and around 0 for all else.
+
+    A tensor depends on the seed and its name alone, not on the order in which they are asked for.
+    """
+
+    __slots__ = ("dtype", "seed", "shapes", "std")
+
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, seed: int, std: float = DEFAULT_STD
+    ) -> None:
+        self.shapes = shapes
+        self.dtype = dtype
+        self.seed = seed
+        self.std = std
+
+    def tensor(self, name: str) -> Tensor:
+        """Make one tensor."""
+        digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        mean = 1.0 if is_norm(name) else 0.0
+        return torch.empty(self.shapes[name]).normal_(mean, self.std, generator=generator).to(self.dtype)
+
+
+def tiny_config(name: str, **changes: Any) -> dict[str, Any]:
+    """Return a config.json of an architecture small enough for tests, with keys changed or added."""
+    config: dict[str, Any] = {
+        "architectures": [name],
+        "model_type": name.removesuffix("ForCausalLM").lower(),
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "sliding_window": None,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "dtype": "float32",
+    }
+    return config | changes
+
+
+def write_checkpoint(
+    directory: Path,
+    config: dict[str, Any],
+    *,
+    seed: int = 0,
+    std: float = DEFAULT_STD,
+    max_shard_bytes: int | None = None,
+) -> Path:
+    """Write config.json and random safetensors (sharded when asked) of the config's dtype; return the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    architecture = read_architecture(directory)
+    shapes = architecture.tensor_shapes()
+    weights = RandomWeights(shapes, getattr(torch, architecture.dtype), seed, std)
+    shards: list[dict[str, Tensor]] = [{}]
+    for name in shapes:
+        tensor = weights.tensor(name)
+        full = max_shard_bytes is not None and _num_bytes(shards[-1]) + tensor.nbytes > max_shard_bytes
+        if full and shards[-1]:
+            shards.append({})
+        shards[-1][name] = tensor
+    if len(shards) == 1:
+        save_file(shards[0], directory / "model.safetensors", metadata={"format": "pt"})
+        return directory
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, directory / file_name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file_name)
+    index = {"metadata": {"total_size": sum(map(_num_bytes, shards))}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    return directory
+
+
+def _num_bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,0 +1,51 @@
+"""Which family serves which architecture. A new family is one file and one line here."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol, cast
+
+from octavo.models.config_file import ConfigFile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from octavo.models.architecture import Architecture
+    from octavo.models.layers import CausalLM, ModelContext
+
+FAMILIES = {
+    "LlamaForCausalLM": "octavo.models.llama",
+    "MistralForCausalLM": "octavo.models.mistral",
+    "Qwen2ForCausalLM": "octavo.models.qwen2",
+    "Qwen3ForCausalLM": "octavo.models.qwen3",
+}
+
+
+class Family(Protocol):
+    """What the module of a family offers."""
+
+    def read_architecture(self, config: ConfigFile, name: str) -> Architecture:
+        """Read the family's keys of config.json."""
+        ...
+
+    def build(self, context: ModelContext) -> CausalLM:
+        """Pack the weights into a model."""
+        ...
+
+
+def find_family(name: str) -> Family:
+    """Return the module that serves an architecture of `FAMILIES`; it is imported now."""
+    return cast("Family", import_module(FAMILIES[name]))
+
+
+def read_architecture(directory: Path) -> Architecture:
+    """Read `config.json` in a checkpoint directory. Raises `ModelError` for what octavo cannot serve."""
+    config = ConfigFile.read(directory / "config.json")
+    names = config.values.get("architectures")
+    known = ", ".join(FAMILIES)
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise config.error("architectures", f"must name the model's class; octavo serves {known}")
+    for name in names:
+        if name in FAMILIES:
+            return find_family(name).read_architecture(config, name)
+    raise config.error("architectures", f"unknown architecture; octavo serves {known}")

@@ -1,0 +1,66 @@
+"""The table of cosines and sines that rotates queries and keys (Su et al. 2021) and its stretched variants."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.models.rope_config import RopeConfig
+
+
+def make_cos_sin(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
+    """Return float32 [num_positions, head_dim]: cosines of the head_dim / 2 angles, then sines.
+
+    Angles are products of float32 numbers as in transformers, so that both round alike; yarn's attention factor is
+    folded in.
+    """
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_dim)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Return float32 [head_dim / 2]: radians per position of each pair."""
+    wavelengths = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    match rope.kind:
+        case "default":
+            return 1.0 / wavelengths
+        case "linear":
+            return 1.0 / wavelengths / rope.factor
+        case "llama3":
+            return _llama3(rope, 1.0 / wavelengths)
+        case "yarn":
+            return _yarn(rope, wavelengths, head_dim)
+
+
+def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Divide low frequencies by the factor, keep high ones, blend between (Llama 3.1 model card)."""
+    low, high, original = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings
+    wavelengths = 2 * math.pi / frequencies
+    blend = (original / wavelengths - low) / (high - low)
+    blended = (1 - blend) * frequencies / rope.factor + blend * frequencies
+    scaled = torch.where(wavelengths > original / low, frequencies / rope.factor, blended)
+    return torch.where(wavelengths < original / high, frequencies, scaled)
+
+
+def _yarn(rope: RopeConfig, wavelengths: Tensor, head_dim: int) -> Tensor:
+    """Interpolate slow pairs, keep fast ones, ramp between (Peng et al. 2023, section 3.2, "NTK-by-parts")."""
+
+    def pair_with(rotations: float) -> float:
+        """Index of the pair that turns so often within the original context."""
+        original = rope.original_max_position_embeddings
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    if first == last:
+        last += 0.001  # a step instead of a ramp, without dividing by zero
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept

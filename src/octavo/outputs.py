@@ -1,0 +1,83 @@
+"""What a user gets back. Names and meaning as in vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.model_output import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log probability of one token at one position, from the model's own logits (before temperature and filters)."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the n outputs of a request.
+
+    finish_reason: "stop", "length", "abort", "error", or None while it lives.
+    stop_reason: the stop string or token id that ended it; None for EOS and other reasons.
+    logprobs: one dict of token id -> Logprob per output token, when asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing follows."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of one request in seconds of the engine's clock, and its token counts.
+
+    num_wasted_tokens: generated, but behind a stop string and cut off.
+    """
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_wasted_tokens: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """State of one request after a step; the last one of a request has `finished` set."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCoreOutput:
+    """News of one stream from the core: new tokens, and the reason when it ended. A request ends in exactly one."""
+
+    request_id: str
+    new_token_ids: list[int] = field(default_factory=list)
+    new_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    new_prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None

@@ -1,0 +1,75 @@
+"""Progress on a terminal: loading a checkpoint, answering a batch. Silent where nobody watches."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from octavo.outputs import RequestOutput
+
+
+class LoadingProgress:
+    """A bar of bytes while weights are packed; entering it returns the callback that the loader wants."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("loading weights"), BarColumn(), DownloadColumn(), **_options(enabled=True)
+        )
+        self._task = self._progress.add_task("", total=None)
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        self._progress.start()
+        return lambda done, total: self._progress.update(self._task, completed=done, total=total)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+class RequestProgress:
+    """A bar of finished requests; entering it returns a callback for outputs."""
+
+    def __init__(self, num_requests: int, *, enabled: bool = True) -> None:
+        self._progress = Progress(
+            TextColumn("requests"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            **_options(enabled=enabled),
+        )
+        self._task = self._progress.add_task("", total=num_requests, rate="")
+        self._num_tokens = 0
+
+    def __enter__(self) -> Callable[[RequestOutput], None]:
+        self._progress.start()
+        return self._on_output
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def _on_output(self, output: RequestOutput) -> None:
+        if output.finished:
+            self._num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+            elapsed = self._progress.tasks[0].elapsed or 0.0
+            rate = f"{self._num_tokens / elapsed:.0f} tok/s" if elapsed else ""
+            self._progress.update(self._task, advance=1, rate=rate)
+
+
+def _options(*, enabled: bool) -> dict[str, object]:
+    """Draw on stderr, and only when it is a terminal; the bar goes when it is done."""
+    return {
+        "console": Console(file=sys.stderr),
+        "transient": True,
+        "disable": not (enabled and sys.stderr.isatty()),
+    }

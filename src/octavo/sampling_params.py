@@ -1,0 +1,160 @@
+"""What a user may ask of one request, checked on arrival with the field's name in the error."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Any
+
+from octavo.errors import RequestError
+
+MAX_N = 128
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_CHARS = 1024
+MAX_LOGPROBS = 1024
+MAX_COUNT = 2**31 - 1  # what the worker's tensors hold
+SEED_RANGE = (-(2**63), 2**64 - 1)
+_SAMPLING_EPS = 1e-5  # as in vLLM: a temperature below it is greedy
+
+
+class RequestOutputKind(Enum):
+    """How much of the text each output of a request carries."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Parameters of one request; names, defaults and meaning are those of vLLM and the OpenAI API.
+
+    n: output sequences per prompt. seed: makes sampling reproducible (drawn by the engine when None).
+    temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 mean "all".
+    max_tokens None means up to the model's limit. logprobs/prompt_logprobs: how many of the best are reported beside
+    the token itself; None for none at all. logit_bias: token id -> number added to its logit.
+
+    Raises `RequestError` for a value out of range.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        self._normalize()
+        _check_int("n", self.n, 1, MAX_N)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        _check_int("min_tokens", self.min_tokens, 0, MAX_COUNT)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        _check_float("temperature", self.temperature, 0.0, 100.0)
+        _check_int("top_k", self.top_k, 0, MAX_COUNT)
+        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        if self.seed is not None:
+            _check_int("seed", self.seed, *SEED_RANGE)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_int(name, value, 0, MAX_LOGPROBS)
+        self._check_lists()
+
+    def _normalize(self) -> None:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", list(stop) if stop else [])
+        object.__setattr__(self, "stop_token_ids", list(self.stop_token_ids or []))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        if isinstance(self.temperature, (int, float)) and 0 < self.temperature < _SAMPLING_EPS:
+            object.__setattr__(self, "temperature", 0.0)
+
+    def _check_lists(self) -> None:
+        if len(self.stop_strings) > MAX_STOP_STRINGS:
+            _refuse("stop", f"{len(self.stop_strings)} strings", f"at most {MAX_STOP_STRINGS}")
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_STRING_CHARS:
+                _refuse("stop", text, f"strings of 1 to {MAX_STOP_STRING_CHARS} characters")
+        if self.stop_strings and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True; use stop_token_ids instead", parameter="stop")
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, 0)
+        for token_id, bias in (self.logit_bias or {}).items():
+            _check_int("logit_bias", token_id, 0)
+            _check_float("logit_bias", bias, -100.0, 100.0)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            _refuse("allowed_token_ids", [], "at least one token id")
+        for token_id in self.allowed_token_ids or []:
+            _check_int("allowed_token_ids", token_id, 0)
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as the list it was turned into."""
+        assert isinstance(self.stop, list)
+        return self.stop
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is taken."""
+        return self.temperature == 0.0
+
+    def replace(self, **values: Any) -> SamplingParams:
+        """Return a copy with some fields changed."""
+        return replace(self, **values)
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> SamplingParams:
+        """Build from fields of which some may be None, meaning "the default"; None stays where it is a value."""
+        keep_none = {"max_tokens"}
+        known = {f.name for f in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise RequestError(f"unknown sampling parameter {name!r}", parameter=name)
+        return cls(**{name: value for name, value in values.items() if value is not None or name in keep_none})
+
+
+def _refuse(name: str, value: object, allowed: str) -> None:
+    raise RequestError(f"{name} must be {allowed}, got {value!r:.100}", parameter=name)
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    allowed = f"an integer of {low} or more" if high is None else f"an integer from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        _refuse(name, value, allowed)
+    elif value < low or (high is not None and value > high):
+        _refuse(name, value, allowed)
+
+
+def _check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    allowed = f"a number {'above' if open_low else 'from'} {low:g} {'and up ' if open_low else ''}to {high:g}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or (
+        isinstance(value, float) and not math.isfinite(value)  # an int may be too large for a float
+    ):
+        _refuse(name, value, allowed)
+    elif not low <= value <= high or (open_low and value == low):
+        _refuse(name, value, allowed)

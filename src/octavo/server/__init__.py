@@ -1,0 +1,1 @@
+"""octavo over HTTP: the OpenAI API in front of one engine."""

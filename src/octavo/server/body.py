@@ -1,0 +1,73 @@
+"""A request's body: read up to a limit, parsed strictly, checked against its schema; every fault is a 400 with a name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from octavo.errors import RequestError
+from octavo.server.errors import BodyTooLargeError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+Schema = TypeVar("Schema", bound=BaseModel)
+_HUGE = 2**64
+
+
+def body_of(schema: type[Schema]) -> Callable[[Request], Awaitable[Schema]]:
+    """Make the dependency that gives a route its checked body."""
+
+    async def read(request: Request) -> Schema:
+        return parse(schema, await _read_limited(request, request.app.state.max_body_bytes))
+
+    return read
+
+
+async def _read_limited(request: Request, max_bytes: int) -> bytes:
+    """Read a body; stop as soon as it is too large, whatever its length was said to be."""
+    error = BodyTooLargeError(f"the request's body exceeds the limit of {max_bytes} bytes")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise error
+    chunks: list[bytes] = []
+    num_bytes = 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise error
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def parse(schema: type[Schema], body: bytes) -> Schema:
+    """Parse JSON (NaN and Infinity are none) and check it. Raises `RequestError` with the name of the first bad field."""
+    try:
+        values = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise RequestError(f"the body must be a JSON object, got {type(values).__name__}")
+    for name, value in values.items():
+        if isinstance(value, int | float) and not -_HUGE < value < _HUGE:
+            raise RequestError(f"{name} is out of range", parameter=name)
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        name = field_name(first["loc"])
+        raise RequestError(f"{name}: {first['msg']}", parameter=name) from None
+
+
+def field_name(location: tuple[int | str, ...]) -> str:
+    """Spell a place in the body: messages[0].content. Names of a union's alternatives are left out."""
+    name = str(location[0])
+    for part in location[1:]:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier() and part not in {"str", "int", "float", "bool"}:
+            name += f".{part}"
+    return name

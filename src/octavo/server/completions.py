@@ -1,0 +1,153 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from msgspec import UNSET
+
+from octavo.errors import RequestError
+from octavo.outputs import CompletionOutput
+from octavo.server.answering import Job, News, answer
+from octavo.server.logprobs import completion_logprobs, prompt_logprobs
+from octavo.server.openai_responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from octavo.server.sampling import sampling_params
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from octavo.outputs import RequestOutput
+    from octavo.sampling_params import SamplingParams
+    from octavo.server.openai_requests import CompletionRequest
+    from octavo.server.service import Service
+
+MAX_PROMPTS = 1024
+
+
+async def create_completion(service: Service, http_request: Request, request: CompletionRequest) -> Response:
+    """Continue one or several prompts."""
+    model = service.check_model(request.model)
+    request.refuse_unsupported()
+    service.check_ready()
+    prompts = read_prompts(request.prompt)
+    params = _params(request, service.default_params)
+    job = Job.make(f"cmpl-{uuid.uuid4().hex}", model, prompts, params, request)
+    decode = service.llm.engine.output_processor.decode
+    echo = Echo(bool(request.echo), is_alone=request.max_tokens == 0, num_chars={}, decode=decode)
+    show_prompt_logprobs = request.prompt_logprobs is not None
+    return await answer(service, http_request, job, CompletionReply(job, echo, show_prompt_logprobs))
+
+
+def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
+    """An echo with logprobs needs those of the prompt; max_tokens 0 with an echo scores a prompt."""
+    best_of = (request.model_extra or {}).get("best_of")
+    if best_of not in (None, request.n or 1):
+        raise RequestError(f"best_of must equal n ({request.n or 1}) or be left out", parameter="best_of")
+    max_tokens = defaults.max_tokens if request.max_tokens is None else request.max_tokens
+    if request.echo and max_tokens == 0:
+        max_tokens = 1  # a model computes nothing without a next token; it is left out of the reply
+    params = sampling_params(request, defaults, max_tokens=max_tokens, logprobs=request.logprobs)
+    if request.echo and request.logprobs is not None:
+        params = replace(params, prompt_logprobs=max(request.logprobs, params.prompt_logprobs or 0))
+    return params
+
+
+def read_prompts(prompt: Any) -> list[Any]:
+    """Return the prompts of `prompt`: text, texts, token ids, or lists of token ids. Raises `RequestError`."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise RequestError("prompt must be a string, token ids, or a non-empty list of those", parameter="prompt")
+    if _is_token_ids(prompt):
+        return [{"prompt_token_ids": prompt}]
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(f"prompt holds {len(prompt)} prompts; the limit is {MAX_PROMPTS}", parameter="prompt")
+    if all(isinstance(item, str) for item in prompt):
+        return list(prompt)
+    if all(isinstance(item, list) and _is_token_ids(item) for item in prompt):
+        return [{"prompt_token_ids": item} for item in prompt]
+    raise RequestError("prompt must hold strings only, or integers, or lists of integers", parameter="prompt")
+
+
+def _is_token_ids(items: list[Any]) -> bool:
+    return all(type(item) is int for item in items)
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """Whether the prompt stands before its completion, or alone. `num_chars`: text offset behind each choice so far."""
+
+    is_wanted: bool
+    is_alone: bool
+    num_chars: dict[int, int]
+    decode: Callable[[list[int]], str]
+
+    def prompt_text(self, output: RequestOutput) -> str:
+        """The text that is echoed."""
+        if not self.is_wanted:
+            return ""
+        return output.prompt if output.prompt is not None else self.decode(output.prompt_token_ids)
+
+
+class CompletionReply:
+    """Spells outputs as text completions."""
+
+    def __init__(self, job: Job, echo: Echo, show_prompt_logprobs: bool) -> None:
+        self._job = job
+        self._echo = echo
+        self._show_prompt_logprobs = show_prompt_logprobs
+
+    def chunk(self, news: News, usage: Usage | None) -> Completion:
+        """One event; the first one of a choice has the echoed prompt."""
+        choice = self._choice(news.choice, news.completion, news.output, with_prompt=news.is_first)
+        return self._event([choice], usage)
+
+    def usage_chunk(self, usage: Usage) -> Completion:
+        """No choices, only counts."""
+        return self._event([], usage)
+
+    def _event(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
+        shown = usage if self._job.include_usage else UNSET
+        return Completion(self._job.request_id, self._job.created, self._job.model, choices, usage=shown)
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
+        """n choices for each prompt, in the order of the prompts."""
+        choices = [
+            self._choice(index * self._job.params.n + completion.index, completion, output, with_prompt=True)
+            for index, output in enumerate(outputs)
+            for completion in output.outputs
+        ]
+        return Completion(self._job.request_id, self._job.created, self._job.model, choices, usage=usage)
+
+    def _choice(
+        self, index: int, completion: CompletionOutput, output: RequestOutput, *, with_prompt: bool
+    ) -> CompletionChoice:
+        prompt = self._echo.prompt_text(output) if with_prompt else ""
+        text = prompt if self._echo.is_wanted and self._echo.is_alone else prompt + completion.text
+        choice = CompletionChoice(index, text, self._logprobs(index, completion, output, with_prompt=with_prompt))
+        if completion.finished:
+            choice.finish_reason, choice.stop_reason = completion.finish_reason, completion.stop_reason
+        if self._show_prompt_logprobs and output.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        return choice
+
+    def _logprobs(
+        self, index: int, completion: CompletionOutput, output: RequestOutput, *, with_prompt: bool
+    ) -> CompletionLogprobs | None:
+        if completion.logprobs is None:
+            return None
+        positions: list[Any] = []
+        first_text = ""
+        if self._echo.is_wanted and with_prompt:
+            positions += output.prompt_logprobs or []
+            first_text = self._echo.decode(output.prompt_token_ids[:1])
+        if not (self._echo.is_wanted and self._echo.is_alone):
+            positions += completion.logprobs
+        offset = self._echo.num_chars.get(index, 0)
+        result, self._echo.num_chars[index] = completion_logprobs(positions, first_text, offset)
+        return result

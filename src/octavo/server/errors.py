@@ -1,0 +1,126 @@
+"""What goes wrong, as HTTP: one table from octavo's errors to a status and an OpenAI error object."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from octavo.errors import (
+    EngineDeadError,
+    EngineError,
+    OctavoError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+)
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.requests import Request
+
+logger = logging.getLogger(__name__)
+
+_RETRY_AFTER = {"Retry-After": "1"}
+
+
+class AuthenticationError(RequestError):
+    """The request carries no valid API key."""
+
+
+class ModelNotFoundError(RequestError):
+    """The server has no model of that name."""
+
+
+class BodyTooLargeError(RequestError):
+    """The request's body exceeds the limit."""
+
+
+class ServerClosingError(EngineError):
+    """The server is shutting down and takes nothing new."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpError:
+    """A status and the four fields of an OpenAI error object."""
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error object."""
+        fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": fields}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the standard asks for beside the status."""
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        if self.status == 413:
+            return {"Connection": "close"}  # the rest of the body is not read
+        return dict(_RETRY_AFTER) if self.status in {429, 503} else {}
+
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        return JSONResponse(self.body, self.status, headers=self.headers)
+
+
+# The first row whose class fits counts. A message is shown only where a user's request caused the error; what is said
+# about the server's own trouble stands here, because the error's own text may name paths or addresses.
+_INVALID, _SERVER = "invalid_request_error", "server_error"
+_TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] = (
+    (PromptTooLongError, 400, _INVALID, "context_length_exceeded", None),
+    (QueueFullError, 429, "rate_limit_error", "queue_full", None),
+    (AuthenticationError, 401, _INVALID, "invalid_api_key", None),
+    (ModelNotFoundError, 404, _INVALID, "model_not_found", None),
+    (BodyTooLargeError, 413, _INVALID, "request_too_large", None),
+    (RequestError, 400, _INVALID, None, None),
+    (ServerClosingError, 503, _SERVER, "server_closing", "the server is shutting down; try again in a moment"),
+    (EngineDeadError, 503, _SERVER, "engine_dead", "the engine has stopped; the server must be started again"),
+)
+
+
+def to_http(error: Exception) -> HttpError:
+    """Translate any error."""
+    for kind, status, type_, code, message in _TABLE:
+        if isinstance(error, kind):
+            return HttpError(status, message or str(error), type_, getattr(error, "parameter", None), code)
+    return HttpError(500, "the server failed to serve this request; its log says why", _SERVER)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Make every error that leaves a route, or that no route was found for, an OpenAI error object."""
+
+    async def octavo_error(_: Request, error: Exception) -> Response:
+        http_error = to_http(error)
+        if http_error.status == 500:
+            logger.error("a request failed: %s", error, exc_info=error)
+        return http_error.response()
+
+    async def routing_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        where = f"{request.method} {request.url.path}"
+        messages = {404: f"there is no such route: {where}", 405: f"this route does not take the method: {where}"}
+        response = HttpError(error.status_code, messages.get(error.status_code, str(error.detail))).response()
+        response.headers.update(error.headers or {})
+        return response
+
+    async def left(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it; the number is nginx's, for the log
+
+    async def own_bug(_: Request, error: Exception) -> Response:
+        return to_http(error).response()
+
+    app.add_exception_handler(OctavoError, octavo_error)
+    app.add_exception_handler(HTTPException, routing_error)
+    app.add_exception_handler(ClientDisconnect, left)
+    app.add_exception_handler(Exception, own_bug)

@@ -1,0 +1,128 @@
+"""What clients may send: the OpenAI API's fields and vLLM's extra ones. Types are strict; None means "the default"."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from octavo.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+# A list stops being checked at its first bad element: a body of millions of them must not become millions of errors.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Strings = Annotated[list[str], Field(fail_fast=True)]
+Priority = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells besides text."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(BaseModel):
+    """Fields of both APIs. Those named like a field of `SamplingParams` mean the same."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | Strings | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    allowed_token_ids: TokenIds | None = None
+    prompt_logprobs: int | None = None
+    priority: Priority | None = None
+    cache_salt: str | None = None
+
+    # Fields that would change the answer and that nothing here serves yet, with the values that change nothing.
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "response_format": (None, {"type": "text"}),
+        "structured_outputs": (None,),
+        "guided_json": (None,),
+        "guided_regex": (None,),
+        "guided_choice": (None,),
+        "guided_grammar": (None,),
+        "use_beam_search": (None, False),
+        "truncate_prompt_tokens": (None,),
+        "logits_processors": (None, []),
+        "bad_words": (None, []),
+        "logprob_token_ids": (None, []),
+    }
+
+    def refuse_unsupported(self) -> None:
+        """Raise `RequestError` for a field that would be ignored though it changes the answer; log the other extras."""
+        for name, value in (self.model_extra or {}).items():
+            if name not in self.unsupported:
+                logger.info("the request's field %.100r is unknown and ignored", name)
+            elif not any(value == harmless for harmless in self.unsupported[name]):
+                raise RequestError(f"{name} is not supported by this server", parameter=name)
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream: true", parameter="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs needs stream: false", parameter="prompt_logprobs")
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions. `prompt` is checked by its route: text, texts, token ids or lists of those."""
+
+    prompt: Any = None
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **SamplingFields.unsupported,
+        "suffix": (None, ""),
+        "add_special_tokens": (None, True),
+        "prompt_embeds": (None,),
+    }
+
+
+class ChatCompletionRequest(SamplingFields):
+    """POST /v1/chat/completions. `messages` is checked by its route."""
+
+    messages: Any = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **SamplingFields.unsupported,
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+        "modalities": (None, [], ["text"]),
+        "audio": (None,),
+        "web_search_options": (None,),
+        "chat_template": (None,),
+        "documents": (None, []),
+        "echo": (None, False),
+        "add_special_tokens": (None, False),
+    }

@@ -1,0 +1,149 @@
+"""What clients get: the OpenAI API's objects. Structs, because encoding one takes a tenth of pydantic's time."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+
+class PromptTokensDetails(Struct):
+    """Of the prompt's tokens, those whose KV was found in the prefix cache."""
+
+    cached_tokens: int = 0
+
+
+class Usage(Struct):
+    """Token counts over all prompts and choices of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(Struct):
+    """One token that might have come."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(Struct):
+    """The token that came, and the most probable ones at its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    """Log probabilities of a chat choice."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class PromptLogprob(Struct):
+    """One entry of vLLM's prompt_logprobs."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class ChatMessage(Struct):
+    """The answer."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    """One of n answers."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class ChatCompletion(Struct):
+    """POST /v1/chat/completions, whole."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+    system_fingerprint: None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChatDelta(Struct):
+    """What an answer grows by; the first one of a choice has the role."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    """News of one choice; the last one has the finish_reason."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+
+
+class ChatCompletionChunk(Struct):
+    """POST /v1/chat/completions, one event of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    system_fingerprint: None = None
+    usage: Usage | UnsetType | None = UNSET
+
+
+class CompletionLogprobs(Struct):
+    """Log probabilities of a completion choice: parallel lists. A prompt's first token has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct):
+    """One of the choices: n for each prompt, in the order of the prompts. In a stream: its news."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Completion(Struct):
+    """POST /v1/completions, whole or one event of a stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    object: Literal["text_completion"] = "text_completion"
+    system_fingerprint: None = None
+    usage: Usage | UnsetType | None = UNSET

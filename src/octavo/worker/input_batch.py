@@ -1,0 +1,161 @@
+"""The worker's memory of its requests, and the ragged batch that a step makes of them.
+
+Every request has one row of persistent arrays, so a step's inputs are gathered without a loop over requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from octavo.kernels.interface import AttentionBatch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from octavo.sampling_params import SamplingParams
+    from octavo.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+
+
+@dataclass(slots=True)
+class RequestRow:
+    """What does not fit into the arrays. `row` is its place in them."""
+
+    row: int
+    request_id: str
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    seed: int
+    sample_index: int
+    stop_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInputs:
+    """One step, ready for the model. Nothing is padded: rows of all requests stand behind one another.
+
+    token_ids       int64 [num_tokens]
+    attention       positions, slots, block tables (see `AttentionBatch`)
+    requests        the step's requests, in the order of their rows
+    query_start     first row of each request, then the number of rows (the same as attention.query_start)
+    sampled         indices into `requests` of those whose known tokens are all computed after this step
+    logits_indices  int64 [len(sampled)], the last row of each of them
+    """
+
+    token_ids: torch.Tensor
+    attention: AttentionBatch
+    requests: list[RequestRow]
+    query_start: NDArray[np.int32]
+    sampled: list[int]
+    logits_indices: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the batch."""
+        return self.token_ids.shape[0]
+
+
+class InputBatch:
+    """Rows of all requests the worker knows, at most `max_num_seqs`; `update` follows the scheduler's words."""
+
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        self.device = device
+        self.requests: dict[str, RequestRow] = {}
+        # One more than the model's length: the last sampled token is never fed back, yet it is known.
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
+        self.block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def update(self, scheduled: SchedulerOutput) -> None:
+        """Forget who ended or was preempted, learn who is new, append what is new of the others."""
+        for request_id in (*scheduled.finished_req_ids, *scheduled.preempted_req_ids):
+            self.remove_request(request_id)
+        for data in scheduled.scheduled_new_reqs:
+            self.add_request(data)
+        self._update_cached(scheduled.scheduled_cached_reqs)
+
+    def add_request(self, data: NewRequestData) -> None:
+        """Learn all of a request."""
+        row = self._free_rows.pop()
+        self.requests[data.request_id] = RequestRow(
+            row,
+            data.request_id,
+            data.num_prompt_tokens,
+            data.sampling_params,
+            data.seed,
+            data.sample_index,
+            data.stop_token_ids,
+        )
+        self.num_tokens[row] = self.num_blocks[row] = 0
+        self.num_computed_tokens[row] = data.num_computed_tokens
+        self._append(row, data.token_ids, data.block_ids)
+
+    def remove_request(self, request_id: str) -> None:
+        """Forget a request; unknown ids (it ended before it ever ran) are passed over."""
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self._free_rows.append(request.row)
+
+    def _update_cached(self, cached: CachedRequestData) -> None:
+        for request_id, token_ids, block_ids, num_computed in zip(
+            cached.req_ids, cached.new_token_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            row = self.requests[request_id].row
+            self._append(row, token_ids, block_ids)
+            self.num_computed_tokens[row] = num_computed
+
+    def _append(self, row: int, token_ids: list[int], block_ids: list[int]) -> None:
+        if token_ids:
+            start = self.num_tokens[row]
+            self.token_ids[row, start : start + len(token_ids)] = token_ids
+            self.num_tokens[row] += len(token_ids)
+        if block_ids:
+            start = self.num_blocks[row]
+            self.block_tables[row, start : start + len(block_ids)] = block_ids
+            self.num_blocks[row] += len(block_ids)
+
+    def known_tokens(self, request: RequestRow) -> NDArray[np.int64]:
+        """Prompt and output of a request so far: a view."""
+        return self.token_ids[request.row, : self.num_tokens[request.row]]
+
+    def prepare_inputs(self, scheduled: SchedulerOutput) -> ModelInputs:
+        """Gather the ragged batch of a step. The next position of a request is its number of computed tokens."""
+        requests = [self.requests[request_id] for request_id in scheduled.num_scheduled_tokens]
+        counts = np.fromiter(scheduled.num_scheduled_tokens.values(), dtype=np.int64, count=len(requests))
+        rows = np.fromiter((request.row for request in requests), dtype=np.int64, count=len(requests))
+        computed = self.num_computed_tokens[rows]
+        query_start = np.zeros(len(requests) + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        row_of_token = np.repeat(rows, counts)
+        positions = np.arange(query_start[-1]) + np.repeat(computed - query_start[:-1], counts)
+        blocks = self.block_tables[row_of_token, positions // self.block_size].astype(np.int64)
+        seq_lens = computed + counts
+        sampled = np.flatnonzero(seq_lens == self.num_tokens[rows])
+        width = -(-int(seq_lens.max()) // self.block_size)
+        attention = AttentionBatch(
+            query_start=self._tensor(query_start),
+            seq_lens=self._tensor(seq_lens.astype(np.int32)),
+            block_tables=self._tensor(self.block_tables[rows, :width]),
+            positions=self._tensor(positions),
+            slot_mapping=self._tensor(blocks * self.block_size + positions % self.block_size),
+            block_size=self.block_size,
+        )
+        return ModelInputs(
+            token_ids=self._tensor(self.token_ids[row_of_token, positions]),
+            attention=attention,
+            requests=requests,
+            query_start=query_start,
+            sampled=sampled.tolist(),
+            logits_indices=self._tensor(query_start[1:][sampled].astype(np.int64) - 1),
+        )
+
+    def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)

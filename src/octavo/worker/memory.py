@@ -1,0 +1,121 @@
+"""Bytes, computed from shapes before anything is allocated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.errors import ConfigError
+from octavo.models.architecture import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from octavo.config import CacheConfig, SchedulerConfig
+    from octavo.models.architecture import Architecture
+
+DEFAULT_KV_CACHE_BYTES = 4 << 30
+_UNLIMITED = 1 << 60
+
+
+def block_bytes(architecture: Architecture, block_size: int, dtype: str) -> int:
+    """Bytes of one KV block over all layers; dtype is that of the activations."""
+    return block_size * architecture.kv_bytes_per_token(dtype)
+
+
+def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_rows: int, dtype: str) -> int:
+    """Upper bound of what a step of `num_tokens` rows holds at once besides weights and KV.
+
+    The widest moment is the MLP: residual, hidden, gate and up, their product and the float32 copy a kernel packs.
+    Logits come after it; the sampler keeps three float32 copies of them (logits, log probabilities, filtered).
+    """
+    width = DTYPE_BYTES[dtype]
+    hidden, inner = architecture.hidden_size, architecture.intermediate_size
+    qkv = (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
+    per_token = width * (3 * hidden + max(3 * inner, 2 * qkv)) + 4 * max(hidden, inner)
+    return num_tokens * per_token + num_logits_rows * 3 * 4 * architecture.vocab_size
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can be allocated now: of the GPU, or of the machine within this process's cgroup."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(_machine_free_bytes(), _cgroup_free_bytes())
+
+
+def decide_num_blocks(
+    architecture: Architecture,
+    cache_config: CacheConfig,
+    scheduler_config: SchedulerConfig,
+    *,
+    dtype: str,
+    max_model_len: int,
+    device: torch.device,
+) -> int:
+    """Decide how many blocks the KV cache gets; called when the weights are in place.
+
+    num_gpu_blocks as given; else kv_cache_memory_bytes; else the smaller of 4 GiB and half of what is free (on a GPU 90 %
+    of what is free), less the activations, and never more than max_num_seqs sequences of full length can use.
+    Raises `ConfigError` when not even one block fits.
+    """
+    per_block = block_bytes(architecture, cache_config.block_size, dtype)
+    free = free_bytes(device)
+    if cache_config.num_gpu_blocks is not None:
+        num_blocks, reason = cache_config.num_gpu_blocks, "num_gpu_blocks"
+    elif cache_config.kv_cache_memory_bytes is not None:
+        num_blocks, reason = cache_config.kv_cache_memory_bytes // per_block, "kv_cache_memory_bytes"
+    else:
+        activations = activation_bytes(
+            architecture, scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs, dtype
+        )
+        if device.type == "cuda":
+            budget = int(0.9 * free) - activations
+        else:
+            budget = min(DEFAULT_KV_CACHE_BYTES, free // 2 - activations)
+        usable = scheduler_config.max_num_seqs * -(-max_model_len // cache_config.block_size)
+        num_blocks, reason = min(budget // per_block, usable), "free memory"
+    if num_blocks < 1:
+        raise ConfigError(
+            f"{reason} leaves no room for a single KV block of {per_block:,} bytes "
+            f"({free:,} bytes are free); give more, or choose a smaller block_size or dtype"
+        )
+    if num_blocks * per_block > free:
+        raise ConfigError(
+            f"the KV cache would take {num_blocks * per_block:,} bytes ({reason}), but only {free:,} are free"
+        )
+    return num_blocks
+
+
+def _machine_free_bytes() -> int:
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return _UNLIMITED
+
+
+def _cgroup_free_bytes() -> int:
+    """Limit less use of the innermost cgroup v2 or v1 that has one; page cache counts as free."""
+    for limit_file, usage_file, stat_file in _cgroup_files():
+        limit = "".join(_lines(limit_file)).strip()
+        usage = "".join(_lines(usage_file)).strip()
+        if limit.isdigit() and usage.isdigit():
+            stat = dict(line.split()[:2] for line in _lines(stat_file) if len(line.split()) == 2)
+            reclaimable = int(stat.get("inactive_file", stat.get("total_inactive_file", "0")))
+            return max(int(limit) - int(usage) + reclaimable, 0)
+    return _UNLIMITED
+
+
+def _cgroup_files() -> list[tuple[Path, Path, Path]]:
+    root = Path("/sys/fs/cgroup")
+    own = next((line.split("::", 1)[1] for line in _lines(Path("/proc/self/cgroup")) if "::" in line), "/").strip("/")
+    folders = [root / own, root] if own else [root]
+    files = [(path / "memory.max", path / "memory.current", path / "memory.stat") for path in folders]
+    v1 = root / "memory"
+    return [*files, (v1 / "memory.limit_in_bytes", v1 / "memory.usage_in_bytes", v1 / "memory.stat")]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,104 @@
+"""SchedulerOutput -> inputs -> one forward -> tokens: the worker's side of a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.model_output import ModelOutput, TokenLogprobs
+from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
+from octavo.worker.sampler import Sampler, SampleTask
+
+if TYPE_CHECKING:
+    from octavo.kernels.interface import Kernels
+    from octavo.models.layers import CausalLM
+    from octavo.scheduler_output import SchedulerOutput
+    from octavo.worker.kv_cache import PagedKVCache
+
+PROMPT_LOGPROBS_SLICE_ROWS = 32
+
+
+class ModelRunner:
+    """Runs steps on one device. The stages are methods, so that a reader or a test can walk through them."""
+
+    def __init__(
+        self, model: CausalLM, kernels: Kernels, kv_cache: PagedKVCache, *, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.sampler = Sampler(kernels)
+        self.batch = InputBatch(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=kv_cache.block_size,
+            device=kv_cache.blocks.device,
+        )
+
+    @torch.inference_mode()
+    def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
+        """Compute a step: every scheduled token in one batched forward, one token for whoever is due one."""
+        self.batch.update(scheduled)
+        if not scheduled.num_scheduled_tokens:
+            return ModelOutput(scheduled.step, {})
+        inputs = self.batch.prepare_inputs(scheduled)
+        hidden = self.forward(inputs)
+        prompt_logprobs = self._prompt_logprobs(inputs, hidden)
+        return self.sample(scheduled.step, inputs, hidden, prompt_logprobs)
+
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        """Return hidden states [num_tokens, hidden]; writes this step's KV."""
+        return self.model.forward(inputs.token_ids, inputs.attention, self.kv_cache)
+
+    def sample(
+        self,
+        step: int,
+        inputs: ModelInputs,
+        hidden: torch.Tensor,
+        prompt_logprobs: dict[str, list[TokenLogprobs]] | None = None,
+    ) -> ModelOutput:
+        """Choose a token for every request whose known tokens are all computed now."""
+        if not inputs.sampled:
+            return ModelOutput(step, {}, prompt_logprobs=prompt_logprobs or {})
+        tasks = [self._sample_task(inputs.requests[index]) for index in inputs.sampled]
+        sampled = self.sampler.sample(self.model.compute_logits(hidden[inputs.logits_indices]), tasks)
+        tokens, errors = {}, {}
+        for task, token_id in zip(tasks, sampled.token_ids, strict=True):
+            if token_id < 0:
+                errors[task.request_id] = "the model's logits are not numbers (NaN) for this request"
+            else:
+                tokens[task.request_id] = [token_id]
+        logprobs = {request_id: [entry] for request_id, entry in sampled.logprobs.items()}
+        return ModelOutput(step, tokens, logprobs, prompt_logprobs or {}, errors)
+
+    def _sample_task(self, request: RequestRow) -> SampleTask:
+        return SampleTask(
+            request_id=request.request_id,
+            sampling_params=request.sampling_params,
+            seed=request.seed,
+            sample_index=request.sample_index,
+            stop_token_ids=request.stop_token_ids,
+            known_tokens=self.batch.known_tokens(request),
+            num_prompt_tokens=request.num_prompt_tokens,
+        )
+
+    def _prompt_logprobs(self, inputs: ModelInputs, hidden: torch.Tensor) -> dict[str, list[TokenLogprobs]]:
+        """Log probabilities of the prompt tokens that follow this step's positions, a slice of rows at a time."""
+        result: dict[str, list[TokenLogprobs]] = {}
+        for index, request in enumerate(inputs.requests):
+            count = request.sampling_params.prompt_logprobs
+            if count is None:
+                continue
+            first_row = int(inputs.query_start[index])
+            position = int(self.batch.num_computed_tokens[request.row])
+            num_rows = min(int(inputs.query_start[index + 1]) - first_row, request.num_prompt_tokens - 1 - position)
+            targets = self.batch.token_ids[request.row, position + 1 : position + 1 + max(num_rows, 0)].tolist()
+            entries: list[TokenLogprobs] = []
+            for start in range(0, len(targets), PROMPT_LOGPROBS_SLICE_ROWS):
+                part = targets[start : start + PROMPT_LOGPROBS_SLICE_ROWS]
+                rows = hidden[first_row + start : first_row + start + len(part)]
+                logprobs = torch.log_softmax(self.model.compute_logits(rows), dim=-1)
+                entries += self.sampler.token_logprobs(logprobs, part, [count] * len(part))
+            if entries:
+                result[request.request_id] = entries
+        return result

@@ -1,0 +1,159 @@
+"""One device: its weights, its KV memory, and the steps it runs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.errors import ConfigError, ExecutionError
+from octavo.kernels import create_kernels
+from octavo.models.loader import load_model
+from octavo.sampling_params import SamplingParams
+from octavo.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from octavo.worker.kv_cache import PagedKVCache
+from octavo.worker.memory import decide_num_blocks
+from octavo.worker.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig
+    from octavo.model_output import ModelOutput
+    from octavo.models.architecture import Architecture
+
+logger = logging.getLogger(__name__)
+WARM_UP_TOKENS = 16
+
+
+def resolve_device(name: str | None) -> torch.device:
+    """Return the device asked for, or the best there is. Raises `ConfigError` for one that is not there."""
+    if name is None or name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device {name!r} is not known; use cpu or cuda") from None
+    if device.type not in {"cpu", "cuda"}:
+        raise ConfigError(f"device {name!r} is not supported; use cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda was asked for, but torch sees no GPU")
+    return device
+
+
+class Worker:
+    """Loads a model onto one device, sizes the KV cache, and runs steps."""
+
+    def __init__(
+        self,
+        directory: Path,
+        architecture: Architecture,
+        *,
+        dtype: str,
+        max_model_len: int,
+        cache_config: CacheConfig,
+        scheduler_config: SchedulerConfig,
+        device_config: DeviceConfig,
+        load_format: str = "auto",
+        seed: int = 0,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.device = resolve_device(device_config.device)
+        self.kernels = create_kernels(self.device, device_config.kernels, device_config.num_threads)
+        self.model = load_model(
+            directory,
+            architecture,
+            self.kernels,
+            dtype=dtype,
+            device=self.device,
+            max_model_len=max_model_len,
+            load_format=load_format,
+            seed=seed,
+            progress=progress,
+        )
+        self.kv_dtype = str(self.model.dtype).removeprefix("torch.")
+        num_blocks = decide_num_blocks(
+            architecture,
+            cache_config,
+            scheduler_config,
+            dtype=self.kv_dtype,
+            max_model_len=max_model_len,
+            device=self.device,
+        )
+        self.kv_cache = PagedKVCache(
+            num_blocks=num_blocks,
+            num_layers=architecture.num_layers,
+            num_kv_heads=architecture.num_kv_heads,
+            block_size=cache_config.block_size,
+            head_dim=architecture.head_dim,
+            dtype=self.model.dtype,
+            device=self.device,
+        )
+        self.runner = ModelRunner(
+            self.model,
+            self.kernels,
+            self.kv_cache,
+            max_num_seqs=scheduler_config.max_num_seqs,
+            max_model_len=max_model_len,
+        )
+        self.warm_up(min(WARM_UP_TOKENS, scheduler_config.max_num_batched_tokens, max_model_len))
+
+    def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
+        """Compute a step."""
+        return self.runner.execute(scheduled)
+
+    def warm_up(self, num_tokens: int) -> float:
+        """Run a prompt of at most the cache's size through everything once; return the seconds it took.
+
+        The blocks it writes belong to nobody: whoever gets them writes them before reading.
+        """
+        capacity = self.kv_cache.num_blocks * self.kv_cache.block_size
+        num_tokens = min(num_tokens, capacity)
+        name = "octavo-warm-up"
+        num_blocks = -(-num_tokens // self.kv_cache.block_size)
+        new = NewRequestData(
+            request_id=name,
+            token_ids=[0] * num_tokens,
+            num_prompt_tokens=num_tokens,
+            sampling_params=SamplingParams(),
+            seed=0,
+            sample_index=0,
+            stop_token_ids=frozenset(),
+            block_ids=list(range(num_blocks)),
+            num_computed_tokens=0,
+        )
+        start = time.perf_counter()
+        self.execute(SchedulerOutput(0, [new], CachedRequestData.make_empty(), {name: num_tokens}, num_tokens))
+        self.execute(SchedulerOutput(0, [], CachedRequestData.make_empty(), {}, 0, finished_req_ids={name}))
+        return time.perf_counter() - start
+
+
+class LocalExecutor:
+    """An `Executor` that runs its one worker in this process: `submit` computes, `collect` hands over."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self._result: ModelOutput | ExecutionError | None = None
+
+    def submit(self, scheduled: SchedulerOutput) -> None:
+        """Compute a step now; a failure is kept for `collect`."""
+        try:
+            self._result = self.worker.execute(scheduled)
+        except Exception as error:  # whatever a kernel or torch raises ends this step's requests, not the engine
+            logger.exception("step %d failed", scheduled.step)
+            self._result = ExecutionError(f"the model failed in this step: {type(error).__name__}")
+
+    def collect(self) -> ModelOutput:
+        """Return the result of the step that was submitted, or raise its `ExecutionError`."""
+        result, self._result = self._result, None
+        if isinstance(result, ExecutionError):
+            raise result
+        assert result is not None, "collect without submit"
+        return result
+
+    def shutdown(self) -> None:
+        """Drop the references to weights and KV."""
+        del self.worker

@@ -1,0 +1,86 @@
+"""Builders for core tests: a scheduler on a counting clock, and requests made of plain numbers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from octavo.config import CacheConfig, SchedulerConfig
+from octavo.core.scheduler import Scheduler
+from octavo.events import EventLog
+from octavo.model_output import ModelOutput
+from octavo.request import Request
+from octavo.sampling_params import SamplingParams
+from octavo.scheduler_output import SchedulerOutput
+
+
+class Core:
+    """A scheduler and the plainest worker there is: it answers every request with the next of its `answers`."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 1000,
+        block_size: int = 4,
+        max_model_len: int = 10_000,
+        enable_prefix_caching: bool = True,
+        **scheduler_options: Any,
+    ) -> None:
+        ticks = itertools.count()
+        self.log = EventLog()
+        self.scheduler = Scheduler(
+            SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 100, **scheduler_options}),
+            CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching),
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            clock=lambda: float(next(ticks)),
+            sink=self.log,
+        )
+        self.answers: dict[str, list[int]] = {}
+        self.finished: dict[str, str] = {}
+
+    def add(self, request_id: str, prompt: int | list[int], max_tokens: int = 16, **options: Any) -> Request:
+        """Add a request whose prompt is a list of ids, or that many ids of its own."""
+        stop_ids = frozenset(options.pop("stop_token_ids", ()))
+        request_options = {key: options.pop(key) for key in ("priority", "cache_salt") if key in options}
+        base = 1000 * (1 + len(self.finished) + len(self.scheduler.requests))
+        ids = list(range(base, base + prompt)) if isinstance(prompt, int) else prompt
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)
+        request = Request(request_id, ids, params, stop_token_ids=stop_ids, **request_options)
+        self.scheduler.add_request(request)
+        return request
+
+    def compute(self, scheduled: SchedulerOutput) -> ModelOutput:
+        """Sample for every request whose known tokens are all computed with this step."""
+        sampled = {}
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            request = self.scheduler.requests.get(request_id)
+            if request is None or request.num_computed_tokens + count < len(request.sequence.token_ids):
+                continue
+            script = self.answers.get(request_id)
+            sampled[request_id] = [script.pop(0) if script else 7]
+        return ModelOutput(scheduled.step, sampled)
+
+    def step(self) -> SchedulerOutput:
+        """One whole step."""
+        scheduled = self.scheduler.schedule()
+        for output in self.scheduler.update_from_output(scheduled, self.compute(scheduled)):
+            if output.finish_reason is not None:
+                assert output.request_id not in self.finished
+                self.finished[output.request_id] = output.finish_reason
+        return scheduled
+
+    def run(self, max_steps: int = 10_000) -> int:
+        """Step until nothing is left; the number of steps."""
+        for count in range(max_steps):
+            if not self.scheduler.has_work():
+                return count
+            self.step()
+        raise AssertionError("the scheduler makes no progress")
+
+
+@pytest.fixture
+def make_core():
+    return Core

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from octavo.core.block_hash import extend_block_hashes, hash_block_tokens
+from octavo.core.block_pool import BlockPool
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.request import Request
+from octavo.sampling_params import SamplingParams
+
+
+def make_request(request_id: str, tokens: list[int], **options) -> Request:
+    return Request(request_id, tokens, SamplingParams(), **options)
+
+
+def admit(manager: KVCacheManager, request: Request) -> list[int] | None:
+    """Look up, allocate and compute a whole request."""
+    computed = manager.get_computed_blocks(request)
+    count = request.num_tokens - computed.num_tokens
+    block_ids = manager.allocate_slots(request, count, computed)
+    if block_ids is not None:
+        request.num_computed_tokens = request.num_tokens
+        manager.commit(request)
+    return block_ids
+
+
+def test_full_blocks_only():
+    hashes: list[bytes] = []
+    extend_block_hashes(hashes, list(range(11)), 4, ())
+    assert len(hashes) == 2
+    extend_block_hashes(hashes, list(range(12)), 4, ())
+    assert len(hashes) == 3
+
+
+def test_chain_dependency():
+    first = hash_block_tokens(None, [1, 2])
+    assert hash_block_tokens(first, [3, 4]) != hash_block_tokens(None, [3, 4])
+    assert hash_block_tokens(None, [1, 2], ("salt:x",)) != first
+    assert hash_block_tokens(None, [1, 2], ("a", "b")) != hash_block_tokens(None, [1, 2], ("ab",))
+
+
+def test_deterministic():
+    value = hash_block_tokens(hash_block_tokens(None, [1, 2, 3]), [4, 5, 6], ("model:m",))
+    assert value.hex() == "25b87b0a0503f71af8ac653ab3e1f910e844b0eca6b78b41915918c2f7a8f982"
+
+
+def test_cold_miss():
+    manager = KVCacheManager(8, 4)
+    assert manager.get_computed_blocks(make_request("a", list(range(10)))).num_tokens == 0
+
+
+def test_cache_then_hit():
+    manager = KVCacheManager(8, 4)
+    first = make_request("a", list(range(10)))
+    assert admit(manager, first) == [0, 1, 2]
+    manager.free(first)
+    computed = manager.get_computed_blocks(make_request("b", list(range(10))))
+    assert computed.num_tokens == 8
+    assert [block.block_id for block in computed.blocks] == [0, 1]
+
+
+def test_nothing_is_shared_before_its_step_succeeded():
+    manager = KVCacheManager(8, 4)
+    first = make_request("a", list(range(10)))
+    manager.allocate_slots(first, 10)
+    assert manager.get_computed_blocks(make_request("b", list(range(10)))).num_tokens == 0
+
+
+def test_partial_prefix_hit():
+    manager = KVCacheManager(8, 4)
+    admit(manager, make_request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9]))
+    computed = manager.get_computed_blocks(make_request("b", [1, 2, 3, 4, 5, 6, 0, 8, 9]))
+    assert computed.num_tokens == 4
+
+
+@pytest.mark.parametrize(("length", "hit"), [(7, 4), (8, 4), (9, 8), (12, 8), (13, 12)])
+def test_a_full_hit_still_computes_one_token(length, hit):
+    manager = KVCacheManager(16, 4)
+    admit(manager, make_request("a", list(range(16))))
+    assert manager.get_computed_blocks(make_request("b", list(range(length)))).num_tokens == hit
+
+
+def test_lru_eviction():
+    evicted: list[int] = []
+    manager = KVCacheManager(4, 4, on_evict=evicted.append)
+    old, new = make_request("old", list(range(8))), make_request("new", list(range(100, 108)))
+    admit(manager, old)
+    admit(manager, new)
+    manager.free(old)
+    manager.free(new)
+    assert admit(manager, make_request("c", list(range(200, 208)))) == [1, 0]  # old's tail, then old's head
+    assert evicted == [1, 0]
+    assert manager.get_computed_blocks(make_request("d", list(range(100, 110)))).num_tokens == 8
+
+
+def test_tails_are_evicted_before_heads():
+    manager = KVCacheManager(4, 4)
+    first = make_request("a", list(range(16)))
+    admit(manager, first)
+    manager.free(first)
+    admit(manager, make_request("b", [77] * 3))
+    assert manager.get_computed_blocks(make_request("c", list(range(16)))).num_tokens == 12
+
+
+def test_shared_prefix_multi_requests():
+    manager = KVCacheManager(20, 4)
+    prefix = list(range(8))
+    requests = [make_request(str(index), [*prefix, 50 + index, 60 + index]) for index in range(5)]
+    tables = [admit(manager, request) for request in requests]
+    assert all(table[:2] == tables[0][:2] for table in tables)
+    assert len({table[2] for table in tables}) == 5
+    assert manager.pool.blocks[tables[0][0]].ref_count == 5
+    for request in requests[:4]:
+        manager.free(request)
+    assert manager.pool.blocks[tables[0][0]].ref_count == 1
+
+
+def test_ref_blocks_not_evicted():
+    manager = KVCacheManager(4, 4)
+    holder = make_request("a", list(range(8)))
+    admit(manager, holder)
+    assert admit(manager, make_request("b", list(range(100, 108)))) is not None
+    assert admit(manager, make_request("c", list(range(200, 204)))) is None
+    assert manager.get_computed_blocks(make_request("d", list(range(9)))).num_tokens == 8
+
+
+def test_found_blocks_are_held_before_anything_is_evicted():
+    manager = KVCacheManager(3, 4)
+    first = make_request("a", list(range(8)))
+    admit(manager, first)
+    manager.free(first)  # cached: 0, 1; free: 2
+    second = make_request("b", [*range(8), 50, 51])
+    assert admit(manager, second) == [0, 1, 2]
+    manager.free(second)
+    too_long = make_request("c", [*range(8), *range(60, 69)])
+    before = manager.pool.free_block_ids()
+    assert admit(manager, too_long) is None
+    assert manager.pool.free_block_ids() == before
+    assert too_long.sequence.block_table == []
+
+
+def test_salt_and_prompt_logprobs_do_not_read_each_others_blocks():
+    manager = KVCacheManager(20, 4)
+    admit(manager, make_request("a", list(range(9)), cache_salt="tenant"))
+    assert manager.get_computed_blocks(make_request("b", list(range(9)))).num_tokens == 0
+    assert manager.get_computed_blocks(make_request("c", list(range(9)), cache_salt="other")).num_tokens == 0
+    assert manager.get_computed_blocks(make_request("d", list(range(9)), cache_salt="tenant")).num_tokens == 8
+    scored = Request("e", list(range(9)), SamplingParams(prompt_logprobs=1), cache_salt="tenant")
+    assert manager.get_computed_blocks(scored).num_tokens == 0
+
+
+def test_s17_a_weak_hash_never_gives_a_wrong_hit():
+    def weak(parent, tokens, extra_keys=()):
+        return bytes([hashlib.sha256(hash_block_tokens(parent, tokens, extra_keys)).digest()[0] & 3])
+
+    manager = KVCacheManager(200, 2, hash_function=weak)
+    content: dict[int, tuple[int, ...]] = {}
+    for index in range(60):
+        tokens = [index % 3, index % 5, index % 7, index % 2, index % 4, 9]
+        request = make_request(str(index), tokens)
+        computed = manager.get_computed_blocks(request)
+        for number, block in enumerate(computed.blocks):
+            assert content[block.block_id] == tuple(tokens[: 2 * number + 2])
+        table = admit(manager, request)
+        for number in range(3):
+            content[table[number]] = tuple(tokens[: 2 * number + 2])
+
+
+def test_f13_double_free_is_refused_and_changes_nothing():
+    pool = BlockPool(2)
+    (block,) = pool.take(1)
+    pool.release([block])
+    with pytest.raises(AssertionError, match="double free"):
+        pool.release([block])
+    assert pool.num_free_blocks == 2
+    assert len(pool.take(2)) == 2
+
+
+def test_allocation_is_all_or_nothing():
+    pool = BlockPool(3)
+    assert pool.take(4) is None
+    assert pool.num_free_blocks == 3
+
+
+def test_two_that_computed_the_same_share_one_entry():
+    manager = KVCacheManager(8, 4)
+    first, second = make_request("a", list(range(9))), make_request("b", list(range(9)))
+    for request in (first, second):
+        manager.allocate_slots(request, 9)
+    for request in (first, second):
+        request.num_computed_tokens = 9
+        manager.commit(request)
+    assert manager.num_cached_blocks == 2
+    manager.free(first)
+    manager.free(second)
+    assert manager.get_computed_blocks(make_request("c", list(range(9)))).num_tokens == 8
+    assert manager.pool.num_free_blocks == 8
+
+
+def test_reset_prefix_cache(make_core):
+    core = make_core()
+    core.add("a", 8, max_tokens=1)
+    assert core.scheduler.reset_prefix_cache()
+    core.step()
+    core.add("b", 8, max_tokens=4)
+    core.step()
+    assert not core.scheduler.reset_prefix_cache()
+    core.run()
+    assert core.scheduler.get_stats().num_cached_blocks > 0
+    assert core.scheduler.reset_prefix_cache()
+    assert core.scheduler.get_stats().num_cached_blocks == 0
+
+
+def test_hit_rate_counts_tokens_once(make_core):
+    core = make_core(num_blocks=9, block_size=4)
+    core.add("a", list(range(9)), max_tokens=1)
+    core.run()
+    core.add("holder", 24, max_tokens=3)
+    core.step()
+    core.add("b", list(range(9)), max_tokens=1)
+    core.step()
+    assert core.scheduler.get_request_counts() == (1, 1)  # b waits for blocks: its lookup is not counted yet
+    core.run()
+    assert core.scheduler.get_stats().cache_hit_rate == 8 / (9 + 24 + 9)
+
+
+@pytest.mark.parametrize("prompt_length", [7, 8, 9])
+@pytest.mark.parametrize("output", [3, 4, 5])
+def test_f17_block_boundaries(make_core, prompt_length, output):
+    core = make_core(num_blocks=8, block_size=4)
+    request = core.add("a", prompt_length, max_tokens=output)
+    while core.scheduler.has_work():
+        core.step()
+        if request.is_finished:
+            break
+        held = len(request.sequence.block_table)
+        assert held == -(-request.num_computed_tokens // 4)
+    assert len(request.sequence.token_ids) == prompt_length + output

@@ -1,0 +1,395 @@
+from __future__ import annotations
+
+import pytest
+
+from octavo.errors import ConfigError, RequestError
+from octavo.events import RequestFinished, RequestPreempted, StaleResultDropped
+from octavo.model_output import ModelOutput
+from octavo.request import RequestStatus
+
+
+def idle(core) -> None:
+    """Nothing is left of any request."""
+    manager = core.scheduler.kv_cache_manager
+    assert manager.pool.num_free_blocks == manager.pool.num_blocks
+    assert manager.num_tracked_requests == 0
+    assert not core.scheduler.requests
+    assert not core.scheduler.running
+    assert not core.scheduler.waiting
+    assert all(block.ref_count == 0 for block in manager.pool.blocks)
+
+
+def test_scheduler_add_request(make_core):
+    core = make_core()
+    request = core.add("a", 5)
+    assert request.status is RequestStatus.WAITING
+    assert core.scheduler.get_num_unfinished_requests() == 1
+    assert core.scheduler.get_request_counts() == (0, 1)
+    with pytest.raises(RequestError, match="in use"):
+        core.add("a", 5)
+
+
+def test_scheduler_schedule_new_request(make_core):
+    core = make_core()
+    request = core.add("a", 5)
+    scheduled = core.scheduler.schedule()
+    assert [data.request_id for data in scheduled.scheduled_new_reqs] == ["a"]
+    assert scheduled.scheduled_new_reqs[0].token_ids == request.sequence.prompt_token_ids
+    assert scheduled.scheduled_new_reqs[0].block_ids == [0, 1]
+    assert scheduled.num_scheduled_tokens == {"a": 5}
+    assert request.status is RequestStatus.RUNNING
+
+
+def test_scheduler_schedule_multiple_requests(make_core):
+    core = make_core()
+    for name, length in (("a", 5), ("b", 3), ("c", 9)):
+        core.add(name, length)
+    scheduled = core.step()
+    assert scheduled.num_scheduled_tokens == {"a": 5, "b": 3, "c": 9}
+    assert scheduled.total_num_scheduled_tokens == 17
+    scheduled = core.step()
+    assert scheduled.num_scheduled_tokens == {"a": 1, "b": 1, "c": 1}
+    assert scheduled.scheduled_new_reqs == []
+    assert scheduled.scheduled_cached_reqs.req_ids == ["a", "b", "c"]
+    assert scheduled.scheduled_cached_reqs.new_token_ids == [[7], [7], [7]]
+    assert scheduled.scheduled_cached_reqs.num_computed_tokens == [5, 3, 9]
+
+
+def test_scheduler_token_budget(make_core):
+    core = make_core(max_num_batched_tokens=10)
+    core.add("a", 6)
+    core.add("b", 8)
+    assert core.step().num_scheduled_tokens == {"a": 6, "b": 4}
+    assert core.step().num_scheduled_tokens == {"a": 1, "b": 4}
+    assert core.step().num_scheduled_tokens == {"a": 1, "b": 1}
+
+
+def test_decodes_never_wait_for_a_long_prompt(make_core):
+    core = make_core(max_num_batched_tokens=8)
+    core.add("long", 100)
+    core.step()
+    core.scheduler.running.append(core.scheduler.running.pop())  # the long one stands first
+    core.add("short", 2)
+    for _ in range(5):
+        scheduled = core.step()
+        assert scheduled.total_num_scheduled_tokens == 8
+        if "short" in core.scheduler.requests and core.scheduler.requests["short"].num_computed_tokens:
+            assert scheduled.num_scheduled_tokens["short"] >= 1
+
+
+def test_a_short_prompt_behind_a_long_one_shares_the_steps(make_core):
+    core = make_core(max_num_batched_tokens=8, long_prefill_token_threshold=5)
+    core.add("long", 100)
+    core.add("short", 9)
+    assert core.step().num_scheduled_tokens == {"long": 5, "short": 3}
+    assert core.step().num_scheduled_tokens == {"long": 5, "short": 3}
+    assert core.step().num_scheduled_tokens == {"long": 5, "short": 3}
+    assert core.step().num_scheduled_tokens == {"long": 5, "short": 1}
+
+
+def test_no_head_of_line_bypass(make_core):
+    core = make_core(num_blocks=4, max_num_batched_tokens=100)
+    core.add("a", 8)
+    core.step()
+    core.add("big", 12)
+    core.add("small", 2)
+    scheduled = core.step()
+    assert scheduled.num_scheduled_tokens == {"a": 1}
+    assert core.scheduler.get_request_counts() == (1, 2)
+
+
+def test_unchunked_prompt_waits_until_it_fits_whole(make_core):
+    core = make_core(max_num_batched_tokens=10, enable_chunked_prefill=False)
+    core.add("a", 6)
+    core.add("b", 8)
+    core.add("huge", 25)
+    assert core.step().num_scheduled_tokens == {"a": 6}
+    assert core.step().num_scheduled_tokens == {"a": 1, "b": 8, "huge": 1}
+    assert core.step().num_scheduled_tokens == {"a": 1, "b": 1, "huge": 8}
+    with pytest.raises(ConfigError, match="long_prefill_token_threshold"):
+        make_core(enable_chunked_prefill=False, long_prefill_token_threshold=4)
+
+
+def test_max_num_seqs(make_core):
+    core = make_core(max_num_seqs=2)
+    for name in "abc":
+        core.add(name, 3, max_tokens=2)
+    assert list(core.step().num_scheduled_tokens) == ["a", "b"]
+    core.run()
+    assert core.finished == {"a": "length", "b": "length", "c": "length"}
+    idle(core)
+
+
+@pytest.mark.parametrize(
+    ("options", "answers", "reason", "num_output", "stop_reason"),
+    [
+        ({"max_tokens": 3}, [], "length", 3, None),
+        ({"stop_token_ids": [9]}, [5, 9, 5], "stop", 2, None),
+        ({"max_tokens": 2, "stop_token_ids": [9]}, [5, 9], "stop", 2, None),
+    ],
+)
+def test_stop(make_core, options, answers, reason, num_output, stop_reason):
+    core = make_core()
+    request = core.add("a", 4, **options)
+    core.answers["a"] = answers
+    core.run()
+    assert core.finished == {"a": reason}
+    assert request.sequence.num_output_tokens == num_output
+    assert request.stop_reason == stop_reason
+    idle(core)
+
+
+def test_several_tokens_in_one_step_stop_at_the_first_that_ends(make_core):
+    core = make_core()
+    request = core.add("a", 4, stop_token_ids=[9], max_tokens=50)
+    core.step()
+    core.scheduler.update_draft_token_ids({"a": [1, 2, 9, 4]})
+    scheduled = core.scheduler.schedule()
+    assert scheduled.num_scheduled_tokens == {"a": 5}
+    assert scheduled.scheduled_spec_decode_tokens == {"a": [1, 2, 9, 4]}
+    (output,) = core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {"a": [1, 2, 9, 4, 5]}))
+    assert output.new_token_ids == [1, 2, 9]
+    assert output.finish_reason == "stop"
+    assert request.sequence.output_token_ids == [7, 1, 2, 9]
+    core.run()
+    idle(core)
+
+
+def test_rejected_drafts_are_rolled_back(make_core):
+    core = make_core()
+    request = core.add("a", 4, max_tokens=50)
+    core.step()
+    core.scheduler.update_draft_token_ids({"a": [1, 2, 3]})
+    scheduled = core.scheduler.schedule()
+    core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {"a": [1, 8]}))
+    assert request.num_computed_tokens == 4 + 2
+    assert request.sequence.output_token_ids == [7, 1, 8]
+    assert request.num_computed_tokens == len(request.sequence.token_ids) - 1
+    assert core.step().num_scheduled_tokens == {"a": 1}
+
+
+def test_max_model_len_ends_a_request(make_core):
+    core = make_core(max_model_len=10)
+    request = core.add("a", 6, max_tokens=100)
+    core.run()
+    assert core.finished == {"a": "length"}
+    assert len(request.sequence.token_ids) == 10
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limits", "word"),
+    [
+        ([], {}, "empty"),
+        (10, {"max_model_len": 10}, "max_model_len"),
+        (16, {"num_blocks": 4, "max_model_len": 100}, "never fit"),
+    ],
+)
+def test_what_can_never_fit_is_refused_on_arrival(make_core, prompt, limits, word):
+    core = make_core(**limits)
+    with pytest.raises(RequestError, match=word) as caught:
+        core.add("a", prompt)
+    assert caught.value.parameter == "prompt"
+    assert not core.scheduler.has_work()
+    core.add("b", 4)
+    core.run()
+    assert core.finished == {"b": "length"}
+
+
+def test_queue_limit(make_core):
+    core = make_core(max_num_waiting=1)
+    core.add("a", 4)
+    with pytest.raises(RequestError, match="queue is full"):
+        core.add("b", 4)
+    core.step()
+    core.add("b", 4)
+
+
+def test_lone_request_fills_the_cache_and_ends_with_length(make_core):
+    core = make_core(num_blocks=4, block_size=4)
+    request = core.add("a", 10, max_tokens=100)
+    core.run()
+    assert core.finished == {"a": "length"}
+    assert len(request.sequence.token_ids) == 4 * 4 + 1
+    assert core.scheduler.get_stats().total_preempted == 0
+    idle(core)
+
+
+def test_preemption_takes_the_latest_and_keeps_its_tokens(make_core):
+    core = make_core(num_blocks=5, block_size=4, enable_prefix_caching=False)
+    core.add("old", 8, max_tokens=10)
+    young = core.add("young", 8, max_tokens=10)
+    first = core.step()
+    assert first.num_scheduled_tokens == {"old": 8, "young": 8}
+    second = core.step()  # old takes the fifth block, young has to go
+    assert second.num_scheduled_tokens == {"old": 1}
+    assert second.preempted_req_ids == {"young"}
+    assert young.status is RequestStatus.PREEMPTED
+    assert young.num_computed_tokens == 0
+    assert young.sequence.output_token_ids == [7]
+    assert young.sequence.block_table == []
+    assert core.scheduler.waiting.peek_request() is young
+    core.run()
+    assert core.finished == {"old": "length", "young": "length"}
+    assert len(core.log.of_type(RequestPreempted)) == core.scheduler.get_stats().total_preempted
+    assert young.sequence.num_output_tokens == 10
+    idle(core)
+
+
+def test_nobody_is_admitted_in_a_step_that_preempted(make_core):
+    core = make_core(num_blocks=6, block_size=4, enable_prefix_caching=False)
+    core.add("a", 8, max_tokens=30)
+    core.add("b", 11, max_tokens=30)
+    core.step()
+    core.add("tiny", 1)
+    for _ in range(40):
+        scheduled = core.step()
+        if scheduled.preempted_req_ids:
+            assert scheduled.scheduled_new_reqs == []
+            break
+    else:
+        raise AssertionError("nothing was preempted")
+
+
+def test_resumed_request_is_sent_whole_and_hits_its_own_blocks(make_core):
+    core = make_core(num_blocks=5, block_size=4)
+    core.add("old", 8, max_tokens=4)
+    young = core.add("young", 8, max_tokens=9)
+    core.step()
+    core.step()
+    assert young.status is RequestStatus.PREEMPTED
+    for _ in range(10):
+        scheduled = core.step()
+        if scheduled.scheduled_new_reqs:
+            break
+    (data,) = scheduled.scheduled_new_reqs
+    assert data.token_ids == young.sequence.token_ids[: len(data.token_ids)]
+    assert data.num_prompt_tokens == 8
+    assert data.num_computed_tokens > 0
+    core.run()
+    idle(core)
+
+
+def test_priority_victim_is_the_least_important_and_returns_its_budget(make_core):
+    core = make_core(num_blocks=5, block_size=4, policy="priority", enable_prefix_caching=False)
+    lazy = core.add("lazy", 8, priority=5, max_tokens=10)
+    core.add("urgent", 8, priority=1, max_tokens=10)
+    core.step()
+    scheduled = core.step()
+    assert scheduled.preempted_req_ids == {"lazy"}
+    assert scheduled.num_scheduled_tokens == {"urgent": 1}
+    assert lazy.status is RequestStatus.PREEMPTED
+    core.run()
+    assert core.finished == {"urgent": "length", "lazy": "length"}
+    idle(core)
+
+
+def test_scheduled_victim_leaves_the_step(make_core):
+    core = make_core(num_blocks=6, block_size=4, policy="priority", enable_prefix_caching=False)
+    core.add("lazy", 5, priority=5, max_tokens=20)
+    core.add("urgent", 15, priority=1, max_tokens=8)
+    core.step()
+    core.step()
+    scheduled = core.step()  # lazy (first in line) had its token already when urgent needs its block
+    assert scheduled.preempted_req_ids == {"lazy"}
+    assert scheduled.num_scheduled_tokens == {"urgent": 1}
+    assert scheduled.total_num_scheduled_tokens == 1
+    core.run()
+    idle(core)
+
+
+@pytest.mark.parametrize("moment", ["waiting", "running", "between"])
+def test_abort_at_any_moment(make_core, moment):
+    core = make_core()
+    core.add("bystander", 6, max_tokens=5)
+    core.add("a", 6, max_tokens=50)
+    if moment != "waiting":
+        core.step()
+    if moment == "between":
+        scheduled = core.scheduler.schedule()
+        result = core.compute(scheduled)
+        core.scheduler.abort_request("a")
+        assert core.scheduler.update_from_output(scheduled, result)[0].request_id == "bystander"
+    else:
+        (output,) = core.scheduler.abort_request("a")
+        assert output.finish_reason == "abort"
+    assert core.scheduler.abort_request("a") == []
+    core.run()
+    assert core.finished == {"bystander": "length"}
+    assert [event.request_id for event in core.log.of_type(RequestFinished)] == ["a", "bystander"]
+    idle(core)
+
+
+def test_finished_ids_are_delivered_even_when_nothing_is_scheduled(make_core):
+    core = make_core()
+    core.add("a", 4, max_tokens=1)
+    core.step()
+    assert core.scheduler.has_work()
+    scheduled = core.scheduler.schedule()
+    assert scheduled.total_num_scheduled_tokens == 0
+    assert scheduled.finished_req_ids == {"a"}
+    assert not scheduled.is_empty
+    assert core.scheduler.schedule().is_empty
+    assert not core.scheduler.has_work()
+
+
+def test_late_and_duplicate_results_change_nothing(make_core):
+    core = make_core()
+    request = core.add("a", 4, max_tokens=5)
+    first = core.scheduler.schedule()
+    result = core.compute(first)
+    core.scheduler.update_from_output(first, result)
+    assert core.scheduler.update_from_output(first, ModelOutput(first.step + 7, {"a": [1]})) == []
+    core.scheduler.schedule()
+    assert core.scheduler.update_from_output(first, result) == []
+    assert request.sequence.output_token_ids == [7]
+    assert len(core.log.of_type(StaleResultDropped)) == 2
+
+
+def test_failed_step_ends_its_requests_only(make_core):
+    core = make_core(max_num_seqs=1)
+    core.add("a", 4)
+    core.add("b", 4, max_tokens=2)
+    scheduled = core.scheduler.schedule()
+    (output,) = core.scheduler.fail_step(scheduled, "boom")
+    assert (output.request_id, output.finish_reason, output.error) == ("a", "error", "boom")
+    core.run()
+    assert core.finished == {"b": "length"}
+    idle(core)
+
+
+def test_one_request_with_an_error_fails_alone(make_core):
+    core = make_core()
+    core.add("bad", 4)
+    core.add("good", 4, max_tokens=2)
+    scheduled = core.scheduler.schedule()
+    outputs = core.scheduler.update_from_output(
+        scheduled, ModelOutput(scheduled.step, {"good": [7]}, errors={"bad": "NaN"})
+    )
+    assert [(output.request_id, output.finish_reason) for output in outputs] == [("bad", "error"), ("good", None)]
+    core.run()
+    assert core.finished == {"good": "length"}
+    idle(core)
+
+
+def test_stats_are_read_from_the_events(make_core):
+    core = make_core()
+    core.add("a", 8, max_tokens=3)
+    core.run()
+    stats = core.scheduler.get_stats()
+    assert stats.total_scheduled == 3
+    assert stats.total_tokens_scheduled == 8 + 2
+    assert stats.total_tokens_generated == 3
+    assert stats.total_finished == 1
+    assert stats.num_running == stats.num_waiting == 0
+    assert stats.kv_cache_usage == 0.0
+
+
+def test_the_same_arrivals_give_the_same_trace(make_core):
+    def trace() -> list[object]:
+        core = make_core(num_blocks=12, block_size=4, max_num_batched_tokens=16)
+        for index in range(6):
+            core.add(f"r{index}", 3 + 2 * index, max_tokens=8)
+        core.run()
+        return core.log.events
+
+    assert trace() == trace()

@@ -1,0 +1,64 @@
+"""The worked cases of examples/worked give exactly what their text says."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKED = Path(__file__).parents[2] / "examples" / "worked"
+
+
+@pytest.fixture
+def worked(monkeypatch):
+    monkeypatch.syspath_prepend(str(WORKED))
+
+    def run(name: str):
+        sys.modules.pop(name, None)
+        return importlib.import_module(name).run()
+
+    return run
+
+
+def test_mixed_batch(worked):
+    assert worked("mixed_batch") == {
+        "step_totals": [17, 3],
+        "decode_positions": [9, 3, 5],
+        "finished": {"three": "length"},
+        "mixed_total": 14,
+        "mixed": {"nine": 1, "five": 1, "twelve": 12},
+    }
+
+
+def test_token_budget(worked):
+    assert worked("token_budget") == {
+        "prompt_and_output": [(2, 2), (4, 1)],
+        "positions": [3, 4],
+        "scheduled": {"two": 1, "four": 1, "five": 5, "three": 3},
+        "total": 10,
+    }
+
+
+def test_shared_blocks(worked):
+    assert worked("shared_blocks") == {
+        "table_a": [0, 1, 2],
+        "table_b": [0, 1, 3],
+        "num_cached_tokens_b": 8,
+        "references": [2, 2],
+        "free_after_a": [2, 4, 5, 6, 7],
+    }
+
+
+def test_static_and_continuous(worked):
+    result = worked("static_and_continuous")
+    drawing = result.pop("svg")
+    assert result["static_occupancy"] == 0.395
+    assert result["static_steps"] == 400
+    assert result["continuous_steps"] == 208
+    assert drawing.count("<rect") == 1 + 2 * 16
+
+
+def test_chunked_prefill(worked):
+    assert worked("chunked_prefill") == {"chunks": [2048, 2048, 2048, 2048], "first_sample_in_step": 4}

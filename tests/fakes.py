@@ -1,0 +1,206 @@
+"""Stand-ins for what needs a model: a tokenizer of bytes, a chat template, and an executor that recites a text.
+
+With them the real core, engine and server run without weights, and what comes out is known beforehand.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from octavo.config import CacheConfig, ModelInfo, SchedulerConfig
+from octavo.core.scheduler import Scheduler
+from octavo.engine.engine_core import EngineCore
+from octavo.engine.input_processor import InputProcessor
+from octavo.engine.llm_engine import Engine
+from octavo.engine.output_processor import OutputProcessor
+from octavo.errors import ExecutionError
+from octavo.model_output import ModelOutput, TokenLogprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from octavo.scheduler_output import NewRequestData, SchedulerOutput
+
+EOS = 256
+VOCAB_SIZE = 257
+TEXT = "The quick brown fox — ein schneller Fuchs, 狐 — jumps över the lazy dog. "
+SHIFT = 7  # by how many bytes each further choice of a request starts later in the text
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8, and EOS."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode_token(self, token_id: int) -> str:
+        return "<eos>" if token_id == EOS else bytes([token_id]).decode(errors="replace")
+
+    def incremental_detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> ByteDetokenizer:
+        return ByteDetokenizer(skip_special_tokens)
+
+
+class ByteDetokenizer:
+    """Holds back the bytes of an unfinished character."""
+
+    def __init__(self, skip_special_tokens: bool) -> None:
+        self._skip_special_tokens = skip_special_tokens
+        self._held = b""
+
+    def add(self, token_ids: list[int]) -> str:
+        text = ""
+        for token_id in token_ids:
+            if token_id == EOS:
+                text += self.finish() + ("" if self._skip_special_tokens else "<eos>")
+                continue
+            self._held += bytes([token_id])
+            try:
+                text += self._held.decode()
+            except UnicodeDecodeError as error:
+                if error.reason != "unexpected end of data":
+                    text += self.finish()
+                continue
+            self._held = b""
+        return text
+
+    def finish(self) -> str:
+        text, self._held = self._held.decode(errors="replace"), b""
+        return text
+
+
+class FakeChatTemplate:
+    """`<role>content` for each message, and the assistant's tag at the end."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        text = "".join(f"<{message['role']}>{message['content']}\n" for message in messages)
+        return text + "<assistant>" if options.get("add_generation_prompt", True) else text
+
+
+def answer_token(num_prompt_tokens: int, sample_index: int, num_output_tokens: int) -> int:
+    """The next token: the text once round, from a place that depends on the prompt's length and the choice; then EOS."""
+    data = TEXT.encode()
+    if num_output_tokens % (len(data) + 1) == len(data):
+        return EOS
+    return data[(num_prompt_tokens + SHIFT * sample_index + num_output_tokens) % len(data)]
+
+
+def answer_text(num_prompt_tokens: int, sample_index: int = 0, num_tokens: int | None = None) -> str:
+    """What a request is answered, without EOS; cut after `num_tokens`."""
+    num_tokens = len(TEXT.encode()) if num_tokens is None else num_tokens
+    tokens = [answer_token(num_prompt_tokens, sample_index, index) for index in range(num_tokens)]
+    detokenizer = ByteDetokenizer(skip_special_tokens=True)
+    return detokenizer.add(tokens) + detokenizer.finish()
+
+
+@dataclass
+class _Row:
+    data: NewRequestData
+    token_ids: list[int]
+    num_computed_tokens: int
+
+
+class FakeExecutor:
+    """Recites `TEXT`. Checks what it is sent as a worker would have to.
+
+    step_s: how long a step takes. `fail_next` makes the next step fail, `die` kills the engine's thread.
+    `gate`, while cleared, holds the next step back.
+    """
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self.step_s = step_s
+        self.fail_next = False
+        self.die = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.num_steps = 0
+        self.is_shut_down = False
+        self._rows: dict[str, _Row] = {}
+        self._result: ModelOutput | None = None
+
+    def submit(self, scheduled: SchedulerOutput) -> None:
+        self.num_steps += 1
+        for request_id in scheduled.finished_req_ids | scheduled.preempted_req_ids:
+            self._rows.pop(request_id, None)
+        for data in scheduled.scheduled_new_reqs:
+            self._rows[data.request_id] = _Row(data, list(data.token_ids), data.num_computed_tokens)
+        cached = scheduled.scheduled_cached_reqs
+        for request_id, new, num_computed in zip(
+            cached.req_ids, cached.new_token_ids, cached.num_computed_tokens, strict=True
+        ):
+            self._rows[request_id].token_ids.extend(new)
+            self._rows[request_id].num_computed_tokens = num_computed
+        self._result = ModelOutput(scheduled.step, {})
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            self._advance(request_id, self._rows[request_id], count, self._result)
+
+    def _advance(self, request_id: str, row: _Row, count: int, result: ModelOutput) -> None:
+        start, end = row.num_computed_tokens, row.num_computed_tokens + count
+        assert end <= len(row.token_ids), "more was scheduled than there is"
+        params, num_prompt = row.data.sampling_params, row.data.num_prompt_tokens
+        if params.prompt_logprobs is not None:
+            scored = row.token_ids[start + 1 : min(end + 1, num_prompt)]
+            result.prompt_logprobs[request_id] = [_logprobs(token, params.prompt_logprobs) for token in scored]
+        if end == len(row.token_ids):
+            token = answer_token(num_prompt, row.data.sample_index, len(row.token_ids) - num_prompt)
+            result.sampled_token_ids[request_id] = [token]
+            if params.logprobs is not None:
+                result.logprobs[request_id] = [_logprobs(token, params.logprobs)]
+
+    def collect(self) -> ModelOutput:
+        if not self.gate.wait(timeout=30):
+            raise TimeoutError("nobody opened the gate")
+        if self.step_s:
+            time.sleep(self.step_s)
+        if self.die:
+            raise RuntimeError("secret/path/of/the/worker broke")
+        if self.fail_next:
+            self.fail_next = False
+            raise ExecutionError("secret/path/of/the/kernel broke")
+        assert self._result is not None
+        return self._result
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
+    """The token itself is the most probable one, then come those behind it in the vocabulary."""
+    best = [(token_id + step) % VOCAB_SIZE for step in range(num_top)]
+    return TokenLogprobs([token_id, *best], [-0.25, *(-0.25 - step for step in range(num_top))], rank=1)
+
+
+def make_engine(
+    executor: FakeExecutor | None = None,
+    *,
+    num_blocks: int = 256,
+    block_size: int = 16,
+    max_model_len: int = 2048,
+    generation_defaults: Mapping[str, Any] | None = None,
+    chat_template: FakeChatTemplate | None = None,
+    **scheduler_options: Any,
+) -> Engine:
+    """The real engine around a fake executor and tokenizer."""
+    tokenizer = ByteTokenizer()
+    info = ModelInfo(
+        name="fake",
+        vocab_size=VOCAB_SIZE,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset({EOS}),
+        generation_defaults=dict(generation_defaults or {}),
+    )
+    scheduler = Scheduler(
+        SchedulerConfig(**scheduler_options),
+        CacheConfig(block_size=block_size),
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        clock=time.monotonic,
+    )
+    return Engine(
+        EngineCore(scheduler, executor or FakeExecutor()),
+        InputProcessor(tokenizer, info, 0, chat_template or FakeChatTemplate()),
+        OutputProcessor(tokenizer, time.monotonic),
+        time.monotonic,
+    )

@@ -1,0 +1,146 @@
+"""The tokens of octavo are those of transformers: random weights, float32, greedy, many prompts at once."""
+
+import copy
+
+import pytest
+import torch
+from octavo.models.random_weights import write_checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers_cases import CASES, make_prompts
+
+from octavo import LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+
+NUM_TOKENS = 64
+MIN_GAP = 1e-4  # between the two best logits of a step; both sides compute them to about 1e-5
+FAST = ("qwen2-window-upper-layers", "qwen3-head-80", "llama-llama3", "mistral-window-5-per-kv")
+CASE_PARAMS = [
+    pytest.param(case, id=case.name, marks=() if case.name in FAST else pytest.mark.slow) for case in CASES
+]
+
+
+@pytest.mark.parametrize("case", CASE_PARAMS)
+def test_tokens_equal(case, tmp_path):
+    path = write_checkpoint(tmp_path / "model", case.full_config, seed=case.seed, std=0.1)
+    prompts = make_prompts(case.seed)
+    oracle = load_oracle(path)
+    expected = [greedy(oracle, prompt) for prompt in prompts]
+    assert generate_staggered(path, prompts) == expected
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        assert len(prompt) < 40 or len(set(tokens)) >= 30
+    longest = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))[-3:]
+    assert all(follows(oracle, prompts[index], expected[index]) for index in longest)
+    for feature in case.altered:
+        altered = ALTERATIONS[feature](oracle)
+        same = [follows(altered, prompts[index], expected[index]) for index in longest]
+        assert not any(same), f"the oracle gives the same tokens with another {feature}"
+
+
+def generate_staggered(path, prompts):
+    """Send a prompt or two at each step, into batches too small to hold them all, and collect the tokens."""
+    engine = LLMEngine(
+        model_config=ModelConfig(model=str(path), dtype="float32", skip_tokenizer_init=True),
+        scheduler_config=SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=150),
+    )
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    waiting = list(enumerate(prompts))
+    tokens = {}
+    while waiting or engine.has_unfinished_requests():
+        for index, prompt in waiting[: 1 + len(waiting) % 2]:
+            engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+        del waiting[: 1 + len(waiting) % 2]
+        for output in engine.step():
+            if output.finished:
+                tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+    return [tokens[index] for index in range(len(prompts))]
+
+
+def load_oracle(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def greedy(model, prompt):
+    """Generate one by one with transformers' own KV cache; asserts that no choice is close."""
+    ids, cache, tokens = torch.tensor([prompt]), None, []
+    for _ in range(NUM_TOKENS):
+        output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        best = output.logits[0, -1].topk(2)
+        assert (best.values[0] - best.values[1]).item() > MIN_GAP
+        cache, ids = output.past_key_values, best.indices[None, :1]
+        tokens.append(best.indices[0].item())
+    return tokens
+
+
+@torch.inference_mode()
+def follows(model, prompt, tokens):
+    """Whether greedy generation gives these tokens: by induction, each is the choice behind those before it."""
+    output = model(input_ids=torch.tensor([prompt + tokens[:-1]]), logits_to_keep=len(tokens))
+    return output.logits[0].argmax(dim=-1).tolist() == tokens
+
+
+def with_config(model, **changes):
+    """Return the same weights under another configuration."""
+    config = copy.deepcopy(model.config)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    config = AutoConfig.for_model(**config.to_dict())
+    altered = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    altered.load_state_dict(model.state_dict())
+    return altered.eval()
+
+
+def with_rope(model, **changes):
+    return with_config(model, rope_parameters=model.config.rope_parameters | changes)
+
+
+def without_scaling(model):
+    theta = model.config.rope_parameters["rope_theta"]
+    return with_config(model, rope_parameters={"rope_type": "default", "rope_theta": theta})
+
+
+def without_window(model):
+    if not hasattr(model.config, "layer_types"):
+        return with_config(model, sliding_window=None)
+    layer_types = ["full_attention"] * model.config.num_hidden_layers
+    return with_config(model, layer_types=layer_types, sliding_window=None, use_sliding_window=False)
+
+
+def with_swapped_layer_types(model):
+    return with_config(model, layer_types=model.config.layer_types[::-1])
+
+
+@torch.no_grad()
+def with_weights(model, changed, change):
+    """Return a copy whose parameters of such names are changed."""
+    altered = copy.deepcopy(model)
+    for name, parameter in altered.named_parameters():
+        if name.endswith(changed):
+            parameter.copy_(change(parameter))
+    return altered
+
+
+def with_other_grouping(model):
+    """Let each group of query heads read the keys and values of the next group's."""
+    heads = model.config.num_key_value_heads
+    names = tuple(f"{p}_proj.{kind}" for p in "kv" for kind in ("weight", "bias"))
+    return with_weights(model, names, lambda p: p.unflatten(0, (heads, -1)).roll(1, 0).flatten(0, 1))
+
+
+def untied(model):
+    altered = copy.deepcopy(model)
+    altered.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(1))
+    return altered
+
+
+ALTERATIONS = {
+    "scaling": without_scaling,
+    "truncate": lambda model: with_rope(model, truncate=True),
+    "mscale": lambda model: with_rope(model, mscale=None, mscale_all_dim=None),
+    "theta": lambda model: with_rope(model, rope_theta=2.0 * model.config.rope_parameters["rope_theta"]),
+    "window": without_window,
+    "layer_types": with_swapped_layer_types,
+    "bias": lambda model: with_weights(model, ("_proj.bias",), torch.zeros_like),
+    "grouping": with_other_grouping,
+    "qk_norm": lambda model: with_weights(model, ("q_norm.weight", "k_norm.weight"), torch.ones_like),
+    "tied": untied,
+}

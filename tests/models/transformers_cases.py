@@ -1,0 +1,161 @@
+"""Configurations on which octavo must give the tokens of transformers, and ways to alter what the oracle computes.
+
+Both key styles of config.json occur. Seeds are picked (by trying 0, 1, 2, ...) so that no step of any prompt has its two
+best logits closer than the test allows and no long prompt falls into a short loop.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.models.random_weights import tiny_config
+
+VOCAB_SIZE = 499  # odd on purpose
+PROMPT_LENGTHS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 40, 47, 64, 65, 90, 128, 129, 177, 256, 301, 400, 513, 700)
+WINDOW = 37
+
+
+def make_prompts(seed: int) -> list[list[int]]:
+    """Return 24 random prompts in an order that mixes long and short."""
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENGTHS]
+    draw.shuffle(prompts)
+    return prompts
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration. `altered` names the features that, altered in the oracle, must change its tokens."""
+
+    name: str
+    family: str
+    seed: int
+    config: dict[str, Any]
+    altered: tuple[str, ...]
+
+    @property
+    def full_config(self) -> dict[str, Any]:
+        config = tiny_config(f"{self.family}ForCausalLM", vocab_size=VOCAB_SIZE, intermediate_size=176)
+        if "rope_theta" in self.config:  # the style before transformers 5
+            config["torch_dtype"] = config.pop("dtype")
+            del config["rope_parameters"]
+        return config | self.config
+
+
+def heads(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+# Wide enough that the next token is not mostly the last one again, which tied random weights tend to.
+TIED = {"tie_word_embeddings": True, "intermediate_size": 512, "num_hidden_layers": 3}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 256}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+CASES = (
+    Case(
+        "qwen2-tied-3-per-kv",
+        "Qwen2",
+        2,
+        heads(192, 6, 2, 32) | TIED | {"rope_theta": 1e6},
+        ("bias", "grouping", "tied", "theta"),
+    ),
+    Case(
+        "qwen2-yarn-head-48",
+        "Qwen2",
+        0,
+        heads(128, 4, 2, 48) | {"rope_theta": 1e4, "rope_scaling": {"type": "yarn", **YARN}},
+        ("scaling", "bias", "grouping"),
+    ),
+    Case(
+        "qwen2-window-upper-layers",
+        "Qwen2",
+        0,
+        heads(128, 8, 2, 16)
+        | {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+        ("window", "bias", "grouping"),
+    ),
+    Case(
+        "qwen2-window-layer-types",
+        "Qwen2",
+        1,
+        heads(96, 4, 2, 24)
+        | {
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        ("window", "layer_types"),
+    ),
+    Case("qwen3-head-80", "Qwen3", 5, heads(160, 4, 2, 80), ("qk_norm", "grouping")),
+    Case(
+        "qwen3-tied-bias-8-per-kv",
+        "Qwen3",
+        10,
+        heads(192, 8, 1, 32) | TIED | {"attention_bias": True, "rope_theta": 1e6},
+        ("qk_norm", "bias", "tied"),
+    ),
+    Case(
+        "qwen3-yarn-untruncated",
+        "Qwen3",
+        1,
+        heads(96, 6, 3, 32)
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                **YARN,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "truncate": False,
+            }
+        },
+        ("scaling", "truncate", "mscale", "grouping"),
+    ),
+    Case("llama-1-per-kv-head-96", "Llama", 0, heads(192, 2, 2, 96) | {"rope_theta": 1e4}, ("grouping", "theta")),
+    Case("llama-llama3", "Llama", 3, heads(128, 4, 2, 64) | {"rope_parameters": LLAMA3}, ("scaling", "grouping")),
+    Case(
+        "llama-linear",
+        "Llama",
+        0,
+        heads(96, 6, 3, 16) | {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        ("scaling", "grouping"),
+    ),
+    Case(
+        "llama-biases-tied",
+        "Llama",
+        0,
+        heads(192, 8, 2, 24) | TIED | {"attention_bias": True, "mlp_bias": True},
+        ("bias", "grouping", "tied"),
+    ),
+    Case(
+        "llama-yarn-6-per-kv",
+        "Llama",
+        1,
+        heads(96, 6, 1, 48) | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **YARN}},
+        ("scaling",),
+    ),
+    Case(
+        "mistral-window-5-per-kv",
+        "Mistral",
+        0,
+        heads(160, 10, 2, 16) | {"sliding_window": WINDOW, "rope_theta": 1e4},
+        ("window", "grouping"),
+    ),
+    Case("mistral-7-per-kv-head-20", "Mistral", 4, heads(112, 7, 1, 20) | {"num_hidden_layers": 3}, ("theta",)),
+)

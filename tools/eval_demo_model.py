@@ -1,0 +1,124 @@
+"""Examine octavo's built-in model on held-out questions: exact match per task, greedy decoding.
+
+The questions are those that training never sees (see `demo_data`). An answer counts only when it is the expected text,
+character for character. Stories, rhymes and small talk have no single right answer and are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import demo_data
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EPILOG = """
+examples:
+  python tools/eval_demo_model.py                                    100 questions per task through octavo
+  python tools/eval_demo_model.py --min-overall 0.90 --min-task 0.75 exit 1 when the model falls short
+  python tools/eval_demo_model.py --backend transformers --show 3    compare, and print three mistakes per task
+"""
+MAX_TOKENS = 64
+
+
+def answer_with_octavo(model: str, prompts: list[list[demo_data.Message]]) -> list[str]:
+    """Greedy answers through octavo."""
+    from octavo import LLM, SamplingParams  # noqa: PLC0415  the backend not chosen need not be installed
+
+    llm = LLM(model=model)
+    outputs = llm.chat(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+    return [output.outputs[0].text for output in outputs]
+
+
+def answer_with_transformers(model: str, prompts: list[list[demo_data.Message]], batch: int = 64) -> list[str]:
+    """Greedy answers through Hugging Face transformers, in left-padded batches of similar length."""
+    import torch  # noqa: PLC0415
+    from transformers import AutoTokenizer, Qwen3ForCausalLM  # noqa: PLC0415
+
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    network = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
+    texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
+    answers = [""] * len(texts)
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+    for start in range(0, len(order), batch):
+        chosen = order[start : start + batch]
+        inputs = tokenizer([texts[i] for i in chosen], return_tensors="pt", padding=True, add_special_tokens=False)
+        ids = network.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+        )
+        decoded = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        for index, text in zip(chosen, decoded, strict=True):
+            answers[index] = text
+    return answers
+
+
+def backends() -> dict[str, Callable[[str, list[list[demo_data.Message]]], list[str]]]:
+    """The ways of asking the model."""
+    return {"octavo": answer_with_octavo, "transformers": answer_with_transformers}
+
+
+def grade(examples: list[demo_data.Example], answers: list[str], show: int = 0) -> dict[str, float]:
+    """The share of exact answers per task; prints up to `show` mistakes of each."""
+    right: dict[str, int] = {}
+    asked: dict[str, int] = {}
+    for example, answer in zip(examples, answers, strict=True):
+        correct = answer.strip() == example.answer
+        asked[example.task] = asked.get(example.task, 0) + 1
+        right[example.task] = right.get(example.task, 0) + correct
+        if not correct and asked[example.task] - right[example.task] <= show:
+            print(f"{example.task}: {example.question!r}\n  expected {example.answer!r}\n  got      {answer!r}")
+    return {task: right[task] / asked[task] for task in asked}
+
+
+def print_table(scores: dict[str, float], overall: float, count: int) -> None:
+    """Print the accuracy of each task and of all."""
+    for task, score in scores.items():
+        print(f"{task:<14}{score:8.1%}")
+    print(f"{'overall':<14}{overall:8.1%}   ({count} held-out questions per task)")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    packaged = Path(__file__).resolve().parent.parent / "src" / "octavo" / "assets" / "demo"
+    parser.add_argument("--model", default=str(packaged), help="model folder (default: the packaged model)")
+    parser.add_argument("--questions", type=int, default=100, help="held-out questions per task (default 100)")
+    parser.add_argument("--seed", type=int, default=0, help="which held-out questions (default 0)")
+    parser.add_argument("--backend", choices=sorted(backends()), default="octavo", help="who answers (default octavo)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument("--show", type=int, default=0, help="print up to this many mistakes per task")
+    parser.add_argument("--min-overall", type=float, default=0.0, help="exit 1 below this overall share, as 0.90")
+    parser.add_argument("--min-task", type=float, default=0.0, help="exit 1 when any task is below this share")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Ask, grade, print; the exit status says whether the limits were met."""
+    args = parse_arguments()
+    examples = [e for task in demo_data.CHECKABLE_TASKS for e in demo_data.questions(task, args.questions, args.seed)]
+    assert all(example.held_out for example in examples)
+    answers = backends()[args.backend](args.model, [example.prompt() for example in examples])
+    scores = grade(examples, answers, args.show)
+    overall = sum(scores.values()) / len(scores)
+    if args.json:
+        print(json.dumps({"overall": overall, "tasks": scores, "questions": args.questions, "backend": args.backend}))
+    else:
+        print_table(scores, overall, args.questions)
+    short = overall < args.min_overall or min(scores.values()) < args.min_task
+    if short:
+        print("the model falls short of the limits asked for", file=sys.stderr)
+    return int(short)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

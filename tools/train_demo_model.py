@@ -1,0 +1,455 @@
+"""Train octavo's built-in model and its smaller sibling, from nothing but a seed.
+
+The steps: write text with `demo_data`, train a byte-level BPE tokenizer on it, train a Qwen3 model on the assistant's
+turns (Muon for the matrices, AdamW for the rest), and export a complete Hugging Face directory in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import demo_data
+import torch
+from demo_tokenizer import load_tokenizer, render, train_tokenizer, write_tokenizer
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  the name all torch code has for it
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tokenizers import Tokenizer
+
+EPILOG = """
+examples:
+  python tools/train_demo_model.py                      train both models into src/octavo/assets/ (about an hour)
+  python tools/train_demo_model.py --resume             go on after an interruption
+  python tools/train_demo_model.py --minutes 3 --steps 300 --model main --output /tmp/try
+                                                        a short trial that leaves the packaged model alone
+
+The same seed, step count and thread count give the same weights on the same machine and torch version. Checkpoints
+and logs live in build/demo_model/. Judge the outcome with tools/eval_demo_model.py.
+"""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dimensions of a Qwen3 model and how long it is trained."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    steps: int
+    vocab: int = 1536
+    rope_theta: float = 10000.0
+    eps: float = 1e-6
+
+
+@dataclass
+class Batch:
+    """Token rows, their successors, and which successors count in the loss."""
+
+    inputs: Tensor
+    targets: Tensor
+    counted: Tensor
+
+
+def shape_of(name: str) -> Shape:
+    """The dimensions of the `main` or the `draft` model."""
+    if name == "main":
+        return Shape(hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, intermediate=384, steps=2600)
+    return Shape(hidden=128, layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=192, steps=1500)
+
+
+class Layer(nn.Module):
+    """One Qwen3 decoder layer with fused projections."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.split = [q, kv, kv]
+        self.input_norm = nn.Parameter(torch.ones(shape.hidden))
+        self.post_norm = nn.Parameter(torch.ones(shape.hidden))
+        self.q_norm = nn.Parameter(torch.ones(shape.head_dim))
+        self.k_norm = nn.Parameter(torch.ones(shape.head_dim))
+        self.qkv = nn.Parameter(torch.randn(q + 2 * kv, shape.hidden) * shape.hidden**-0.5)
+        self.o = nn.Parameter(torch.zeros(shape.hidden, q))
+        self.gate_up = nn.Parameter(torch.randn(2 * shape.intermediate, shape.hidden) * shape.hidden**-0.5)
+        self.down = nn.Parameter(torch.zeros(shape.hidden, shape.intermediate))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Add attention and the gated MLP to the residual stream."""
+        shape = self.shape
+        rows, length, _ = x.shape
+        normed = F.rms_norm(x, (shape.hidden,), self.input_norm, shape.eps)
+        q, k, v = torch.split(F.linear(normed, self.qkv), self.split, dim=-1)
+        q = q.reshape(rows, length, shape.heads, shape.head_dim)
+        k = k.reshape(rows, length, shape.kv_heads, shape.head_dim)
+        v = v.reshape(rows, length, shape.kv_heads, shape.head_dim).transpose(1, 2)
+        q = rotate(F.rms_norm(q, (shape.head_dim,), self.q_norm, shape.eps), cos, sin).transpose(1, 2)
+        k = rotate(F.rms_norm(k, (shape.head_dim,), self.k_norm, shape.eps), cos, sin).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + F.linear(mixed.transpose(1, 2).reshape(rows, length, -1), self.o)
+        normed = F.rms_norm(x, (shape.hidden,), self.post_norm, shape.eps)
+        gate, up = F.linear(normed, self.gate_up).chunk(2, dim=-1)
+        return x + F.linear(F.silu(gate) * up, self.down)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary position embedding to [rows, length, heads, head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Trunk(nn.Module):
+    """A Qwen3 model up to its final norm; the embedding is also the output projection."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Parameter(torch.randn(shape.vocab, shape.hidden) * 0.05)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = nn.Parameter(torch.ones(shape.hidden))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Final hidden states of [rows, length] tokens."""
+        half = torch.arange(0, self.shape.head_dim, 2) / self.shape.head_dim
+        angles = torch.outer(torch.arange(tokens.shape[1]).float(), self.shape.rope_theta**-half)[:, None, :]
+        cos, sin = angles.cos(), angles.sin()
+        x = F.embedding(tokens, self.embedding)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return F.rms_norm(x, (self.shape.hidden,), self.norm, self.shape.eps)
+
+
+class Muon:
+    """Momentum orthogonalised by Newton-Schulz iterations, over stacks of equally shaped matrices."""
+
+    def __init__(self, params: list[nn.Parameter], momentum: float = 0.95, decay: float = 0.01) -> None:
+        self.groups: dict[torch.Size, list[nn.Parameter]] = {}
+        for param in params:
+            self.groups.setdefault(param.shape, []).append(param)
+        self.buffers = {shape: torch.zeros(len(group), *shape) for shape, group in self.groups.items()}
+        self.momentum, self.decay = momentum, decay
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        """Update every matrix from its gradient."""
+        for shape, group in self.groups.items():
+            grads = torch.stack([param.grad for param in group if param.grad is not None])
+            buffer = self.buffers[shape]
+            buffer.lerp_(grads, 1 - self.momentum)
+            update = orthogonal(grads.lerp(buffer, self.momentum)) * max(1.0, shape[0] / shape[1]) ** 0.5
+            for param, delta in zip(group, update, strict=True):
+                param.mul_(1 - rate * self.decay).sub_(delta, alpha=rate)
+
+
+def orthogonal(matrices: Tensor, rounds: int = 5) -> Tensor:
+    """Bring the singular values of a stack of matrices near one."""
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x: Tensor = matrices.mT if tall else matrices
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(rounds):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that the vocabulary is known to hold."""
+    found = tokenizer.token_to_id(token)
+    assert found is not None
+    return int(found)
+
+
+def encode_rows(tokenizer: Tokenizer, texts: list[str], length: int) -> list[list[int]]:
+    """Encode texts and cut them at `length` tokens."""
+    return [encoding.ids[:length] for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+
+def counted_positions(ids: list[int], start: list[int], end: int) -> list[bool]:
+    """Which tokens the assistant says: all after `start` up to and including the next `end`."""
+    counted, speaking = [], False
+    for index, token in enumerate(ids):
+        counted.append(speaking)
+        if speaking and token == end:
+            speaking = False
+        elif not speaking and token == start[-1] and ids[index + 1 - len(start) : index + 1] == start:
+            speaking = True
+    return counted
+
+
+def to_batch(rows: list[list[int]], tokenizer: Tokenizer) -> Batch:
+    """Pad rows to one length and mark what counts in the loss."""
+    start = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False).ids
+    end, pad = token_id(tokenizer, "<|im_end|>"), token_id(tokenizer, "<|endoftext|>")
+    width = max(map(len, rows))
+    tokens = torch.full((len(rows), width), pad, dtype=torch.long)
+    counted = torch.zeros(len(rows), width, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = torch.tensor(row)
+        counted[index, : len(row)] = torch.tensor(counted_positions(row, start, end))
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), counted[:, 1:].contiguous())
+
+
+def training_batch(tokenizer: Tokenizer, seed: int, step: int, tokens: int = 3072) -> Batch:
+    """The batch of one step, a function of seed and step only: every eighth has rows of 1,024 tokens, else 256."""
+    rng = random.Random(f"train:{seed}:{step}")
+    length = 1024 if step % 8 == 7 else 256
+    texts = []
+    for _ in range(tokens // length):
+        row, size = "", 0
+        while size < length * 6:
+            text = render(demo_data.conversation(rng, more=0.9 if length > 256 else 0.6)) + "<|endoftext|>"
+            row, size = row + text, size + len(text)
+        texts.append(row)
+    rows = encode_rows(tokenizer, texts, length + 1)
+    assert all(len(row) == length + 1 for row in rows)
+    return to_batch(rows, tokenizer)
+
+
+@torch.no_grad()
+def held_out_accuracy(trunk: nn.Module, embedding: Tensor, tokenizer: Tokenizer, count: int) -> dict[str, float]:
+    """Exact match per task; greedy decoding gives the answer exactly when every answer token is the likeliest one."""
+    scores = {}
+    for task in demo_data.CHECKABLE_TASKS:
+        examples = demo_data.questions(task, count, seed=1)
+        texts = [render([*e.prompt(), {"role": "assistant", "content": e.answer}]) for e in examples]
+        batch = to_batch(encode_rows(tokenizer, texts, 1024), tokenizer)
+        last = last_answer(batch, tokenizer)
+        guessed = (trunk(batch.inputs) @ embedding.T).argmax(-1)
+        scores[task] = ((guessed == batch.targets) | ~last).all(dim=1).float().mean().item()
+    return scores
+
+
+def last_answer(batch: Batch, tokenizer: Tokenizer) -> Tensor:
+    """The counted positions of each row's final assistant turn."""
+    ends = (batch.targets == token_id(tokenizer, "<|im_end|>")) & batch.counted
+    turns_after = ends.flip(1).cumsum(1).flip(1)
+    return batch.counted & (turns_after == 1)
+
+
+def schedule(step: int, steps: int) -> float:
+    """Learning-rate factor: short warm-up, then a straight line to nearly zero."""
+    return min(1.0, (step + 1) / 50) * max(0.01, min(1.0, 1.25 * (1 - step / steps)))
+
+
+class Trainer:
+    """One model with its optimizers, its checkpoint file and its log."""
+
+    def __init__(self, name: str, shape: Shape, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
+        torch.manual_seed(args.seed)
+        self.name, self.shape, self.tokenizer, self.args = name, shape, tokenizer, args
+        self.folder = Path(args.work) / name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.trunk = Trunk(shape)
+        matrices = [p for n, p in self.trunk.named_parameters() if p.ndim == 2 and n != "embedding"]
+        others = [p for n, p in self.trunk.named_parameters() if p.ndim == 1 or n == "embedding"]
+        self.muon = Muon(matrices)
+        self.adam = torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0)
+        self.step, self.seconds, self.tokens, self.loss = 0, 0.0, 0, math.nan
+
+    def save(self) -> None:
+        """Write the checkpoint, replacing the former one only when complete."""
+        state = {
+            "model": self.trunk.state_dict(),
+            "muon": self.muon.buffers,
+            "adam": self.adam.state_dict(),
+            "progress": (self.step, self.seconds, self.tokens, self.loss, self.args.seed),
+        }
+        torch.save(state, self.folder / "checkpoint.tmp")
+        (self.folder / "checkpoint.tmp").rename(self.folder / "checkpoint.pt")
+
+    def resume(self) -> None:
+        """Go on from the checkpoint where there is one."""
+        path = self.folder / "checkpoint.pt"
+        if not path.exists():
+            return
+        state = torch.load(path, weights_only=True)
+        self.trunk.load_state_dict(state["model"])
+        self.muon.buffers = state["muon"]
+        self.adam.load_state_dict(state["adam"])
+        self.step, self.seconds, self.tokens, self.loss, seed = state["progress"]
+        if seed != self.args.seed:
+            raise SystemExit(f"{path} was trained with --seed {seed}, not {self.args.seed}")
+
+    def train_step(self) -> float:
+        """One update; returns its loss."""
+        batch = training_batch(self.tokenizer, self.args.seed, self.step)
+        hidden = self.trunk(batch.inputs)[batch.counted]
+        loss = F.cross_entropy(F.linear(hidden, self.trunk.embedding), batch.targets[batch.counted])
+        torch.autograd.backward(loss)
+        factor = schedule(self.step, self.shape.steps)
+        self.muon.step(self.args.rate * factor)
+        for group in self.adam.param_groups:
+            group["lr"] = 3e-3 * factor
+        self.adam.step()
+        self.trunk.zero_grad()
+        self.step += 1
+        self.tokens += batch.inputs.numel()
+        return loss.item()
+
+    def run(self, deadline: float) -> bool:
+        """Train until the last step (returns True) or the deadline (returns False)."""
+        last_report = last_save = last_tick = time.monotonic()
+        while self.step < self.shape.steps and time.monotonic() < deadline:
+            loss = self.train_step()
+            self.loss = loss if math.isnan(self.loss) else 0.98 * self.loss + 0.02 * loss
+            now = time.monotonic()
+            self.seconds, last_tick = self.seconds + now - last_tick, now
+            if self.step % 100 == 0:
+                self.log(f"loss {self.loss:.4f}")
+            if now - last_report > self.args.report_every:
+                self.report(self.args.questions)
+                last_report = time.monotonic()
+            if now - last_save > 240:
+                self.save()
+                last_save = time.monotonic()
+        self.save()
+        self.report(100 if self.step == self.shape.steps else self.args.questions)
+        return self.step == self.shape.steps
+
+    def report(self, count: int) -> dict[str, float]:
+        """Log the held-out accuracy per task."""
+        scores = held_out_accuracy(self.trunk, self.trunk.embedding, self.tokenizer, count)
+        mean = sum(scores.values()) / len(scores)
+        self.log(f"held-out {mean:.1%}: " + " ".join(f"{task} {score:.0%}" for task, score in scores.items()))
+        return scores
+
+    def log(self, text: str) -> None:
+        """Print a line and append it to the log file."""
+        line = (
+            f"{self.name} step {self.step}/{self.shape.steps} {self.seconds / 60:.1f} min {self.tokens / 1e6:.2f} Mtok "
+            f"{text}"
+        )
+        print(line, flush=True)
+        with (self.folder / "log.txt").open("a") as file:
+            file.write(line + "\n")
+
+
+def named_weights(trunk: Trunk) -> Iterator[tuple[str, Tensor]]:
+    """The weights under their Hugging Face names."""
+    yield "model.embed_tokens.weight", trunk.embedding
+    yield "model.norm.weight", trunk.norm
+    for index, layer in enumerate(trunk.layers):
+        assert isinstance(layer, Layer)
+        prefix = f"model.layers.{index}."
+        q, k, v = torch.split(layer.qkv, layer.split)
+        gate, up = layer.gate_up.chunk(2)
+        attention = {"q_proj": q, "k_proj": k, "v_proj": v, "o_proj": layer.o}
+        attention |= {"q_norm": layer.q_norm, "k_norm": layer.k_norm}
+        for name, weight in attention.items():
+            yield f"{prefix}self_attn.{name}.weight", weight
+        for name, weight in {"gate_proj": gate, "up_proj": up, "down_proj": layer.down}.items():
+            yield f"{prefix}mlp.{name}.weight", weight
+        yield f"{prefix}input_layernorm.weight", layer.input_norm
+        yield f"{prefix}post_attention_layernorm.weight", layer.post_norm
+
+
+def model_config(shape: Shape, tokenizer: Tokenizer) -> dict[str, object]:
+    """The contents of config.json."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": shape.eps,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": shape.layers,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": token_id(tokenizer, "<|im_end|>"),
+        "pad_token_id": token_id(tokenizer, "<|endoftext|>"),
+        "torch_dtype": "bfloat16",
+    }
+
+
+def export(trainer: Trainer, folder: Path) -> None:
+    """Write the complete Hugging Face directory of a trained model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: weight.detach().to(torch.bfloat16).contiguous() for name, weight in named_weights(trainer.trunk)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer = trainer.tokenizer
+    ends = [token_id(tokenizer, "<|im_end|>"), token_id(tokenizer, "<|endoftext|>")]
+    generation = {"eos_token_id": ends, "pad_token_id": ends[1], "do_sample": False}
+    for name, value in {
+        "config.json": model_config(trainer.shape, tokenizer),
+        "generation_config.json": generation,
+    }.items():
+        (folder / name).write_text(json.dumps(value, indent=2) + "\n")
+    write_tokenizer(tokenizer, folder)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    count = sum(weight.numel() for weight in weights.values())
+    trainer.log(f"wrote {folder}: {count:,} parameters, {size:,} bytes")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=("main", "draft", "both"), default="both", help="which model (default both)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of text, tokenizer and weights (default 0)")
+    parser.add_argument("--steps", type=int, help="updates per model (default: the number of the accepted training)")
+    parser.add_argument("--minutes", type=float, help="stop after this many minutes; --resume goes on from there")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoints in the work folder")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads; part of what makes weights reproducible (default 1)"
+    )
+    parser.add_argument("--rate", type=float, default=0.02, help="Muon's peak learning rate (default 0.02)")
+    parser.add_argument("--questions", type=int, default=20, help="held-out questions per task while training")
+    parser.add_argument("--report-every", type=float, default=180, help="seconds between held-out reports")
+    parser.add_argument("--work", default="build/demo_model", help="folder of checkpoints and logs")
+    parser.add_argument("--output", default="src/octavo/assets", help="folder to write demo/ and demo-draft/ into")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train and export the chosen models."""
+    args = parse_arguments()
+    torch.set_num_threads(args.threads)
+    deadline = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
+    work = Path(args.work)
+    if not (args.resume and (work / "tokenizer.json").exists()):
+        work.mkdir(parents=True, exist_ok=True)
+        train_tokenizer(args.seed, shape_of("main").vocab).save(str(work / "tokenizer.json"))
+    tokenizer = load_tokenizer(work / "tokenizer.json")
+    for name in ("main", "draft") if args.model == "both" else (args.model,):
+        shape = shape_of(name)
+        if args.steps:
+            shape = Shape(**{**vars(shape), "steps": args.steps})
+        trainer = Trainer(name, shape, tokenizer, args)
+        if args.resume:
+            trainer.resume()
+        if not trainer.run(deadline):
+            print(f"{name}: stopped at step {trainer.step} of {shape.steps}; go on with --resume")
+        export(trainer, Path(args.output) / ("demo" if name == "main" else "demo-draft"))
+
+
+if __name__ == "__main__":
+    main()
