@@ -83,6 +83,12 @@ class News:
     completion: CompletionOutput
     output: RequestOutput
 
+    @property
+    def is_visible(self) -> bool:
+        """Whether it tells a client anything: not so while its text is held back, in the middle of a character, say."""
+        completion = self.completion
+        return bool(self.is_first or completion.text or completion.logprobs or completion.finished)
+
 
 class Reply(Protocol):
     """How one API spells outputs."""
@@ -162,10 +168,8 @@ async def _next(news: AsyncGenerator[News, None]) -> News:
 
 
 async def _whole(service: Service, job: Job) -> list[RequestOutput]:
-    outputs: dict[int, RequestOutput] = {}
     async with aclosing(_outputs(service, job)) as stream:
-        async for index, output in stream:
-            outputs[index] = output
+        outputs = {index: output async for index, output in stream}
     return [outputs[index] for index in range(len(job.prompts))]
 
 
@@ -204,16 +208,15 @@ async def _news(service: Service, job: Job) -> AsyncGenerator[News, None]:
                 seen.add(choice)
 
 
-async def _events(
-    first: News, rest: AsyncGenerator[News, None], job: Job, reply: Reply
-) -> AsyncGenerator[bytes, None]:
+async def _events(first: News, rest: AsyncGenerator[News, None], job: Job, reply: Reply) -> AsyncGenerator[bytes, None]:
     """Spell a stream as server-sent events; an error is its last one before [DONE]."""
     counter = UsageCounter()
     try:
         async with aclosing(rest):
             async for news in _chain(first, rest):
                 counter.add(news.output, [news.completion])
-                yield _event(reply.chunk(news, counter.usage() if job.continuous_usage else None))
+                if news.is_visible:
+                    yield _event(reply.chunk(news, counter.usage() if job.continuous_usage else None))
         if job.include_usage:
             yield _event(reply.usage_chunk(counter.usage()))
     except Exception as error:

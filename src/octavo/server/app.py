@@ -10,13 +10,13 @@ from fastapi.responses import JSONResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo import __version__
 from octavo.server.auth import ApiKeyMiddleware
 from octavo.server.body import body_of
 from octavo.server.chat import create_chat_completion
 from octavo.server.completions import create_completion
 from octavo.server.errors import add_error_handlers
 from octavo.server.openai_requests import ChatCompletionRequest, CompletionRequest
-from octavo import __version__
 
 if TYPE_CHECKING:
     from octavo.server.service import Service

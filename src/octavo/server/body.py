@@ -1,4 +1,4 @@
-"""A request's body: read up to a limit, parsed strictly, checked against its schema; every fault is a 400 with a name."""
+"""A request's body: read up to a limit, parsed strictly, checked against its schema; every fault names its field."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def _read_limited(request: Request, max_bytes: int) -> bytes:
 
 
 def parse(schema: type[Schema], body: bytes) -> Schema:
-    """Parse JSON (NaN and Infinity are none) and check it. Raises `RequestError` with the name of the first bad field."""
+    """Parse JSON (NaN and Infinity are none) and check it. Raises `RequestError` naming the first bad field."""
     try:
         values = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET
 
 from octavo.errors import RequestError
-from octavo.outputs import CompletionOutput
 from octavo.server.answering import Job, News, answer
 from octavo.server.logprobs import completion_logprobs, prompt_logprobs
 from octavo.server.openai_responses import Completion, CompletionChoice, CompletionLogprobs, Usage
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from octavo.outputs import RequestOutput
+    from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.openai_requests import CompletionRequest
     from octavo.server.service import Service
@@ -116,7 +115,7 @@ class CompletionReply:
         return Completion(self._job.request_id, self._job.created, self._job.model, choices, usage=shown)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
-        """n choices for each prompt, in the order of the prompts."""
+        """Spell n choices for each prompt, in the order of the prompts."""
         choices = [
             self._choice(index * self._job.params.n + completion.index, completion, output, with_prompt=True)
             for index, output in enumerate(outputs)

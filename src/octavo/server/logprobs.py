@@ -46,15 +46,17 @@ def completion_logprobs(
     for position in positions:
         result.text_offset.append(text_offset)
         if position is None:
-            text, logprob, top = first_text, None, None
+            text, logprob = first_text, None
+            result.top_logprobs.append(None)
         else:
             token = next(iter(position.values()))
-            text, logprob, top = _text(token), _finite(token), {}
+            text, logprob = _text(token), _finite(token)
+            top: dict[str, float] = {}
             for entry in position.values():
                 top.setdefault(_text(entry), _finite(entry))  # of tokens with one text the first counts
+            result.top_logprobs.append(top)
         result.tokens.append(text)
         result.token_logprobs.append(logprob)
-        result.top_logprobs.append(top)
         text_offset += len(text)
     return result, text_offset
 

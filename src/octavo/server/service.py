@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ class Service:
         self.default_params: SamplingParams = llm.engine.input_processor.default_sampling_params()
         self.is_closing = False
         self._open_ids: set[str] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def model_info(self) -> ModelInfo:
@@ -59,6 +62,7 @@ class Service:
         """Yield a request's outputs; closing the iterator aborts it."""
         self.check_ready()
         self._open_ids.add(request_id)
+        self._idle.clear()
         try:
             outputs = self.llm.generate(prompt, params, request_id, priority=priority, cache_salt=cache_salt)
             async with aclosing(outputs) as stream:  # type: ignore[type-var]  # an async generator, by its protocol
@@ -66,14 +70,15 @@ class Service:
                     yield output
         finally:
             self._open_ids.discard(request_id)
+            if not self._open_ids:
+                self._idle.set()
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new; give open requests some time, then end them: each gets its last output, "abort"."""
         self.is_closing = True
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + grace_s
-        while self._open_ids and loop.time() < deadline:
-            await asyncio.sleep(0.02)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
         if not self._open_ids:
             return
         logger.warning("ending %d open requests", len(self._open_ids))

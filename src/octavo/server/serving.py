@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import socket
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from octavo.errors import ConfigError
-from octavo.server.app import create_app
+from octavo.server.app import DEFAULT_MAX_BODY_BYTES, create_app
 from octavo.server.service import Service
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Sequence
     from types import FrameType
 
@@ -61,25 +61,28 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """Bind an address; connections wait there until a server takes the socket. Raises `ConfigError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen on {host}, port {port}: {error}") from None
+
+
 def make_server(
     llm: AsyncLLM,
     *,
-    host: str,
-    port: int,
     served_model_names: Sequence[str] = (),
     api_key: str | None = None,
-    insecure: bool = False,
-    max_body_bytes: int,
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     grace_s: float,
     log_level: str = "info",
 ) -> GracefulServer:
-    """Make a server; `run()` it on the main thread, or `await serve()` on a loop. The engine stays its caller's."""
-    check_binding(host, api_key, insecure=insecure)
+    """Make a server; `run(sockets=[...])` it with a socket of `listen`. The engine stays its caller's."""
     service = Service(llm, served_model_names)
     config = uvicorn.Config(
         create_app(service, api_key=api_key, max_body_bytes=max_body_bytes),
-        host=host,
-        port=port,
         log_level=log_level,
         loop="auto",  # uvloop where there is one
         http="httptools",

@@ -1,0 +1,112 @@
+"""`octavo chat`: a conversation in the terminal, or line by line through a pipe."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octavo.cli.command import command
+from octavo.cli.engine_options import EngineOptions
+from octavo.cli.sampling_options import SamplingOptions
+from octavo.errors import RequestError
+
+if TYPE_CHECKING:
+    from octavo.engine.llm_engine import Engine
+    from octavo.sampling_params import SamplingParams
+
+HELP = """/reset  forget the conversation
+/help   show this
+/exit   leave (so does Ctrl-D)
+Ctrl-C  stop the answer"""
+
+System = Annotated[
+    str | None, typer.Option(help="Instructions that stand before the conversation. Default: none.", show_default=False)
+]
+
+
+@command(
+    "octavo chat",
+    'octavo chat Qwen/Qwen2.5-0.5B-Instruct --system "Answer in one sentence." --temperature 0.7',
+    "printf 'What is 2 + 3?\\nAnd twice that?\\n' | octavo chat  one turn a line",
+)
+def chat(engine: EngineOptions, sampling: SamplingOptions, system: System = None) -> None:
+    """Talk to a model; it remembers what was said before."""
+    from octavo.sampling_params import RequestOutputKind  # only what runs a model
+
+    built = engine.build()
+    params = sampling.params(built.input_processor, RequestOutputKind.DELTA)
+    conversation = Conversation(built, params, system)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        typer.secho(f"{engine.served_name} - /help shows what you can type", dim=True)
+    while (line := _read_line(interactive=interactive)) is not None:
+        if line.strip() in {"/exit", "/quit"}:
+            return
+        _obey_or_answer(conversation, line)
+
+
+def _obey_or_answer(conversation: Conversation, line: str) -> None:
+    word = line.strip()
+    if not word:
+        return
+    if word == "/reset":
+        conversation.reset()
+        typer.secho("the conversation is forgotten", dim=True, err=True)
+    elif word == "/help":
+        typer.secho(HELP, dim=True, err=True)
+    elif word.startswith("/") and " " not in word and word[1:].isalpha():
+        typer.secho(f"there is no command {word}; /help shows those there are", fg="red", err=True)
+    else:
+        try:
+            conversation.answer(line)
+        except RequestError as error:
+            typer.secho(f"error: {error} (/reset starts anew)", fg="red", err=True)
+
+
+def _read_line(*, interactive: bool) -> str | None:
+    """Return the next line, or None at the end of the input."""
+    if not interactive:
+        line = sys.stdin.readline()
+        return line.removesuffix("\n") if line else None
+    import readline  # noqa: F401 - gives input() a history and line editing
+
+    while True:
+        try:
+            return input("> ")
+        except KeyboardInterrupt:
+            typer.secho("\n(/exit or Ctrl-D leaves)", dim=True)
+        except EOFError:
+            typer.echo()
+            return None
+
+
+class Conversation:
+    """What was said so far. A turn that failed leaves no trace; a stopped answer is kept as far as it came."""
+
+    def __init__(self, engine: Engine, params: SamplingParams, system: str | None) -> None:
+        self._engine = engine
+        self._params = params
+        self._beginning = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self._beginning)
+
+    def reset(self) -> None:
+        """Forget all but the system's instructions."""
+        self.messages = list(self._beginning)
+
+    def answer(self, text: str) -> None:
+        """Write the answer to one turn. Raises `RequestError`, for a conversation longer than the context, say."""
+        from octavo.cli.streaming import stream_answer
+
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = self._engine.input_processor.chat_prompt(messages)
+        answer, finish_reason = stream_answer(
+            self._engine, prompt, self._params, lambda piece: typer.echo(piece, nl=False)
+        )
+        typer.echo()
+        if finish_reason == "length":
+            typer.secho("(the answer was cut: max-tokens or the context is used up)", dim=True, err=True)
+        elif finish_reason == "abort":
+            typer.secho("(stopped)", dim=True, err=True)
+        self.messages = [*messages, {"role": "assistant", "content": answer}]

@@ -1,0 +1,117 @@
+"""How a command is made: groups of options are declared once as dataclasses, and errors become one red line."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from octavo.errors import OctavoError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.", show_default=False)]
+
+
+class GroupedCommand(TyperCommand):
+    """Shows its options under the headings they were declared with, its own before those that commands share."""
+
+    def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        """Write one section for each heading."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            default = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append(record)
+        for heading, records in sections.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
+def show_examples(*examples: str) -> str:
+    """Lay examples out below a help text, one a line."""
+    return "\n".join(["\b", "Examples:", *(f"  {example}" for example in examples)])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Command:
+    """A function for typer to run, and the examples below its help."""
+
+    run: Callable[..., None]
+    epilog: str
+
+
+def command(*examples: str) -> Callable[[Callable[..., None]], Command]:
+    """Make a command of a function.
+
+    A parameter whose type is a dataclass becomes one option for each field and is passed as an instance of it. Every
+    command has `--debug`. An `OctavoError` ends it with one red line and exit code 1.
+    """
+    epilog = show_examples(*examples)
+
+    def decorate(function: Callable[..., None]) -> Command:
+        return Command(_reporting_errors(_spread_groups(function)), epilog)
+
+    return decorate
+
+
+def _spread_groups(function: Callable[..., None]) -> Callable[..., None]:
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if dataclasses.is_dataclass(hints[name]):
+            groups[name] = hints[name]
+            parameters += _parameters_of(hints[name])
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+
+    def spread(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
+        function(**values)
+
+    return _with_parameters(spread, function, parameters)
+
+
+def _parameters_of(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in dataclasses.fields(group)
+    ]
+
+
+def _reporting_errors(function: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def reporting(*, debug: bool = False, **values: Any) -> None:
+        try:
+            function(**values)
+        except OctavoError as error:
+            if debug:
+                raise
+            typer.secho(f"error: {error}", fg="red", bold=True, err=True)
+            raise typer.Exit(1) from None
+
+    debug_option = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug)
+    parameters = [*inspect.signature(function).parameters.values(), debug_option]
+    return _with_parameters(reporting, function, parameters)
+
+
+def _with_parameters(
+    wrapper: Callable[..., None], wrapped: Callable[..., None], parameters: list[inspect.Parameter]
+) -> Callable[..., None]:
+    """Give a wrapper the signature that typer reads the options from."""
+    wrapper.__name__, wrapper.__doc__ = wrapped.__name__, wrapped.__doc__
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return wrapper

@@ -1,0 +1,261 @@
+"""Options of every command that runs a model; named as those of `vllm serve` where they mean the same."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octavo.config import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_MAX_NUM_SEQS,
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SchedulingPolicy,
+    default_max_num_batched_tokens,
+)
+
+if TYPE_CHECKING:
+    from octavo.engine.llm_engine import Engine
+
+_MODEL = "Model"
+_CACHE = "KV cache"
+_SCHEDULER = "Scheduler"
+_DEVICE = "Device"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Read a number with an optional unit: 4G and 4GiB are 4 * 1024**3, 4g is 4 * 1000**3 (vLLM's rule)."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no size; write 4G, 512M or a number")
+    number, unit, binary = match.groups()
+    base = 1024 if unit.isupper() or binary else 1000
+    return int(float(number) * base ** " kmgt".index(unit.lower() or " "))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What `EngineConfig` is made of."""
+
+    model_argument: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A directory in Hugging Face layout or a hub id (owner/name). Default: the built-in model.",
+            show_default=False,
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH_OR_ID", rich_help_panel=_MODEL, help="The same as MODEL, as an option.", show_default=False
+        ),
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH_OR_ID",
+            rich_help_panel=_MODEL,
+            help="Take the tokenizer from another checkpoint. Default: the model's own.",
+            show_default=False,
+        ),
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE_OR_TEXT",
+            rich_help_panel=_MODEL,
+            help="Use this Jinja template for conversations. Default: the checkpoint's.",
+            show_default=False,
+        ),
+    ] = None
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|vllm",
+            rich_help_panel=_MODEL,
+            help="Take sampling defaults from the checkpoint's generation_config.json (auto), or vLLM's (vllm).",
+        ),
+    ] = "auto"
+    load_format: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|safetensors|dummy",
+            rich_help_panel=_MODEL,
+            help="How weights are read; dummy makes random ones, for measuring speed.",
+        ),
+    ] = "auto"
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|bfloat16|float16|float32",
+            rich_help_panel=_MODEL,
+            help="Number format of the weights; auto takes the checkpoint's.",
+        ),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            parser=parse_size,
+            rich_help_panel=_MODEL,
+            help="Longest prompt and answer together. Default: what the checkpoint was made for.",
+            show_default=False,
+        ),
+    ] = None
+    seed: Annotated[
+        int,
+        typer.Option(rich_help_panel=_MODEL, help="Requests without a seed draw theirs from this one."),
+    ] = 0
+    max_num_seqs: Annotated[
+        int, typer.Option(rich_help_panel=_SCHEDULER, help="Most sequences that are computed together.")
+    ] = DEFAULT_MAX_NUM_SEQS
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            parser=parse_size,
+            rich_help_panel=_SCHEDULER,
+            help="Most tokens of one step, prompts and answers together. Default: "
+            f"{default_max_num_batched_tokens(DEFAULT_MAX_NUM_SEQS)}, or max-num-seqs if that is more.",
+            show_default=False,
+        ),
+    ] = None
+    enable_chunked_prefill: Annotated[
+        bool,
+        typer.Option(
+            "--enable-chunked-prefill/--no-enable-chunked-prefill",
+            rich_help_panel=_SCHEDULER,
+            help="Cut long prompts into pieces, so that answers under way go on beside them.",
+        ),
+    ] = True
+    long_prefill_token_threshold: Annotated[
+        int,
+        typer.Option(
+            metavar="TOKENS",
+            rich_help_panel=_SCHEDULER,
+            help="Most tokens that one prompt gets in a step; 0 sets no such limit.",
+        ),
+    ] = 0
+    scheduling_policy: Annotated[
+        SchedulingPolicy,
+        typer.Option(
+            rich_help_panel=_SCHEDULER,
+            help="Who goes first: the one who came first (fcfs), or the one with the lower priority number (priority).",
+        ),
+    ] = SchedulingPolicy.FCFS
+    block_size: Annotated[
+        int, typer.Option(metavar="TOKENS", rich_help_panel=_CACHE, help="Tokens in one block of the KV cache.")
+    ] = DEFAULT_BLOCK_SIZE
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            rich_help_panel=_CACHE,
+            help="Compute a beginning that prompts share only once.",
+        ),
+    ] = True
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            parser=parse_size,
+            rich_help_panel=_CACHE,
+            help="Memory for the KV cache, such as 4G or 512M. Default: half of the free memory, at most 4G.",
+            show_default=False,
+        ),
+    ] = None
+    num_gpu_blocks_override: Annotated[
+        int | None,
+        typer.Option(
+            metavar="BLOCKS",
+            rich_help_panel=_CACHE,
+            help="Number of KV cache blocks, whatever the memory. Default: as many as fit.",
+            show_default=False,
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cpu|cuda",
+            rich_help_panel=_DEVICE,
+            help="Where the model runs. Default: CUDA where there is one, else the CPU.",
+            show_default=False,
+        ),
+    ] = None
+    kernels: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|cpu|reference",
+            rich_help_panel=_DEVICE,
+            help="auto takes the fastest kernels there are; reference is plain torch.",
+        ),
+    ] = "auto"
+    num_threads: Annotated[
+        int | None,
+        typer.Option(rich_help_panel=_DEVICE, help="Threads that compute. Default: one per core.", show_default=False),
+    ] = None
+
+    @property
+    def chosen_model(self) -> str | None:
+        """The model, whichever way it was named; None for the built-in one."""
+        if self.model_argument is not None and self.model is not None and self.model_argument != self.model:
+            raise typer.BadParameter(f"two models are named: {self.model_argument} and --model {self.model}")
+        return self.model_argument if self.model is None else self.model
+
+    @property
+    def served_name(self) -> str:
+        """How the model is called where its path is nobody's business."""
+        model = self.chosen_model
+        if model is None:
+            return "octavo-demo"
+        path = Path(model).expanduser()
+        return path.resolve().name if path.is_dir() else model
+
+    def config(self) -> EngineConfig:
+        """Build the configuration. Raises `ConfigError`."""
+        budget = self.max_num_batched_tokens
+        return EngineConfig(
+            model=ModelConfig(
+                model=self.chosen_model,
+                tokenizer=self.tokenizer,
+                dtype=self.dtype,
+                max_model_len=self.max_model_len,
+                seed=self.seed,
+                load_format=self.load_format,
+                generation_config=self.generation_config,
+                chat_template=self.chat_template,
+                served_model_name=self.served_name,
+            ),
+            cache=CacheConfig(
+                block_size=self.block_size,
+                num_gpu_blocks=self.num_gpu_blocks_override,
+                kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+                enable_prefix_caching=self.enable_prefix_caching,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=default_max_num_batched_tokens(self.max_num_seqs) if budget is None else budget,
+                policy=self.scheduling_policy,
+                enable_chunked_prefill=self.enable_chunked_prefill,
+                long_prefill_token_threshold=self.long_prefill_token_threshold,
+            ),
+            device=DeviceConfig(device=self.device, kernels=self.kernels, num_threads=self.num_threads),
+        )
+
+    def build(self) -> Engine:
+        """Load the model, with a progress bar where somebody watches. Raises `ConfigError` and `ModelError`."""
+        config = self.config()  # wrong options are told before torch is imported
+        from octavo.build import build_engine  # imports torch
+        from octavo.progress import LoadingProgress
+
+        with LoadingProgress() as progress:
+            return build_engine(config, progress=progress)

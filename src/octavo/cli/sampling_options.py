@@ -1,0 +1,102 @@
+"""Options of a request. What is left out is the model's own default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from octavo.engine.input_processor import InputProcessor
+    from octavo.sampling_params import RequestOutputKind, SamplingParams
+
+_PANEL = "Sampling"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """What `SamplingParams` is made of; names are its own."""
+
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            rich_help_panel=_PANEL, help="Longest answer. Default: what the context has left.", show_default=False
+        ),
+    ] = None
+    min_tokens: Annotated[
+        int | None, typer.Option(rich_help_panel=_PANEL, help="Shortest answer. Default: 0.", show_default=False)
+    ] = None
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=_PANEL,
+            help="0 always takes the likeliest token; more is more varied. Default: the model's, else 1.",
+            show_default=False,
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=_PANEL,
+            help="Sample from the likeliest tokens that hold this much probability. Default: the model's, else 1.",
+            show_default=False,
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            rich_help_panel=_PANEL,
+            help="Sample from this many of the likeliest tokens; 0 for all. Default: the model's, else 0.",
+            show_default=False,
+        ),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=_PANEL,
+            help="Leave out tokens less likely than this share of the likeliest one. Default: 0.",
+            show_default=False,
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=_PANEL,
+            help="Above 1 makes what already stands in the text less likely. Default: the model's, else 1.",
+            show_default=False,
+        ),
+    ] = None
+    presence_penalty: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=_PANEL,
+            help="Above 0 makes every token of the answer less likely to come again. Default: 0.",
+            show_default=False,
+        ),
+    ] = None
+    frequency_penalty: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=_PANEL,
+            help="The same, by how often it came. Default: 0.",
+            show_default=False,
+        ),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            rich_help_panel=_PANEL, help="End the answer before this text; may be given again.", show_default=False
+        ),
+    ] = None
+    ignore_eos: Annotated[
+        bool,
+        typer.Option("--ignore-eos", rich_help_panel=_PANEL, help="Go on behind the end-of-text token."),
+    ] = False
+
+    def params(self, processor: InputProcessor, output_kind: RequestOutputKind, *, n: int = 1) -> SamplingParams:
+        """Build the parameters on top of the checkpoint's defaults. Raises `RequestError`."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {name: value for name, value in values.items() if value not in (None, [])}
+        # Unless said otherwise an answer may be as long as the context.
+        return processor.default_sampling_params(**{"max_tokens": None, **given, "n": n, "output_kind": output_kind})
