@@ -80,7 +80,7 @@ class FakeChatTemplate:
 
 
 def answer_token(num_prompt_tokens: int, sample_index: int, num_output_tokens: int) -> int:
-    """The next token: the text once round, from a place that depends on the prompt's length and the choice; then EOS."""
+    """The next token: the text once round, from a place set by the prompt's length and the choice; then EOS."""
     data = TEXT.encode()
     if num_output_tokens % (len(data) + 1) == len(data):
         return EOS

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
@@ -64,12 +65,17 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The paged KV cache. Its size is `num_gpu_blocks` blocks, or `kv_cache_memory_bytes`, or found from free memory."""
+    """The paged KV cache. Its size is `num_gpu_blocks` blocks, or `kv_cache_memory_bytes`, or found from free memory.
+
+    probe_largest_batch: run the largest step once at start-up and size the cache by what it took; the result is kept
+    and serves later starts with the same model and limits.
+    """
 
     block_size: int = DEFAULT_BLOCK_SIZE
     num_gpu_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
+    probe_largest_batch: bool = False
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
@@ -156,6 +162,11 @@ def scheduling_policy(name: str) -> SchedulingPolicy:
 def default_max_num_batched_tokens(max_num_seqs: int) -> int:
     """Return the budget of a step for whoever names only the number of requests."""
     return max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_num_seqs)
+
+
+def cache_directory() -> Path:
+    """Return where octavo keeps what it found out: $XDG_CACHE_HOME/octavo, by default ~/.cache/octavo."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
 
 
 def kernels_required() -> bool:

@@ -1,92 +1,16 @@
-"""A real server on a loopback port, in a thread, around the real engine with a fake executor."""
+"""Fixtures of the server's tests."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import httpx
 import pytest
-from fakes import FakeExecutor, make_engine
-
-from octavo.engine.async_llm import AsyncLLM
-from octavo.server.serving import GracefulServer, make_server
+from running import run_server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from octavo.engine.llm_engine import Engine
-
-DEADLINE_S = 20
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    """Poll until something holds; fail with its name where it does not within the deadline."""
-    end = time.monotonic() + DEADLINE_S
-    while time.monotonic() < end:
-        if result := condition():
-            return result
-        time.sleep(0.005)
-    raise TimeoutError(f"waited {DEADLINE_S} s in vain until {what}")
-
-
-@dataclass
-class Running:
-    """A server that runs."""
-
-    url: str
-    server: GracefulServer
-    thread: threading.Thread
-    engine: Engine
-    executor: FakeExecutor
-
-    @property
-    def num_blocks_in_use(self) -> int:
-        pool = self.engine.core.scheduler.kv_cache_manager.pool
-        return pool.num_blocks - pool.num_free_blocks
-
-    @property
-    def num_unfinished(self) -> int:
-        return self.engine.core.scheduler.get_num_unfinished_requests()
-
-    def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=DEADLINE_S, trust_env=False)
-
-
-@contextlib.contextmanager
-def run_server(
-    executor: FakeExecutor | None = None,
-    *,
-    engine_options: dict[str, Any] | None = None,
-    **options: Any,
-) -> Iterator[Running]:
-    executor = executor or FakeExecutor()
-    engine = make_engine(executor, **(engine_options or {}))
-    llm = AsyncLLM(engine)
-    settings: dict[str, Any] = {
-        "host": "127.0.0.1",
-        "port": 0,
-        "max_body_bytes": 1 << 20,
-        "grace_s": 0.0,
-        "log_level": "critical",
-        "served_model_names": ["fake", "alias/of-fake"],
-    }
-    server = make_server(llm, **{**settings, **options})
-    thread = threading.Thread(target=server.run, name="test-server")
-    thread.start()
-    try:
-        wait_until(lambda: server.started or not thread.is_alive(), "the server listens")
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield Running(f"http://127.0.0.1:{port}", server, thread, engine, executor)
-    finally:
-        executor.gate.set()
-        server.should_exit = True
-        thread.join(DEADLINE_S)
-        llm.shutdown()
-        assert not thread.is_alive(), "the server did not end"
+    from running import Running
 
 
 @pytest.fixture(scope="module")

@@ -66,9 +66,9 @@ class ChatTemplate:
         templates = _read_config_templates(directory / "tokenizer_config.json")
         single = directory / "chat_template.jinja"
         if single.is_file():
-            templates = {"default": single.read_text(encoding="utf-8")}
+            templates = {"default": _read_template(single)}
         for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-            templates[path.stem] = path.read_text(encoding="utf-8")
+            templates[path.stem] = _read_template(path)
         return cls(templates, special_tokens) if templates else None
 
     def render(
@@ -191,6 +191,13 @@ def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironm
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = strftime_now
     return environment
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not UTF-8 text; download it again") from error
 
 
 def _read_config_templates(path: Path) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, FastAPI
 from fastapi.responses import JSONResponse
-from starlette.requests import Request
+from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of a route
 from starlette.responses import Response
 
 from octavo import __version__

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
-from starlette.requests import Request
+from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of a route
 
 from octavo.errors import RequestError
 from octavo.server.errors import BodyTooLargeError

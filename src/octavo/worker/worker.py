@@ -16,6 +16,7 @@ from octavo.scheduler_output import CachedRequestData, NewRequestData, Scheduler
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.memory import decide_num_blocks
 from octavo.worker.model_runner import ModelRunner
+from octavo.worker.probe import kept_result, probe_file, probe_largest_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,6 +76,8 @@ class Worker:
             progress=progress,
         )
         self.kv_dtype = str(self.model.dtype).removeprefix("torch.")
+        self._limits = (max_model_len, cache_config, scheduler_config)
+        step_bytes = self._step_bytes(directory) if cache_config.probe_largest_batch else None
         num_blocks = decide_num_blocks(
             architecture,
             cache_config,
@@ -82,8 +85,16 @@ class Worker:
             dtype=self.kv_dtype,
             max_model_len=max_model_len,
             device=self.device,
+            step_bytes=step_bytes,
         )
-        self.kv_cache = PagedKVCache(
+        self.runner = self._make_runner(num_blocks)
+        self.kv_cache = self.runner.kv_cache
+        warm_up(self.runner, min(WARM_UP_TOKENS, scheduler_config.max_num_batched_tokens, max_model_len))
+
+    def _make_runner(self, num_blocks: int) -> ModelRunner:
+        max_model_len, cache_config, scheduler_config = self._limits
+        architecture = self.model.architecture
+        kv_cache = PagedKVCache(
             num_blocks=num_blocks,
             num_layers=architecture.num_layers,
             num_kv_heads=architecture.num_kv_heads,
@@ -92,43 +103,56 @@ class Worker:
             dtype=self.model.dtype,
             device=self.device,
         )
-        self.runner = ModelRunner(
+        return ModelRunner(
             self.model,
             self.kernels,
-            self.kv_cache,
+            kv_cache,
             max_num_seqs=scheduler_config.max_num_seqs,
             max_model_len=max_model_len,
         )
-        self.warm_up(min(WARM_UP_TOKENS, scheduler_config.max_num_batched_tokens, max_model_len))
+
+    def _step_bytes(self, directory: Path) -> int:
+        """Return what the largest step takes besides weights and KV: from a kept probe, or from running one now."""
+        max_model_len, cache_config, scheduler_config = self._limits
+        limits = (scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs, max_model_len)
+        path = probe_file(directory.resolve(), self.kv_dtype, self.device, self.kernels.name, *limits)
+        result = kept_result(path)
+        if result is None:
+            tokens = min(scheduler_config.max_num_batched_tokens, max_model_len)
+            runner = self._make_runner(-(-tokens // cache_config.block_size))
+            result = probe_largest_batch(lambda count: warm_up(runner, count), tokens, self.device, path)
+        logger.info("largest step: %s (%s)", result, path)
+        kv_bytes = result.max_batch_prefill_tokens * self.model.architecture.kv_bytes_per_token(self.kv_dtype)
+        return max(result.peak_bytes - kv_bytes, 0)
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Compute a step."""
         return self.runner.execute(scheduled)
 
-    def warm_up(self, num_tokens: int) -> float:
-        """Run a prompt of at most the cache's size through everything once; return the seconds it took.
 
-        The blocks it writes belong to nobody: whoever gets them writes them before reading.
-        """
-        capacity = self.kv_cache.num_blocks * self.kv_cache.block_size
-        num_tokens = min(num_tokens, capacity)
-        name = "octavo-warm-up"
-        num_blocks = -(-num_tokens // self.kv_cache.block_size)
-        new = NewRequestData(
-            request_id=name,
-            token_ids=[0] * num_tokens,
-            num_prompt_tokens=num_tokens,
-            sampling_params=SamplingParams(),
-            seed=0,
-            sample_index=0,
-            stop_token_ids=frozenset(),
-            block_ids=list(range(num_blocks)),
-            num_computed_tokens=0,
-        )
-        start = time.perf_counter()
-        self.execute(SchedulerOutput(0, [new], CachedRequestData.make_empty(), {name: num_tokens}, num_tokens))
-        self.execute(SchedulerOutput(0, [], CachedRequestData.make_empty(), {}, 0, finished_req_ids={name}))
-        return time.perf_counter() - start
+def warm_up(runner: ModelRunner, num_tokens: int) -> float:
+    """Run a prompt of at most the cache's size through everything once; return the seconds it took.
+
+    The blocks it writes belong to nobody: whoever gets them writes them before reading.
+    """
+    block_size = runner.kv_cache.block_size
+    num_tokens = min(num_tokens, runner.kv_cache.num_blocks * block_size)
+    name = "octavo-warm-up"
+    new = NewRequestData(
+        request_id=name,
+        token_ids=[0] * num_tokens,
+        num_prompt_tokens=num_tokens,
+        sampling_params=SamplingParams(),
+        seed=0,
+        sample_index=0,
+        stop_token_ids=frozenset(),
+        block_ids=list(range(-(-num_tokens // block_size))),
+        num_computed_tokens=0,
+    )
+    start = time.perf_counter()
+    runner.execute(SchedulerOutput(0, [new], CachedRequestData.make_empty(), {name: num_tokens}, num_tokens))
+    runner.execute(SchedulerOutput(0, [], CachedRequestData.make_empty(), {}, 0, finished_req_ids={name}))
+    return time.perf_counter() - start
 
 
 class LocalExecutor:

@@ -1,0 +1,174 @@
+"""Sequential, static and continuous batching of the same requests, measured side by side.
+
+    python examples/batch_inference.py --num-prompts 16 --max-tokens 64 --compare-sequential
+    python examples/batch_inference.py --model PATH --dtype bfloat16 --num-prompts 16 --compare-sequential
+
+Sequential computes one request after another, static fills its slots and waits until the longest of the batch is done,
+continuous gives a slot to the next request as soon as one ends. All three run on the same engine and kernels, and every
+figure below is measured in this run. Output lengths vary between a quarter of --max-tokens and --max-tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo.config import default_max_num_batched_tokens
+from octavo.events import Event, StepScheduled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from octavo import RequestOutput
+
+    Job = tuple[dict[str, list[int]], SamplingParams]
+
+
+@dataclass
+class Measured:
+    """What one way of batching took."""
+
+    name: str
+    num_slots: int
+    seconds: float = 0.0
+    num_steps: int = 0
+    num_output_tokens: int = 0
+    busy_slot_steps: int = 0
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+
+    def row(self, baseline: Measured) -> str:
+        """One line of the table."""
+        occupancy = self.busy_slot_steps / max(self.num_slots * self.num_steps, 1)
+        prefill = self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+        decode = self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+        return (
+            f"{self.name:<12}{self.seconds:>8.2f}{self.num_output_tokens:>8}"
+            f"{self.num_output_tokens / self.seconds:>10.1f}{self.num_steps:>8}{occupancy:>10.1%}"
+            f"{prefill:>12.1f}{decode:>12.1f}{baseline.seconds / self.seconds:>9.2f}x"
+        )
+
+
+class StepWatch:
+    """Reads the engine's events: what the last step was made of."""
+
+    def __init__(self) -> None:
+        self.last: StepScheduled | None = None
+
+    def emit(self, event: Event) -> None:
+        """Keep the newest step."""
+        if isinstance(event, StepScheduled):
+            self.last = event
+
+
+def drive(engine: LLMEngine, watch: StepWatch, batches: Iterable[list[Job]], measured: Measured) -> list[RequestOutput]:
+    """Send each batch when the one before it is done; measure every step."""
+    outputs: dict[int, RequestOutput] = {}
+    count = 0
+    start = time.perf_counter()
+    for batch in batches:
+        for prompt, params in batch:
+            engine.add_request(str(count), prompt, params)
+            count += 1
+        while engine.has_unfinished_requests():
+            step_start = time.perf_counter()
+            for output in engine.step():
+                outputs[int(output.request_id)] = output
+            record(measured, watch, time.perf_counter() - step_start)
+    measured.seconds = time.perf_counter() - start
+    measured.num_output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs.values())
+    return [outputs[index] for index in range(count)]
+
+
+def record(measured: Measured, watch: StepWatch, seconds: float) -> None:
+    """A step counts as decode when each of its requests got one token, as prefill otherwise."""
+    step = watch.last
+    if step is None or step.num_tokens == 0:
+        return
+    measured.num_steps += 1
+    measured.busy_slot_steps += step.num_requests
+    if step.num_tokens == step.num_requests:
+        measured.decode_tokens += step.num_tokens
+        measured.decode_seconds += seconds
+    else:
+        measured.prefill_tokens += step.num_tokens
+        measured.prefill_seconds += seconds
+
+
+def make_jobs(arguments: argparse.Namespace, vocab_size: int) -> list[Job]:
+    """Random prompts of 16 to 128 tokens, the same for every run with the same --seed."""
+    rng = random.Random(arguments.seed)
+    jobs = []
+    for _ in range(arguments.num_prompts):
+        prompt = [rng.randrange(min(300, vocab_size // 2), vocab_size) for _ in range(rng.randint(16, 128))]
+        params = SamplingParams(
+            max_tokens=rng.randint(max(arguments.max_tokens // 4, 1), arguments.max_tokens),
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            seed=rng.randrange(2**32),
+            ignore_eos=True,
+        )
+        jobs.append(({"prompt_token_ids": prompt}, params))
+    return jobs
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="directory or hub id (default: the built-in model)")
+    parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--device", default=None, help="cpu or cuda (default: the best there is)")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--max-num-seqs", type=int, default=16, help="slots of the batch")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=None, help="token budget of a step")
+    parser.add_argument("--compare-sequential", action="store_true", help="run sequential and static batching as well")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Build one engine, run the same requests in every way, check that the tokens agree, print the table."""
+    arguments = parse_arguments()
+    slots = arguments.max_num_seqs
+    watch = StepWatch()
+    engine = LLMEngine(
+        ModelConfig(model=arguments.model, dtype=arguments.dtype, seed=arguments.seed, max_model_len=None),
+        CacheConfig(enable_prefix_caching=False),
+        SchedulerConfig(
+            max_num_seqs=slots,
+            max_num_batched_tokens=arguments.max_num_batched_tokens or default_max_num_batched_tokens(slots),
+        ),
+        device=arguments.device,
+        sink=watch,
+    )
+    jobs = make_jobs(arguments, engine.input_processor.model_info.vocab_size)
+    ways = {"continuous": (slots, [jobs])}
+    if arguments.compare_sequential:
+        static = [jobs[start : start + slots] for start in range(0, len(jobs), slots)]
+        ways = {"sequential": (1, [[job] for job in jobs]), "static": (slots, static)} | ways
+    header = ("seconds", "tokens", "tok/s", "steps", "busy", "prefill/s", "decode/s", "speed-up")
+    print(f"{'':<12}" + "".join(f"{name:>{width}}" for name, width in zip(header, (8, 8, 10, 8, 10, 12, 12, 10), strict=True)))
+    baseline, expected = None, None
+    for name, (num_slots, batches) in ways.items():
+        measured = Measured(name, num_slots)
+        tokens = [output.outputs[0].token_ids for output in drive(engine, watch, batches, measured)]
+        baseline, expected = baseline or measured, expected or tokens
+        if tokens != expected:
+            raise SystemExit(f"{name} batching gave other tokens than {baseline.name}")
+        print(measured.row(baseline))
+    print("busy: slot-steps with a request in them; prefill/s: tokens of steps that held a prompt, per second of those")
+
+
+if __name__ == "__main__":
+    main()

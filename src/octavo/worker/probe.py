@@ -1,0 +1,103 @@
+"""The largest batch, run once on request: what a full step really takes, kept for later starts.
+
+TGI warms up with its largest prefill at every start; octavo computes the bytes from shapes and starts at once. The probe
+is for whoever wants the measured figure instead: it runs one step of `max_num_batched_tokens`, halves the size where
+memory does not suffice, and keeps the result under the user's cache directory, by model, dtype, device and limits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.config import cache_directory
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+_PEAK_KEY = "VmHWM:"
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What the largest step took.
+
+    max_batch_prefill_tokens: rows of the largest step that ran. peak_bytes: above what was held before it.
+    """
+
+    max_batch_prefill_tokens: int
+    peak_bytes: int
+    seconds: float
+
+
+def probe_file(*identity: object) -> Path:
+    """Return where the result for this model, dtype, device and limits is kept."""
+    name = hashlib.sha256(json.dumps([str(part) for part in identity]).encode()).hexdigest()[:24]
+    return cache_directory() / "probes" / f"{name}.json"
+
+
+def kept_result(path: Path) -> ProbeResult | None:
+    """Return an earlier probe's result; None where there is none that can be read."""
+    try:
+        return ProbeResult(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        logger.warning("the kept probe %s cannot be read (%s); it is ignored", path, error)
+        return None
+
+
+def probe_largest_batch(
+    run: Callable[[int], float], max_num_batched_tokens: int, device: torch.device, path: Path
+) -> ProbeResult:
+    """Run the largest step that memory allows and keep the result in `path`.
+
+    run(num_tokens) computes one step of so many tokens and returns its seconds.
+    Raises `ConfigError` when not even one token fits.
+    """
+    num_tokens = max_num_batched_tokens
+    while num_tokens:
+        before = _reset_peak(device)
+        try:
+            seconds = run(num_tokens)
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            logger.warning("a step of %d tokens does not fit (%s); trying half of it", num_tokens, error)
+            num_tokens //= 2
+            continue
+        result = ProbeResult(num_tokens, max(_peak(device) - before, 0), seconds)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(result)) + "\n")
+        return result
+    raise ConfigError("not even a step of one token fits into the free memory")
+
+
+def _reset_peak(device: torch.device) -> int:
+    """Start a new measurement of the peak; return the bytes held now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        logger.debug("the peak of this process cannot be reset; the probe reports its highest so far")
+    return _status_bytes("VmRSS:")
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status_bytes(_PEAK_KEY)
+
+
+def _status_bytes(key: str) -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), 0)

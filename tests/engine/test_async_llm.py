@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fakes import FakeExecutor, answer_text, make_engine
+
+from octavo.engine.async_llm import AsyncLLM
+from octavo.errors import EngineDeadError, RequestError
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+
+TIMEOUT_S = 30
+
+
+@pytest.fixture
+def llm():
+    made = AsyncLLM(make_engine(FakeExecutor(step_s=0.001)))
+    yield made
+    made.shutdown()
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, TIMEOUT_S))
+
+
+async def collect(llm, prompt: str, request_id: str, **params) -> str:
+    text = ""
+    async for output in llm.generate(
+        prompt, SamplingParams(output_kind=RequestOutputKind.DELTA, **params), request_id
+    ):
+        text += output.outputs[0].text
+    return text
+
+
+async def free_blocks(llm) -> int:
+    return await llm.call(lambda engine: engine.core.scheduler.kv_cache_manager.pool.num_free_blocks)
+
+
+def test_many_streams_at_once(llm):
+    async def main():
+        prompts = ["x" * (index + 1) for index in range(20)]
+        texts = await asyncio.gather(
+            *(collect(llm, prompt, str(index), max_tokens=40) for index, prompt in enumerate(prompts))
+        )
+        assert texts == [answer_text(len(prompt), 0, 40) for prompt in prompts]
+        assert await free_blocks(llm) == 256
+
+    run(main())
+
+
+def test_f22_leaving_a_stream_aborts_its_request(llm):
+    async def main():
+        stream = llm.generate("hello", SamplingParams(max_tokens=None, ignore_eos=True), "a")
+        async for _ in stream:
+            break
+        await stream.aclose()
+        while await free_blocks(llm) != 256:
+            await asyncio.sleep(0)
+        assert await llm.call(lambda engine: engine.core.scheduler.get_num_unfinished_requests()) == 0
+
+    run(main())
+
+
+def test_cancelling_a_reader_aborts_its_request(llm):
+    async def main():
+        task = asyncio.create_task(collect(llm, "hello", "a", max_tokens=None, ignore_eos=True))
+        while await free_blocks(llm) == 256:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while await free_blocks(llm) != 256:
+            await asyncio.sleep(0)
+
+    run(main())
+
+
+def test_a_refused_request_raises_for_its_caller_alone(llm):
+    async def main():
+        good = asyncio.create_task(collect(llm, "hello", "a", max_tokens=30))
+        with pytest.raises(RequestError):
+            await collect(llm, "", "b")
+        with pytest.raises(RequestError):
+            await collect(llm, "x" * 5000, "c")
+        assert await good == answer_text(5, 0, 30)
+
+    run(main())
+
+
+def test_the_engines_death_reaches_every_reader():
+    executor = FakeExecutor()
+    llm = AsyncLLM(make_engine(executor))
+
+    async def main():
+        executor.die = True
+        results = await asyncio.gather(
+            *(collect(llm, "hello", str(index), max_tokens=50) for index in range(4)), return_exceptions=True
+        )
+        assert all(isinstance(result, EngineDeadError) for result in results)
+        assert not llm.is_alive
+        with pytest.raises(EngineDeadError):
+            await collect(llm, "hello", "later")
+
+    run(main())
+    assert executor.is_shut_down
+
+
+def test_shutdown_ends_open_streams():
+    llm = AsyncLLM(make_engine(FakeExecutor(step_s=0.001)))
+
+    async def main():
+        task = asyncio.create_task(collect(llm, "hello", "a", max_tokens=None, ignore_eos=True))
+        while await free_blocks(llm) == 256:
+            await asyncio.sleep(0)
+        await asyncio.to_thread(llm.shutdown)
+        with pytest.raises(EngineDeadError):
+            await task
+
+    run(main())

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import pytest
+from fakes import EOS, TEXT, FakeExecutor, answer_text, make_engine
+
+from octavo.engine.engine_core import EngineCore
+from octavo.engine.input_processor import draw_seed
+from octavo.errors import RequestError
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+
+
+def run(engine) -> dict[str, list]:
+    """All outputs of every request, in order."""
+    outputs: dict[str, list] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def assert_idle(engine) -> None:
+    manager = engine.core.scheduler.kv_cache_manager
+    assert manager.pool.num_free_blocks == manager.pool.num_blocks
+    assert manager.num_tracked_requests == 0
+    assert engine.output_processor.num_unfinished_requests == 0
+    assert engine.core.executor._rows == {}
+
+
+def test_batch_inference_basic():
+    engine = make_engine()
+    results = engine.generate_batch(["one", "three"], SamplingParams(max_tokens=10))
+    assert [output.outputs[0].text for output in results.values()] == [answer_text(3, 0, 10), answer_text(5, 0, 10)]
+    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in results.values())
+    run(engine)
+    assert_idle(engine)
+
+
+def test_batch_inference_different_lengths():
+    engine = make_engine(max_num_seqs=3)
+    lengths = [1, 30, 2, 17, 8]
+    params = [SamplingParams(max_tokens=length) for length in lengths]
+    results = engine.generate_batch(["x" * (index + 1) for index in range(5)], params)
+    assert [len(output.outputs[0].token_ids) for output in results.values()] == lengths
+
+
+def test_batch_inference_single_prompt():
+    output = make_engine().generate("hello", SamplingParams(max_tokens=200))
+    assert output.outputs[0].text == answer_text(5)
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].token_ids[-1] == EOS
+    assert output.prompt == "hello"
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 15, 16, 17])
+def test_batch_inference_max_tokens(max_tokens):
+    output = make_engine().generate("hello", SamplingParams(max_tokens=max_tokens))
+    assert len(output.outputs[0].token_ids) == max_tokens
+
+
+def test_batch_vs_sequential_consistency():
+    prompts = ["x" * (1 + 7 * index) for index in range(12)]
+    params = SamplingParams(max_tokens=40)
+    batch = make_engine(max_num_seqs=5, max_num_batched_tokens=32).generate_batch(prompts, params)
+    sequential = [make_engine(max_num_seqs=1).generate(prompt, params) for prompt in prompts]
+    assert [o.outputs[0].text for o in batch.values()] == [o.outputs[0].text for o in sequential]
+
+
+def test_default_max_tokens_is_16():
+    assert len(make_engine().generate("hello").outputs[0].token_ids) == 16
+
+
+def test_max_tokens_none_goes_to_the_models_limit():
+    output = make_engine(max_model_len=40).generate("hello", SamplingParams(max_tokens=None, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 35
+    assert output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_streams_add_up_to_the_whole(kind):
+    engine = make_engine()
+    engine.add_request("a", "hello", SamplingParams(max_tokens=60, n=2, output_kind=kind, stop=["zz"]))
+    outputs = run(engine)["a"]
+    for index in range(2):
+        pieces = [output.outputs[index] for output in outputs]
+        text = "".join(p.text for p in pieces) if kind is RequestOutputKind.DELTA else pieces[-1].text
+        tokens = sum((p.token_ids for p in pieces), []) if kind is RequestOutputKind.DELTA else pieces[-1].token_ids
+        assert text == answer_text(5, index, 60)
+        assert len(tokens) == 60
+    assert [output.finished for output in outputs].count(True) == 1
+    assert outputs[-1].finished
+    assert kind is not RequestOutputKind.FINAL_ONLY or len(outputs) == 1
+    assert_idle(engine)
+
+
+def test_a_stop_string_ends_the_request_and_frees_it():
+    engine = make_engine()
+    whole = answer_text(5)
+    stop = whole[12:17]
+    engine.add_request("a", "hello", SamplingParams(max_tokens=70, stop=[stop]))
+    engine.add_request("b", "other prompt", SamplingParams(max_tokens=5))
+    outputs = run(engine)
+    last = outputs["a"][-1].outputs[0]
+    assert last.text == whole[: whole.index(stop)]
+    assert (last.finish_reason, last.stop_reason) == ("stop", stop)
+    assert all(last.text.startswith(output.outputs[0].text) for output in outputs["a"])
+    assert outputs["b"][-1].outputs[0].text == answer_text(12, 0, 5)
+    assert_idle(engine)
+
+
+def test_stop_string_may_stay_in_the_output():
+    engine = make_engine()
+    params = SamplingParams(max_tokens=70, stop="brown", include_stop_str_in_output=True)
+    text = engine.generate("x" * len(TEXT.encode()), params).outputs[0].text
+    assert text == TEXT[: TEXT.index("brown") + 5]
+
+
+def test_stop_token_ids_and_min_tokens():
+    engine = make_engine()
+    first = answer_text(5)
+    token = ord(first[4])
+    output = engine.generate("hello", SamplingParams(max_tokens=50, stop_token_ids=[token])).outputs[0]
+    assert (output.finish_reason, output.stop_reason) == ("stop", token)
+    assert output.text == first[: first.index(chr(token))]
+    later = engine.generate("hello", SamplingParams(max_tokens=50, stop_token_ids=[token], min_tokens=20)).outputs[0]
+    assert len(later.token_ids) > 20
+
+
+def test_logprobs_are_delivered_with_their_tokens():
+    output = make_engine().generate("hello", SamplingParams(max_tokens=6, logprobs=2, prompt_logprobs=1))
+    completion = output.outputs[0]
+    assert len(completion.logprobs) == 6
+    for token_id, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert entry[token_id].rank == 1
+        assert len(entry) == 2
+    assert completion.cumulative_logprob == pytest.approx(-0.25 * 6)
+    assert output.prompt_logprobs[0] is None
+    assert [ord("hello"[i]) in entry for i, entry in enumerate(output.prompt_logprobs) if entry] == [True] * 4
+
+
+@pytest.mark.parametrize("after_steps", [0, 1, 3])
+def test_abort_gives_one_last_output(after_steps):
+    engine = make_engine()
+    engine.add_request("a", "hello", SamplingParams(max_tokens=100, n=2))
+    engine.add_request("b", "hello there", SamplingParams(max_tokens=8))
+    for _ in range(after_steps):
+        engine.step()
+    engine.abort_request("a")
+    engine.abort_request(["a", "unknown"])
+    outputs = run(engine)
+    assert [output.finished for output in outputs["a"]] == [True]
+    assert {completion.finish_reason for completion in outputs["a"][0].outputs} == {"abort"}
+    assert outputs["b"][-1].outputs[0].text == answer_text(11, 0, 8)
+    assert_idle(engine)
+
+
+def test_f20_a_failing_step_ends_its_requests_and_nobody_elses():
+    executor = FakeExecutor()
+    engine = make_engine(executor, max_num_seqs=1)
+    engine.add_request("a", "hello", SamplingParams(max_tokens=5))
+    engine.add_request("b", "hello", SamplingParams(max_tokens=5))
+    executor.fail_next = True
+    outputs = run(engine)
+    assert outputs["a"][-1].outputs[0].finish_reason == "error"
+    assert outputs["a"][-1].error
+    assert outputs["b"][-1].outputs[0].text == answer_text(5, 0, 5)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "parameter"),
+    [
+        ("", None, "prompt"),
+        ([], None, "prompt"),
+        ([1, 2, 300], None, "prompt"),
+        ([1, -1], None, "prompt"),
+        ([1, True], None, "prompt"),
+        ({"text": "x"}, None, "prompt"),
+        (17, None, "prompt"),
+        ("x" * 200, None, "prompt"),
+        ("x", SamplingParams(logit_bias={257: 1.0}), "logit_bias"),
+        ("x", SamplingParams(stop_token_ids=[1000]), "stop_token_ids"),
+        ("x", SamplingParams(allowed_token_ids=[257]), "allowed_token_ids"),
+    ],
+)
+def test_bad_requests_are_refused_and_change_nothing(prompt, params, parameter):
+    engine = make_engine(max_model_len=200)
+    with pytest.raises(RequestError) as caught:
+        engine.add_request("a", prompt, params)
+    assert caught.value.parameter == parameter
+    assert not engine.has_unfinished_requests()
+    assert engine.generate("hello", SamplingParams(max_tokens=3)).outputs[0].text == answer_text(5, 0, 3)
+    run(engine)
+    assert_idle(engine)
+
+
+def test_a_refused_stream_takes_its_siblings_back():
+    engine = make_engine(max_num_waiting=2)
+    with pytest.raises(RequestError, match="queue is full"):
+        engine.add_request("a", "hello", SamplingParams(n=3))
+    assert "a" not in engine.output_processor
+    assert engine.core.scheduler.get_num_unfinished_requests() == 0
+    engine.add_request("a", "hello", SamplingParams(n=2, max_tokens=2))
+    assert len(run(engine)["a"][-1].outputs) == 2
+
+
+def test_an_id_in_use_is_refused():
+    engine = make_engine()
+    engine.add_request("a", "hello", SamplingParams(max_tokens=3))
+    with pytest.raises(RequestError, match="in use"):
+        engine.add_request("a", "hello")
+    assert len(run(engine)["a"]) == 3
+
+
+def test_one_bad_prompt_of_a_batch_refuses_the_batch():
+    engine = make_engine()
+    with pytest.raises(RequestError):
+        engine.generate_batch(["good", ""], SamplingParams(max_tokens=3))
+    run(engine)
+    assert_idle(engine)
+
+
+def test_seeds_are_drawn_from_the_engines_seed_and_the_arrival():
+    seeds = {draw_seed(engine_seed, arrival) for engine_seed in range(10) for arrival in range(100)}
+    assert len(seeds) == 1000
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert draw_seed(0, 0) == draw_seed(0, 0)
+
+
+def test_an_empty_step_does_not_reach_the_executor():
+    engine = make_engine()
+    assert isinstance(engine.core, EngineCore)
+    assert engine.step() == []
+    assert engine.core.executor.num_steps == 0

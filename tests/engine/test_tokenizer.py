@@ -1,0 +1,294 @@
+"""Text to token ids and back, whole and token by token, over tokenizers of every kind the families use."""
+
+import json
+import random
+
+import pytest
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Backend
+
+from octavo.engine.generation_config import read_generation_defaults
+from octavo.engine.tokenizer import IncrementalDetokenizer, Tokenizer
+from octavo.errors import ModelError
+
+TEXT = "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. 中文字 日本語 🦜🌍 naïve  two  spaces\n\ttabs\n" * 3
+SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>"]
+
+
+def byte_level():
+    """As in Qwen and Llama 3: every byte is a character, multi-byte ones fall apart into tokens."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([TEXT], trainer)
+    return with_bos(backend)
+
+
+def metaspace():
+    """As in recent conversions of sentencepiece models."""
+    backend = Backend(models.BPE(unk_token="<unk>", fuse_unk=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    backend.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=150, special_tokens=SPECIAL, show_progress=False))
+    return with_bos(backend)
+
+
+def byte_fallback():
+    """As in Llama 2 and Mistral: what the vocabulary lacks becomes tokens of one byte."""
+    pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghijklmnopqrstuvwxyzäöü.", "▁▁", "▁th", "er"]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    merges = [("▁", "▁"), ("▁t", "h"), ("e", "r")]
+    vocabulary["▁t"] = len(vocabulary)
+    backend = Backend(
+        models.BPE(vocabulary, [("▁", "t"), *merges], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    backend.add_special_tokens(SPECIAL)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return with_bos(backend)
+
+
+def with_bos(backend):
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+    )
+    return backend
+
+
+BACKENDS = {"byte_level": byte_level, "metaspace": metaspace, "byte_fallback": byte_fallback}
+CONFIG = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}, "pad_token": None}
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def tokenizer(request):
+    return Tokenizer(BACKENDS[request.param](), CONFIG)
+
+
+def write(directory, backend=None, config=None, **files):
+    (backend or byte_level()).save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(CONFIG if config is None else config))
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return directory
+
+
+def stream(tokenizer, token_ids, cut=1, **options):
+    detokenizer = IncrementalDetokenizer(tokenizer, **options)
+    pieces = [detokenizer.add(token_ids[start : start + cut]) for start in range(0, len(token_ids), cut)]
+    return [*pieces, detokenizer.finish()]
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_streamed_text_of_random_tokens_is_the_whole_text(tokenizer, skip_special_tokens):
+    draw = random.Random(0)
+    size = tokenizer.vocab_size + 3  # some ids that no token has: models pad their vocabulary
+    seen_replacement = 0
+    for _ in range(600):
+        token_ids = [draw.randrange(size) for _ in range(draw.randrange(1, 40))]
+        whole = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        seen_replacement += "\ufffd" in whole
+        cut = draw.choice([1, 1, 2, 5, 100])
+        assert "".join(stream(tokenizer, token_ids, cut, skip_special_tokens=skip_special_tokens)) == whole
+    assert seen_replacement > 50 or tokenizer.backend.token_to_id("ä") is not None
+
+
+def test_streamed_text_of_random_bytes_is_the_whole_text():
+    """Runs of bytes, valid and not, between words: what byte fallback decodes as a whole."""
+    tokenizer = Tokenizer(byte_fallback(), CONFIG)
+    draw = random.Random(1)
+    byte = lambda value: tokenizer.backend.token_to_id(f"<0x{value:02X}>")  # noqa: E731
+    parts = [[byte(value) for value in "中🦜é".encode()[start:]] for start in range(9)]
+    parts += [[byte(value)] for value in (0x20, 0x41, 0x80, 0xC3, 0xFF, 0xE4)]
+    parts += [[tokenizer.backend.token_to_id(piece)] for piece in ("▁", "▁▁", "▁th", "er", "</s>", "a")]
+    for _ in range(2000):
+        token_ids = [token_id for _ in range(draw.randrange(1, 8)) for token_id in draw.choice(parts)]
+        assert "".join(stream(tokenizer, token_ids)) == tokenizer.decode(token_ids)
+
+
+def test_real_text_streams_early(tokenizer):
+    text = "der große Boxkämpfer  über naïve 中文 🦜 end"
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    pieces = stream(tokenizer, token_ids)
+    whole = tokenizer.decode(token_ids)
+    assert "".join(pieces) == whole
+    assert pieces[-1] == ""
+    lengths = [len(tokenizer.decode(token_ids[: index + 1])) for index in range(len(token_ids))]
+    shown = 0
+    for piece, length in zip(pieces, lengths, strict=False):
+        shown += len(piece)
+        assert length - shown <= 9  # at most the characters of one run of bytes are held back
+        assert "\ufffd" not in piece
+
+
+def test_unfinished_character_is_held_back():
+    tokenizer = Tokenizer(byte_level(), CONFIG)
+    token_ids = tokenizer.encode("x🎸", add_special_tokens=False)
+    held = [""] * (len(token_ids) - 2)
+    assert held
+    assert stream(tokenizer, token_ids) == ["x", *held, "🎸", ""]
+    assert stream(tokenizer, token_ids[:-1]) == ["x", *held, "\ufffd"]
+
+
+def test_text_behind_a_prompt_keeps_its_leading_space(tokenizer):
+    prompt = tokenizer.encode("der Deich", add_special_tokens=False)
+    whole = tokenizer.encode("der Deich den er", add_special_tokens=False)
+    assert whole[: len(prompt)] == prompt
+    pieces = stream(tokenizer, whole[len(prompt) :], prompt_token_ids=prompt)
+    assert "".join(pieces) == " den er"
+    with_special = [*prompt, tokenizer.eos_token_id]
+    assert "".join(stream(tokenizer, whole[len(prompt) :], prompt_token_ids=with_special)) == " den er"
+
+
+def test_any_prompt_is_a_fine_start(tokenizer):
+    """Whatever the prompt ends with, its own text never shows up in the output."""
+    draw = random.Random(2)
+    word = tokenizer.encode("der", add_special_tokens=False)
+    for _ in range(300):
+        prompt = [draw.randrange(tokenizer.vocab_size) for _ in range(draw.randrange(12))]
+        text = "".join(stream(tokenizer, word, prompt_token_ids=prompt))
+        assert text.removeprefix(" ") == "der"
+
+
+def test_bos_is_added_once(tokenizer):
+    bos = tokenizer.bos_token_id
+    plain = tokenizer.encode("der Deich")
+    assert plain[0] == bos
+    assert plain.count(bos) == 1
+    assert tokenizer.encode("<s>der Deich").count(bos) == 1
+    assert tokenizer.encode("<s><s>der Deich").count(bos) == 2  # the second one is the user's own wish
+    assert tokenizer.encode("der Deich", add_special_tokens=False).count(bos) == 0
+    assert tokenizer.encode("<s>der Deich", add_special_tokens=False).count(bos) == 1
+    assert tokenizer.encode("") == [bos]
+
+
+@pytest.mark.parametrize(
+    ("flags", "starts", "ends"),
+    [
+        ({"add_bos_token": True}, True, False),
+        ({"add_bos_token": False}, False, False),
+        ({"add_bos_token": True, "add_eos_token": True}, True, True),
+        ({"add_eos_token": True}, False, True),
+    ],
+)
+def test_flags_of_the_config_override_the_post_processor(flags, starts, ends, tokenizer):
+    flagged = Tokenizer(tokenizer.backend, CONFIG | flags)
+    ids = flagged.encode("der")
+    assert (ids[0] == flagged.bos_token_id) == starts
+    assert (ids[-1] == flagged.eos_token_id) == ends
+    assert flagged.encode("<s>der").count(flagged.bos_token_id) == 1
+
+
+def test_special_tokens(tokenizer):
+    assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert tokenizer.backend.token_to_id("</s>") == tokenizer.eos_token_id
+    assert tokenizer.pad_token_id is None
+    ids = [*tokenizer.encode("der"), tokenizer.eos_token_id]
+    assert tokenizer.decode(ids) == "der"
+    assert "</s>" in tokenizer.decode(ids, skip_special_tokens=False)
+    assert tokenizer.decode_token(tokenizer.eos_token_id) == "</s>"
+    assert tokenizer.decode_token(tokenizer.vocab_size + 5) == ""
+
+
+def test_training_settings_of_the_file_are_dropped():
+    backend = byte_level()
+    backend.enable_truncation(3)
+    backend.enable_padding(length=50)
+    assert len(Tokenizer(backend, CONFIG).encode("Zwölf Boxkämpfer jagen Viktor")) > 4
+    assert len(Tokenizer(backend, CONFIG).encode("Zw")) < 5
+
+
+def test_from_directory_equals_transformers(tmp_path):
+    from transformers import AutoTokenizer
+
+    for name, make in BACKENDS.items():
+        directory = tmp_path / name
+        directory.mkdir()
+        write(directory, make(), CONFIG | {"tokenizer_class": "PreTrainedTokenizerFast"})
+        oracle = AutoTokenizer.from_pretrained(directory)
+        tokenizer = Tokenizer.from_directory(directory)
+        for text in (TEXT, "", " x", "der </s> Deich<|im_end|>\n", "🦜"):
+            assert tokenizer.encode(text) == oracle(text)["input_ids"]
+            ids = tokenizer.encode(text)
+            assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+
+
+def test_tokens_that_only_the_config_names(tmp_path):
+    size = byte_level().get_vocab_size()
+    added = {str(size): {"content": "<tool>", "special": True}, "1": {"content": "<s>", "special": True}}
+    tokenizer = Tokenizer.from_directory(write(tmp_path, config=CONFIG | {"added_tokens_decoder": added}))
+    assert tokenizer.encode("<tool>", add_special_tokens=False) == [size]
+    assert tokenizer.decode([size]) == ""
+    for wrong in ({str(size + 4): {"content": "<tool>"}}, {"0": {"content": "<s>"}}):
+        write(tmp_path, config=CONFIG | {"added_tokens_decoder": wrong})
+        with pytest.raises(ModelError, match="different checkpoints"):
+            Tokenizer.from_directory(tmp_path)
+    write(tmp_path, config=CONFIG | {"added_tokens_decoder": {"0": {"text": "<s>"}}})
+    with pytest.raises(ModelError, match="added_tokens_decoder"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_named_special_token_that_the_file_holds_as_ordinary(tmp_path):
+    backend = byte_level()
+    backend.add_tokens([AddedToken("<eot>", special=False)])
+    tokenizer = Tokenizer.from_directory(write(tmp_path, backend, {"eos_token": "<eot>", "bos_token": "<absent>"}))
+    assert tokenizer.eos_token_id == backend.token_to_id("<eot>")
+    assert tokenizer.bos_token_id is None
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
+def test_other_kinds_of_tokenizer_are_refused_with_what_to_do(name, tmp_path):
+    (tmp_path / name).write_bytes(b"\n\x0e\n\x05<unk>")
+    with pytest.raises(ModelError, match=r"AutoTokenizer\.from_pretrained\(DIR\)\.save_pretrained\(DIR\)") as caught:
+        Tokenizer.from_directory(tmp_path)
+    assert name in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_missing_and_broken_files(tmp_path):
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not a tokenizer"):
+        Tokenizer.from_directory(tmp_path)
+    write(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json is not valid JSON"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_generation_defaults(tmp_path):
+    assert read_generation_defaults(tmp_path).sampling == {}
+    assert read_generation_defaults(tmp_path).eos_token_ids == ()
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert read_generation_defaults(tmp_path).eos_token_ids == (5,)
+    values = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1, "repetition_penalty": 1.05}
+    ignored = {"do_sample": True, "pad_token_id": 1, "transformers_version": "4.43", "top_h": None}
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps(values | ignored | {"max_new_tokens": 99, "eos_token_id": [7, 9]})
+    )
+    defaults = read_generation_defaults(tmp_path)
+    assert defaults.sampling == values | {"max_tokens": 99}
+    assert defaults.eos_token_ids == (7, 9)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"temperature": "hot"}, "temperature = 'hot'"),
+        ({"top_k": 1.5}, "top_k = 1.5"),
+        ({"top_p": True}, "top_p = True"),
+        ({"top_p": float("inf")}, "top_p = inf"),
+        ({"eos_token_id": "</s>"}, "eos_token_id = '</s>'"),
+        ([], "list"),
+    ],
+)
+def test_unusable_generation_config(values, words, tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match=words):
+        read_generation_defaults(tmp_path)

@@ -1,0 +1,20 @@
+"""The backends that kernel tests run over."""
+
+import importlib.util
+
+import pytest
+
+COMPILED = importlib.util.find_spec("octavo._kernels") is not None
+ISAS = ("avx512", "avx2", "portable")
+
+
+def compiled_kernels(isa="auto", num_threads=2, linear="packed"):
+    """Compiled kernels, or a skip where this machine or installation has none."""
+    if not COMPILED:
+        pytest.skip("octavo was installed without compiled kernels")
+    from octavo import _kernels
+    from octavo.kernels.cpu import CpuKernels
+
+    if isa not in ("auto", *_kernels.instruction_sets()):
+        pytest.skip(f"this processor has no {isa}")
+    return CpuKernels(isa, linear, num_threads)

@@ -1,0 +1,49 @@
+"""Ragged batches over a paged cache whose unwritten slots hold NaN."""
+
+import torch
+
+from octavo.kernels import AttentionBatch
+
+
+def paged_batch(sequences, block_size, num_kv_heads, head_dim, dtype, generator, history=None):
+    """Return (batch, k_cache, v_cache) for sequences of (KV length, query length).
+
+    Blocks are scattered, and the caches are views of one block-major tensor as in the worker. history: per sequence the
+    keys and values [length, 2, num_kv_heads, head_dim] to put there, else random ones.
+    """
+    counts = [-(-length // block_size) for length, _ in sequences]
+    order = torch.randperm(sum(counts) + 3, generator=generator)
+    cache = torch.full((len(order), 2, num_kv_heads, block_size, head_dim), float("nan")).to(dtype)
+    tables = torch.full((len(sequences), max(counts) + 1), 2**30, dtype=torch.int32)  # past the end: never to be read
+    starts, positions, slots, used = [0], [], [], 0
+    for i, (length, queries) in enumerate(sequences):
+        table = order[used : used + counts[i]]
+        used += counts[i]
+        tables[i, : counts[i]] = table.int()
+        written = torch.arange(length)
+        if history is None:
+            values = torch.randn(length, 2, num_kv_heads, head_dim, generator=generator).to(dtype)
+        else:
+            values = history[i][:length]
+        cache[table[written // block_size], :, :, written % block_size] = values
+        where = written[length - queries :]
+        positions.append(where)
+        slots.append(table[where // block_size] * block_size + where % block_size)
+        starts.append(starts[-1] + queries)
+    batch = AttentionBatch(
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor([length for length, _ in sequences], dtype=torch.int32),
+        tables,
+        torch.cat(positions),
+        torch.cat(slots),
+        block_size,
+    )
+    return batch, cache[:, 0], cache[:, 1]
+
+
+def keys_and_values(batch, i, k_cache, v_cache):
+    """Keys and values of sequence i: [length, num_kv_heads, head_dim] each."""
+    position = torch.arange(int(batch.seq_lens[i]))
+    block = batch.block_tables[i][position // batch.block_size].long()
+    offset = position % batch.block_size
+    return k_cache[block, :, offset], v_cache[block, :, offset]

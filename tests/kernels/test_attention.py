@@ -1,0 +1,147 @@
+"""paged_attention: right, and the same bits whatever the chunks, neighbours, blocks and threads."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_accuracy import assert_as_exact_as_torch
+from paged_batches import keys_and_values, paged_batch
+
+FLOATS = [torch.float32, torch.bfloat16]
+HEADS = [(64, 2, 7), (48, 1, 1), (80, 2, 2), (96, 1, 9), (256, 1, 4), (20, 3, 1)]  # head_dim, KV heads, group
+
+
+def dense_attention(q, batch, k_cache, v_cache, scale, window, kind):
+    """scaled_dot_product_attention, sequence by sequence, in `kind`."""
+    parts = []
+    for i in range(len(batch.seq_lens)):
+        keys, values = keys_and_values(batch, i, k_cache, v_cache)
+        rows = slice(int(batch.query_start[i]), int(batch.query_start[i + 1]))
+        group = q.shape[1] // keys.shape[1]
+        keys, values = (x.to(kind).repeat_interleave(group, dim=1).transpose(0, 1) for x in (keys, values))
+        distance = batch.positions[rows].unsqueeze(1) - torch.arange(keys.shape[1])
+        seen = (distance >= 0) & (distance < (window or 2**30))
+        part = F.scaled_dot_product_attention(q[rows].to(kind).transpose(0, 1), keys, values, attn_mask=seen, scale=scale)
+        parts.append(part.transpose(0, 1).flatten(1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("window", [None, 1, 37])
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_error_is_that_of_torch(kernels, generator, dtype, heads, block_size, window):
+    head_dim, num_kv_heads, group = heads
+    sequences = [(1, 1), (70, 70), (150, 13), (64, 1), (129, 2)]
+    batch, k_cache, v_cache = paged_batch(sequences, block_size, num_kv_heads, head_dim, dtype, generator)
+    q = torch.randn(len(batch.positions), num_kv_heads * group, head_dim, generator=generator).to(dtype)
+    scale = head_dim**-0.5
+    result = kernels.paged_attention(q, k_cache, v_cache, batch, scale, window)
+    expected, plain = (
+        dense_attention(q, batch, k_cache, v_cache, scale, window, kind) for kind in (torch.float64, torch.float32)
+    )
+    assert_as_exact_as_torch(result, plain.to(dtype), expected, scale=2.0)
+
+
+def test_several_partitions(kernels, generator):
+    sequences = [(2500, 1), (1024, 1), (1025, 3), (2100, 40)]
+    batch, k_cache, v_cache = paged_batch(sequences, 16, 1, 64, torch.float32, generator)
+    q = torch.randn(len(batch.positions), 7, 64, generator=generator)
+    for window in (None, 1100):
+        result = kernels.paged_attention(q, k_cache, v_cache, batch, 0.125, window)
+        expected, plain = (
+            dense_attention(q, batch, k_cache, v_cache, 0.125, window, kind) for kind in (torch.float64, torch.float32)
+        )
+        assert_as_exact_as_torch(result, plain, expected, scale=2.0)
+
+
+def test_large_scores(kernels, generator):
+    """The running maximum is taken off before the exponential: sharp attention neither overflows nor dies."""
+    batch, k_cache, v_cache = paged_batch([(300, 5)], 16, 1, 64, torch.float32, generator)
+    q = torch.randn(5, 2, 64, generator=generator) * 1000
+    result = kernels.paged_attention(q, k_cache, v_cache, batch, 1.0, None)
+    expected = dense_attention(q, batch, k_cache, v_cache, 1.0, None, torch.float64)
+    assert torch.allclose(result.double(), expected, atol=0.05)  # scores of 10^4 have errors of 10^-3 in float32
+
+
+class Prompt:
+    """A sequence with queries at every position, run in any chunks, blocks and company."""
+
+    def __init__(self, length, num_kv_heads, group, head_dim, dtype, generator, window=None):
+        self.length, self.num_kv_heads, self.head_dim, self.dtype = length, num_kv_heads, head_dim, dtype
+        self.window, self.generator = window, generator
+        self.q = torch.randn(length, num_kv_heads * group, head_dim, generator=generator).to(dtype)
+        self.history = torch.randn(length, 2, num_kv_heads, head_dim, generator=generator).to(dtype)
+
+    def rows(self, kernels, first, last, block_size=16, others=()):
+        """Rows first .. last as one chunk, after `others` (KV length, query length); nothing later is written yet."""
+        strangers = [torch.randn(n, 2, self.num_kv_heads, self.head_dim, generator=self.generator).to(self.dtype)
+                     for n, _ in others]  # fmt: skip
+        batch, k_cache, v_cache = paged_batch(
+            [*others, (last, last - first)], block_size, self.num_kv_heads, self.head_dim, self.dtype, self.generator,
+            [*strangers, self.history],
+        )  # fmt: skip
+        before = sum(queries for _, queries in others)
+        company = torch.randn(before, *self.q.shape[1:], generator=self.generator).to(self.dtype)
+        q = torch.cat([company, self.q[first:last]])
+        result = kernels.paged_attention(q, k_cache, v_cache, batch, self.head_dim**-0.5, self.window)
+        return result[before:]
+
+    def in_chunks(self, kernels, size, **options):
+        starts = range(0, self.length, size)
+        return torch.cat([self.rows(kernels, i, min(i + size, self.length), **options) for i in starts])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("heads", "window"), [((64, 2, 7), None), ((48, 1, 1), None), ((80, 1, 3), 50)], ids=str)
+def test_chunks_do_not_change_a_bit(compiled, generator, heads, window, dtype):
+    head_dim, num_kv_heads, group = heads
+    prompt = Prompt(150, num_kv_heads, group, head_dim, dtype, generator, window)
+    whole = prompt.rows(compiled, 0, 150)
+    for size in (1, 7, 64):
+        assert torch.equal(prompt.in_chunks(compiled, size), whole), size
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 32, 128])
+def test_blocks_do_not_change_a_bit(compiled, generator, block_size):
+    prompt = Prompt(150, 2, 7, 64, torch.bfloat16, generator)
+    whole = prompt.rows(compiled, 0, 150)
+    assert torch.equal(prompt.in_chunks(compiled, 64, block_size=block_size), whole)
+
+
+def test_company_does_not_change_a_bit(compiled, generator):
+    prompt = Prompt(150, 2, 7, 64, torch.bfloat16, generator)
+    whole = prompt.rows(compiled, 0, 150)
+    others = [(30, 30), (200, 1), (64, 9)]
+    assert torch.equal(prompt.rows(compiled, 0, 150, others=others), whole)
+    assert torch.equal(prompt.rows(compiled, 149, 150, others=others), whole[149:])
+
+
+def test_partitions_and_threads_do_not_change_a_bit(fastest, single_threaded, generator):
+    prompt = Prompt(2500, 1, 7, 64, torch.bfloat16, generator)
+    chunk = prompt.rows(single_threaded, 2300, 2500)
+    assert torch.equal(prompt.rows(fastest, 2300, 2500), chunk)
+    for first in (2300, 2499):  # few rows: partitions go to different threads
+        assert torch.equal(prompt.rows(fastest, first, first + 1), chunk[first - 2300 :][:1])
+        assert torch.equal(prompt.rows(single_threaded, first, first + 1), chunk[first - 2300 :][:1])
+    crowd = [(5, 1)] * 20  # many: they do not
+    assert torch.equal(prompt.rows(fastest, 2499, 2500, others=crowd), chunk[-1:])
+
+
+def test_what_a_row_may_not_see_is_not_multiplied(compiled, generator):
+    """An infinite value at a later position of the same chunk reaches no earlier row."""
+    prompt = Prompt(100, 1, 2, 64, torch.float32, generator, window=20)
+    clean = prompt.rows(compiled, 0, 100)
+    prompt.history[50] = float("inf")
+    prompt.history[51] = float("nan")
+    result = prompt.rows(compiled, 0, 100)
+    assert torch.equal(result[:50], clean[:50])
+    assert torch.equal(result[71:], clean[71:])  # the window has moved past it
+    assert result[51:71].isnan().all()
+
+
+def test_instruction_sets_with_fused_products_agree(generator):
+    from kernel_backends import compiled_kernels
+
+    prompt = Prompt(150, 2, 7, 64, torch.bfloat16, generator)
+    results = [prompt.rows(compiled_kernels(isa), 0, 150) for isa in ("avx512", "avx2")]
+    assert torch.equal(*results)

@@ -1,0 +1,106 @@
+"""Which backend serves, and that the compiled one is there where it must be."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from kernel_backends import compiled_kernels
+
+from octavo.errors import ConfigError
+from octavo.kernels import create_kernels
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(os.environ.get("OCTAVO_REQUIRE_KERNELS", "") in ("", "0"), reason="compiled kernels are optional here")
+def test_required_kernels_are_present():
+    from octavo import _kernels
+
+    assert _kernels.instruction_sets()[-1] == "portable"
+
+
+def test_auto_serves_compiled_kernels_where_there_are_some():
+    compiled_kernels()
+    assert create_kernels(CPU, num_threads=1).name == "cpu"
+    assert create_kernels(CPU, "cpu", num_threads=1).name == "cpu"
+    assert create_kernels(CPU, "reference").name == "reference"
+    assert create_kernels(torch.device("meta")).name == "reference"
+
+
+def test_without_compiled_kernels(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "octavo._kernels" else found(name))
+    with pytest.warns(RuntimeWarning, match="without its compiled kernels"):
+        assert create_kernels(CPU).name == "reference"
+    with pytest.raises(ConfigError, match="OCTAVO_REQUIRE_KERNELS"):
+        create_kernels(CPU, "cpu")
+    assert create_kernels(CPU, "reference").name == "reference"  # what was asked for: no warning
+
+
+def test_unknown_and_impossible_backends():
+    with pytest.raises(ConfigError, match="choose auto, reference or cpu"):
+        create_kernels(CPU, "cuda")
+    with pytest.raises(ConfigError, match="'meta'"):
+        create_kernels(torch.device("meta"), "cpu")
+
+
+def test_instruction_set_that_the_processor_lacks():
+    compiled_kernels()
+    with pytest.raises(ValueError, match="sve"):
+        compiled_kernels_without_skip("sve")
+
+
+def compiled_kernels_without_skip(isa):
+    from octavo.kernels.cpu import CpuKernels
+
+    return CpuKernels(isa)
+
+
+def test_number_of_threads_changes_while_results_stay(generator):
+    kernels = compiled_kernels(num_threads=1)
+    x, weight = torch.randn(20, 300, generator=generator), torch.ones(300)
+    expected = kernels.rms_norm(x, weight, 1e-6)
+    for number in (3, 1, 2):
+        kernels.set_num_threads(number)
+        assert kernels.num_threads == number
+        assert torch.equal(kernels.rms_norm(x, weight, 1e-6), expected)
+    with pytest.raises(ValueError, match="at least 1"):
+        kernels.set_num_threads(0)
+
+
+def test_concurrent_callers_share_one_pool(generator):
+    from concurrent.futures import ThreadPoolExecutor
+
+    kernels = compiled_kernels()
+    packed = kernels.pack_linear(torch.randn(200, 300, generator=generator))
+    inputs = [torch.randn(rows, 300, generator=generator) for rows in (1, 20, 3, 50) * 10]
+    expected = [kernels.linear(x, packed) for x in inputs]
+    with ThreadPoolExecutor(4) as callers:
+        results = list(callers.map(lambda x: kernels.linear(x, packed), inputs))
+    assert all(map(torch.equal, results, expected))
+
+
+def test_kernels_work_in_a_forked_child_and_end_with_the_process():
+    compiled_kernels()
+    script = """
+        import os, torch
+        torch.set_num_threads(1)  # its threads are not ours
+        from octavo.kernels.cpu import CpuKernels
+        kernels = CpuKernels(num_threads=3)
+        x, weight = torch.randn(400, 300), torch.ones(300)
+        expected = kernels.rms_norm(x, weight, 1e-6)
+        child = os.fork()
+        if child == 0:
+            same = torch.equal(kernels.rms_norm(x, weight, 1e-6), expected)
+            threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 3
+            os._exit(0 if same and threads == 3 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], timeout=60, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,106 @@
+"""rms_norm, add_rms_norm, silu_and_mul, rope_and_write_kv."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_accuracy import assert_as_exact_as_torch
+from paged_batches import paged_batch
+
+FLOATS = [torch.float32, torch.bfloat16]
+SHAPES = [(1, 1), (5, 123), (7, 896), (130, 48)]
+
+
+@pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rms_norm(kernels, generator, dtype, weight_dtype, shape):
+    x = (torch.randn(shape, generator=generator) * 5).to(dtype)
+    weight = torch.randn(shape[-1], generator=generator).to(weight_dtype)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    plain = F.rms_norm(x.float(), shape[-1:], weight.float(), 1e-6).to(dtype)
+    assert_as_exact_as_torch(kernels.rms_norm(x, weight, 1e-6), plain, expected)
+
+
+def test_rms_norm_of_heads(kernels, generator):
+    x = torch.randn(3, 4, 48, generator=generator)
+    weight = torch.randn(48, generator=generator)
+    flat = kernels.rms_norm(x.view(12, 48), weight, 1e-6)
+    assert torch.equal(kernels.rms_norm(x, weight, 1e-6), flat.view(3, 4, 48))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_add_rms_norm_rounds_the_sum_then_normalizes_it(kernels, generator, dtype, shape):
+    x, residual = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    weight = torch.randn(shape[-1], generator=generator).to(dtype)
+    total = x + residual
+    normed = kernels.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(residual, total)
+    assert torch.equal(normed, kernels.rms_norm(total, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_silu_and_mul(kernels, generator, dtype, shape):
+    rows, size = shape
+    gate_up = (torch.randn(rows, 2 * size, generator=generator) * 20).to(dtype)
+    gate_up[0, 0] = -200.0
+    gate, up = gate_up.double().chunk(2, dim=1)
+    plain_gate, plain_up = gate_up.chunk(2, dim=1)
+    expected = F.silu(gate) * up
+    assert_as_exact_as_torch(kernels.silu_and_mul(gate_up), F.silu(plain_gate) * plain_up, expected)
+
+
+def test_exponential_is_within_two_units(compiled):
+    x = torch.cat([torch.linspace(-87, 88, 200001), torch.zeros(1)])
+    gate_up = torch.stack([-x, torch.ones_like(x)], dim=1)  # silu(-x) = -x / (1 + e^x)
+    expected = F.silu(-x.double())
+    error = (compiled.silu_and_mul(gate_up)[:, 0].double() - expected).abs()
+    assert (error <= 2.5 * torch.finfo(torch.float32).eps * expected.abs()).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rows_do_not_depend_on_their_neighbours(compiled, single_threaded, generator, dtype):
+    x = torch.randn(130, 897, generator=generator).to(dtype)
+    weight = torch.randn(897, generator=generator)
+    gate_up = torch.randn(130, 2 * 77, generator=generator).to(dtype)
+    norm, gate = compiled.rms_norm(x, weight, 1e-6), compiled.silu_and_mul(gate_up)
+    for i in (0, 1, 64, 129):
+        assert torch.equal(compiled.rms_norm(x[i : i + 1], weight, 1e-6), norm[i : i + 1])
+        assert torch.equal(compiled.silu_and_mul(gate_up[i : i + 1]), gate[i : i + 1])
+    if compiled.isa == single_threaded.isa:
+        assert torch.equal(single_threaded.rms_norm(x, weight, 1e-6), norm)
+        assert torch.equal(single_threaded.silu_and_mul(gate_up), gate)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 48, 80, 18])
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+def test_rope_and_write_kv(kernels, generator, dtype, head_dim, block_size):
+    batch, k_cache, v_cache = paged_batch([(9, 9), (30, 3), (1, 1)], block_size, 2, head_dim, dtype, generator)
+    rows = len(batch.positions)
+    projection = torch.randn(rows, 8 * head_dim, generator=generator).to(dtype)
+    before = projection.clone()
+    q, k, v = (part.unflatten(1, (-1, head_dim)) for part in projection.split([4 * head_dim, 2 * head_dim, 2 * head_dim], 1))
+    angles = torch.rand(40, head_dim // 2, generator=generator) * 100
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    k_before, v_before = k_cache.clone(), v_cache.clone()
+    kernels.rope_and_write_kv(q, k, v, cos_sin, batch, k_cache, v_cache)
+
+    old_q, old_k, _ = before.split([4 * head_dim, 2 * head_dim, 2 * head_dim], 1)
+    cosine, sine = cos_sin[batch.positions].double().unsqueeze(1).chunk(2, dim=-1)
+
+    def rotated(x, kind):
+        first, second = x.unflatten(1, (-1, head_dim)).to(kind).chunk(2, dim=-1)
+        turned = [first * cosine.to(kind) - second * sine.to(kind), second * cosine.to(kind) + first * sine.to(kind)]
+        return torch.cat(turned, dim=-1)
+
+    block, offset = batch.slot_mapping // block_size, batch.slot_mapping % block_size
+    for result, x in ((q, old_q), (k_cache[block, :, offset], old_k)):
+        assert_as_exact_as_torch(result, rotated(x, torch.float32).to(dtype), rotated(x, torch.float64), scale=4.0)
+    assert torch.equal(v_cache[block, :, offset], v)
+    assert torch.equal(projection[:, 4 * head_dim :], before[:, 4 * head_dim :])  # k is rotated on its way only
+    for cache, old in ((k_cache, k_before), (v_cache, v_before)):  # no other slot is touched
+        cache[block, :, offset] = old[block, :, offset]
+        assert torch.equal(cache.nan_to_num(), old.nan_to_num())

@@ -1,0 +1,119 @@
+"""linear, embedding and the packed weights behind them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_accuracy import assert_as_exact_as_torch
+from kernel_backends import compiled_kernels
+
+FLOATS = [torch.float32, torch.bfloat16]
+SHAPES = [(1, 1, 1), (5, 123, 123), (3, 64, 33), (9, 257, 40), (33, 300, 70), (130, 520, 65)]  # rows, in, out
+
+
+def random(generator, *shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", [*FLOATS, torch.float16], ids=str)
+@pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
+def test_error_is_that_of_torch(kernels, generator, x_dtype, weight_dtype, shape):
+    rows, depth, width = shape
+    x = random(generator, rows, depth, dtype=x_dtype)
+    weight = random(generator, width, depth, dtype=weight_dtype)
+    bias = random(generator, width, dtype=weight_dtype)
+    packed = kernels.pack_linear(weight, bias)
+    expected = x.double() @ weight.double().T + bias.double()
+    scale = x.double().abs() @ weight.double().abs().T
+    wide = F.linear(x.float(), weight.float(), bias.float())
+    assert_as_exact_as_torch(kernels.linear(x, packed, float32_out=True), wide, expected, scale)
+    assert_as_exact_as_torch(kernels.linear(x, packed), wide.to(x_dtype), expected, scale)
+
+
+def test_without_bias_and_with_strided_rows(kernels, generator):
+    x = random(generator, 6, 200)[:, 50:150]
+    weight = random(generator, 40, 300)[:, 20:120]
+    expected = x.double() @ weight.double().T
+    result = kernels.linear(x, kernels.pack_linear(weight))
+    assert_as_exact_as_torch(result, F.linear(x, weight), expected, x.double().abs() @ weight.double().abs().T)
+
+
+def test_no_rows(kernels):
+    packed = kernels.pack_linear(torch.ones(3, 4))
+    assert kernels.linear(torch.ones(0, 4), packed).shape == (0, 3)
+
+
+@pytest.mark.parametrize("weight_dtype", [*FLOATS, torch.float16], ids=str)
+@pytest.mark.parametrize(("depth", "width"), [(896, 160), (4864, 96), (123, 33)])
+def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, weight_dtype, depth, width):
+    packed = compiled.pack_linear(random(generator, width, depth, dtype=weight_dtype), random(generator, width))
+    x = random(generator, 130, depth, dtype=torch.bfloat16)
+    x[0] *= 3
+    alone = torch.cat([compiled.linear(x[i : i + 1], packed, float32_out=True) for i in range(130)])
+    for rows in (2, 3, 7, 8, 9, 12, 13, 14, 15, 33, 130):
+        assert torch.equal(compiled.linear(x[:rows], packed, float32_out=True), alone[:rows]), rows
+    # Not only the first rows: the last ones sit in other tiles.
+    assert torch.equal(compiled.linear(x[97:], packed, float32_out=True), alone[97:])
+
+
+@pytest.mark.parametrize("width", [896, 4864, 151936])
+def test_a_row_does_not_depend_on_its_neighbours_in_wide_layers(fastest, generator, width):
+    weight = (torch.rand(width, 896, generator=generator) - 0.5).to(torch.bfloat16)
+    packed = fastest.pack_linear(weight)
+    x = random(generator, 33, 896, dtype=torch.bfloat16)
+    alone = fastest.linear(x[:1], packed, float32_out=True)
+    for rows in (2, 8, 33):
+        assert torch.equal(fastest.linear(x[:rows], packed, float32_out=True)[:1], alone), rows
+
+
+def test_threads_do_not_change_a_bit(fastest, single_threaded, generator):
+    weight, bias = random(generator, 333, 500, dtype=torch.bfloat16), random(generator, 333)
+    for rows in (1, 5, 100, 400):
+        x = random(generator, rows, 500)
+        results = [k.linear(x, k.pack_linear(weight, bias)) for k in (fastest, single_threaded)]
+        assert torch.equal(*results), rows
+
+
+def test_instruction_sets_with_fused_products_agree(generator):
+    weight, x = random(generator, 100, 900, dtype=torch.float16), random(generator, 40, 900)
+    results = [k.linear(x, k.pack_linear(weight)) for k in map(compiled_kernels, ("avx512", "avx2"))]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float16], ids=str)
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
+def test_embedding_gives_the_rows_back(kernels, generator, dtype, out_dtype):
+    weight = random(generator, 77, 123, dtype=dtype)
+    weight[3, 5] = float("inf")
+    weight[4, 5] = 2.0**-24 if dtype == torch.float16 else 1e-40  # subnormal
+    ids = torch.tensor([0, 76, 3, 4, 31, 32, 3])
+    rows = kernels.embedding(ids, kernels.pack_linear(weight, float32_out=True), out_dtype)
+    assert torch.equal(rows, weight[ids].to(out_dtype))
+
+
+def test_embedding_refuses_unknown_ids(kernels):
+    packed = kernels.pack_linear(torch.ones(3, 4))
+    for bad in (3, -1):
+        with pytest.raises(IndexError):
+            kernels.embedding(torch.tensor([0, bad]), packed, torch.float32)
+
+
+def test_bytes_are_those_of_the_padded_panels(fastest):
+    packed = fastest.pack_linear(torch.ones(33, 5, dtype=torch.bfloat16), torch.ones(33))
+    assert packed.num_bytes == 64 * 6 * 2 + 64 * 4
+    assert (packed.out_features, packed.in_features) == (33, 5)
+
+
+def test_onednn_serves_only_what_passes_its_check(generator, monkeypatch):
+    from octavo.kernels import cpu
+
+    kernels = compiled_kernels(linear="onednn")
+    weight = random(generator, 96, 64, dtype=torch.bfloat16)
+    x = random(generator, 5, 64, dtype=torch.bfloat16)
+    packed = kernels.pack_linear(weight, random(generator, 96, dtype=torch.bfloat16))
+    if isinstance(packed.storage, cpu._OneDnnWeight):
+        assert torch.equal(kernels.linear(x[:1], packed), kernels.linear(x, packed)[:1])
+    assert isinstance(kernels.pack_linear(weight, float32_out=True).storage, cpu._PanelWeight)
+    assert isinstance(kernels.pack_linear(weight.float()).storage, cpu._PanelWeight)
+    monkeypatch.setattr(cpu._OneDnnWeight, "_multiply", lambda self, x: x * x.shape[0])  # what the check is for
+    assert isinstance(kernels.pack_linear(weight).storage, cpu._PanelWeight)

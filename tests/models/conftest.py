@@ -1,0 +1,45 @@
+"""One sequence through a model, without an engine."""
+
+import pytest
+import torch
+
+from octavo.kernels.interface import AttentionBatch
+
+
+class OneSequenceCache:
+    """KV blocks of one sequence, in an order of their own."""
+
+    def __init__(self, model, num_blocks, block_size):
+        architecture = model.architecture
+        shape = (num_blocks, architecture.num_kv_heads, block_size, architecture.head_dim)
+        make = lambda: torch.full(shape, float("nan"), dtype=model.dtype)  # noqa: E731
+        self.layers = [(make(), make()) for _ in range(architecture.num_layers)]
+
+    def layer(self, index):
+        return self.layers[index]
+
+
+@pytest.fixture
+def prompt_logits():
+    """Return a function: (model, token ids, tokens a step) -> logits of every position, float32 [len, vocab]."""
+
+    def compute(model, token_ids, step=10**9, block_size=16):
+        num_blocks = -(-len(token_ids) // block_size)
+        cache = OneSequenceCache(model, num_blocks, block_size)
+        table = torch.arange(num_blocks, dtype=torch.int32).flip(0)
+        hidden = []
+        for start in range(0, len(token_ids), step):
+            end = min(start + step, len(token_ids))
+            positions = torch.arange(start, end)
+            batch = AttentionBatch(
+                query_start=torch.tensor([0, end - start], dtype=torch.int32),
+                seq_lens=torch.tensor([end], dtype=torch.int32),
+                block_tables=table[None],
+                positions=positions,
+                slot_mapping=table[positions // block_size].long() * block_size + positions % block_size,
+                block_size=block_size,
+            )
+            hidden.append(model.forward(torch.tensor(token_ids[start:end]), batch, cache))
+        return model.compute_logits(torch.cat(hidden))
+
+    return compute

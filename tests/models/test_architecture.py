@@ -1,0 +1,199 @@
+"""config.json of all families, old and new keys: what is read, what is computed from it, what is refused."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from octavo.errors import ModelError
+from octavo.models.random_weights import tiny_config
+from octavo.models.registry import FAMILIES, read_architecture
+
+QWEN25_OLD = {  # as published, before transformers 5
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.1",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def write(directory, config):
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_published_old_style_config(tmp_path):
+    architecture = read_architecture(write(tmp_path, QWEN25_OLD))
+    assert architecture.name == "Qwen2ForCausalLM"
+    assert architecture.head_dim == 64
+    assert architecture.rope.theta == 1e6
+    assert architecture.dtype == "bfloat16"
+    assert architecture.qkv_bias
+    assert not architecture.o_bias
+    assert architecture.sliding_window == (None,) * 24
+    assert architecture.eos_token_ids == (151645,)
+    assert architecture.max_context_tokens == 32768
+    assert architecture.num_parameters == 494_032_768  # the model card's 0.49B
+    assert architecture.weight_bytes("bfloat16") == 2 * 494_032_768
+    assert architecture.kv_bytes_per_token("bfloat16") == 2 * 24 * 2 * 64 * 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_new_style_equals_old_style(name, tmp_path):
+    """transformers 5 writes `dtype` and `rope_parameters` where it used to write other keys."""
+    old = tiny_config(name, rope_theta=3e5, rope_scaling={"type": "linear", "factor": 2.0}, torch_dtype="bfloat16")
+    del old["dtype"], old["rope_parameters"]
+    expected = read_architecture(write(tmp_path, old))
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["rope_parameters"]["rope_theta"] == 3e5
+    assert "rope_theta" not in saved
+    assert "torch_dtype" not in saved
+    assert dataclasses.replace(read_architecture(tmp_path), dtype="bfloat16") == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_tensor_shapes_are_those_of_transformers(name, tied, tmp_path):
+    config = tiny_config(name, attention_bias=True, mlp_bias=True, tie_word_embeddings=tied)
+    architecture = read_architecture(write(tmp_path, config))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    expected = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
+    assert architecture.tensor_shapes() == expected
+    assert architecture.num_parameters == model.num_parameters()
+
+
+def test_windows():
+    assert windows("Mistral", sliding_window=64) == (64, 64)
+    assert windows("Mistral", sliding_window=None) == (None, None)
+    assert windows("Mistral", drop=("sliding_window",)) == (4096, 4096)  # the family's default
+    assert windows("Llama", sliding_window=64) == (None, None)
+    assert windows("Qwen2", sliding_window=64) == (None, None)
+    assert windows("Qwen2", sliding_window=64, use_sliding_window=True, max_window_layers=1) == (None, 64)
+    assert windows("Qwen3", sliding_window=64, use_sliding_window=True, max_window_layers=0) == (64, 64)
+    kinds = ["sliding_attention", "full_attention"]
+    assert windows("Qwen3", sliding_window=64, use_sliding_window=True, layer_types=kinds) == (64, None)
+
+
+def windows(family, drop=(), **changes):
+    from octavo.models.config_file import ConfigFile
+    from octavo.models.registry import find_family
+
+    name = f"{family}ForCausalLM"
+    config = {key: value for key, value in tiny_config(name, **changes).items() if key not in drop}
+    return find_family(name).read_architecture(ConfigFile(None, config), name).sliding_window
+
+
+def test_context_length(tmp_path):
+    def longest(**changes):
+        return read_architecture(write(tmp_path, tiny_config("LlamaForCausalLM", **changes))).max_context_tokens
+
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert longest() == 2048
+    assert longest(rope_parameters={"rope_type": "linear", "factor": 2.0}) == 4096
+    assert longest(rope_parameters=yarn) == 2048
+    assert longest(rope_parameters=yarn | {"original_max_position_embeddings": 1024}) == 4096
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "unknown", *FAMILIES]),
+        ({"architectures": None}, ["architectures", *FAMILIES]),
+        ({"architectures": []}, ["architectures"]),
+        ({"vocab_size": None}, ["vocab_size is null"]),
+        ({"hidden_size": -4}, ["hidden_size = -4"]),
+        ({"hidden_size": 2.5}, ["hidden_size = 2.5"]),
+        ({"num_hidden_layers": True}, ["num_hidden_layers = True"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads = 3", "num_attention_heads = 4"]),
+        ({"head_dim": 15}, ["head_dim = 15", "even"]),
+        ({"head_dim": None, "hidden_size": 66}, ["hidden_size = 66", "multiple"]),
+        ({"rms_norm_eps": 0}, ["rms_norm_eps = 0"]),
+        ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "silu"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "true or false"]),
+        ({"dtype": "float8_e4m3fn"}, ["dtype", "bfloat16"]),
+        ({"eos_token_id": [1, "2"]}, ["eos_token_id"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq"]),
+        ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping"]),
+        ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping"]),
+        ({"attention_sinks": True}, ["attention_sinks"]),
+        ({"num_experts": 8}, ["num_experts"]),
+        ({"use_sliding_window": True, "layer_types": ["full_attention"]}, ["layer_types", "2"]),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, ["chunked_attention"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "use_sliding_window"]),
+        ({"use_sliding_window": True, "max_window_layers": -1}, ["max_window_layers = -1"]),
+    ],
+)
+def test_unusable_config_is_refused_by_name(changes, words, tmp_path):
+    write(tmp_path, tiny_config("Qwen2ForCausalLM") | changes)
+    with pytest.raises(ModelError) as caught:
+        read_architecture(tmp_path)
+    for word in [*words, str(tmp_path / "config.json")]:
+        assert word in str(caught.value)
+
+
+def test_harmless_values_of_unsupported_keys(tmp_path):
+    config = tiny_config("LlamaForCausalLM", quantization_config=None, final_logit_softcapping=None, num_experts=0)
+    assert read_architecture(write(tmp_path, config)) == read_architecture(
+        write(tmp_path, tiny_config("LlamaForCausalLM"))
+    )
+
+
+def test_mixed_layers_of_mistral_are_refused(tmp_path):
+    kinds = ["full_attention", "sliding_attention"]
+    write(tmp_path, tiny_config("MistralForCausalLM", sliding_window=64, layer_types=kinds))
+    with pytest.raises(ModelError, match="layer_types"):
+        read_architecture(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", ["not valid JSON"]),
+        ("[1]", ["list", "object was expected"]),
+        ("\xff", ["not valid JSON"]),
+        ("[" * 100_000, ["not valid JSON"]),
+    ],
+)
+def test_broken_config_file(text, words, tmp_path):
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ModelError) as caught:
+        read_architecture(tmp_path)
+    for word in [*words, "config.json"]:
+        assert word in str(caught.value)
+
+
+def test_missing_config_file(tmp_path):
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        read_architecture(tmp_path)
+
+
+def test_reading_a_config_needs_no_torch(tmp_path):
+    write(tmp_path, QWEN25_OLD)
+    code = (
+        "import sys, pathlib; from octavo.models.registry import read_architecture;"
+        f"read_architecture(pathlib.Path({str(tmp_path)!r})).num_parameters; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

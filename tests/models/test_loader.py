@@ -1,0 +1,271 @@
+"""Loading: whole and sharded checkpoints, dummy weights, dtypes, bytes, and every kind of broken input."""
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from octavo.errors import ModelError
+from octavo.kernels.reference import ReferenceKernels
+from octavo.models.loader import activation_dtype, load_model, resolve_model_path
+from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.models.registry import FAMILIES, read_architecture
+
+CPU = torch.device("cpu")
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+BIASED = {"attention_bias": True, "mlp_bias": True}
+
+
+def load(path, dtype="float32", **options):
+    architecture = read_architecture(path)
+    return load_model(path, architecture, ReferenceKernels(), dtype=dtype, device=CPU, max_model_len=64, **options)
+
+
+def packed_bytes(model):
+    """Bytes of everything a model keeps: linear layers, norms."""
+    linears, norms = [model.embed_tokens], list(model.norms)
+    norms.append(model.layers[0].input_norm)
+    if model.lm_head is not model.embed_tokens:
+        linears.append(model.lm_head)
+    for layer in model.layers:
+        linears += [layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
+        norms.append(layer.post_attention_norm)
+        norms += [getattr(layer.attention, name) for name in ("q_norm", "k_norm") if hasattr(layer.attention, name)]
+    return sum(linear.num_bytes for linear in linears) + sum(norm.nbytes for norm in norms)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_bytes_computed_are_bytes_allocated(name, tied, dtype, tmp_path):
+    path = write_checkpoint(tmp_path, tiny_config(name, tie_word_embeddings=tied, **BIASED))
+    model = load(path, dtype)
+    norm_dtype = "float32" if dtype == "float16" else dtype
+    architecture = model.architecture
+    assert packed_bytes(model) == architecture.weight_bytes(dtype, norm_dtype)
+    assert model.cos_sin.nbytes == architecture.rope_bytes(64)
+    assert model.dtype == activation_dtype(dtype, CPU)
+
+
+def test_bytes_allocated_by_the_compiled_kernels(tmp_path):
+    """They pad rows to panels of 32 and keep biases in float32; with dimensions that fit, only the biases differ."""
+    cpu = pytest.importorskip("octavo.kernels.cpu")
+    config = tiny_config("Qwen3ForCausalLM", hidden_size=64, intermediate_size=160, vocab_size=512)
+    path = write_checkpoint(tmp_path, config)
+    architecture = read_architecture(path)
+    model = load_model(
+        path, architecture, cpu.CpuKernels(num_threads=1), dtype="bfloat16", device=CPU, max_model_len=64
+    )
+    assert packed_bytes(model) == architecture.weight_bytes("bfloat16")
+
+
+def test_sharded_equals_whole(tmp_path, prompt_logits):
+    config = tiny_config("Qwen2ForCausalLM")
+    whole = write_checkpoint(tmp_path / "whole", config, std=0.1)
+    sharded = write_checkpoint(tmp_path / "sharded", config, std=0.1, max_shard_bytes=60_000)
+    assert len(list(sharded.glob("model-*.safetensors"))) > 3
+    assert torch.equal(prompt_logits(load(whole), PROMPT), prompt_logits(load(sharded), PROMPT))
+    (sharded / "model.safetensors.index.json").unlink()
+    assert torch.equal(prompt_logits(load(whole), PROMPT), prompt_logits(load(sharded), PROMPT))
+
+
+def test_chunks_equal_whole_prompt(tmp_path, prompt_logits):
+    path = write_checkpoint(tmp_path, tiny_config("MistralForCausalLM", sliding_window=5), std=0.1)
+    model = load(path)
+    whole = prompt_logits(model, PROMPT * 3)
+    for step, block_size in ((1, 3), (7, 4), (16, 16)):
+        torch.testing.assert_close(prompt_logits(model, PROMPT * 3, step, block_size), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_dummy_weights(tmp_path, prompt_logits):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("LlamaForCausalLM")))
+    first = prompt_logits(load(tmp_path, load_format="dummy", seed=1), PROMPT)
+    assert torch.equal(first, prompt_logits(load(tmp_path, load_format="dummy", seed=1), PROMPT))
+    assert not torch.equal(first, prompt_logits(load(tmp_path, load_format="dummy", seed=2), PROMPT))
+    assert first.isfinite().all()
+
+
+def test_dummy_weights_are_those_of_a_random_checkpoint(tmp_path, prompt_logits):
+    path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"), seed=3)
+    assert torch.equal(
+        prompt_logits(load(path), PROMPT), prompt_logits(load(path, load_format="dummy", seed=3), PROMPT)
+    )
+
+
+def test_float16_weights_on_a_cpu_are_computed_in_float32(tmp_path, prompt_logits):
+    path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM", dtype="float16"), std=0.1)
+    half = load(path, "float16")
+    assert half.dtype == torch.float32
+    assert half.layers[0].mlp.down.storage.dtype == torch.float16
+    torch.testing.assert_close(prompt_logits(half, PROMPT), prompt_logits(load(path), PROMPT), rtol=1e-5, atol=1e-5)
+    assert activation_dtype("float16", torch.device("cuda")) == torch.float16
+
+
+def test_tied_weights_stand_once(tmp_path):
+    tied = load(write_checkpoint(tmp_path / "tied", tiny_config("LlamaForCausalLM", tie_word_embeddings=True)))
+    assert tied.lm_head is tied.embed_tokens
+    untied = load(write_checkpoint(tmp_path / "untied", tiny_config("LlamaForCausalLM")))
+    assert untied.lm_head is not untied.embed_tokens
+
+
+def test_packed_weights_do_not_change_with_the_file(tmp_path, prompt_logits):
+    path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"), std=0.1)
+    model = load(path)
+    before = prompt_logits(model, PROMPT)
+    with (path / "model.safetensors").open("r+b") as file:
+        file.seek(-100_000, 2)
+        file.write(b"\0" * 100_000)
+    assert torch.equal(prompt_logits(model, PROMPT), before)
+
+
+def test_progress_counts_packed_bytes(tmp_path):
+    path = write_checkpoint(tmp_path, tiny_config("Qwen2ForCausalLM"))
+    calls = []
+    model = load(path, "bfloat16", progress=lambda done, total: calls.append((done, total)))
+    assert len(calls) == len(model.architecture.tensor_shapes())
+    assert calls == sorted(set(calls))
+    assert calls[-1] == (packed_bytes(model), packed_bytes(model))
+
+
+def test_peak_memory_of_loading(tmp_path):
+    """Private memory grows by the packed weights and little more: originals are dropped as they are packed."""
+    config = tiny_config(
+        "LlamaForCausalLM", hidden_size=512, intermediate_size=1536, num_hidden_layers=12, head_dim=64,
+        num_attention_heads=8,
+    )  # fmt: skip
+    path = write_checkpoint(tmp_path, config)
+    code = f"""
+import pathlib, resource, sys
+import torch
+from octavo.kernels.reference import ReferenceKernels
+from octavo.models.loader import load_model
+from octavo.models.registry import read_architecture
+def private(key):
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+path = pathlib.Path({str(path)!r})
+architecture = read_architecture(path)
+load = lambda: load_model(path, architecture, ReferenceKernels(), dtype="float32", device=torch.device("cpu"),
+    max_model_len=64, progress=lambda done, total: peaks.append(private("RssAnon")))
+peaks = []
+before = private("RssAnon")
+model = load()
+print((max(peaks) - before) / architecture.weight_bytes("float32"))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0.9 < float(result.stdout) < 1.15
+
+
+def test_weights_missing_unexpected_or_misshapen(tmp_path):
+    path = write_checkpoint(tmp_path, tiny_config("Qwen2ForCausalLM"))
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+
+    def refused(changed, *words):
+        save_file(changed, file)
+        with pytest.raises(ModelError) as caught:
+            load(path)
+        for word in (str(path), *words):
+            assert word in str(caught.value)
+
+    name = "model.layers.1.mlp.up_proj.weight"
+    refused({key: value for key, value in tensors.items() if key != name}, name, "missing")
+    refused({key: value for key, value in tensors.items() if "proj" not in key}, "and 17 more", "missing")
+    refused(tensors | {"model.layers.0.self_attn.sinks": torch.zeros(4)}, "self_attn.sinks", "does not ask")
+    refused(tensors | {"model.layers.0.self_attn.o_proj.bias": torch.zeros(64)}, "o_proj.bias", "does not ask")
+    refused(tensors | {name: torch.zeros(160, 65)}, name, "[160, 65]", "[160, 64]")
+    refused(tensors | {name: torch.zeros(160, 64, dtype=torch.int8)}, name, "I8", "quantized")
+    harmless = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    save_file(tensors | harmless, file)
+    load(path)
+
+
+def test_tied_checkpoint_may_carry_its_lm_head(tmp_path):
+    path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM", tie_word_embeddings=True))
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path / "model.safetensors")
+    load(path)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 300, -1])
+def test_truncated_file(kept, tmp_path):
+    path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"))
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ModelError, match=r"model\.safetensors is truncated or not a safetensors file"):
+        load(path)
+
+
+def test_file_that_is_not_safetensors(tmp_path):
+    path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"))
+    (path / "model.safetensors").write_bytes(pickle.dumps({"a": list(range(1000))}))
+    with pytest.raises(ModelError, match="not a safetensors file"):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickles_are_refused(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("LlamaForCausalLM")))
+    (tmp_path / name).write_bytes(b"never read")
+    with pytest.raises(ModelError, match="pickle can run code") as caught:
+        load(tmp_path)
+    assert name in str(caught.value)
+
+
+def test_no_weights_at_all(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("LlamaForCausalLM")))
+    with pytest.raises(ModelError, match=r"holds no \*\.safetensors"):
+        load(tmp_path)
+
+
+def test_broken_index(tmp_path):
+    path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"), max_shard_bytes=60_000)
+    index = path / "model.safetensors.index.json"
+    text = index.read_text()
+
+    def refused(changed, words):
+        index.write_text(changed)
+        with pytest.raises(ModelError, match=words):
+            load(path)
+
+    refused(text[:-20], "not valid JSON")
+    refused("{}", "weight_map")
+    refused(text.replace("model-00001-of", "../model-00001-of"), "not a plain file name")
+    refused(text.replace("model-00001-of", "model-00099-of"), r"model-00099-of-\d+\.safetensors is missing")
+
+
+def test_tensor_in_two_files(tmp_path):
+    path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"))
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    save_file(tensors, path / "a.safetensors")
+    save_file({"model.norm.weight": torch.ones(64)}, path / "b.safetensors")
+    with pytest.raises(ModelError, match=r"model\.norm\.weight stands in a\.safetensors, too"):
+        load(path)
+
+
+def test_resolve_model_path(tmp_path, monkeypatch):
+    assert resolve_model_path(tmp_path) == tmp_path
+    assert resolve_model_path(str(tmp_path)) == tmp_path
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="is a file"):
+        resolve_model_path(tmp_path / "file")
+    for missing in (tmp_path / "missing", str(tmp_path / "missing"), "./missing", "a/b/c"):
+        with pytest.raises(ModelError, match="does not exist"):
+            resolve_model_path(missing)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModelError, match=r"pip install 'octavo\[hub\]'"):
+        resolve_model_path("some-owner/some-model")
+
+
+def test_hub_id_offline(monkeypatch, tmp_path):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match="some-owner/some-model") as caught:
+        resolve_model_path("some-owner/some-model")
+    assert "\n" not in str(caught.value)

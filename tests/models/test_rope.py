@@ -1,0 +1,108 @@
+"""The rotary table against transformers' own frequencies, for every kind and both key styles of config.json."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from octavo.errors import ModelError
+from octavo.models.config_file import ConfigFile
+from octavo.models.random_weights import tiny_config
+from octavo.models.registry import read_architecture
+from octavo.models.rope import make_cos_sin
+from octavo.models.rope_config import RopeConfig, read_rope
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
+# rope kind, its numbers
+KINDS = [
+    ("default", {}),
+    ("linear", {"factor": 2.5}),
+    ("llama3", LLAMA3),
+    ("llama3", LLAMA3 | {"original_max_position_embeddings": 100, "factor": 32.0}),
+    ("yarn", YARN),
+    ("yarn", YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}),
+    ("yarn", YARN | {"mscale": 0, "mscale_all_dim": 0.7}),
+    ("yarn", YARN | {"attention_factor": 1.25, "truncate": False}),
+    ("yarn", YARN | {"beta_fast": 20.0, "beta_slow": 3.0}),
+    ("yarn", {"factor": 4.0}),  # the original length is then max_position_embeddings
+    ("yarn", {"factor": None, "original_max_position_embeddings": 512}),
+]
+
+
+def old_style(kind, numbers):
+    return {"rope_theta": 5e5, "rope_scaling": {"type": kind, **numbers} if kind != "default" else None}
+
+
+def new_style(kind, numbers):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 5e5, **numbers}}
+
+
+def write_config(directory, changes):
+    config = tiny_config("LlamaForCausalLM", head_dim=48)
+    del config["rope_parameters"]
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    return directory
+
+
+@pytest.mark.parametrize("style", [old_style, new_style])
+@pytest.mark.parametrize(("kind", "numbers"), KINDS)
+def test_table_equals_transformers(kind, numbers, style, tmp_path):
+    write_config(tmp_path, style(kind, numbers))
+    architecture = read_architecture(tmp_path)
+    assert architecture.rope.kind == kind
+    assert architecture.rope.theta == 5e5
+    embedding = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
+    cosine, sine = embedding(torch.zeros(1), torch.arange(2000)[None])
+    table = make_cos_sin(architecture.rope, architecture.head_dim, 2000)
+    half = architecture.head_dim // 2
+    # Equal angles, bit for bit; cosines may differ in their last bit by the length of the vector they were computed in.
+    torch.testing.assert_close(table[:, :half], cosine[0, :, :half], rtol=0, atol=2e-7)
+    torch.testing.assert_close(table[:, half:], sine[0, :, :half], rtol=0, atol=2e-7)
+
+
+def test_kinds_differ():
+    tables = [
+        make_cos_sin(read_rope(ConfigFile(None, new_style(kind, numbers)), 2048), 48, 600) for kind, numbers in KINDS[:6]
+    ]
+    for index, table in enumerate(tables):
+        assert not any(torch.equal(table, other) for other in tables[:index])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (new_style("dynamic", {"factor": 2.0}), ["rope_parameters.rope_type", "dynamic", "llama3"]),
+        (old_style("longrope", {"factor": 2.0}), ["rope_scaling.type", "longrope", "yarn"]),
+        (new_style("linear", {}), ["rope_parameters.factor is missing"]),
+        (new_style("linear", {"factor": "big"}), ["factor = 'big'", "number above 0"]),
+        (new_style("linear", {"factor": float("nan")}), ["factor = nan"]),
+        (new_style("llama3", LLAMA3 | {"high_freq_factor": 0.5}), ["high_freq_factor", "low_freq_factor"]),
+        (new_style("yarn", YARN | {"beta_fast": 0.5}), ["beta_fast", "beta_slow"]),
+        (new_style("yarn", YARN | {"truncate": 1}), ["truncate", "true or false"]),
+        (new_style("default", {"mrope_section": [1, 2]}), ["mrope_section"]),
+        (new_style("default", {"partial_rotary_factor": 0.5}), ["partial_rotary_factor", "whole heads"]),
+        ({"rope_theta": 1e4, "partial_rotary_factor": 0.25}, ["partial_rotary_factor", "whole heads"]),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ["full_attention"]),
+        ({"rope_theta": 0}, ["rope_theta = 0"]),
+        ({"rope_scaling": "linear"}, ["rope_scaling", "must be an object"]),
+    ],
+)
+def test_unusable_rope_is_refused_by_name(changes, words, tmp_path):
+    write_config(tmp_path, changes)
+    with pytest.raises(ModelError) as caught:
+        read_architecture(tmp_path)
+    for word in [*words, "config.json"]:
+        assert word in str(caught.value)
+
+
+def test_old_and_new_style_agree():
+    for kind, numbers in KINDS:
+        old = read_rope(ConfigFile(None, old_style(kind, numbers)), 2048)
+        assert old == read_rope(ConfigFile(None, new_style(kind, numbers)), 2048)
+
+
+def test_default_theta():
+    assert read_rope(ConfigFile(None, {}), 2048) == RopeConfig(kind="default", theta=10000.0)

@@ -1,0 +1,135 @@
+"""A client that leaves stops its requests; a server that leaves ends its streams."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from fakes import FakeExecutor, answer_text
+from running import Running, run_server, wait_until
+
+ENDLESS = {"max_tokens": 2000, "ignore_eos": True}
+BODIES = [
+    ("/v1/completions", {"prompt": "hello", **ENDLESS}),
+    ("/v1/completions", {"prompt": ["one", "two", "three"], "n": 2, **ENDLESS}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], **ENDLESS}),
+]
+
+
+def check_free(running: Running) -> None:
+    wait_until(lambda: running.num_unfinished == 0, "the request is aborted")
+    assert running.num_blocks_in_use == 0
+    wait_until(lambda: not running.engine.has_unfinished_requests(), "the engine rests")
+    assert running.engine.output_processor.num_unfinished_requests == 0
+
+
+@pytest.mark.parametrize(("route", "body"), BODIES)
+def test_leaving_a_stream_frees_its_blocks(route: str, body: dict[str, Any]) -> None:
+    executor = FakeExecutor(step_s=0.002)
+    with run_server(executor) as running, running.http() as http:
+        with http.stream("POST", route, json={**body, "stream": True}) as stream:
+            next(stream.iter_lines())
+            assert running.num_blocks_in_use > 0
+        check_free(running)
+        bystander = http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 20})
+        assert bystander.json()["choices"][0]["text"] == answer_text(5, 0, 20)
+
+
+@pytest.mark.parametrize(("route", "body"), BODIES)
+def test_leaving_a_whole_answer_frees_its_blocks(route: str, body: dict[str, Any]) -> None:
+    executor = FakeExecutor(step_s=0.002)
+    with run_server(executor) as running:
+        leave_while_waiting(running, route, body, lambda: running.num_blocks_in_use > 0)
+        check_free(running)
+
+
+def test_leaving_before_the_first_token_frees_its_blocks() -> None:
+    """The stream's status has not been sent yet: the step that computes its prompt is still under way."""
+    executor = FakeExecutor()
+    with run_server(executor) as running:
+        executor.gate.clear()
+        body = {"prompt": "hello", **ENDLESS, "stream": True}
+        leave_while_waiting(running, "/v1/completions", body, lambda: executor.num_steps == 1)
+        executor.gate.set()
+        check_free(running)
+
+
+def leave_while_waiting(running: Running, route: str, body: dict[str, Any], ready: Any) -> None:
+    """Send a request on a connection of its own and close it, the answer unread."""
+    client = running.http()
+
+    def post() -> None:
+        try:
+            client.post(route, json=body)
+        except httpx.HTTPError:
+            return
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    wait_until(ready, "the request runs")
+    for connection in client._transport._pool.connections:  # type: ignore[attr-defined]
+        stream = connection._connection._network_stream
+        stream.get_extra_info("socket").shutdown(2)
+    thread.join(20)
+    assert not thread.is_alive()
+    client.close()
+
+
+def test_an_abort_takes_at_most_two_steps() -> None:
+    executor = FakeExecutor(step_s=0.02)
+    with run_server(executor) as running, running.http() as http:
+        with http.stream("POST", "/v1/completions", json={"prompt": "hello", **ENDLESS, "stream": True}) as stream:
+            next(stream.iter_lines())
+        num_steps = executor.num_steps
+        check_free(running)
+        # One step was under way, one may have begun before the server heard of it, one tells the worker.
+        assert executor.num_steps - num_steps <= 3
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 30.0])
+def test_open_streams_end_properly_when_the_server_stops(grace_s: float) -> None:
+    executor = FakeExecutor(step_s=0.002)
+    num_tokens = 150
+    body = {"prompt": "hello", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    with run_server(executor, grace_s=grace_s) as running, running.http() as http:
+        with http.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            first = next(lines)
+            running.server.handle_exit(15, None)
+            events = [line.removeprefix("data: ") for line in (first, *lines) if line]
+        running.thread.join(20)
+        assert not running.thread.is_alive()
+    assert events[-1] == "[DONE]"
+    last = json.loads(events[-2])["choices"][0]
+    text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+    expected = answer_text(5, 0, num_tokens)
+    if grace_s:
+        assert (last["finish_reason"], text) == ("length", expected)
+    else:
+        assert last["finish_reason"] == "abort"
+        assert expected.startswith(text)
+        assert text != expected
+
+
+def test_a_stopping_server_takes_nothing_new() -> None:
+    executor = FakeExecutor()
+    with run_server(executor, grace_s=30.0) as running, running.http() as http:
+        body = {"prompt": "hello", "max_tokens": 5, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as stream:
+            executor.gate.clear()
+            running.server.handle_exit(15, None)
+            wait_until(lambda: _refuses(running), "the door is closed")
+            executor.gate.set()
+            events = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+        assert events[-1] == "[DONE]"
+
+
+def _refuses(running: Running) -> bool:
+    try:
+        with running.http() as http:
+            return http.get("/health").status_code == 503
+    except httpx.ConnectError:
+        return True

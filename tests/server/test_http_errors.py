@@ -1,0 +1,399 @@
+"""Every error is an OpenAI error object with the right status; the engine serves the next request."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from fakes import FakeExecutor, answer_text
+from running import run_server, wait_until
+
+from octavo.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    ExecutionError,
+    ModelError,
+    OctavoError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+)
+from octavo.server.errors import to_http
+from octavo.server.serving import check_binding, listen
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from running import Running
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.fixture(scope="module")
+def http(shared: Running) -> Iterator[httpx.Client]:
+    with shared.http() as client:
+        yield client
+
+
+def check_error(response: httpx.Response, status: int, param: str | None, code: str | None = None) -> str:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert list(response.json()) == ["error"]
+    error = response.json()["error"]
+    assert sorted(error) == ["code", "message", "param", "type"]
+    assert error["param"] == param
+    assert error["code"] == code
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return error["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (RequestError("bad", parameter="seed"), 400, None),
+        (PromptTooLongError("long", parameter="prompt"), 400, "context_length_exceeded"),
+        (QueueFullError("full"), 429, "queue_full"),
+        (EngineDeadError("/secret"), 503, "engine_dead"),
+        (ExecutionError("/secret"), 500, None),
+        (EngineError("/secret"), 500, None),
+        (ModelError("/secret"), 500, None),
+        (ConfigError("/secret"), 500, None),
+        (OctavoError("/secret"), 500, None),
+        (ValueError("/secret"), 500, None),
+    ],
+)
+def test_table(error: Exception, status: int, code: str | None) -> None:
+    http_error = to_http(error)
+    assert (http_error.status, http_error.code) == (status, code)
+    assert "/secret" not in http_error.message
+    assert http_error.headers == ({"Retry-After": "1"} if status in {429, 503} else {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 1e300}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"n": 0}, "n"),
+        ({"n": 10**9}, "n"),
+        ({"n": True}, "n"),
+        ({"n": "1"}, "n"),
+        ({"seed": 2**64 - 1 + 1}, "seed"),
+        ({"seed": 0.5}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 2**63}, "max_tokens"),
+        ({"max_tokens": 2**70}, "max_tokens"),
+        ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+        ({"min_tokens": 2**63}, "min_tokens"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 1000}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": {"a": 1}}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": [257]}, "stop_token_ids"),
+        ({"stop_token_ids": ["a"] * 1000}, "stop_token_ids[0]"),
+        ({"logit_bias": {"abc": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1000}}, "logit_bias"),
+        ({"logit_bias": {"5": 10**400}}, "logit_bias"),
+        ({"logit_bias": {"257": 1}}, "logit_bias"),
+        ({"logit_bias": []}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-5]}, "allowed_token_ids"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"priority": 2**63}, "priority"),
+        ({"model": 5}, "model"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_json": {}}, "guided_json"),
+    ],
+)
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+def test_fields_out_of_range(http: httpx.Client, route: str, fields: dict[str, Any], param: str) -> None:
+    body = {**({"prompt": "hello"} if route == COMPLETIONS else HELLO), **fields}
+    message = check_error(http.post(route, json=body), 400, param)
+    assert param in message
+    assert len(message) < 600
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [HELLO["messages"][0], 5]}, "messages[1]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 10**6}, "top_logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"modalities": ["audio"]}, "modalities"),
+    ],
+)
+def test_chat_fields(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    check_error(http.post(CHAT, json={**HELLO, **fields}), 400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [1, 2.5]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [257]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [2**63]}, "prompt"),
+        ({"prompt": {"prompt_token_ids": [1]}}, "prompt"),
+        ({"prompt": ["a"] * 1025}, "prompt"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "logprobs": -1}, "logprobs"),
+        ({"prompt": "a", "echo": 1}, "echo"),
+    ],
+)
+def test_completion_fields(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    check_error(http.post(COMPLETIONS, json=fields), 400, param)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
+        {"user": "someone", "metadata": {"a": "b"}, "store": False, "nobody_knows": 1},
+        {"model": None, "temperature": None, "stop": None, "logit_bias": None, "seed": None, "stream_options": None},
+        {"logit_bias": {"65": -100, "66": 100.0}, "seed": -(2**63), "priority": -5, "cache_salt": "x"},
+        {"logprobs": False, "best_of": 5, "suffix": "", "n": 1},
+        {"chat_template_kwargs": {"enable_thinking": False}, "add_generation_prompt": True},
+    ],
+)
+def test_what_changes_nothing_is_accepted(http: httpx.Client, fields: dict[str, Any]) -> None:
+    response = http.post(CHAT, json={**HELLO, **fields, "max_tokens": 3})
+    assert response.status_code == 200, response.text
+    prompt = "<user>hello\n<assistant>"
+    assert response.json()["choices"][0]["message"]["content"] == answer_text(len(prompt), 0, 3)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": -Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": "a", "x": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
+    ],
+)
+def test_what_is_no_json(http: httpx.Client, body: bytes) -> None:
+    check_error(http.post(COMPLETIONS, content=body), 400, None)
+
+
+@pytest.mark.parametrize("digits", [20, 400, 10_000])
+@pytest.mark.parametrize("name", ["seed", "max_tokens", "temperature", "unknown"])
+def test_huge_integers(http: httpx.Client, name: str, digits: int) -> None:
+    body = b'{"prompt": "a", "%s": %s}' % (name.encode(), b"9" * digits)
+    response = http.post(COMPLETIONS, content=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] in {name, None}
+
+
+def test_nul_and_odd_characters_are_text(http: httpx.Client) -> None:
+    response = http.post(COMPLETIONS, json={"prompt": "a\0b\u2028", "max_tokens": 2, "echo": True})
+    assert response.json()["choices"][0]["text"].startswith("a\0b\u2028")
+
+
+def test_routes_and_methods(http: httpx.Client) -> None:
+    check_error(http.get("/v1/nothing"), 404, None)
+    check_error(http.post("/", json={}), 404, None)
+    response = http.get(CHAT)
+    check_error(response, 405, None)
+    assert response.headers["allow"] == "POST"
+    check_error(http.post("/v1/models"), 405, None)
+    check_error(http.get("/v1/models/nope"), 404, "model", "model_not_found")
+    check_error(http.post(CHAT, json={**HELLO, "model": "nope"}), 404, "model", "model_not_found")
+    assert http.get("/docs").status_code == http.get("/openapi.json").status_code == 404
+
+
+def test_health_and_version(http: httpx.Client) -> None:
+    assert http.get("/health").status_code == 200
+    assert list(http.get("/version").json()) == ["version"]
+
+
+def test_body_limit() -> None:
+    with run_server(max_body_bytes=10_000) as running, running.http() as http:
+        fits = json.dumps({"prompt": "a", "max_tokens": 1, "user": ""}).encode()
+        fits = fits.replace(b'""', b'"' + b"x" * (10_000 - len(fits)) + b'"')
+        assert len(fits) == 10_000
+        assert http.post(COMPLETIONS, content=fits).status_code == 200
+        check_error(http.post(COMPLETIONS, content=fits + b" "), 413, None, "request_too_large")
+        # Without a length said beforehand it is cut off while it comes in.
+        chunks = iter([b'{"prompt": "'] + [b"x" * 1000] * 20)
+        check_error(http.post(COMPLETIONS, content=chunks), 413, None, "request_too_large")
+        assert http.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer"},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "Bearer key "[:-2]},
+        {"Authorization": "Basic key"},
+        {"Authorization": "key"},
+        {"X-Api-Key": "key"},
+    ],
+)
+def test_every_route_but_health_asks_for_the_key(keyed: Running, headers: dict[str, str]) -> None:
+    with keyed.http() as http:
+        for method, path in [
+            ("GET", "/v1/models"),
+            ("GET", "/version"),
+            ("POST", CHAT),
+            ("GET", "/nothing"),
+            ("GET", "/health/"),
+            ("GET", "//health"),
+            ("GET", "/Health"),
+            ("GET", "/v1/../v1/models"),
+            ("OPTIONS", "/v1/models"),
+        ]:
+            response = http.request(method, path, headers=headers)
+            check_error(response, 401, None, "invalid_api_key")
+            assert response.headers["www-authenticate"] == "Bearer"
+        assert http.get("/health", headers=headers).status_code == 200
+
+
+def test_two_authorization_headers_are_none(keyed: Running) -> None:
+    with keyed.http() as http:
+        twice = [("Authorization", "Bearer key"), ("Authorization", "Bearer wrong")]
+        assert http.get("/version", headers=twice).status_code == 401
+        assert http.get("/version", headers={"authorization": "bearer key"}).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[Running]:
+    with run_server(api_key="key") as running:
+        yield running
+
+
+def test_a_failed_step_is_500_and_the_next_request_is_served() -> None:
+    executor = FakeExecutor()
+    with run_server(executor) as running, running.http() as http:
+        executor.fail_next = True
+        message = check_error(http.post(COMPLETIONS, json={"prompt": "a"}), 500, None)
+        assert "secret" not in message
+        executor.fail_next = True
+        check_error(http.post(COMPLETIONS, json={"prompt": "a", "stream": True}), 500, None)
+        assert http.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
+
+
+def test_a_failure_in_mid_stream_is_one_event() -> None:
+    executor = FakeExecutor()
+    body = {"prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}
+    with run_server(executor) as running, running.http() as http, http.stream("POST", COMPLETIONS, json=body) as stream:
+        lines = stream.iter_lines()
+        for _ in range(6):
+            next(lines)
+        executor.fail_next = True
+        events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]"
+    error = json.loads(events[-2])["error"]
+    assert error["type"] == "server_error"
+    assert "secret" not in error["message"]
+    assert all("choices" in json.loads(event) for event in events[:-2])
+    assert all(json.loads(event)["choices"][0]["finish_reason"] is None for event in events[:-2])
+
+
+def test_a_dead_engine_is_503() -> None:
+    executor = FakeExecutor()
+    with run_server(executor) as running, running.http() as http:
+        executor.die = True
+        message = check_error(http.post(COMPLETIONS, json={"prompt": "a"}), 503, None, "engine_dead")
+        assert "secret" not in message
+        wait_until(lambda: http.get("/health").status_code == 503, "the health check knows")
+        for route, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {**HELLO, "stream": True})):
+            response = http.post(route, json=body)
+            check_error(response, 503, None, "engine_dead")
+            assert response.headers["retry-after"] == "1"
+
+
+def test_a_full_queue_is_429() -> None:
+    executor = FakeExecutor()
+    options = {"max_num_seqs": 1, "max_num_waiting": 0}
+    with run_server(executor, engine_options=options) as running, running.http() as http:
+        response = http.post(COMPLETIONS, json={"prompt": "a"})
+        assert response.status_code == 429
+        assert response.json()["error"]["code"] == "queue_full"
+        assert response.headers["retry-after"] == "1"
+
+
+def test_a_prompt_that_can_never_fit_the_cache() -> None:
+    with run_server(engine_options={"num_blocks": 4, "block_size": 16}) as running, running.http() as http:
+        response = http.post(COMPLETIONS, json={"prompt": "x" * 64})
+        check_error(response, 400, "prompt", "context_length_exceeded")
+        assert http.post(COMPLETIONS, json={"prompt": "x" * 63}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_loopback_needs_no_key(host: str) -> None:
+    check_binding(host, None, insecure=False)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.168.0.1", "example.org", "127.0.0.1.example.org"])
+def test_other_addresses_need_a_key(host: str) -> None:
+    with pytest.raises(ConfigError, match="API key"):
+        check_binding(host, None, insecure=False)
+    check_binding(host, "key", insecure=False)
+    check_binding(host, None, insecure=True)
+
+
+def test_an_address_in_use() -> None:
+    with listen("127.0.0.1", 0) as sock, pytest.raises(ConfigError, match="cannot listen"):
+        listen("127.0.0.1", sock.getsockname()[1])

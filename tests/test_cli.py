@@ -1,0 +1,402 @@
+"""The command line: what it prints, how it ends, and that it starts without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from fakes import TEXT, FakeExecutor, answer_text, make_engine
+from typer.testing import CliRunner
+
+from octavo.cli import app
+from octavo.cli.engine_options import EngineOptions, parse_size
+from octavo.cli.workloads import make_workloads, read_workloads
+from octavo.config import SchedulingPolicy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+runner = CliRunner()
+COMMANDS = (["generate"], ["chat"], ["serve"], ["models"], ["bench"], ["bench", "throughput"], ["bench", "latency"])
+MODEL_COMMANDS = tuple(command for command in COMMANDS if command not in (["models"], ["bench"]))
+
+
+def run(*arguments: str, stdin: str | None = None) -> Any:
+    return runner.invoke(app, list(arguments), input=stdin, prog_name="octavo")
+
+
+@pytest.fixture
+def fake_model(monkeypatch: pytest.MonkeyPatch) -> FakeExecutor:
+    """Whatever model is asked for, a reciting one is built."""
+    executor = FakeExecutor()
+
+    def build(options: EngineOptions) -> Any:
+        options.config()
+        return make_engine(executor, max_num_seqs=8)
+
+    monkeypatch.setattr(EngineOptions, "build", build)
+    return executor
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import octavo",
+        "import octavo.cli",
+        "from octavo.cli import app; app(['--help'], standalone_mode=False)",
+        "from octavo.cli import app; app(['serve', '--help'], standalone_mode=False)",
+        "from octavo.cli import app; app(['models'], standalone_mode=False)",
+    ],
+)
+def test_nothing_heavy_is_imported(code: str) -> None:
+    heavy = {"torch", "numpy", "transformers", "tokenizers", "safetensors", "fastapi", "pydantic", "uvicorn", "jinja2"}
+    out = python(f"{code}\nimport sys; print('LOADED', sorted({heavy!r} & set(sys.modules)))")
+    assert out.splitlines()[-1] == "LOADED []"
+
+
+def test_help_imports_no_rich() -> None:
+    """It takes longer to import than everything else together."""
+    code = "from octavo.cli import app; app(['--help'], standalone_mode=False); import sys; print('rich' in sys.modules)"
+    assert python(code).splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_teaches(command: list[str]) -> None:
+    result = run(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage: octavo" in result.output
+    if command != ["bench"]:
+        assert "Examples:" in result.output
+        assert "octavo " + " ".join(command) in result.output.partition("Examples:")[2]
+
+
+def test_every_model_command_has_the_same_engine_options() -> None:
+    names = """--model --tokenizer --chat-template --generation-config --load-format --dtype --max-model-len --seed
+    --max-num-seqs --max-num-batched-tokens --enable-chunked-prefill --no-enable-chunked-prefill
+    --long-prefill-token-threshold --scheduling-policy --block-size --enable-prefix-caching
+    --no-enable-prefix-caching --kv-cache-memory-bytes --num-gpu-blocks-override --device --kernels --num-threads
+    --debug""".split()
+    for command in MODEL_COMMANDS:
+        text = run(*command, "--help").output
+        shown = set(re.findall(r"--[a-z][a-z0-9-]*", text))
+        assert set(names) <= shown, command
+    serve = set(re.findall(r"--[a-z][a-z0-9-]*", run("serve", "--help").output))
+    assert {"--host", "--port", "--served-model-name", "--api-key", "--insecure"} <= serve
+
+
+def test_every_option_says_its_default() -> None:
+    for command in MODEL_COMMANDS:
+        text = run(*command, "--help").output.partition("Examples:")[0]
+        for entry in re.split(r"\n  (?=-)", text)[1:]:
+            flag = re.search(r"<|[A-Z]{3}|\|", entry.partition("  ")[0]) is None  # takes no value
+            body = " ".join(entry.split())
+            known = flag or "efault:" in body or body.startswith(("--model ", "--stop ", "--only "))
+            assert known, f"{command}: {body}"
+
+
+def test_version() -> None:
+    assert re.fullmatch(r"octavo \d+\.\d+\.\d+\n", run("--version").output)
+
+
+def test_config_from_options() -> None:
+    options = EngineOptions(
+        model_argument="some/model",
+        max_num_seqs=1000,
+        scheduling_policy=SchedulingPolicy.PRIORITY,
+        num_gpu_blocks_override=7,
+        kv_cache_memory_bytes=5,
+        enable_prefix_caching=False,
+    )
+    config = options.config()
+    assert config.model.model == config.model.served_model_name == "some/model"
+    assert config.scheduler.max_num_batched_tokens == 1000
+    assert config.scheduler.policy is SchedulingPolicy.PRIORITY
+    assert (config.cache.num_gpu_blocks, config.cache.kv_cache_memory_bytes) == (7, 5)
+    assert not config.cache.enable_prefix_caching
+    assert EngineOptions().config().model.model is None
+
+
+def test_a_directory_is_served_under_its_own_name_only(tmp_path: Path) -> None:
+    directory = tmp_path / "my-model"
+    directory.mkdir()
+    assert EngineOptions(model=str(directory)).served_name == "my-model"
+    assert EngineOptions(model="owner/name").served_name == "owner/name"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("123", 123),
+        ("4G", 4 * 1024**3),
+        ("512M", 512 * 1024**2),
+        ("1.5K", 1536),
+        ("2GiB", 2 * 1024**3),
+        ("2gb", 2 * 1000**3),
+        ("1T", 1024**4),
+        ("3k", 3000),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "--kv-cache-memory-bytes", "4X", "--prompt", "a"],
+        ["generate", "--max-num-seqs", "many", "--prompt", "a"],
+        ["generate", "--scheduling-policy", "lottery", "--prompt", "a"],
+        ["generate", "--prompts-file", "/there/is/no/such/file"],
+        ["generate", "one", "--model", "two", "--prompt", "a"],
+        ["generate"],
+        ["serve", "--port", "99999"],
+        ["bench", "latency", "--only", "Z"],
+        ["bench", "throughput", "--repeat", "0"],
+        ["chat", "--nonsense"],
+        ["nonsense"],
+    ],
+)
+def test_wrong_usage_is_exit_code_2(arguments: list[str], fake_model: FakeExecutor) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--block-size", "0"], "block_size must be an integer of 1 or more, got 0"),
+        (["--max-num-seqs", "64", "--max-num-batched-tokens", "8"], "max_num_batched_tokens (8) must be at least"),
+        (["--dtype", "int3"], "dtype must be one of"),
+        (["--kernels", "magic"], "kernels must be one of"),
+        (["--long-prefill-token-threshold", "5", "--no-enable-chunked-prefill"], "long_prefill_token_threshold"),
+        (["--temperature", "-1"], "temperature must be a number"),
+        (["--max-tokens", "0"], "max_tokens must be an integer"),
+        (["--prompt", "x" * 3000], "the prompt has"),
+        (["--prompt", ""], "the prompt is empty"),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_1(arguments: list[str], text: str, fake_model: FakeExecutor) -> None:
+    prompt = [] if "--prompt" in arguments else ["--prompt", "a"]
+    result = run("generate", "--raw", *prompt, *arguments)
+    assert result.exit_code == 1, result.output
+    assert result.stderr.startswith("error: ")
+    assert text in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_debug_shows_the_traceback(fake_model: FakeExecutor) -> None:
+    result = run("generate", "--prompt", "a", "--temperature", "-1", "--debug")
+    assert result.exit_code == 1
+    assert type(result.exception).__name__ == "RequestError"
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "text"),
+    [
+        ("missing", lambda path: None, "does not exist"),
+        ("file", lambda path: path.write_text("x"), "is a file"),
+        ("empty", lambda path: path.mkdir(), "config.json"),
+        ("broken", lambda path: (path.mkdir(), (path / "config.json").write_text("{")), "not valid JSON"),
+        (
+            "unknown",
+            lambda path: (path.mkdir(), (path / "config.json").write_text('{"architectures": ["GPT9"]}')),
+            "LlamaForCausalLM",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_used(tmp_path: Path, name: str, make: Any, text: str) -> None:
+    make(tmp_path / name)
+    result = run("generate", str(tmp_path / name), "--prompt", "a")
+    assert result.exit_code == 1, result.output
+    assert result.stderr.startswith("error: ")
+    assert text in result.stderr
+
+
+def test_generate_streams_one_prompt(fake_model: FakeExecutor) -> None:
+    result = run("generate", "--raw", "--prompt", "hello")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == answer_text(5) + "\n"
+    chat = run("generate", "--prompt", "hello", "--max-tokens", "12", "--system", "S")
+    assert chat.stdout == answer_text(len("<system>S\n<user>hello\n<assistant>"), 0, 12) + "\n"
+
+
+def test_generate_reads_standard_input(fake_model: FakeExecutor) -> None:
+    assert run("generate", "--raw", stdin="hello\nthere\n").stdout == answer_text(11) + "\n"
+
+
+def test_generate_stops_where_told(fake_model: FakeExecutor) -> None:
+    stop = answer_text(5)[20:24]
+    result = run("generate", "--raw", "--prompt", "hello", "--stop", stop, "--stop", "never")
+    assert result.stdout == answer_text(5)[:20] + "\n"
+
+
+def test_generate_answers_many_prompts(fake_model: FakeExecutor, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("bb\n\nccc\n")
+    result = run("generate", "--raw", "--prompt", "a", "--prompts-file", str(file), "--json", "--max-tokens", "9")
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line["prompt"] for line in lines] == ["a", "bb", "ccc"]
+    assert [line["outputs"][0]["text"] for line in lines] == [answer_text(length, 0, 9) for length in (1, 2, 3)]
+    assert all(line["outputs"][0]["finish_reason"] == "length" for line in lines)
+    shown = run("generate", "--raw", "--prompt", "a", "--n", "2", "--max-tokens", "9").stdout
+    assert shown == f"> a\n{answer_text(1, 0, 9)}\n{answer_text(1, 1, 9)}\n\n"
+
+
+def test_a_failed_step_is_an_error_of_generate(fake_model: FakeExecutor) -> None:
+    fake_model.fail_next = True
+    result = run("generate", "--prompt", "a")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+
+
+def test_chat_remembers_until_reset(fake_model: FakeExecutor) -> None:
+    result = run("chat", "--max-tokens", "5", stdin="hi\nmore\n/reset\nhi\n\n/exit\nnever said\n")
+    assert result.exit_code == 0, result.output
+    first = "<user>hi\n<assistant>"
+    answer = answer_text(len(first), 0, 5)
+    second = f"<user>hi\n<assistant>{answer}\n<user>more\n<assistant>"
+    expected = [answer, answer_text(len(second.encode()), 0, 5), answer]
+    assert result.stdout == "".join(f"{text}\n" for text in expected)
+
+
+def test_chat_goes_on_after_an_error(fake_model: FakeExecutor) -> None:
+    result = run("chat", "--max-tokens", "5", stdin=f"{'x' * 3000}\n/help\n/nonsense\nhi\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == answer_text(len("<user>hi\n<assistant>"), 0, 5) + "\n"
+    assert "error: the prompt has" in result.stderr
+    assert "/reset" in result.stderr
+    assert "no command /nonsense" in result.stderr
+
+
+def test_ctrl_c_stops_the_answer_not_the_chat(fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = fake_model.collect
+
+    def press_in_the_tenth_step() -> Any:
+        if fake_model.num_steps == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+        return collect()
+
+    monkeypatch.setattr(fake_model, "collect", press_in_the_tenth_step)
+    result = run("chat", "--ignore-eos", "--max-tokens", "50", stdin="hi\nhi\n")
+    assert result.exit_code == 0, result.output
+    first, second = result.stdout.splitlines()
+    assert first == answer_text(len("<user>hi\n<assistant>"), 0, 10)
+    assert len(second.encode()) >= 50
+    assert "(stopped)" in result.stderr
+
+
+def test_bench(fake_model: FakeExecutor, tmp_path: Path) -> None:
+    result = run("bench", "throughput", "--repeat", "2", "--json", "--only", "B", "--only", "D")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["results"]
+    assert [row["workload"] for row in rows] == ["B 16 at once", "D shared prefix, cache off", "D shared prefix, cache on"]
+    assert all(row["wall_s"] > 0 and row["output_tok_per_s"] > 0 for row in rows)
+    assert rows[2]["steps"] < rows[1]["steps"]
+    file = tmp_path / "workloads.json"
+    file.write_text(json.dumps({"A": [{"prompt": [1, 2, 3], "out": 4}], "C": [{"prompt": [5] * 600, "out": 1}]}))
+    result = run("bench", "latency", "--workload", str(file), "--repeat", "1", "--json")
+    rows = json.loads(result.stdout)["results"]
+    assert [row["steps"] for row in rows] == [4, 2]
+    assert rows[0]["decode_tok_per_s"] > 0
+    assert rows[1]["prefill_tok_per_s"] > 0
+    shown = run("bench", "latency", "--workload", str(file), "--repeat", "1").stdout
+    assert "prefill tok/s" in shown
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"A": [{"prompt": [1]}]}', '{"A": [{"prompt": "x", "out": 1}]}', '{"B": []}'])
+def test_a_workload_file_that_cannot_be_used(fake_model: FakeExecutor, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "workloads.json"
+    file.write_text(text)
+    result = run("bench", "throughput", "--workload", str(file))
+    assert result.exit_code == 1, result.output
+    assert result.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize("max_model_len", [16, 200, 4096])
+def test_made_up_workloads_fit_the_model(max_model_len: int, tmp_path: Path) -> None:
+    made = make_workloads(100, max_model_len)
+    items = [*made.a, *made.b, *made.c, *(item for each in made.d for item in each)]
+    assert all(len(item.prompt_token_ids) + item.num_output_tokens <= max_model_len for item in items)
+    assert all(0 <= token_id < 100 for item in items for token_id in item.prompt_token_ids)
+    file = tmp_path / "same.json"
+    spell = [[{"prompt": item.prompt_token_ids, "out": item.num_output_tokens} for item in each] for each in made.d]
+    file.write_text(json.dumps({"D": spell, "E_gaps": [0.5]}))
+    assert read_workloads(file).d == made.d
+
+
+def test_models_lists_what_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.cli.models._in_hub_cache", list)
+    for name, architecture in (("good", "Qwen3ForCausalLM"), ("deep/er", "LlamaForCausalLM"), ("odd", "GPT9")):
+        directory = tmp_path / name
+        directory.mkdir(parents=True)
+        (directory / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        (directory / "model.safetensors").write_bytes(b"x" * 2048)
+    result = run("models", str(tmp_path), "--json")
+    data = json.loads(result.stdout)
+    assert "Qwen3ForCausalLM" in data["architectures"]
+    found = {each["name"]: each for each in data["checkpoints"]}
+    assert found["good"]["is_known"]
+    assert found["er"]["architecture"] == "LlamaForCausalLM"
+    assert not found["odd"]["is_known"]
+    assert found["good"]["size_bytes"] == 2048
+    shown = run("models", str(tmp_path)).stdout
+    assert "2.0 KiB" in shown
+    assert "GPT9  (not served)" in shown
+
+
+def test_serve_refuses_an_open_door(fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OCTAVO_API_KEY", raising=False)
+    result = run("serve", "--host", "0.0.0.0", "--port", "0")
+    assert result.exit_code == 1
+    assert "--insecure" in result.stderr
+
+
+SERVE = """
+import sys
+sys.path.insert(0, {tests!r})
+from fakes import make_engine, FakeExecutor
+from octavo.cli import app
+from octavo.cli.engine_options import EngineOptions
+EngineOptions.build = lambda options: make_engine(FakeExecutor(step_s=0.002))
+app(["serve", "--port", "0", "--log-level", "warning", "--shutdown-timeout", "0", "--served-model-name", "fake"])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_ends_by_itself(number: signal.Signals) -> None:
+    code = SERVE.format(tests=os.path.dirname(__file__))
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            line = process.stderr.readline()
+            url = re.search(r"http://127\.0\.0\.1:\d+/v1", line)
+            assert url, line
+            body = {"prompt": "hello", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+            with httpx.stream("POST", f"{url[0]}/completions", json=body, timeout=20, trust_env=False) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                process.send_signal(number)
+                rest = [line for line in lines if line]
+            assert rest[-1] == "data: [DONE]"
+            assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+            assert process.wait(20) == 0
+            assert process.stderr.read().count("Traceback") == 0
+        finally:
+            process.kill()
+
+
+def test_the_fake_text_has_what_the_tests_need() -> None:
+    assert len(TEXT) < len(TEXT.encode())

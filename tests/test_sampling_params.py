@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from octavo.errors import RequestError
+from octavo.sampling_params import SamplingParams
+
+
+def test_defaults_are_vllms():
+    params = SamplingParams()
+    assert (params.n, params.max_tokens, params.temperature, params.top_p, params.top_k) == (1, 16, 1.0, 1.0, 0)
+    assert params.logprobs is None
+    assert not params.is_greedy
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("n", [0, -1, 129, 1.5, True, "2"]),
+        ("max_tokens", [0, -3, 2.5, True]),
+        ("min_tokens", [-1, 17, 0.5]),
+        ("temperature", [-0.1, math.nan, math.inf, "hot", True]),
+        ("top_k", [-2, 1.5]),
+        ("top_p", [0.0, -0.1, 1.1, math.nan]),
+        ("min_p", [-0.1, 1.1, math.nan]),
+        ("seed", [2**64, -(2**63) - 1, 1.0, "x"]),
+        ("presence_penalty", [-2.1, 2.1, math.nan]),
+        ("frequency_penalty", [-2.1, 2.1, math.inf]),
+        ("repetition_penalty", [0.0, -1.0, math.nan]),
+        ("logprobs", [-1, 1025, 1.0]),
+        ("prompt_logprobs", [-1, 1025]),
+        ("stop", ["", ["a", ""], ["x" * 1025], [3], ["a"] * 65]),
+        ("stop_token_ids", [[-1], [1.5]]),
+        ("logit_bias", [{-1: 0.0}, {1: math.nan}, {1: 101.0}]),
+        ("allowed_token_ids", [[], [-4]]),
+    ],
+)
+def test_out_of_range_is_refused_with_the_fields_name(field, values):
+    for value in values:
+        with pytest.raises(RequestError) as caught:
+            SamplingParams(**{field: value})
+        assert caught.value.parameter == field
+        assert field in str(caught.value)
+
+
+def test_edges_are_accepted():
+    SamplingParams(n=128, temperature=100.0, top_p=1e-9, seed=2**64 - 1, logprobs=0, max_tokens=None)
+    assert SamplingParams(top_k=-1).top_k == 0
+    assert SamplingParams(temperature=1e-7).is_greedy
+    assert SamplingParams(stop="x").stop_strings == ["x"]
+    assert SamplingParams(stop=["x", "y"]).stop_strings == ["x", "y"]
+
+
+def test_stop_strings_need_text():
+    with pytest.raises(RequestError, match="detokenize"):
+        SamplingParams(stop="x", detokenize=False)
+
+
+def test_from_optional():
+    assert SamplingParams.from_optional(temperature=None, top_p=0.5, max_tokens=None) == SamplingParams(
+        top_p=0.5, max_tokens=None
+    )
+    with pytest.raises(RequestError, match="nonsense"):
+        SamplingParams.from_optional(nonsense=1)

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.sampling_params import SamplingParams
+from octavo.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from octavo.worker.input_batch import InputBatch
+
+
+def new_data(request_id: str, token_ids: list[int], block_ids: list[int], num_computed: int = 0) -> NewRequestData:
+    return NewRequestData(
+        request_id, token_ids, len(token_ids), SamplingParams(), 0, 0, frozenset(), block_ids, num_computed
+    )
+
+
+def make_output(new=(), cached=None, counts=None, finished=(), preempted=()) -> SchedulerOutput:
+    counts = counts or {}
+    return SchedulerOutput(
+        1,
+        list(new),
+        cached or CachedRequestData.make_empty(),
+        counts,
+        sum(counts.values()),
+        set(finished),
+        set(preempted),
+    )
+
+
+@pytest.fixture
+def batch():
+    return InputBatch(max_num_seqs=4, max_model_len=64, block_size=4, device=torch.device("cpu"))
+
+
+def test_input_batch_creation(batch):
+    assert batch.requests == {}
+    assert batch.token_ids.shape == (4, 65)
+    assert batch.block_tables.shape == (4, 16)
+
+
+def test_prepare_inputs_new_requests(batch):
+    scheduled = make_output(
+        [new_data("a", [10, 11, 12, 13, 14], [3, 5]), new_data("b", [20, 21], [0])], counts={"a": 5, "b": 2}
+    )
+    batch.update(scheduled)
+    inputs = batch.prepare_inputs(scheduled)
+    assert inputs.token_ids.tolist() == [10, 11, 12, 13, 14, 20, 21]
+    assert inputs.attention.positions.tolist() == [0, 1, 2, 3, 4, 0, 1]
+    assert inputs.attention.slot_mapping.tolist() == [12, 13, 14, 15, 20, 0, 1]
+    assert inputs.attention.query_start.tolist() == [0, 5, 7]
+    assert inputs.attention.seq_lens.tolist() == [5, 2]
+    assert inputs.attention.block_tables[0].tolist() == [3, 5]
+    assert inputs.attention.block_tables[1, 0] == 0
+    assert inputs.sampled == [0, 1]
+    assert inputs.logits_indices.tolist() == [4, 6]
+
+
+def test_prepare_inputs_cached_requests(batch):
+    batch.update(make_output([new_data("a", [10, 11, 12], [2])], counts={"a": 3}))
+    cached = CachedRequestData(["a"], [[13]], [[]], [3])
+    scheduled = make_output(cached=cached, counts={"a": 1})
+    batch.update(scheduled)
+    inputs = batch.prepare_inputs(scheduled)
+    assert inputs.token_ids.tolist() == [13]
+    assert inputs.attention.positions.tolist() == [3]  # num_computed_tokens, not the length after appending
+    assert inputs.attention.slot_mapping.tolist() == [11]
+    assert inputs.attention.seq_lens.tolist() == [4]
+    cached = CachedRequestData(["a"], [[14]], [[7]], [4])
+    scheduled = make_output(cached=cached, counts={"a": 1})
+    batch.update(scheduled)
+    assert batch.prepare_inputs(scheduled).attention.slot_mapping.tolist() == [28]
+
+
+def test_prepare_inputs_mixed(batch):
+    batch.update(make_output([new_data("a", [10, 11], [1])], counts={"a": 2}))
+    scheduled = make_output(
+        [new_data("b", list(range(30, 39)), [4, 5, 6], num_computed=4)],
+        CachedRequestData(["a"], [[12]], [[]], [2]),
+        {"a": 1, "b": 3},
+    )
+    batch.update(scheduled)
+    inputs = batch.prepare_inputs(scheduled)
+    assert inputs.token_ids.tolist() == [12, 34, 35, 36]
+    assert inputs.attention.positions.tolist() == [2, 4, 5, 6]
+    assert inputs.attention.slot_mapping.tolist() == [6, 20, 21, 22]
+    assert inputs.sampled == [0]  # b's prompt is not computed to its end
+    assert inputs.logits_indices.tolist() == [0]
+
+
+def test_last_prompt_token_is_fed_once(batch):
+    scheduled = make_output([new_data("a", list(range(6)), [0, 1])], counts={"a": 4})
+    batch.update(scheduled)
+    fed = batch.prepare_inputs(scheduled).token_ids.tolist()
+    scheduled = make_output(cached=CachedRequestData(["a"], [[]], [[]], [4]), counts={"a": 2})
+    batch.update(scheduled)
+    fed += batch.prepare_inputs(scheduled).token_ids.tolist()
+    scheduled = make_output(cached=CachedRequestData(["a"], [[50]], [[]], [6]), counts={"a": 1})
+    batch.update(scheduled)
+    fed += batch.prepare_inputs(scheduled).token_ids.tolist()
+    assert fed == [0, 1, 2, 3, 4, 5, 50]
+
+
+def test_rows_are_reused_and_forgotten(batch):
+    for round_ in range(5):
+        names = [f"{round_}{index}" for index in range(4)]
+        batch.update(make_output([new_data(name, [1, 2], [0]) for name in names]))
+        assert len(batch.requests) == 4
+        finished, preempted = names[:2], names[2:]
+        batch.update(make_output(finished=[*finished, "never heard of"], preempted=preempted))
+        assert batch.requests == {}
+
+
+def test_an_id_may_end_and_come_back_in_one_step(batch):
+    batch.update(make_output([new_data("a", [1, 2, 3], [0])]))
+    batch.update(make_output([new_data("a", [9], [2])], finished=["a"]))
+    assert batch.known_tokens(batch.requests["a"]).tolist() == [9]
+    assert np.count_nonzero(batch.num_blocks) == 1
