@@ -158,7 +158,8 @@ def main() -> None:
         static = [jobs[start : start + slots] for start in range(0, len(jobs), slots)]
         ways = {"sequential": (1, [[job] for job in jobs]), "static": (slots, static)} | ways
     header = ("seconds", "tokens", "tok/s", "steps", "busy", "prefill/s", "decode/s", "speed-up")
-    print(f"{'':<12}" + "".join(f"{name:>{width}}" for name, width in zip(header, (8, 8, 10, 8, 10, 12, 12, 10), strict=True)))
+    widths = (8, 8, 10, 8, 10, 12, 12, 10)
+    print(f"{'':<12}" + "".join(f"{name:>{width}}" for name, width in zip(header, widths, strict=True)))
     baseline, expected = None, None
     for name, (num_slots, batches) in ways.items():
         measured = Measured(name, num_slots)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from kernels_available import COMPILED
 
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import kernels_required
 from octavo.models.random_weights import tiny_config, write_checkpoint
-from kernels_available import COMPILED
 
 needs_kernels = pytest.mark.skipif(
     not COMPILED and not kernels_required(), reason="octavo was installed without its compiled kernels"
@@ -204,7 +204,8 @@ def test_prompt_logprobs_do_not_depend_on_chunks_or_preemption(checkpoint):
 
 @needs_kernels
 def test_a_preemption_keeps_the_seed_of_a_request_without_one(checkpoint):
-    requests = [(prompt, SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)) for prompt, _ in make_requests()]
+    params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
+    requests = [(prompt, params) for prompt, _ in make_requests()]
     roomy = answers(make_engine(checkpoint, "float32", Schedule("crowd"), "cpu"), requests)
     engine = make_engine(checkpoint, "float32", Schedule("few", num_blocks=20), "cpu")
     assert answers(engine, requests) == roomy

@@ -1,4 +1,4 @@
-"""Worked case (e): a prompt of 8,192 tokens at a threshold of 2,048 takes 4 chunks; the first token comes with the last."""
+"""Worked case (e): 8,192 prompt tokens at a threshold of 2,048 take 4 chunks; the first token comes with the last."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Worked case (d): static against continuous batching for outputs of 5, 50, 3 and 100 tokens.
 
 A static batch holds its four slots until the longest is done: 158 busy of 400 slot-steps, 39.5 %. With continuous
-batching a slot is given to the next request as soon as one ends. Both are real runs of the scheduler; `--svg FILE` draws
-them.
+batching a slot is given to the next request as soon as one ends. Both are real runs of the scheduler; `--svg FILE`
+draws them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from octavo.build import build_engine
 from octavo.compatibility import accept_arguments
@@ -26,10 +26,10 @@ from octavo.sampling_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from octavo.engine.input_processor import Prompt
     from octavo.events import EventSink
     from octavo.outputs import RequestOutput
 
-    Prompt = str | Sequence[int] | Mapping[str, Any]
     Params = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -148,7 +148,8 @@ class LLM:
         prompts: texts, {"prompt": text} or {"prompt_token_ids": ids}, one or many. sampling_params: for all, or a list
         with one for each. use_tqdm shows progress on a terminal. Raises `RequestError`; then none was answered.
         """
-        batch = [prompts] if isinstance(prompts, str) or hasattr(prompts, "keys") else list(prompts)  # type: ignore[arg-type]
+        one = isinstance(prompts, str) or hasattr(prompts, "keys")
+        batch = cast("list[Prompt]", [prompts] if one else list(prompts))
         per_prompt = self._per_prompt(sampling_params, len(batch))
         with RequestProgress(len(batch), enabled=use_tqdm) as on_output:
             outputs = self.llm_engine.generate_batch(batch, per_prompt, on_output=on_output, priorities=priority)
@@ -169,11 +170,11 @@ class LLM:
         Without sampling_params an answer may take the remaining context.
         """
         one = bool(messages) and hasattr(messages[0], "keys")
-        conversations = [messages] if one else list(messages)
+        conversations = cast("list[Sequence[Mapping[str, Any]]]", [messages] if one else list(messages))
         render = self.llm_engine.input_processor.chat_prompt
         prompts = [
             render(
-                conversation,  # type: ignore[arg-type]
+                conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **(chat_template_kwargs or {}),

@@ -6,7 +6,15 @@ import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,9 +27,7 @@ class LoadingProgress:
     """A bar of bytes while weights are packed; entering it returns the callback that the loader wants."""
 
     def __init__(self) -> None:
-        self._progress = Progress(
-            TextColumn("loading weights"), BarColumn(), DownloadColumn(), **_options(enabled=True)
-        )
+        self._progress = _bar(TextColumn("loading weights"), BarColumn(), DownloadColumn())
         self._task = self._progress.add_task("", total=None)
 
     def __enter__(self) -> Callable[[int, int], None]:
@@ -38,14 +44,9 @@ class RequestProgress:
     """A bar of finished requests; entering it returns a callback for outputs."""
 
     def __init__(self, num_requests: int, *, enabled: bool = True) -> None:
-        self._progress = Progress(
-            TextColumn("requests"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
-            **_options(enabled=enabled),
-        )
+        rate = TextColumn("{task.fields[rate]}")
+        columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn())
+        self._progress = _bar(*columns, enabled=enabled)
         self._task = self._progress.add_task("", total=num_requests, rate="")
         self._num_tokens = 0
 
@@ -66,10 +67,8 @@ class RequestProgress:
             self._progress.update(self._task, advance=1, rate=rate)
 
 
-def _options(*, enabled: bool) -> dict[str, object]:
+def _bar(*columns: ProgressColumn, enabled: bool = True) -> Progress:
     """Draw on stderr, and only when it is a terminal; the bar goes when it is done."""
-    return {
-        "console": Console(file=sys.stderr),
-        "transient": True,
-        "disable": not (enabled and sys.stderr.isatty()),
-    }
+    return Progress(
+        *columns, console=Console(file=sys.stderr), transient=True, disable=not (enabled and sys.stderr.isatty())
+    )

@@ -153,6 +153,5 @@ class Request:
         return self.status.is_finished
 
     def __repr__(self) -> str:
-        return (
-            f"Request({self.request_id!r}, {self.status.name}, computed {self.num_computed_tokens} of {self.num_tokens})"
-        )
+        progress = f"computed {self.num_computed_tokens} of {self.num_tokens}"
+        return f"Request({self.request_id!r}, {self.status.name}, {progress})"

@@ -1,7 +1,7 @@
 """The core against a model whose tokens show any wrong, stale or unwritten KV slot.
 
 The content of a slot hashes the content of the slot before it, read through the block table; the next token is a
-function of the last slot. A token that differs from the oracle's means that the core let somebody read what was not its.
+function of the last slot. A token that differs from the oracle's means that somebody read what was not its own.
 """
 
 from __future__ import annotations

@@ -83,7 +83,8 @@ def test_streams_add_up_to_the_whole(kind):
     for index in range(2):
         pieces = [output.outputs[index] for output in outputs]
         text = "".join(p.text for p in pieces) if kind is RequestOutputKind.DELTA else pieces[-1].text
-        tokens = sum((p.token_ids for p in pieces), []) if kind is RequestOutputKind.DELTA else pieces[-1].token_ids
+        deltas = [token_id for p in pieces for token_id in p.token_ids]
+        tokens = deltas if kind is RequestOutputKind.DELTA else pieces[-1].token_ids
         assert text == answer_text(5, index, 60)
         assert len(tokens) == 60
     assert [output.finished for output in outputs].count(True) == 1

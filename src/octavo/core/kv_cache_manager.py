@@ -132,7 +132,7 @@ class KVCacheManager:
         request.sequence.num_cached_tokens = computed.num_tokens
 
     def commit(self, request: Request) -> None:
-        """Let others share the full blocks that are computed by now. Call it after the step that wrote them succeeded."""
+        """Let others share the full blocks that are computed by now: call it once the step that wrote them succeeded."""
         num_full = request.num_computed_tokens // self.block_size
         if not self.enable_prefix_caching:
             return
@@ -140,9 +140,7 @@ class KVCacheManager:
         if chain.num_committed >= num_full:
             return
         sequence = request.sequence
-        extend_block_hashes(
-            chain.hashes, sequence.token_ids, self.block_size, chain.extra_keys, self._hash_function
-        )
+        extend_block_hashes(chain.hashes, sequence.token_ids, self.block_size, chain.extra_keys, self._hash_function)
         for index in range(chain.num_committed, num_full):
             block = self.pool.blocks[sequence.block_table[index]]
             tokens = tuple(sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])

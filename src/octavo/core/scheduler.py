@@ -6,13 +6,14 @@ a chunk of one, a prefix hit a head start, a preemption a step back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from octavo import events
 from octavo.core.kv_cache_manager import NO_COMPUTED_BLOCKS, ComputedBlocks, KVCacheManager
 from octavo.core.policy import create_victim_policy, num_tokens_to_schedule
 from octavo.core.request_queue import create_request_queue
+from octavo.core.scheduler_interface import SchedulerStats
+from octavo.core.step_plan import StepPlan
 from octavo.core.stop import check_stop
 from octavo.errors import PromptTooLongError, QueueFullError, RequestError
 from octavo.outputs import EngineCoreOutput
@@ -25,75 +26,6 @@ if TYPE_CHECKING:
     from octavo.config import CacheConfig, SchedulerConfig
     from octavo.events import EventSink
     from octavo.model_output import ModelOutput, TokenLogprobs
-
-
-class SchedulerInterface(Protocol):
-    """What the engine core asks of a scheduler."""
-
-    def schedule(self) -> SchedulerOutput:
-        """Decide the next step."""
-        ...
-
-    def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Take a step's result in; return the news of its requests."""
-        ...
-
-    def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """End the requests of a step that failed."""
-        ...
-
-    def add_request(self, request: Request) -> None:
-        """Accept a request, or raise `RequestError`."""
-        ...
-
-    def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[EngineCoreOutput]:
-        """End requests from outside; unknown and finished ones are passed over."""
-        ...
-
-    def has_work(self) -> bool:
-        """Whether a step has anything to do or to deliver."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Totals since the start and the state now."""
-
-    total_scheduled: int
-    total_preempted: int
-    total_finished: int
-    total_tokens_scheduled: int
-    total_tokens_generated: int
-    num_waiting: int
-    num_running: int
-    kv_cache_usage: float
-    cache_hit_rate: float
-    num_cached_blocks: int
-    num_steps: int
-
-
-@dataclass(slots=True)
-class _StepPlan:
-    """A step while it is being decided."""
-
-    budget: int
-    num_tokens: dict[str, int] = field(default_factory=dict)
-    new_block_ids: dict[str, list[int]] = field(default_factory=dict)
-    admitted: list[Request] = field(default_factory=list)
-    preempted: dict[str, Request] = field(default_factory=dict)
-
-    def give(self, request: Request, count: int, block_ids: list[int]) -> None:
-        """Schedule `count` tokens."""
-        self.num_tokens[request.request_id] = count
-        self.new_block_ids[request.request_id] = block_ids
-        self.budget -= count
-
-    def take_back(self, request: Request) -> bool:
-        """Return a victim's budget to the step; whether it had been scheduled already."""
-        count = self.num_tokens.pop(request.request_id, 0)
-        self.new_block_ids.pop(request.request_id, None)
-        self.budget += count
-        return count > 0
 
 
 class Scheduler:
@@ -131,8 +63,6 @@ class Scheduler:
             on_cached=lambda block_id: self._emit(events.BlockCached, block_id),
             on_evict=lambda block_id: self._emit(events.BlockEvicted, block_id),
         )
-
-    # --- arrivals and departures
 
     def add_request(self, request: Request) -> None:
         """Accept a request into the queue.
@@ -203,15 +133,13 @@ class Scheduler:
         reason = status.finish_reason or ""
         self._emit(events.RequestFinished, request.request_id, reason, request.sequence.num_output_tokens)
 
-    # --- one step
-
     def schedule(self) -> SchedulerOutput:
         """Decide who gets how many tokens of the next step: the running first, then the waiting in order.
 
         Nobody is admitted in a step that preempted somebody.
         """
         self._step += 1
-        plan = _StepPlan(self.config.max_num_batched_tokens)
+        plan = StepPlan(self.config.max_num_batched_tokens)
         self._grow_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan)
@@ -219,7 +147,7 @@ class Scheduler:
         self._emit_step(output)
         return output
 
-    def _grow_running(self, plan: _StepPlan) -> None:
+    def _grow_running(self, plan: StepPlan) -> None:
         """Give each running request its next tokens; keep one of the budget for everyone who comes after it."""
         index = 0
         while index < len(self.running):
@@ -238,7 +166,7 @@ class Scheduler:
                 plan.give(request, count, block_ids)
                 index += 1
 
-    def _admit_waiting(self, plan: _StepPlan) -> None:
+    def _admit_waiting(self, plan: StepPlan) -> None:
         """Admit from the queue's head until something does not fit; nobody overtakes the one who waits there."""
         while self.waiting and plan.budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self.waiting.peek_request()
@@ -275,7 +203,7 @@ class Scheduler:
             self._emit(events.PrefixCacheQueried, request_id, num_tokens, computed.num_tokens)
         self._emit(events.RequestAdmitted, request_id, computed.num_tokens, num_tokens, resumed)
 
-    def _preempt(self, victim: Request, beneficiary: Request, plan: _StepPlan) -> bool:
+    def _preempt(self, victim: Request, beneficiary: Request, plan: StepPlan) -> bool:
         """Take a victim's blocks and put it back to the front of its class; whether it was in the step already.
 
         Its tokens are kept: when it resumes it computes their KV again, or finds it in the prefix cache.
@@ -295,7 +223,7 @@ class Scheduler:
         self._emit(events.RequestPreempted, victim.request_id, beneficiary.request_id, num_lost)
         return was_scheduled
 
-    def _make_output(self, plan: _StepPlan) -> SchedulerOutput:
+    def _make_output(self, plan: StepPlan) -> SchedulerOutput:
         new = [NewRequestData.from_request(request) for request in plan.admitted]
         new_ids = {data.request_id for data in new}
         cached = CachedRequestData.make_empty()
@@ -335,8 +263,6 @@ class Scheduler:
             len(self.waiting),
             self.kv_cache_manager.pool.usage,
         )
-
-    # --- a step's result
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
         """Append sampled tokens, check stops, share what is computed, free what ended; return the news.
@@ -428,8 +354,6 @@ class Scheduler:
             if request.num_computed_tokens == len(sequence.token_ids) - 1:
                 room = request.max_total_tokens - len(sequence.token_ids) - 1
                 request.spec_token_ids = token_ids[: max(room, 0)]
-
-    # --- questions
 
     def has_work(self) -> bool:
         """Whether a step has anything to compute, or an ending to deliver to the worker."""

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from octavo.errors import EngineDeadError, OctavoError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable
 
-    from octavo.engine.input_processor import ProcessedInput
+    from octavo.engine.input_processor import ProcessedInput, Prompt
     from octavo.engine.llm_engine import Engine
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
@@ -53,7 +53,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: str | Sequence[int] | Mapping[str, Any],
+        prompt: Prompt,
         params: SamplingParams | None,
         request_id: str,
         *,

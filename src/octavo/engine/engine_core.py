@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from octavo.errors import ExecutionError
 
 if TYPE_CHECKING:
-    from octavo.core.scheduler import SchedulerInterface
+    from octavo.core.scheduler_interface import SchedulerInterface
     from octavo.engine.executor import Executor
     from octavo.outputs import EngineCoreOutput
 

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 class Clock(Protocol):
     """Seconds that never go backwards; `time.monotonic` in production, a virtual one in tests."""
 
-    def __call__(self) -> float: ...
+    def __call__(self) -> float:
+        """Return the time now."""
+        ...
 
 
 class Executor(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from octavo.errors import RequestError
 from octavo.request import Request
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from octavo.config import ModelInfo
+
+Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
+"""Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
+
 
 class Encoder(Protocol):
     """What the input processor asks of a tokenizer."""
@@ -78,7 +82,7 @@ class InputProcessor:
     def process(
         self,
         request_id: str,
-        prompt: str | Sequence[int] | Mapping[str, Any],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         arrival_time: float = 0.0,
@@ -95,7 +99,7 @@ class InputProcessor:
         self._check_token_ids(token_ids, params)
         arrival = next(self._arrivals)
         seed = params.seed if params.seed is not None else draw_seed(self._seed, arrival)
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.model_info.eos_token_ids)
+        eos_ids = frozenset[int]() if params.ignore_eos else self.model_info.eos_token_ids
         streams = [
             Request(
                 request_id if params.n == 1 else f"{request_id}#{index}",
@@ -105,14 +109,14 @@ class InputProcessor:
                 priority=priority,
                 seed=seed,
                 sample_index=index,
-                stop_token_ids=stop_ids,
+                stop_token_ids=eos_ids | frozenset(params.stop_token_ids),
                 cache_salt=cache_salt,
             )
             for index in range(params.n)
         ]
         return ProcessedInput(request_id, text, token_ids, params, streams)
 
-    def _read_prompt(self, prompt: str | Sequence[int] | Mapping[str, Any]) -> tuple[str | None, list[int]]:
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError("a text prompt needs a tokenizer; send prompt_token_ids", parameter="prompt")
@@ -128,10 +132,11 @@ class InputProcessor:
         try:
             token_ids = list(prompt)
         except TypeError:
-            raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}", parameter="prompt") from None
+            kind = type(prompt).__name__
+            raise RequestError(f"a prompt is text or token ids, got {kind}", parameter="prompt") from None
         if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in token_ids):
             raise RequestError("prompt token ids must be integers", parameter="prompt")
-        return None, token_ids  # type: ignore[return-value]
+        return None, token_ids
 
     def _check_token_ids(self, token_ids: list[int], params: SamplingParams) -> None:
         vocab_size = self.model_info.vocab_size

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from octavo.errors import RequestError
 from octavo.request import RequestStatus
+from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from octavo.engine.engine_core import EngineCore
-    from octavo.engine.input_processor import InputProcessor, ProcessedInput
+    from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
     from octavo.engine.output_processor import OutputProcessor
     from octavo.outputs import EngineCoreOutput, RequestOutput
-    from octavo.sampling_params import SamplingParams
 
 
 class Engine:
@@ -37,7 +37,7 @@ class Engine:
     def add_request(
         self,
         request_id: str,
-        prompt: str | Sequence[int] | Mapping[str, Any],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -91,15 +91,13 @@ class Engine:
         """Whether another `step` has something to do or to tell."""
         return bool(self._undelivered) or self.core.has_work()
 
-    def generate(
-        self, prompt: str | Sequence[int] | Mapping[str, Any], params: SamplingParams | None = None
-    ) -> RequestOutput:
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
         """Answer one prompt."""
         return next(iter(self.generate_batch([prompt], params).values()))
 
     def generate_batch(
         self,
-        prompts: Sequence[str | Sequence[int] | Mapping[str, Any]],
+        prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
         on_output: Callable[[RequestOutput], None] | None = None,
@@ -110,14 +108,14 @@ class Engine:
         on_output sees every output as it comes. Requests added before by others go on beside these.
         When one prompt cannot be served none is: the others are aborted and the error is raised.
         """
-        per_prompt = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
-        if len(per_prompt) != len(prompts):
-            raise RequestError(
-                f"{len(prompts)} prompts but {len(per_prompt)} sampling_params", parameter="sampling_params"
-            )
+        if params is None or isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(params)} sampling_params", parameter="sampling_params")
+        priorities = priorities or [0] * len(prompts)
         results: dict[str, RequestOutput | None] = {}
         try:
-            for prompt, prompt_params, priority in zip(prompts, per_prompt, priorities or [0] * len(prompts), strict=True):
+            for prompt, prompt_params, priority in zip(prompts, params, priorities, strict=True):
                 request_id = self._next_request_id()
                 self.add_request(request_id, prompt, prompt_params, priority=priority)
                 results[request_id] = None
@@ -127,9 +125,7 @@ class Engine:
             raise
         return {request_id: output for request_id, output in results.items() if output is not None}
 
-    def _run(
-        self, results: dict[str, RequestOutput | None], on_output: Callable[[RequestOutput], None] | None
-    ) -> None:
+    def _run(self, results: dict[str, RequestOutput | None], on_output: Callable[[RequestOutput], None] | None) -> None:
         num_open = len(results)
         while num_open:
             for output in self.step():

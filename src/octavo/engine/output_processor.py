@@ -44,7 +44,7 @@ class DetokenizerFactory(Protocol):
 class _NoDetokenizer:
     """Null object for requests that want token ids only."""
 
-    def add(self, token_ids: list[int]) -> str:
+    def add(self, token_ids: list[int]) -> str:  # noqa: ARG002 - the signature is the protocol's
         """No text."""
         return ""
 
@@ -145,9 +145,7 @@ class OutputProcessor:
     def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> Detokenizer:
         if self._tokenizer is None or not params.detokenize:
             return _NoDetokenizer()
-        return self._tokenizer.incremental_detokenizer(
-            prompt_token_ids, skip_special_tokens=params.skip_special_tokens
-        )
+        return self._tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def stream_ids(self, request_id: str) -> list[str]:
         """Ids of a request's unfinished streams in the core; none for an unknown request."""

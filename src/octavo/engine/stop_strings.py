@@ -13,9 +13,7 @@ class StopMatch:
     end: int
 
 
-def find_stop(
-    text: str, num_new_chars: int, stop_strings: list[str], *, include_in_output: bool
-) -> StopMatch | None:
+def find_stop(text: str, num_new_chars: int, stop_strings: list[str], *, include_in_output: bool) -> StopMatch | None:
     """Find the stop string that ends first in `text`, of which the last `num_new_chars` were not searched before.
 
     Of two that end at the same place the one that starts first counts, so the result is that of a search after every

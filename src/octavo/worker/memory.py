@@ -57,8 +57,8 @@ def decide_num_blocks(
 
     step_bytes is what a step takes besides, where a probe measured it; computed from shapes otherwise.
 
-    num_gpu_blocks as given; else kv_cache_memory_bytes; else the smaller of 4 GiB and half of what is free (on a GPU 90 %
-    of what is free), less the activations, and never more than max_num_seqs sequences of full length can use.
+    num_gpu_blocks as given; else kv_cache_memory_bytes; else the smaller of 4 GiB and half of what is free (on a GPU
+    90 % of what is free), less the activations, and never more than max_num_seqs sequences of full length can use.
     Raises `ConfigError` when not even one block fits.
     """
     per_block = block_bytes(architecture, cache_config.block_size, dtype)

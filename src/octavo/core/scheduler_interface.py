@@ -1,0 +1,67 @@
+"""What the engine core asks of a scheduler, and what a scheduler tells of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from octavo.model_output import ModelOutput
+    from octavo.outputs import EngineCoreOutput
+    from octavo.request import Request, RequestStatus
+    from octavo.scheduler_output import SchedulerOutput
+
+
+class SchedulerInterface(Protocol):
+    """What the engine core asks of a scheduler."""
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide the next step."""
+        ...
+
+    def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
+        """Take a step's result in; return the news of its requests."""
+        ...
+
+    def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
+        """End the requests of a step that failed."""
+        ...
+
+    def add_request(self, request: Request) -> None:
+        """Accept a request, or raise `RequestError`."""
+        ...
+
+    def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[EngineCoreOutput]:
+        """End requests from outside; unknown and finished ones are passed over."""
+        ...
+
+    def has_work(self) -> bool:
+        """Whether a step has anything to do or to deliver."""
+        ...
+
+    def get_stats(self) -> SchedulerStats:
+        """Totals since the start and the state now."""
+        ...
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached KV; False and nothing changed while any request holds a block."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Totals since the start and the state now."""
+
+    total_scheduled: int
+    total_preempted: int
+    total_finished: int
+    total_tokens_scheduled: int
+    total_tokens_generated: int
+    num_waiting: int
+    num_running: int
+    kv_cache_usage: float
+    cache_hit_rate: float
+    num_cached_blocks: int
+    num_steps: int

@@ -1,0 +1,33 @@
+"""A step while it is being decided: budget left, who gets how much, who was admitted, who lost its blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.request import Request
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """Budget is in tokens. `num_tokens` is in the order in which the rows of the batch will stand."""
+
+    budget: int
+    num_tokens: dict[str, int] = field(default_factory=dict)
+    new_block_ids: dict[str, list[int]] = field(default_factory=dict)
+    admitted: list[Request] = field(default_factory=list)
+    preempted: dict[str, Request] = field(default_factory=dict)
+
+    def give(self, request: Request, count: int, block_ids: list[int]) -> None:
+        """Schedule `count` tokens."""
+        self.num_tokens[request.request_id] = count
+        self.new_block_ids[request.request_id] = block_ids
+        self.budget -= count
+
+    def take_back(self, request: Request) -> bool:
+        """Return a victim's budget to the step; whether it had been scheduled already."""
+        count = self.num_tokens.pop(request.request_id, 0)
+        self.new_block_ids.pop(request.request_id, None)
+        self.budget += count
+        return count > 0
