@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn
 
 from octavo.errors import RequestError
 
@@ -137,7 +137,7 @@ class SamplingParams:
         return cls(**{name: value for name, value in values.items() if value is not None or name in keep_none})
 
 
-def _refuse(name: str, value: object, allowed: str) -> None:
+def _refuse(name: str, value: object, allowed: str) -> NoReturn:
     raise RequestError(f"{name} must be {allowed}, got {value!r:.100}", parameter=name)
 
 
@@ -151,5 +151,5 @@ def _check_float(name: str, value: object, low: float, high: float, *, open_low:
     allowed = f"a number {'above' if open_low else 'from'} {low:g} {'and up ' if open_low else ''}to {high:g}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         _refuse(name, value, allowed)
-    elif not low <= value <= high or (open_low and value == low):  # a NaN is in no range
+    if not low <= value <= high or (open_low and value == low):  # a NaN is in no range
         _refuse(name, value, allowed)

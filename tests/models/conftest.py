@@ -1,9 +1,18 @@
-"""One sequence through a model, without an engine."""
+"""What tests of models share: one sequence through a model without an engine, on one thread."""
 
 import pytest
 import torch
 
 from octavo.kernels.interface import AttentionBatch
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Steps of tiny models are faster on one thread, many times so on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 class OneSequenceCache:

@@ -18,15 +18,6 @@ CASE_PARAMS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Steps of tiny models are faster on one thread, many times so on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 @pytest.mark.parametrize("case", CASE_PARAMS)
 def test_tokens_equal(case, tmp_path):
     path = write_checkpoint(tmp_path / "model", case.full_config, seed=case.seed, std=0.1)

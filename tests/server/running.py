@@ -84,4 +84,5 @@ def run_server(
         server.should_exit = True
         thread.join(DEADLINE_S)
         llm.shutdown()
-        assert not thread.is_alive(), "the server did not end"
+        if thread.is_alive():
+            raise RuntimeError("the server did not end")

@@ -105,9 +105,7 @@ def test_stop_string_is_cut_where_it_begins(client: openai.OpenAI) -> None:
 
 
 def test_chat_logprobs(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(
-        model="fake", messages=MESSAGES, max_tokens=4, logprobs=True, top_logprobs=3
-    )
+    whole = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=4, logprobs=True, top_logprobs=3)
     entries = whole.choices[0].logprobs.content
     assert "".join(entry.token for entry in entries) == whole.choices[0].message.content
     for entry in entries:
@@ -140,9 +138,7 @@ def read_completions(stream: Any) -> dict[int, dict[str, Any]]:
             if choice.logprobs is not None:
                 news = choice.logprobs.model_dump()
                 entry["logprobs"] = (
-                    news
-                    if entry["logprobs"] is None
-                    else {name: entry["logprobs"][name] + news[name] for name in news}
+                    news if entry["logprobs"] is None else {name: entry["logprobs"][name] + news[name] for name in news}
                 )
     return choices
 
@@ -209,9 +205,7 @@ def test_prompt_logprobs(client: openai.OpenAI) -> None:
     whole = client.completions.create(model="fake", prompt="abc", extra_body={"prompt_logprobs": 0}, max_tokens=1)
     entries = whole.choices[0].model_extra["prompt_logprobs"]
     assert entries[0] is None
-    assert entries[1:] == [
-        {str(ord(char)): {"logprob": -0.25, "rank": 1, "decoded_token": char}} for char in "bc"
-    ]
+    assert entries[1:] == [{str(ord(char)): {"logprob": -0.25, "rank": 1, "decoded_token": char}} for char in "bc"]
 
 
 def test_continuous_usage(client: openai.OpenAI) -> None:

@@ -40,7 +40,7 @@ Only = Annotated[
     list[Workload] | None,
     typer.Option(
         help="Run only this one; may be given again. A: one stream, B: many at once, C: long prompts, "
-        "D: a shared prefix with the cache off and on.",
+        "D: a shared prefix with the cache off and on. Default: all of this command's.",
         show_default=False,
     ),
 ]
@@ -104,14 +104,16 @@ def _bench(options: EngineOptions, file: Path | None, names: Sequence[Workload],
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console  # slow to import
-    from rich.table import Table
-
-    table = Table(*_COLUMNS.values())
-    for row in rows:
-        table.add_row(*("-" if row[key] is None else _spell(row[key]) for key in _COLUMNS))
-    Console().print(table)
+    lines = [list(_COLUMNS.values()), *([_spell(row[key]) for key in _COLUMNS] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
+    for name, *figures in lines:
+        cells = [f"{figure:>{width}}" for figure, width in zip(figures, widths[1:], strict=True)]
+        typer.echo("  ".join([f"{name:{widths[0]}}", *cells]))
 
 
 def _spell(value: Any) -> str:
-    return f"{value:.1f}" if isinstance(value, float) and value >= 10 else str(value)
+    if value is None:
+        return "-"
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:.{1 if value >= 10 else 3}f}"
+    return str(value) if isinstance(value, str) else f"{value:.0f}"

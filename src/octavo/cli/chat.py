@@ -10,7 +10,7 @@ import typer
 from octavo.cli.command import command
 from octavo.cli.engine_options import EngineOptions
 from octavo.cli.sampling_options import SamplingOptions
-from octavo.errors import RequestError
+from octavo.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
     from octavo.engine.llm_engine import Engine
@@ -36,6 +36,10 @@ def chat(engine: EngineOptions, sampling: SamplingOptions, system: System = None
     from octavo.sampling_params import RequestOutputKind  # only what runs a model
 
     built = engine.build()
+    if not built.input_processor.has_chat_template:
+        raise ModelError(
+            f"{engine.served_name} has no chat template; give one with --chat-template, or use octavo generate --raw"
+        )
     params = sampling.params(built.input_processor, RequestOutputKind.DELTA)
     conversation = Conversation(built, params, system)
     interactive = sys.stdin.isatty()

@@ -56,7 +56,10 @@ class EngineOptions:
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="PATH_OR_ID", rich_help_panel=_MODEL, help="The same as MODEL, as an option.", show_default=False
+            metavar="PATH_OR_ID",
+            rich_help_panel=_MODEL,
+            help="The same as MODEL, as an option. Default: the built-in model.",
+            show_default=False,
         ),
     ] = None
     tokenizer: Annotated[

@@ -23,7 +23,13 @@ Prompts = Annotated[
 ]
 PromptsFile = Annotated[
     Path | None,
-    typer.Option(exists=True, dir_okay=False, readable=True, help="A file with one prompt a line.", show_default=False),
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        readable=True,
+        help="A file with one prompt a line. Default: none.",
+        show_default=False,
+    ),
 ]
 System = Annotated[
     str | None, typer.Option(help="Instructions that stand before each prompt. Default: none.", show_default=False)

@@ -86,7 +86,9 @@ class SamplingOptions:
     stop: Annotated[
         list[str] | None,
         typer.Option(
-            rich_help_panel=_PANEL, help="End the answer before this text; may be given again.", show_default=False
+            rich_help_panel=_PANEL,
+            help="End the answer before this text; may be given again. Default: none.",
+            show_default=False,
         ),
     ] = None
     ignore_eos: Annotated[

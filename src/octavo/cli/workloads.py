@@ -93,7 +93,7 @@ def run(engine: Engine, items: Sequence[Item], *, share_prefixes: bool = True) -
 
     share_prefixes False gives each request a cache salt of its own, so that none finds what another computed.
     """
-    engine.core.scheduler.reset_prefix_cache()  # type: ignore[attr-defined]  # the real scheduler has it
+    engine.core.scheduler.reset_prefix_cache()
     start = time.perf_counter()
     for index, item in enumerate(items):
         params = SamplingParams(
@@ -107,15 +107,18 @@ def run(engine: Engine, items: Sequence[Item], *, share_prefixes: bool = True) -
         engine.add_request(f"bench-{index}", {"prompt_token_ids": item.prompt_token_ids}, params, cache_salt=salt)
     first_token_s = None
     num_output_tokens = num_steps = 0
-    while engine.has_unfinished_requests():
+    num_open = len(items)
+    while num_open:
         num_steps += 1
         for output in engine.step():
             if output.error is not None:
                 raise ExecutionError(output.error)
             num_output_tokens += len(output.outputs[0].token_ids)
+            num_open -= output.finished
         if num_output_tokens and first_token_s is None:
             first_token_s = time.perf_counter() - start
     wall_s = time.perf_counter() - start
+    engine.step()  # computes nothing: the worker hears who is finished
     num_prompt_tokens = sum(len(item.prompt_token_ids) for item in items)
     return Timing(wall_s, first_token_s or wall_s, num_prompt_tokens, num_output_tokens, num_steps)
 

@@ -132,7 +132,7 @@ class KVCacheManager:
         request.sequence.num_cached_tokens = computed.num_tokens
 
     def commit(self, request: Request) -> None:
-        """Let others share the full blocks that are computed by now: call it once the step that wrote them succeeded."""
+        """Let others share the full blocks that are computed by now; call it once the step that wrote them is done."""
         num_full = request.num_computed_tokens // self.block_size
         if not self.enable_prefix_caching:
             return

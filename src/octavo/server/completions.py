@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from octavo.server.openai_requests import CompletionRequest
     from octavo.server.service import Service
 
-MAX_PROMPTS = 1024
+MAX_CHOICES = 1024  # of one request: prompts times n
 
 
 async def create_completion(service: Service, http_request: Request, request: CompletionRequest) -> Response:
@@ -35,6 +35,10 @@ async def create_completion(service: Service, http_request: Request, request: Co
     service.check_ready()
     prompts = read_prompts(request.prompt)
     params = _params(request, service.default_params)
+    if len(prompts) * params.n > MAX_CHOICES:
+        raise RequestError(
+            f"{len(prompts)} prompts, n = {params.n} times each: the limit is {MAX_CHOICES}", parameter="n"
+        )
     job = Job.make(f"cmpl-{uuid.uuid4().hex}", model, prompts, params, request)
     decode = service.llm.engine.output_processor.decode
     echo = Echo(bool(request.echo), is_alone=request.max_tokens == 0, num_chars={}, decode=decode)
@@ -64,8 +68,8 @@ def read_prompts(prompt: Any) -> list[Any]:
         raise RequestError("prompt must be a string, token ids, or a non-empty list of those", parameter="prompt")
     if _is_token_ids(prompt):
         return [{"prompt_token_ids": prompt}]
-    if len(prompt) > MAX_PROMPTS:
-        raise RequestError(f"prompt holds {len(prompt)} prompts; the limit is {MAX_PROMPTS}", parameter="prompt")
+    if len(prompt) > MAX_CHOICES:
+        raise RequestError(f"prompt holds {len(prompt)} prompts; the limit is {MAX_CHOICES}", parameter="prompt")
     if all(isinstance(item, str) for item in prompt):
         return list(prompt)
     if all(isinstance(item, list) and _is_token_ids(item) for item in prompt):

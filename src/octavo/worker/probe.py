@@ -1,8 +1,8 @@
 """The largest batch, run once on request: what a full step really takes, kept for later starts.
 
 TGI warms up with its largest prefill at every start; octavo computes the bytes from shapes and starts at once. The
-probe is for whoever wants the measured figure instead: it runs one step of `max_num_batched_tokens`, halves the size where
-memory does not suffice, and keeps the result under the user's cache directory, by model, dtype, device and limits.
+probe is for whoever wants the measured figure instead: it runs one step of `max_num_batched_tokens`, halves the size
+where memory does not suffice, and keeps the result under the user's cache directory, by model, dtype, device and limits.
 """
 
 from __future__ import annotations

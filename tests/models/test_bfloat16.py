@@ -1,0 +1,48 @@
+"""bfloat16 rounds no worse than transformers does: both against float64 on the same weights."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers_cases import CASES, make_prompts
+
+from octavo.kernels import create_kernels
+from octavo.models.loader import load_model
+from octavo.models.random_weights import write_checkpoint
+from octavo.models.registry import read_architecture
+
+CHOSEN = ("qwen2-tied-3-per-kv", "qwen3-head-80", "llama-llama3", "mistral-window-5-per-kv")
+MAX_RATIO = 2.0
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in CHOSEN], ids=lambda case: case.name)
+def test_error_of_logits(case, tmp_path, prompt_logits):
+    config = case.full_config
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = "bfloat16"
+    path = write_checkpoint(tmp_path, config, seed=case.seed, std=0.1)
+    prompts = make_prompts(case.seed)
+    exact = oracle_logits(path, prompts, torch.float64)
+    theirs = rms_error(oracle_logits(path, prompts, torch.bfloat16), exact)
+    for backend in ("auto", "reference"):
+        model = load(path, backend)
+        ours = [prompt_logits(model, prompt) for prompt in prompts]
+        assert all(logits.dtype == torch.float32 for logits in ours)
+        error = rms_error(ours, exact)
+        print(f"{backend}: RMS error {error:.5f}, transformers {theirs:.5f}")
+        assert 0 < error <= MAX_RATIO * theirs
+
+
+def load(path, backend):
+    cpu = torch.device("cpu")
+    kernels = create_kernels(cpu, backend, 1)
+    return load_model(path, read_architecture(path), kernels, dtype="bfloat16", device=cpu, max_model_len=1024)
+
+
+@torch.inference_mode()
+def oracle_logits(path, prompts, dtype):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    return [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
+
+
+def rms_error(found, exact):
+    squares = sum((ours - right).square().sum().item() for ours, right in zip(found, exact, strict=True))
+    return (squares / sum(right.numel() for right in exact)) ** 0.5

@@ -1,0 +1,175 @@
+"""The public facade, on a tiny random checkpoint: a script written for vLLM's offline API runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from octavo import LLM, ConfigError, LLMEngine, ModelConfig, ModelError, RequestError, SamplingParams, SchedulerConfig
+from octavo.compatibility import ACCEPTED_ARGUMENTS
+from octavo.models.random_weights import tiny_config, write_checkpoint
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+GENERATION = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "eos_token_id": [1, 2]}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = write_checkpoint(
+        tmp_path_factory.mktemp("llm") / "model", tiny_config("Qwen2ForCausalLM", max_position_embeddings=256), std=0.1
+    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<eos>": 0} | {token: index + 1 for index, token in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": TEMPLATE}))
+    (directory / "generation_config.json").write_text(json.dumps(GENERATION))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    return LLM(
+        model=str(checkpoint), dtype="float32", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=64,
+        block_size=16, enable_prefix_caching=True, seed=3,
+    )  # fmt: skip
+
+
+def test_generate_answers_in_the_order_of_the_prompts(llm):
+    prompts = ["one", {"prompt": "two"}, {"prompt_token_ids": [5, 6, 7]}]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["one", "two", None]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [5, 5, 5]
+    assert outputs[2].prompt_token_ids == [5, 6, 7]
+    single = llm.generate("one", SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False)
+    assert single[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
+
+
+def test_a_list_of_parameters_is_for_each_prompt(llm):
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (1, 4)]
+    outputs = llm.generate(["a", "b"], params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 4]
+    with pytest.raises(RequestError, match="sampling_params"):
+        llm.generate(["a", "b", "c"], params, use_tqdm=False)
+
+
+def test_generation_config_is_honoured(llm, checkpoint):
+    params = llm.get_default_sampling_params()
+    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.7, 20, 0.8, 16)
+    assert llm.llm_engine.input_processor.model_info.eos_token_ids == {0, 1, 2}
+    plain = LLM(model=str(checkpoint), generation_config="vllm", max_model_len=64)
+    assert plain.get_default_sampling_params() == SamplingParams()
+
+
+def test_chat_renders_the_template(llm):
+    messages = [{"role": "user", "content": "hi"}]
+    (one,) = llm.chat(messages, SamplingParams(max_tokens=2), use_tqdm=False)
+    assert one.prompt == "<user>hi<a>"
+    many = llm.chat([messages, messages], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert [output.prompt for output in many] == ["<user>hi<a>"] * 2
+    (whole,) = llm.chat(messages, use_tqdm=False)
+    completion = whole.outputs[0]
+    assert completion.finish_reason == "stop" or len(whole.prompt_token_ids) + len(completion.token_ids) == 128
+
+
+def test_seed_makes_runs_equal_and_prompts_differ(checkpoint):
+    def run(seed: int) -> list[list[int]]:
+        llm = LLM(model=str(checkpoint), seed=seed, max_model_len=64)
+        outputs = llm.generate(["x"] * 4, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    first = run(0)
+    assert first == run(0)
+    assert first != run(1)
+    assert len({tuple(tokens) for tokens in first}) == 4
+
+
+def test_vllms_other_arguments(checkpoint):
+    with pytest.warns(UserWarning, match="gpu_memory_utilization, tensor_parallel_size"):
+        LLM(model=str(checkpoint), max_model_len=64, gpu_memory_utilization=0.5, tensor_parallel_size=1)
+    for name, accepted in ACCEPTED_ARGUMENTS.items():
+        if accepted.values is not None and name != "enforce_eager":
+            with pytest.raises(ConfigError, match=name):
+                LLM(model=str(checkpoint), **{name: "surprise"})
+    with pytest.raises(ConfigError, match="no_such_argument"):
+        LLM(model=str(checkpoint), no_such_argument=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"model": "/no/such/path"}, ModelError, "/no/such/path"),
+        ({"dtype": "float8"}, ConfigError, "dtype"),
+        ({"max_model_len": 0}, ConfigError, "max_model_len"),
+        ({"max_model_len": 100_000}, ConfigError, "max_model_len"),
+        ({"block_size": 0}, ConfigError, "block_size"),
+        ({"max_num_seqs": 0}, ConfigError, "max_num_seqs"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 8}, ConfigError, "max_num_batched_tokens"),
+        ({"scheduling_policy": "random"}, ConfigError, "policy"),
+        ({"device": "tpu"}, ConfigError, "device"),
+        ({"kernels": "magic"}, ConfigError, "kernels"),
+        ({"load_format": "pt"}, ConfigError, "load_format"),
+        ({"kv_cache_memory_bytes": 10}, ConfigError, "KV block"),
+        ({"num_gpu_blocks_override": 10**12}, ConfigError, "KV cache"),
+        ({"chat_template": "no-such-file.jinja"}, ConfigError, "chat_template"),
+    ],
+)
+def test_bad_configurations_say_what_is_wrong(checkpoint, arguments, error, words):
+    with pytest.raises(error) as caught:
+        LLM(**{"model": str(checkpoint), "max_model_len": 64, **arguments})
+    assert words in str(caught.value)
+
+
+def test_bad_requests_leave_the_engine_serving(llm):
+    for prompt, params in (
+        ("", None),
+        ({"prompt_token_ids": []}, None),
+        ({"prompt_token_ids": [512]}, None),
+        ("x" * 128, None),
+        ({}, None),
+        (["a", ""], None),
+    ):
+        with pytest.raises(RequestError):
+            llm.generate(prompt, params, use_tqdm=False)
+    assert len(llm.generate("fine", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)) == 1
+    assert not llm.llm_engine.core.scheduler.requests
+
+
+def test_a_prompt_that_can_never_fit_the_cache(checkpoint):
+    llm = LLM(model=str(checkpoint), num_gpu_blocks_override=2, block_size=16, max_model_len=128)
+    with pytest.raises(RequestError, match="never fit"):
+        llm.generate({"prompt_token_ids": [5] * 32}, use_tqdm=False)
+    params = SamplingParams(max_tokens=50, ignore_eos=True, temperature=0)
+    (output,) = llm.generate({"prompt_token_ids": [5] * 31}, params, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "length"
+    assert len(output.outputs[0].token_ids) == 2
+
+
+def test_llm_engine_as_written(checkpoint):
+    engine = LLMEngine(
+        model_config=ModelConfig(model=str(checkpoint)), scheduler_config=SchedulerConfig(max_num_seqs=4), device=None
+    )
+    batch = engine.generate_batch(["a", "b"], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert sorted(batch) == ["0", "1"]
+    engine.add_request("mine", "c", SamplingParams(max_tokens=3, ignore_eos=True))
+    steps = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        steps += 1
+    assert 3 <= steps <= 4
+    engine.abort_request("mine")
+
+
+def test_without_a_tokenizer_token_ids_serve(checkpoint):
+    llm = LLM(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=64)
+    (output,) = llm.generate({"prompt_token_ids": [5]}, SamplingParams(max_tokens=2), use_tqdm=False)
+    assert output.outputs[0].text == ""
+    with pytest.raises(RequestError, match="tokenizer"):
+        llm.generate("text", use_tqdm=False)

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import pytest
+import torch
+from kernels_available import COMPILED
+
+from octavo.kernels import create_kernels
+from octavo.sampling_params import SamplingParams
+from octavo.worker.sampler import Sampler, SampleTask
+
+VOCAB = 300
+BACKENDS = ["reference", *(["cpu"] if COMPILED else [])]
+
+
+@pytest.fixture(params=BACKENDS)
+def sampler(request):
+    return Sampler(create_kernels(torch.device("cpu"), request.param))
+
+
+def task(known=(1, 2, 3), num_prompt=3, seed=0, stop_token_ids=(), **params) -> SampleTask:
+    return SampleTask(
+        "r",
+        SamplingParams(**{"temperature": 0.0, **params}),
+        seed,
+        0,
+        frozenset(stop_token_ids),
+        np.array(known, dtype=np.int64),
+        num_prompt,
+    )
+
+
+def logits(seed: int = 0, rows: int = 1) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def test_greedy_takes_the_largest_and_the_lowest_of_equals(sampler):
+    row = logits()
+    row[0, [40, 17, 200]] = 50.0
+    assert sampler.sample(row, [task()]).token_ids == [17]
+
+
+def test_f32_a_row_that_is_no_number_fails_alone(sampler):
+    rows = logits(rows=3)
+    best = rows[0].argmax().item(), rows[2].argmax().item()
+    rows[1, 7] = torch.nan
+    assert sampler.sample(rows, [task(), task(), task()]).token_ids == [best[0], -1, best[1]]
+
+
+def test_logit_bias_and_allowed_token_ids(sampler):
+    assert sampler.sample(logits(), [task(logit_bias={9: 100.0})]).token_ids == [9]
+    row = logits()
+    allowed = [5, 70, 123]
+    expected = max(allowed, key=lambda token_id: row[0, token_id].item())
+    assert sampler.sample(row, [task(allowed_token_ids=allowed)]).token_ids == [expected]
+
+
+def test_min_tokens_hides_what_would_end_it(sampler):
+    row = logits()
+    best, second = row[0].topk(2).indices.tolist()
+    early = task(known=(1, 2), num_prompt=2, min_tokens=1, stop_token_ids=[best])
+    late = task(known=(1, 2, 9), num_prompt=2, min_tokens=1, stop_token_ids=[best])
+    assert sampler.sample(row.clone(), [early]).token_ids == [second]
+    assert sampler.sample(row.clone(), [late]).token_ids == [best]
+
+
+def test_penalties_are_those_of_the_papers(sampler):
+    row = logits(3)
+    known = [4, 4, 8, 8, 8, 10]
+    params = {"repetition_penalty": 1.7, "presence_penalty": 0.6, "frequency_penalty": 0.4}
+    expected = row[0].clone()
+    for token_id in set(known):
+        value = expected[token_id]
+        expected[token_id] = value / 1.7 if value > 0 else value * 1.7
+    for token_id, count in collections.Counter(known[2:]).items():
+        expected[token_id] -= 0.4 * count + 0.6
+    changed = row.clone()
+    sampler.sample(changed, [task(known=known, num_prompt=2, **params)])
+    assert torch.allclose(changed[0], expected)
+    assert not torch.equal(changed, row)
+
+
+def test_logprobs_are_of_the_raw_logits(sampler):
+    row = logits(5)
+    reference = torch.log_softmax(row[0], dim=-1)
+    sampled = sampler.sample(row.clone(), [task(temperature=3.0, top_k=2, logit_bias={11: 100.0}, logprobs=4)])
+    entry = sampled.logprobs["r"]
+    assert sampled.token_ids == [11]
+    assert entry.token_ids == [11, *reference.topk(4).indices.tolist()]
+    assert entry.logprobs[0] == reference[11].item()
+    assert entry.logprobs[1:] == reference.topk(4).values.tolist()
+    assert entry.rank == 1 + int((reference > reference[11]).sum())
+
+
+@pytest.mark.parametrize(
+    ("params", "keep"),
+    [
+        ({}, lambda p: p),
+        ({"top_k": 5}, lambda p: torch.where(p >= p.sort(descending=True).values[4], p, 0.0)),
+        ({"top_p": 0.6}, lambda p: torch.where(p >= nucleus(p, 0.6), p, 0.0)),
+        ({"min_p": 0.2}, lambda p: torch.where(p >= 0.2 * p.max(), p, 0.0)),
+    ],
+)
+def test_samples_follow_the_filtered_distribution(sampler, params, keep):
+    draws, vocab, temperature = 4000, 24, 1.5
+    row = torch.randn(1, vocab, generator=torch.Generator().manual_seed(2)) * 2
+    expected = keep(torch.softmax(row[0] / temperature, dim=-1))
+    expected /= expected.sum()
+    tasks = [task(seed=seed, temperature=temperature, **params) for seed in range(draws)]
+    counts = torch.bincount(torch.tensor(sampler.sample(row.repeat(draws, 1), tasks).token_ids), minlength=vocab)
+    assert counts[expected == 0].sum() == 0
+    kept = expected > 0
+    chi_square = ((counts[kept] - draws * expected[kept]) ** 2 / (draws * expected[kept])).sum().item()
+    # 23 degrees of freedom: above 50 one time in a thousand, and the seeds are fixed.
+    assert chi_square < 50
+
+
+def nucleus(probabilities: torch.Tensor, top_p: float) -> float:
+    ordered = probabilities.sort(descending=True).values
+    return ordered[int((ordered.cumsum(0) < top_p).sum())].item()
+
+
+def test_a_token_is_a_pure_function_of_row_seed_index_and_position(sampler):
+    row = logits(1)
+
+    def draw(**changes) -> int:
+        base = {"known": (1, 2, 3), "seed": 5}
+        return sampler.sample(row.clone(), [task(temperature=2.0, **{**base, **changes})]).token_ids[0]
+
+    assert draw() == draw()
+    assert draw(known=(7, 8, 9)) == draw()  # the position counts, not what stands before it
+    assert len({draw(seed=seed) for seed in range(20)}) > 10
+    assert len({draw(known=range(length), num_prompt=1) for length in range(1, 20)}) > 10
+    assert draw(seed=2**64 - 1) == draw(seed=-1)
+
+
+@pytest.mark.skipif(not COMPILED, reason="octavo was installed without its compiled kernels")
+def test_every_backend_draws_the_same_token():
+    rows = logits(9, rows=200)
+    ways = [{}, {"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 50, "top_p": 0.7, "min_p": 0.01}]
+    tasks = [task(temperature=0.5 + i % 5, seed=i * 7919, **ways[i % len(ways)]) for i in range(200)]
+    drawn = [
+        Sampler(create_kernels(torch.device("cpu"), backend)).sample(rows.clone(), tasks).token_ids
+        for backend in BACKENDS
+    ]
+    assert drawn[0] == drawn[1]
