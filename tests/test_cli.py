@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import tokenizers
 from fakes import TEXT, FakeExecutor, answer_text, make_engine
 from typer.testing import CliRunner
 
@@ -27,7 +28,7 @@ COMMANDS = (["generate"], ["chat"], ["serve"], ["models"], ["bench"], ["bench", 
 MODEL_COMMANDS = tuple(command for command in COMMANDS if command not in (["models"], ["bench"]))
 
 
-def run(*arguments: str, stdin: str | None = None) -> Any:
+def run(*arguments: str, stdin: str | bytes | None = None) -> Any:
     return runner.invoke(app, list(arguments), input=stdin, prog_name="octavo")
 
 
@@ -246,6 +247,30 @@ def test_a_model_that_cannot_be_used(tmp_path: Path, name: str, make: Any, text:
     assert text in result.stderr
 
 
+def test_weights_that_are_cut_off(tmp_path: Path) -> None:
+    from octavo.models.random_weights import tiny_config, write_checkpoint
+
+    directory = write_checkpoint(tmp_path / "tiny", tiny_config("LlamaForCausalLM"))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    result = run("generate", str(directory), "--raw", "--prompt", "a", "--max-tokens", "2", "--num-threads", "1")
+    assert result.exit_code == 0, result.output
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    result = run("generate", str(directory), "--prompt", "a")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert "model.safetensors" in result.stderr
+
+
+def test_text_that_is_no_text(fake_model: FakeExecutor, tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_bytes(b"\xff\xfe\n")
+    for arguments in (["generate", "--prompts-file", str(tmp_path / "prompts")], ["generate"], ["chat"]):
+        result = run(*arguments, stdin=b"\xff\xfe\n")
+        assert result.exit_code == 1, result.output
+        assert "not UTF-8" in result.stderr
+
+
 def test_generate_streams_one_prompt(fake_model: FakeExecutor) -> None:
     result = run("generate", "--raw", "--prompt", "hello")
     assert result.exit_code == 0, result.output
@@ -404,7 +429,7 @@ sys.path.insert(0, {tests!r})
 from fakes import make_engine, FakeExecutor
 from octavo.cli import app
 from octavo.cli.engine_options import EngineOptions
-EngineOptions.build = lambda options: make_engine(FakeExecutor(step_s=0.002))
+EngineOptions.build = lambda options: make_engine(FakeExecutor(step_s=0.02))
 app(["serve", "--port", "0", "--log-level", "warning", "--shutdown-timeout", "0", "--served-model-name", "fake"])
 """
 

@@ -63,10 +63,12 @@ LLAMA3 = """\
 {%- else %}
     {%- set system_message = "" %}
 {%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n\\n" + system_message + "<|eot_id|>" }}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n\\n" }}
+{{- system_message + "<|eot_id|>" }}
 {%- for message in messages %}
     {%- if not (message.role == 'ipython' or 'tool_calls' in message) %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -200,9 +202,7 @@ def test_final_message_that_cannot_be_continued():
         with pytest.raises(RequestError, match=words):
             chatml.render(messages, continue_final_message=True, **options)
     with pytest.raises(RequestError, match="does not show the last message"):
-        ChatTemplate("{{ messages[0].role }}").render(
-            [USER], continue_final_message=True, add_generation_prompt=False
-        )
+        ChatTemplate("{{ messages[0].role }}").render([USER], continue_final_message=True, add_generation_prompt=False)
 
 
 def test_text_parts(oracle):

@@ -11,7 +11,8 @@ from octavo.engine.generation_config import read_generation_defaults
 from octavo.engine.tokenizer import IncrementalDetokenizer, Tokenizer
 from octavo.errors import ModelError
 
-TEXT = "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. 中文字 日本語 🦜🌍 naïve  two  spaces\n\ttabs\n" * 3
+GERMAN = "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. "
+TEXT = (GERMAN + "中文字 日本語 🦜🌍 naïve  two  spaces\n\ttabs\n") * 3
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>"]
 
 
@@ -33,13 +34,16 @@ def metaspace():
     backend = Backend(models.BPE(unk_token="<unk>", fuse_unk=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     backend.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
-    backend.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=150, special_tokens=SPECIAL, show_progress=False))
+    backend.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=150, special_tokens=SPECIAL, show_progress=False)
+    )
     return with_bos(backend)
 
 
 def byte_fallback():
     """As in Llama 2 and Mistral: what the vocabulary lacks becomes tokens of one byte."""
-    pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghijklmnopqrstuvwxyzäöü.", "▁▁", "▁th", "er"]
+    letters = "▁abcdefghijklmnopqrstuvwxyzäöü."
+    pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *letters, "▁▁", "▁th", "er"]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     merges = [("▁", "▁"), ("▁t", "h"), ("e", "r")]
     vocabulary["▁t"] = len(vocabulary)

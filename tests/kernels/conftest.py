@@ -8,6 +8,7 @@ from kernel_backends import COMPILED, ISAS, compiled_kernels
 
 from octavo.kernels.reference import ReferenceKernels
 
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_torch_thread():
     """As in the worker: torch's threads would spin on the cores that the kernels use."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from kernel_accuracy import assert_as_exact_as_torch
 from paged_batches import keys_and_values, paged_batch
 
@@ -20,7 +20,9 @@ def dense_attention(q, batch, k_cache, v_cache, scale, window, kind):
         keys, values = (x.to(kind).repeat_interleave(group, dim=1).transpose(0, 1) for x in (keys, values))
         distance = batch.positions[rows].unsqueeze(1) - torch.arange(keys.shape[1])
         seen = (distance >= 0) & (distance < (window or 2**30))
-        part = F.scaled_dot_product_attention(q[rows].to(kind).transpose(0, 1), keys, values, attn_mask=seen, scale=scale)
+        part = F.scaled_dot_product_attention(
+            q[rows].to(kind).transpose(0, 1), keys, values, attn_mask=seen, scale=scale
+        )
         parts.append(part.transpose(0, 1).flatten(1))
     return torch.cat(parts)
 

@@ -16,7 +16,9 @@ from octavo.kernels import create_kernels
 CPU = torch.device("cpu")
 
 
-@pytest.mark.skipif(os.environ.get("OCTAVO_REQUIRE_KERNELS", "") in ("", "0"), reason="compiled kernels are optional here")
+@pytest.mark.skipif(
+    os.environ.get("OCTAVO_REQUIRE_KERNELS", "") in ("", "0"), reason="compiled kernels are optional here"
+)
 def test_required_kernels_are_present():
     from octavo import _kernels
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from kernel_accuracy import assert_as_exact_as_torch
 from paged_batches import paged_batch
 
@@ -82,7 +82,9 @@ def test_rope_and_write_kv(kernels, generator, dtype, head_dim, block_size):
     rows = len(batch.positions)
     projection = torch.randn(rows, 8 * head_dim, generator=generator).to(dtype)
     before = projection.clone()
-    q, k, v = (part.unflatten(1, (-1, head_dim)) for part in projection.split([4 * head_dim, 2 * head_dim, 2 * head_dim], 1))
+    q, k, v = (
+        part.unflatten(1, (-1, head_dim)) for part in projection.split([4 * head_dim, 2 * head_dim, 2 * head_dim], 1)
+    )
     angles = torch.rand(40, head_dim // 2, generator=generator) * 100
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
     k_before, v_before = k_cache.clone(), v_cache.clone()

@@ -21,7 +21,7 @@ def columns(*rows):
 
 
 def test_philox_is_the_published_one():
-    """Known answers of Random123 (kat_vectors): counter and key all zero; the ids of c = 0, lane 0 are 0, 16, 32, 48."""
+    """Known answers of Random123 (kat_vectors): counter and key all zero; c = 0, lane 0 serves ids 0, 16, 32, 48."""
     words = philox_words(*columns((0, 0, 0)), 64)[0]
     assert [int(words[i]) for i in (0, 16, 32, 48)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 

@@ -6,7 +6,7 @@ whether they fail depends on the processor.
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 
 from octavo.kernels.reference import ReferenceKernels
 

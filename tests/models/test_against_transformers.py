@@ -4,18 +4,16 @@ import copy
 
 import pytest
 import torch
-from octavo.models.random_weights import write_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers_cases import CASES, make_prompts
 
 from octavo import LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo.models.random_weights import write_checkpoint
 
 NUM_TOKENS = 64
 MIN_GAP = 1e-4  # between the two best logits of a step; both sides compute them to about 1e-5
 FAST = ("qwen2-window-upper-layers", "qwen3-head-80", "llama-llama3", "mistral-window-5-per-kv")
-CASE_PARAMS = [
-    pytest.param(case, id=case.name, marks=() if case.name in FAST else pytest.mark.slow) for case in CASES
-]
+CASE_PARAMS = [pytest.param(case, id=case.name, marks=() if case.name in FAST else pytest.mark.slow) for case in CASES]
 
 
 @pytest.mark.parametrize("case", CASE_PARAMS)

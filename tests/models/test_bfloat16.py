@@ -27,8 +27,7 @@ def test_error_of_logits(case, tmp_path, prompt_logits):
         ours = [prompt_logits(model, prompt) for prompt in prompts]
         assert all(logits.dtype == torch.float32 for logits in ours)
         error = rms_error(ours, exact)
-        print(f"{backend}: RMS error {error:.5f}, transformers {theirs:.5f}")
-        assert 0 < error <= MAX_RATIO * theirs
+        assert 0 < error <= MAX_RATIO * theirs, backend  # measured: 0.65 to 0.8
 
 
 def load(path, backend):

@@ -65,7 +65,8 @@ def test_table_equals_transformers(kind, numbers, style, tmp_path):
 
 def test_kinds_differ():
     tables = [
-        make_cos_sin(read_rope(ConfigFile(None, new_style(kind, numbers)), 2048), 48, 600) for kind, numbers in KINDS[:6]
+        make_cos_sin(read_rope(ConfigFile(None, new_style(kind, numbers)), 2048), 48, 600)
+        for kind, numbers in KINDS[:6]
     ]
     for index, table in enumerate(tables):
         assert not any(torch.equal(table, other) for other in tables[:index])

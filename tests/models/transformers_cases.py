@@ -1,7 +1,7 @@
 """Configurations on which octavo must give the tokens of transformers, and ways to alter what the oracle computes.
 
-Both key styles of config.json occur. Seeds are picked (by trying 0, 1, 2, ...) so that no step of any prompt has its two
-best logits closer than the test allows and no long prompt falls into a short loop.
+Both key styles of config.json occur. Seeds are picked (by trying 0, 1, 2, ...) so that no step of any prompt has its
+two best logits closer than the test allows and no long prompt falls into a short loop.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from fakes import FakeExecutor, answer_text
 from running import Running, run_server, wait_until
 
 ENDLESS = {"max_tokens": 2000, "ignore_eos": True}
+STEP_S = 0.02  # so that an answer nobody stops takes twice as long as any test waits
 BODIES = [
     ("/v1/completions", {"prompt": "hello", **ENDLESS}),
     ("/v1/completions", {"prompt": ["one", "two", "three"], "n": 2, **ENDLESS}),
@@ -27,7 +28,7 @@ def check_free(running: Running) -> None:
 
 @pytest.mark.parametrize(("route", "body"), BODIES)
 def test_leaving_a_stream_frees_its_blocks(route: str, body: dict[str, Any]) -> None:
-    executor = FakeExecutor(step_s=0.002)
+    executor = FakeExecutor(STEP_S)
     with run_server(executor) as running, running.http() as http:
         with http.stream("POST", route, json={**body, "stream": True}) as stream:
             next(stream.iter_lines())
@@ -39,7 +40,7 @@ def test_leaving_a_stream_frees_its_blocks(route: str, body: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(("route", "body"), BODIES)
 def test_leaving_a_whole_answer_frees_its_blocks(route: str, body: dict[str, Any]) -> None:
-    executor = FakeExecutor(step_s=0.002)
+    executor = FakeExecutor(STEP_S)
     with run_server(executor) as running:
         leave_while_waiting(running, route, body, lambda: running.num_blocks_in_use > 0)
         check_free(running)
@@ -47,7 +48,7 @@ def test_leaving_a_whole_answer_frees_its_blocks(route: str, body: dict[str, Any
 
 def test_leaving_before_the_first_token_frees_its_blocks() -> None:
     """The stream's status has not been sent yet: the step that computes its prompt is still under way."""
-    executor = FakeExecutor()
+    executor = FakeExecutor(STEP_S)
     with run_server(executor) as running:
         executor.gate.clear()
         body = {"prompt": "hello", **ENDLESS, "stream": True}
@@ -78,7 +79,7 @@ def leave_while_waiting(running: Running, route: str, body: dict[str, Any], read
 
 
 def test_an_abort_takes_at_most_two_steps() -> None:
-    executor = FakeExecutor(step_s=0.02)
+    executor = FakeExecutor(STEP_S)
     with run_server(executor) as running, running.http() as http:
         with http.stream("POST", "/v1/completions", json={"prompt": "hello", **ENDLESS, "stream": True}) as stream:
             next(stream.iter_lines())
@@ -88,10 +89,9 @@ def test_an_abort_takes_at_most_two_steps() -> None:
         assert executor.num_steps - num_steps <= 3
 
 
-@pytest.mark.parametrize("grace_s", [0.0, 30.0])
-def test_open_streams_end_properly_when_the_server_stops(grace_s: float) -> None:
-    executor = FakeExecutor(step_s=0.002)
-    num_tokens = 150
+@pytest.mark.parametrize(("grace_s", "num_tokens"), [(0.0, 2000), (30.0, 50)])
+def test_open_streams_end_properly_when_the_server_stops(grace_s: float, num_tokens: int) -> None:
+    executor = FakeExecutor(STEP_S)
     body = {"prompt": "hello", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
     with run_server(executor, grace_s=grace_s) as running, running.http() as http:
         with http.stream("POST", "/v1/completions", json=body) as stream:
@@ -109,14 +109,14 @@ def test_open_streams_end_properly_when_the_server_stops(grace_s: float) -> None
         assert (last["finish_reason"], text) == ("length", expected)
     else:
         assert last["finish_reason"] == "abort"
-        assert expected.startswith(text)
+        assert expected.startswith(text.rstrip("\ufffd"))  # it may have been cut within a character
         assert text != expected
 
 
 def test_a_stopping_server_takes_nothing_new() -> None:
-    executor = FakeExecutor()
+    executor = FakeExecutor(STEP_S)
     with run_server(executor, grace_s=30.0) as running, running.http() as http:
-        body = {"prompt": "hello", "max_tokens": 5, "stream": True}
+        body = {"prompt": "hello", "max_tokens": 50, "stream": True}
         with http.stream("POST", "/v1/completions", json=body) as stream:
             executor.gate.clear()
             running.server.handle_exit(15, None)

@@ -339,8 +339,8 @@ def test_a_failed_step_is_500_and_the_next_request_is_served() -> None:
 
 
 def test_a_failure_in_mid_stream_is_one_event() -> None:
-    executor = FakeExecutor()
-    body = {"prompt": "a", "max_tokens": 200, "stream": True, "ignore_eos": True}
+    executor = FakeExecutor(step_s=0.02)
+    body = {"prompt": "a", "max_tokens": 2000, "stream": True, "ignore_eos": True}
     with run_server(executor) as running, running.http() as http, http.stream("POST", COMPLETIONS, json=body) as stream:
         lines = stream.iter_lines()
         for _ in range(6):

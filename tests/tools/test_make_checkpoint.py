@@ -36,9 +36,7 @@ def test_tiny_checkpoint_of_every_option(tmp_path):
     assert tokenizer.encode(text) == AutoTokenizer.from_pretrained(tmp_path).encode(text)
 
 
-@pytest.mark.parametrize(
-    ("shape", "num_parameters"), [("qwen2-0.5b", 494_032_768), ("qwen3-0.6b", 596_049_920)]
-)
+@pytest.mark.parametrize(("shape", "num_parameters"), [("qwen2-0.5b", 494_032_768), ("qwen3-0.6b", 596_049_920)])
 def test_benchmark_shapes(shape, num_parameters, tmp_path):
     sys.path.insert(0, str(TOOL.parent))
     try:

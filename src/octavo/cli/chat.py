@@ -72,7 +72,10 @@ def _obey_or_answer(conversation: Conversation, line: str) -> None:
 def _read_line(*, interactive: bool) -> str | None:
     """Return the next line, or None at the end of the input."""
     if not interactive:
-        line = sys.stdin.readline()
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise RequestError(f"standard input is not UTF-8 text: {error}") from None
         return line.removesuffix("\n") if line else None
     import readline  # noqa: F401 - gives input() a history and line editing
 

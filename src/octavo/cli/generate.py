@@ -12,6 +12,7 @@ import typer
 from octavo.cli.command import command
 from octavo.cli.engine_options import EngineOptions
 from octavo.cli.sampling_options import SamplingOptions
+from octavo.errors import RequestError
 
 if TYPE_CHECKING:
     from octavo.engine.llm_engine import Engine
@@ -79,11 +80,14 @@ def generate(
 
 def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     texts = list(prompts or [])
-    if file is not None:
-        texts += [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not texts and file is None and not sys.stdin.isatty():
-        text = sys.stdin.read().removesuffix("\n")
-        texts = [text] if text else []
+    try:
+        if file is not None:
+            texts += [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not texts and file is None and not sys.stdin.isatty():
+            text = sys.stdin.read().removesuffix("\n")
+            texts = [text] if text else []
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{file or 'standard input'} is not UTF-8 text: {error}", parameter="prompt") from None
     if not texts:
         raise typer.BadParameter(
             "there is no prompt: give --prompt TEXT, --prompts-file FILE, or text on standard input"

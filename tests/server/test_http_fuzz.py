@@ -1,0 +1,61 @@
+"""Random bodies of known fields with unlikely values: never a 5xx, and the engine answers as before."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fakes import answer_text
+
+from octavo.server.openai_requests import ChatCompletionRequest, CompletionRequest
+
+if TYPE_CHECKING:
+    from running import Running
+
+VALUES: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2, 3, 16, 256, 257, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**30),
+    *(0.0, -0.0, 0.5, 1.0, 1e-320, 1e308, -1e308),
+    *("", "a", "\0", "\U0001f984", "x" * 3000, "default", "fake", "1"),
+    *([], [0], [1, 2], [-1], [257], [2**63], ["a"], ["a", "b"], [[1], [2]], [[]], [None], [1.5], [{}], ["a", 1]),
+    *({}, {"a": 1}, {"65": 1.0}, {"65": None}, {"-1": 1}, {"type": "text"}, {"include_usage": True}),
+    [{"role": "user", "content": "hello"}],
+    [{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+    [{"role": "user", "content": None}],
+    [{"role": 5, "content": "hello"}],
+]
+
+
+def make_body(rng: random.Random, fields: list[str], sound: dict[str, Any]) -> dict[str, Any]:
+    body = dict(sound)
+    for name in rng.sample(fields, rng.randint(1, 4)):
+        body[name] = rng.choice(VALUES)
+    return body
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_body_is_a_server_error(shared: Running, seed: int) -> None:
+    routes = [
+        ("/v1/completions", CompletionRequest, {"prompt": "hello", "max_tokens": 3}),
+        ("/v1/chat/completions", ChatCompletionRequest, {"messages": VALUES[-4], "max_tokens": 3}),
+    ]
+    rng = random.Random(seed)
+    seen = set()
+    with shared.http() as http:
+        for _ in range(150):
+            route, schema, sound = rng.choice(routes)
+            fields = sorted({*schema.model_fields, *schema.unsupported, "best_of"})
+            content = json.dumps(make_body(rng, fields, sound))
+            response = http.post(route, content=content)
+            seen.add(response.status_code)
+            assert response.status_code in {200, 400, 404}, (content[:500], response.text)
+            if response.status_code != 200:
+                assert response.json()["error"]["message"]
+            elif response.headers["content-type"].startswith("text/event-stream"):
+                assert response.text.endswith("data: [DONE]\n\n")
+                assert '"error"' not in response.text, content[:500]
+        answer = http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 20})
+    assert answer.json()["choices"][0]["text"] == answer_text(5, 0, 20)
+    assert {200, 400} <= seen
+    assert shared.num_unfinished == 0
