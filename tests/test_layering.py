@@ -30,9 +30,9 @@ MAY_IMPORT = {
     "worker": DATA | {"kernels", "models", "worker"},
 }
 # Only these see both sides, and nobody imports them but each other.
-JOINTS = {"build", "llm", "cli", "__main__", "__init__", "compatibility", "progress"}
+JOINTS = {"build", "llm", "cli", "assets", "__main__", "__init__", "compatibility", "progress"}
 STANDARD_LIBRARY_ONLY = DATA | {"core"}
-NO_TORCH = DATA | {"core", "engine", "server", "cli", "progress", "compatibility"}
+NO_TORCH = DATA | {"core", "engine", "server", "cli", "assets", "progress", "compatibility"}
 
 
 def modules() -> list[tuple[str, Path]]:

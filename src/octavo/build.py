@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octavo.assets import BUILT_IN_MODEL, built_in_model_path
 from octavo.config import EngineConfig, ModelConfig, ModelInfo, kernels_required
 from octavo.core.scheduler import Scheduler
 from octavo.engine.chat_template import ChatTemplate
@@ -27,14 +27,6 @@ if TYPE_CHECKING:
     from octavo.config import DeviceConfig
     from octavo.events import EventSink
     from octavo.models.architecture import Architecture
-
-BUILT_IN_MODEL = "octavo-demo"
-
-
-def built_in_model_path() -> Path:
-    """Return the directory of the model inside the package."""
-    return Path(str(files("octavo"))) / "assets" / "demo"
-
 
 def build_engine(
     config: EngineConfig,

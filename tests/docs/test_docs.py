@@ -248,8 +248,8 @@ def test_states_are_the_statuses(lines):
 
     states: set[str] = set()
     for line in lines:
-        if alone := re.fullmatch(r"state (\w+)", line):
-            states.add(alone[1])
+        if alone := re.fullmatch(r"\w+", line):
+            states.add(alone[0])
             continue
         arrow = re.fullmatch(r"(\[\*\]|\w+) --> (\[\*\]|\w+)(?: : (\w+)\.(\w+))?", line)
         assert arrow, f"not understood: {line}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from octavo.assets import BUILT_IN_MODEL
 from octavo.config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_SEQS,
@@ -219,7 +220,7 @@ class EngineOptions:
         """How the model is called where its path is nobody's business."""
         model = self.chosen_model
         if model is None:
-            return "octavo-demo"
+            return BUILT_IN_MODEL
         path = Path(model).expanduser()
         return path.resolve().name if path.is_dir() else model
 

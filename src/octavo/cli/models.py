@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from octavo.assets import BUILT_IN_MODEL, built_in_model_path
 from octavo.cli.command import command
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ def models(directories: Directories = None, json_: Json = False) -> None:
 
 
 def _built_in() -> Iterator[Checkpoint]:
-    directory = Path(str(files("octavo"))) / "assets" / "demo"
+    directory = built_in_model_path()
     if (directory / "config.json").is_file():
-        yield _read(directory, "octavo-demo (built in)")
+        yield _read(directory, f"{BUILT_IN_MODEL} (built in)")
 
 
 def _in_hub_cache() -> Iterator[Checkpoint]:

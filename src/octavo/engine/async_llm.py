@@ -69,6 +69,7 @@ class AsyncLLM:
             request_id,
             prompt,
             params,
+            arrival_time=self.engine.clock(),
             priority=priority,
             cache_salt=cache_salt,
         )

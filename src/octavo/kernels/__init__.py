@@ -1,4 +1,4 @@
-"""Kernels: what every operation computes (`interface`), in plain torch (`reference`) and compiled for the CPU (`cpu`)."""
+"""Kernels: what each operation computes (`interface`), in plain torch (`reference`), compiled for the CPU (`cpu`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["AttentionBatch", "Kernels", "PackedLinear", "SamplingRows", "create_
 def create_kernels(device: torch.device, backend: str = "auto", num_threads: int | None = None) -> Kernels:
     """Return the kernels for a device.
 
-    backend: "auto" is the compiled kernels on the CPU, and plain torch elsewhere or, with a warning, where they were not
+    backend: "auto" is the compiled kernels on the CPU, and plain torch elsewhere or, with a warning, where nothing was
     compiled; "reference" is plain torch; "cpu" is the compiled kernels or an error. num_threads is for the compiled
     kernels, which bring their own threads: see `CpuKernels` on what becomes of torch's.
 
@@ -31,8 +31,8 @@ def create_kernels(device: torch.device, backend: str = "auto", num_threads: int
     compiled = importlib.util.find_spec("octavo._kernels") is not None
     if backend == "cpu" and not compiled:
         raise ConfigError(
-            "kernel backend 'cpu' needs octavo's compiled kernels, which this installation lacks; install octavo where a "
-            "C++ compiler is found (OCTAVO_REQUIRE_KERNELS=1 makes pip show why one fails), or choose reference"
+            "kernel backend 'cpu' needs octavo's compiled kernels, which this installation lacks; install octavo where "
+            "a C++ compiler is found (OCTAVO_REQUIRE_KERNELS=1 makes pip show why one fails), or choose reference"
         )
     if device.type == "cpu" and backend != "reference":
         if compiled:

@@ -29,9 +29,6 @@ class CpuKernels:
     isa: "auto" is the best that the processor has. linear: "packed" is our own matrix product; "onednn" is torch's, for
     bfloat16 weights that meet bfloat16 activations and pass its self-check; "auto" is "onednn" where the processor
     multiplies bfloat16 itself. num_threads: None takes torch's number.
-
-    While these kernels serve, torch's own threads should not compete with them: unless `uses_onednn`, the owner calls
-    torch.set_num_threads(1), or OpenMP workers woken by a leftover torch operation spin on the cores that the pool needs.
     """
 
     name = "cpu"
@@ -42,6 +39,7 @@ class CpuKernels:
         self._module = _kernels
         self.isa = _kernels.instruction_sets()[0] if isa == "auto" else isa
         self.uses_onednn = linear == "onednn" or (linear == "auto" and bool(_kernels.multiplies_bfloat16()))
+        self.has_own_threads = not self.uses_onednn
         self._set = _kernels.KernelSet(self.isa, num_threads or torch.get_num_threads())
         weakref.finalize(self, self._set.shutdown)
 
@@ -54,9 +52,7 @@ class CpuKernels:
         """Change the number of threads; results do not depend on it."""
         self._set.set_num_threads(num_threads)
 
-    def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, *, float32_out: bool = False
-    ) -> PackedLinear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, *, float32_out: bool = False) -> PackedLinear:
         """Pack a weight into panels of 32 columns, or for oneDNN."""
         if self.uses_onednn and not float32_out and weight.dtype == torch.bfloat16:
             one_dnn = _OneDnnWeight.pack(weight, bias)
@@ -161,9 +157,7 @@ class CpuKernels:
         assert 0 < k <= values.shape[1]
         largest = torch.empty(values.shape[0], k)
         ids = torch.empty(values.shape[0], k, dtype=torch.int64)
-        self._set.top_tokens(
-            values.data_ptr(), values.shape[0], values.shape[1], k, largest.data_ptr(), ids.data_ptr()
-        )
+        self._set.top_tokens(values.data_ptr(), values.shape[0], values.shape[1], k, largest.data_ptr(), ids.data_ptr())
         return largest, ids
 
 
@@ -195,9 +189,7 @@ class _PanelWeight:
         assert data.data_ptr() % 64 == 0
         module.advise_huge_pages(data.data_ptr(), data.nbytes)
         number = _DTYPE_NUMBERS[weight.dtype]
-        kernel_set.pack_weight(
-            weight.data_ptr(), number, out_features, in_features, weight.stride(0), data.data_ptr()
-        )
+        kernel_set.pack_weight(weight.data_ptr(), number, out_features, in_features, weight.stride(0), data.data_ptr())
         padded = None
         if bias is not None:
             padded = torch.zeros(columns)

@@ -66,14 +66,20 @@ class SamplingRows:
 
 
 class Kernels(Protocol):
-    """Every operation of the hot path. Activations are float32 or bfloat16; sums are kept in float32."""
+    """Every operation of the hot path. Activations are float32 or bfloat16; sums are kept in float32.
+
+    has_own_threads: torch's threads are not used by these kernels; whoever runs steps keeps them asleep, because OpenMP
+    workers woken by a small leftover operation would spin on the cores that the kernels' own threads need.
+    """
 
     name: str
+    has_own_threads: bool
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, *, float32_out: bool = False) -> PackedLinear:
         """Pack `weight` [out_features, in_features] (float32, bfloat16 or float16) and an optional bias [out_features].
 
         The weight's dtype may differ from that of the activations it will meet (float16 weights meet float32 ones).
+        float32_out: it will be multiplied with `float32_out`, or read by `embedding` (an lm_head, tied or not).
         """
         ...
 
@@ -89,17 +95,17 @@ class Kernels(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019); any leading shape, contiguous."""
+        """Return x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019); contiguous, of any shape."""
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x to `residual` in place (rounded to its dtype) and return rms_norm(residual). Both [num_tokens, hidden]."""
+        """Add x to `residual` in place (rounded to its dtype), return rms_norm(residual). Both [num_tokens, hidden]."""
         ...
 
     def rope_and_write_kv(
         self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
     ) -> None:
-        """Rotate q in place and k on its way (Su et al. 2021, halves as in GPT-NeoX), then write k and v into their slots.
+        """Rotate q in place and k on its way (Su et al. 2021, halves as in GPT-NeoX), write k and v into their slots.
 
         q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim]: the last dimension is
         contiguous, the token stride is free (they may be views of one fused projection).

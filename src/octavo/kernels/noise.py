@@ -50,9 +50,7 @@ def gumbel_noise(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_siz
 def philox_words(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_size: int) -> Tensor:
     """Return the random 32-bit words of token ids 0 .. vocab_size - 1, as int64 [n, vocab_size]."""
     num_rows, num_blocks = seed.numel(), -(-vocab_size // (_LANES * _WORDS))
-    seed, position, sample_index = (
-        column.to(torch.int64).reshape(-1, 1) for column in (seed, position, sample_index)
-    )
+    seed, position, sample_index = (column.to(torch.int64).reshape(-1, 1) for column in (seed, position, sample_index))
     keys = [seed & _LOW_32, (seed >> 32) & _LOW_32]
     counter = torch.arange(num_blocks * _LANES, dtype=torch.int64, device=seed.device).expand(num_rows, -1)
     words = [counter, position & _LOW_32, sample_index & _LOW_32, torch.zeros_like(seed)]

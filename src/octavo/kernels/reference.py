@@ -1,7 +1,7 @@
 """Every operation in plain torch: what the others are tested against, and what serves where nothing is compiled.
 
-It runs on any device. It rounds like the interface says, but torch's matrix products and reductions choose their order by
-shape, so a row's last bits may depend on its neighbours: the law of exactness is kept by the compiled backends.
+It runs on any device. It rounds like the interface says, but torch's matrix products and reductions choose their order
+by shape, so a row's last bits may depend on its neighbours: the law of exactness is kept by the compiled backends.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ class ReferenceKernels:
     """The plain torch backend."""
 
     name = "reference"
+    has_own_threads = False
 
-    def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, *, float32_out: bool = False
-    ) -> PackedLinear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, *, float32_out: bool = False) -> PackedLinear:
         """Keep `weight` as it is."""
         del float32_out
         num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
@@ -119,10 +118,8 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
 
 
-def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int | None
-) -> Tensor:
-    """Float32 attention of rows [n, num_heads, head_dim] of one sequence over all of its KV: [n, num_heads * head_dim]."""
+def _attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int | None) -> Tensor:
+    """Float32 attention of rows [n, num_heads, head_dim] of one sequence over its KV: [n, num_heads * head_dim]."""
     num_rows, num_heads, head_dim = q.shape
     grouped = q.view(num_rows, keys.shape[1], num_heads // keys.shape[1], head_dim)
     scores = torch.einsum("nkgd,skd->nkgs", grouped, keys) * scale

@@ -131,7 +131,9 @@ def read_decoder(
     if activation not in _ACTIVATIONS:
         raise config.error("hidden_act", f"octavo computes {' and '.join(_ACTIVATIONS)} only")
     hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
-    num_kv_heads = config.count("num_key_value_heads", default_num_kv_heads or num_heads)
+    if default_num_kv_heads is None or "num_key_value_heads" in config.values:
+        default_num_kv_heads = num_heads  # null means that, too
+    num_kv_heads = config.count("num_key_value_heads", default_num_kv_heads)
     if num_heads % num_kv_heads:
         raise config.error("num_key_value_heads", f"must divide num_attention_heads = {num_heads}")
     if default_head_dim is None and not config.has("head_dim") and hidden_size % num_heads:

@@ -37,7 +37,9 @@ class CheckpointFiles:
             file = _open(path)
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 if name in self._file_of:
-                    raise ModelError(f"{path}: tensor {name} stands in {self._file_of[name][0].name}, too")
+                    raise ModelError(
+                        f"{path}: {name} stands in {self._file_of[name][0].name}, too; remove the file that is too much"
+                    )
                 self._file_of[name] = (path, file)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -62,7 +64,10 @@ class CheckpointFiles:
             stored = file.get_slice(name)
             if tuple(stored.get_shape()) != shape:
                 found = list(stored.get_shape())
-                raise ModelError(f"{path}: {name} has shape {found}, but config.json asks for {list(shape)}")
+                raise ModelError(
+                    f"{path}: {name} has shape {found}, but config.json asks for {list(shape)}; "
+                    "the two belong to different models"
+                )
             if stored.get_dtype() not in _DTYPES:
                 raise ModelError(
                     f"{path}: {name} is stored as {stored.get_dtype()}; octavo loads {', '.join(_DTYPES)}, "

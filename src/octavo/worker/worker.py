@@ -126,8 +126,15 @@ class Worker:
         return max(result.peak_bytes - kv_bytes, 0)
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
-        """Compute a step."""
-        return self.runner.execute(scheduled)
+        """Compute a step; torch's threads sleep meanwhile where the kernels bring their own."""
+        if not self.kernels.has_own_threads:
+            return self.runner.execute(scheduled)
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self.runner.execute(scheduled)
+        finally:
+            torch.set_num_threads(num_threads)
 
 
 def warm_up(runner: ModelRunner, num_tokens: int) -> float:

@@ -1,0 +1,17 @@
+"""The model inside the package: what octavo answers with when it is given none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+BUILT_IN_MODEL = "octavo-demo"
+
+
+def built_in_model_path() -> Path:
+    """Return the directory of the built-in model."""
+    return Path(__file__).parent / "demo"
+
+
+def built_in_draft_path() -> Path:
+    """Return the directory of its much smaller sibling with the same tokenizer, made for drafting."""
+    return Path(__file__).parent / "demo-draft"
