@@ -1,9 +1,9 @@
-"""Medians of every kernel at the shapes of Qwen2-0.5B, compiled against plain torch, as fractions of this machine's peaks.
+"""Medians of every kernel at the shapes of Qwen2-0.5B, as fractions of peaks measured in the same run.
 
     python benchmarks/kernels.py [--threads 2] [--rounds 9] [--isa avx512] [--only linear]
 
 Rounds are interleaved (every case once, then every case again), so that a disturbance falls on all alike. The peaks are
-measured in the same run: float32 products of torch at 1024 x 4096 x 4096, and reading 512 MB.
+float32 products of torch at 1024 x 4096 x 4096, and reading 512 MB; the best of their rounds counts.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Case:
     calls: int = 0
 
     def run(self) -> None:
+        """Time one call."""
         start = time.perf_counter()
         self.call(self.calls)
         self.times.append(time.perf_counter() - start)
@@ -50,10 +51,12 @@ class Case:
 
 
 def case(name: str, kernels: Kernels, call: Callable[[int], object], flops: float, num_bytes: float) -> Case:
+    """A case of one backend."""
     return Case(name, kernels.name, call, flops, num_bytes, [])
 
 
 def peak_cases() -> Iterator[Case]:
+    """What the machine gives: arithmetic and memory."""
     a, b = torch.randn(1024, 4096), torch.randn(4096, 4096)
     yield Case("peak: float32 product", "torch", lambda _: a @ b, 2 * 1024 * 4096 * 4096, 0, [])
     data = torch.ones(512 << 18)
@@ -61,6 +64,7 @@ def peak_cases() -> Iterator[Case]:
 
 
 def linear_cases(kernels: Kernels) -> Iterator[Case]:
+    """The matrix products of a layer and of lm_head, bfloat16."""
     layers = {
         "qkv": (HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM),
         "o": (HIDDEN, HIDDEN),
@@ -83,6 +87,7 @@ def linear_cases(kernels: Kernels) -> Iterator[Case]:
 
 
 def attention_cases(kernels: Kernels) -> Iterator[Case]:
+    """Decodes and prompts; flops count what causal attention needs, bytes the KV once."""
     shapes = {"1 decode, 16384 KV": [(16384, 1)], "32 decodes, 512 KV": [(512, 1)] * 32,
               "512 prompt": [(512, 512)], "512 of 4096": [(4096, 512)]}  # fmt: skip
     for name, sequences in shapes.items():
@@ -117,6 +122,7 @@ def attention_batch(sequences: list[tuple[int, int]]) -> tuple[AttentionBatch, i
 
 
 def elementwise_cases(kernels: Kernels) -> Iterator[Case]:
+    """Norm, gate and rotary embedding."""
     for rows in (1, 32, 512):
         x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16)
         residual, weight = torch.randn_like(x), torch.randn(HIDDEN, dtype=torch.bfloat16)
@@ -142,6 +148,7 @@ def elementwise_cases(kernels: Kernels) -> Iterator[Case]:
 
 
 def sampling_cases(kernels: Kernels) -> Iterator[Case]:
+    """Sampling with and without filters, and log-probability candidates."""
     filters = {"greedy": (0.0, 0, 1.0, 0.0), "t=1": (1.0, 0, 1.0, 0.0), "top_k=50": (1.0, 50, 1.0, 0.0),
                "top_p=0.9": (1.0, 0, 0.9, 0.0), "all filters": (0.7, 50, 0.9, 0.05)}  # fmt: skip
     for rows in (1, 32):
@@ -165,6 +172,7 @@ def sampling_cases(kernels: Kernels) -> Iterator[Case]:
 
 
 def report(cases: list[Case]) -> None:
+    """Print one line per case."""
     best = {c.name: c for c in cases}
     product, read = best["peak: float32 product"], best["peak: read"]
     peak_flops = product.flops / min(product.times)
@@ -178,6 +186,7 @@ def report(cases: list[Case]) -> None:
 
 
 def main() -> None:
+    """Run every case in interleaved rounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=9)

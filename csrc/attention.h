@@ -89,25 +89,29 @@ void pack_queries(const AttentionArgs& args, const AttentionShape& s, const Atte
   }
 }
 
-// Rows of one tile in the paged cache; null where the tile reaches past the sequence's written positions.
+// Where the keys and values of one tile stand in the paged cache; null outside of first .. last.
 template <class T>
 struct TileRows {
-  const T* keys[kTilePositions];
-  const T* values[kTilePositions];
+  const T* keys[kTilePositions] = {};
+  const T* values[kTilePositions] = {};
 
-  TileRows(const AttentionArgs& args, const AttentionTask& task, int64_t first, int64_t last, int64_t tile) {
+  TileRows(const AttentionArgs& args, const AttentionTask& task, int64_t tile, int64_t first, int64_t last) {
+    first = larger(first, tile);
+    last = smaller(last, tile + kTilePositions);
+    if (first >= last) return;
     const int32_t* table = args.block_tables + task.sequence * args.block_table_stride;
     int64_t entry = first / args.block_size, offset = first % args.block_size;
-    for (int64_t i = 0; i < kTilePositions; ++i) keys[i] = values[i] = nullptr;
-    for (int64_t position = first; position < last; ++position) {
-      const int64_t block = table[entry], i = position - tile;
-      keys[i] = static_cast<const T*>(args.k_cache) + block * args.k_cache_strides[0] +
-                task.kv_head * args.k_cache_strides[1] + offset * args.head_dim;
-      values[i] = static_cast<const T*>(args.v_cache) + block * args.v_cache_strides[0] +
-                  task.kv_head * args.v_cache_strides[1] + offset * args.head_dim;
-      if (++offset == args.block_size) {
-        offset = 0;
-        ++entry;
+    for (int64_t position = first; position < last; ++entry, offset = 0) {
+      const int64_t block = table[entry];
+      const T* key = static_cast<const T*>(args.k_cache) + block * args.k_cache_strides[0] +
+                     task.kv_head * args.k_cache_strides[1] + offset * args.head_dim;
+      const T* value = static_cast<const T*>(args.v_cache) + block * args.v_cache_strides[0] +
+                       task.kv_head * args.v_cache_strides[1] + offset * args.head_dim;
+      for (; offset < args.block_size && position < last; ++offset, ++position) {
+        keys[position - tile] = key;
+        values[position - tile] = value;
+        key += args.head_dim;
+        value += args.head_dim;
       }
     }
   }
@@ -115,21 +119,31 @@ struct TileRows {
 
 template <class T>
 OCTAVO_INLINE void prefetch_row(const T* row, int64_t dim) {
+  if (row == nullptr) return;
   for (int64_t i = 0; i < dim; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + i);
 }
 
-// Keys of a tile, transposed to [2][dim][32 positions]; absent ones are zero.
+// Keys of a tile, transposed to [2][dim][32 positions]; absent ones are zero. Asks for those of the next tile meanwhile.
 template <class T>
-void gather_keys(const AttentionShape& s, const TileRows<T>& rows, float* keys) {
+void gather_keys(const AttentionShape& s, const TileRows<T>& rows, const TileRows<T>& next, float* keys) {
+  static const T kNothing[256] = {};
   for (int64_t first = 0; first < kTilePositions; first += kLanes) {
+    const T* source[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      prefetch_row(next.keys[first + i], s.dim);
+      source[i] = rows.keys[first + i] == nullptr ? kNothing : rows.keys[first + i];
+    }
     float* panel = keys + first / kPanelColumns * kPanelColumns * s.padded_dim + first % kPanelColumns;
     for (int64_t d = 0; d < s.dim; d += kLanes) {
       Vec square[kLanes];
-      for (int i = 0; i < kLanes; ++i) {
-        const T* key = rows.keys[first + i];
-        square[i] = key == nullptr ? splat(0.0f) : load_first(key + d, s.dim - d);
+      if (s.dim - d >= kLanes) {
+        OCTAVO_UNROLL
+        for (int i = 0; i < kLanes; ++i) square[i] = load(source[i] + d);
+      } else {
+        for (int i = 0; i < kLanes; ++i) square[i] = load_first(source[i] + d, s.dim - d);
       }
       transpose(square);
+      OCTAVO_UNROLL
       for (int i = 0; i < kLanes; ++i) store(panel + (d + i) * kPanelColumns, square[i]);
     }
   }
@@ -137,50 +151,86 @@ void gather_keys(const AttentionShape& s, const TileRows<T>& rows, float* keys) 
 
 // Values of a tile as panels [dim / 32][64 positions][32]; absent ones are left as they are and never multiplied.
 template <class T>
-void gather_values(const AttentionShape& s, const TileRows<T>& rows, float* values) {
+void gather_values(const AttentionShape& s, const TileRows<T>& rows, const TileRows<T>& next, float* values) {
   for (int64_t i = 0; i < kTilePositions; ++i) {
+    prefetch_row(next.values[i], s.dim);
     if (rows.values[i] == nullptr) continue;
+    float* out = values + i * kPanelColumns;
     for (int64_t d = 0; d < s.padded_dim; d += kLanes) {
       const Vec value = d < s.dim ? load_first(rows.values[i] + d, s.dim - d) : splat(0.0f);
-      store(values + d / kPanelColumns * kPanelColumns * kTilePositions + i * kPanelColumns + d % kPanelColumns, value);
+      store(out + d / kPanelColumns * kPanelColumns * kTilePositions + d % kPanelColumns, value);
     }
   }
 }
 
-// Turns the scores of one row into softmax weights over positions begin .. end of the tile (zero elsewhere) and brings the
-// row's running maximum, sum and values to the new maximum.
-inline void weigh_row(const AttentionShape& s, float* scores, int64_t begin, int64_t end, float* sums) {
-  float& maximum = sums[s.padded_dim];
-  float& total = sums[s.padded_dim + 1];
-  constexpr int kVectors = kTilePositions / kLanes;
-  Vec score[kVectors];
-  Mask seen[kVectors];
-  Vec largest = splat(kMinusInfinity);
-  const Vec lane = to_float(lane_numbers());
+struct SeenRange {  // positions of a tile that a row sees
+  int64_t begin, end;
+  bool empty() const { return begin >= end; }
+};
+
+constexpr int kTileVectors = kTilePositions / kLanes;
+
+// Which lanes of the tile's vectors a row sees.
+OCTAVO_INLINE void seen_lanes(const SeenRange& range, Mask (&seen)[kTileVectors]) {
+  const Vec begin = splat(static_cast<float>(range.begin)), end = splat(static_cast<float>(range.end));
   OCTAVO_UNROLL
-  for (int i = 0; i < kVectors; ++i) {
-    const Vec position = lane + splat(static_cast<float>(i * kLanes));
-    seen[i] = both(less_equal(splat(static_cast<float>(begin)), position),
-                   less(position, splat(static_cast<float>(end))));
-    score[i] = select(seen[i], load(scores + i * kLanes), splat(kMinusInfinity));
-    largest = max(score[i], largest);
+  for (int i = 0; i < kTileVectors; ++i) {
+    const Vec position = to_float(lane_numbers()) + splat(static_cast<float>(i * kLanes));
+    seen[i] = both(less_equal(begin, position), less(position, end));
   }
-  const float new_maximum = larger(maximum, max_lanes(largest));
-  Vec sum = splat(0.0f);
+}
+
+// The largest of the running maximum and the scores that a row sees; the others become -inf.
+OCTAVO_INLINE float mask_and_find_maximum(const SeenRange& range, float* scores, float maximum) {
+  Vec score[kTileVectors];
   OCTAVO_UNROLL
-  for (int i = 0; i < kVectors; ++i) {
-    const Vec weight = select(seen[i], exp(score[i] - splat(new_maximum)), splat(0.0f));
-    store(scores + i * kLanes, weight);
-    sum = sum + weight;
+  for (int i = 0; i < kTileVectors; ++i) score[i] = load(scores + i * kLanes);
+  if (range.end - range.begin < kTilePositions) {
+    Mask seen[kTileVectors];
+    seen_lanes(range, seen);
+    OCTAVO_UNROLL
+    for (int i = 0; i < kTileVectors; ++i) {
+      score[i] = select(seen[i], score[i], splat(kMinusInfinity));
+      store(scores + i * kLanes, score[i]);
+    }
   }
-  if (new_maximum != maximum) {
-    float correction[kLanes];
-    store(correction, exp(splat(maximum - new_maximum)));
-    total *= correction[0];
-    for (int64_t d = 0; d < s.padded_dim; d += kLanes) store(sums + d, load(sums + d) * splat(correction[0]));
-    maximum = new_maximum;
+  const Vec largest = max(max(score[0], score[1]), max(score[2], score[3]));
+  return larger(maximum, max_lanes(largest));
+}
+
+// Turns scores into softmax weights, e^(score - maximum), and returns their sum. e^-inf is 0.
+OCTAVO_INLINE float weigh(float* scores, float maximum) {
+  Vec weight[kTileVectors];
+  OCTAVO_UNROLL
+  for (int i = 0; i < kTileVectors; ++i) weight[i] = load(scores + i * kLanes) - splat(maximum);
+  exp(weight);
+  OCTAVO_UNROLL
+  for (int i = 0; i < kTileVectors; ++i) store(scores + i * kLanes, weight[i]);
+  return sum_lanes((weight[0] + weight[1]) + (weight[2] + weight[3]));
+}
+
+// Scores of up to kTileRows rows become weights, and the sums follow the running maximum. One short loop per stage, so
+// that the rows' chains overlap.
+inline void weigh_rows(const AttentionShape& s, int64_t rows, const SeenRange* seen, float* scores, float* sums) {
+  const int64_t stride = s.padded_dim + 2;
+  float before[kLanes] = {}, maximum[kLanes] = {}, factor[kLanes];
+  for (int64_t r = 0; r < rows; ++r) {
+    if (seen[r].empty()) continue;
+    before[r] = sums[r * stride + s.padded_dim];
+    maximum[r] = mask_and_find_maximum(seen[r], scores + r * kTilePositions, before[r]);
   }
-  total += sum_lanes(sum);
+  store(factor, exp(load(before) - load(maximum)));
+  for (int64_t r = 0; r < rows; ++r) {
+    if (maximum[r] == before[r]) continue;
+    float* row = sums + r * stride;
+    for (int64_t d = 0; d < s.padded_dim; d += kLanes) store(row + d, load(row + d) * splat(factor[r]));
+    row[s.padded_dim] = maximum[r];
+    row[s.padded_dim + 1] *= factor[r];
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    if (seen[r].empty()) continue;
+    sums[r * stride + s.padded_dim + 1] += weigh(scores + r * kTilePositions, maximum[r]);
+  }
 }
 
 // sums += weights[begin .. end] x values for `rows` rows.
@@ -191,7 +241,7 @@ inline void add_values(const AttentionShape& s, const AttentionScratch& memory, 
   for (int64_t d = 0; d < s.padded_dim; d += kPanelColumns) {
     kMultiplyWeights.of_rows[rows](memory.scores + row * kTilePositions + begin,
                                    memory.values + d * kTilePositions + begin * kPanelColumns, end - begin,
-                                   memory.sums + row * stride + d, stride, false);
+                                   memory.sums + row * stride + d, stride, false, memory.scores);
   }
 }
 
@@ -199,29 +249,29 @@ inline void add_values(const AttentionShape& s, const AttentionScratch& memory, 
 // positions that only some of the rows see are added row by row, so that none multiplies what it may not see.
 inline void attend_rows(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task,
                         const AttentionScratch& memory, int64_t row, int64_t rows, int64_t tile) {
-  int64_t begin[kTileRows], end[kTileRows], common_begin = 0, common_end = kTilePositions, any = 0;
+  SeenRange seen[kTileRows], common{0, kTilePositions};
+  bool any = false;
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t position = args.positions[task.first_token + (row + r) / s.group];
-    begin[r] = smaller(kTilePositions, larger(int64_t{0}, first_seen(args, position) - tile));
-    end[r] = larger(begin[r], smaller(kTilePositions, position + 1 - tile));
-    common_begin = larger(common_begin, begin[r]);
-    common_end = smaller(common_end, end[r]);
-    any += end[r] - begin[r];
+    seen[r].begin = smaller(kTilePositions, larger(int64_t{0}, first_seen(args, position) - tile));
+    seen[r].end = larger(seen[r].begin, smaller(kTilePositions, position + 1 - tile));
+    common = {larger(common.begin, seen[r].begin), smaller(common.end, seen[r].end)};
+    any = any || !seen[r].empty();
   }
-  if (any == 0) return;
+  if (!any) return;
   for (int64_t p = 0; p < kTilePositions; p += kPanelColumns) {
     kMultiplyPacked.of_rows[rows](memory.queries + row * s.dim, memory.keys + p * s.padded_dim, s.dim,
-                                  memory.scores + row * kTilePositions + p, kTilePositions, true);
+                                  memory.scores + row * kTilePositions + p, kTilePositions, true, memory.scores);
   }
-  const int64_t stride = s.padded_dim + 2;
+  weigh_rows(s, rows, seen, memory.scores + row * kTilePositions, memory.sums + row * (s.padded_dim + 2));
+  common.end = larger(common.begin, common.end);
   for (int64_t r = 0; r < rows; ++r) {
-    if (begin[r] == end[r]) continue;
-    weigh_row(s, memory.scores + (row + r) * kTilePositions, begin[r], end[r], memory.sums + (row + r) * stride);
+    add_values(s, memory, row + r, 1, seen[r].begin, smaller(common.begin, seen[r].end));
   }
-  common_end = larger(common_begin, common_end);
-  for (int64_t r = 0; r < rows; ++r) add_values(s, memory, row + r, 1, begin[r], smaller(common_begin, end[r]));
-  add_values(s, memory, row, rows, common_begin, common_end);
-  for (int64_t r = 0; r < rows; ++r) add_values(s, memory, row + r, 1, larger(common_end, begin[r]), end[r]);
+  add_values(s, memory, row, rows, common.begin, common.end);
+  for (int64_t r = 0; r < rows; ++r) {
+    add_values(s, memory, row + r, 1, larger(common.end, seen[r].begin), seen[r].end);
+  }
 }
 
 inline void clear_sums(const AttentionShape& s, int64_t rows, float* sums) {
@@ -272,19 +322,16 @@ void attend_partition(const AttentionArgs& args, const AttentionShape& s, const 
   const int64_t first = larger(start, first_seen(args, args.positions[task.first_token]));
   const int64_t last =
       smaller(start + kPartitionPositions, args.positions[task.first_token + task.tokens - 1] + 1);
-  for (int64_t tile = first / kTilePositions * kTilePositions; tile < last; tile += kTilePositions) {
-    const TileRows<T> tile_rows(args, task, larger(first, tile), smaller(last, tile + kTilePositions), tile);
-    for (const T* key : tile_rows.keys) {
-      if (key != nullptr) prefetch_row(key, s.dim);
-    }
-    for (const T* value : tile_rows.values) {
-      if (value != nullptr) prefetch_row(value, s.dim);
-    }
-    gather_keys(s, tile_rows, memory.keys);
-    gather_values(s, tile_rows, memory.values);
+  const int64_t first_tile = first / kTilePositions * kTilePositions;
+  TileRows<T> here(args, task, first_tile, first, last);
+  for (int64_t tile = first_tile; tile < last; tile += kTilePositions) {
+    const TileRows<T> next(args, task, tile + kTilePositions, first, last);
+    gather_keys(s, here, next, memory.keys);
+    gather_values(s, here, next, memory.values);
     for (int64_t row = 0; row < rows; row += kTileRows) {
       attend_rows(args, s, task, memory, row, smaller(int64_t{kTileRows}, rows - row), tile);
     }
+    here = next;
   }
 }
 

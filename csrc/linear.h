@@ -49,14 +49,17 @@ OCTAVO_INLINE int64_t panel_size(int64_t k) {
   return padded_depth<W>(k) * kPanelColumns;
 }
 
+constexpr int64_t kPrefetchBytes = 3072;  // ahead of the reader, per stream: about the latency of memory
+
 // --- the micro-kernel ---------------------------------------------------------------------------------------------------
 
 // c[m][column] += sum over k of a[k * kStrideK + m * kStrideM] * w[k][column] for M rows and P panels of V * 16 columns.
-// With `fresh` the sum starts at zero instead of c.
+// With `fresh` the sum starts at zero instead of c. float32 panels come from a cache; meanwhile k lines from `ahead` on are
+// asked from memory. 16-bit panels come from memory themselves, and are asked for in time.
 template <int M, int P, int V, int kStrideK, int kStrideM, class W>
 OCTAVO_INLINE void multiply_tile(const float* a, const W* w, int64_t panel_stride, int64_t k, float* c,
-                                 int64_t c_stride, bool fresh) {
-  constexpr int kDepth = Panel<W>::kDepth, kAhead = KAHEAD / sizeof(W);
+                                 int64_t c_stride, bool fresh, const char* ahead) {
+  constexpr int kDepth = Panel<W>::kDepth, kAhead = kPrefetchBytes / sizeof(W);
   Vec sum[M][P * V];
   OCTAVO_UNROLL
   for (int m = 0; m < M; ++m) {
@@ -68,13 +71,14 @@ OCTAVO_INLINE void multiply_tile(const float* a, const W* w, int64_t panel_strid
     OCTAVO_UNROLL
     for (int p = 0; p < P; ++p) {
       const W* row = w + p * panel_stride;
-      if (sizeof(W) == 2) {  // straight from memory: ask early
+      if (sizeof(W) == 2) {
         OCTAVO_UNROLL
         for (int line = 0; line < kDepth; ++line) __builtin_prefetch(row + kAhead + line * 32);
       }
       OCTAVO_UNROLL
       for (int j = 0; j < V; ++j) Panel<W>::read(row, j, columns[p * V + j]);
     }
+    if (sizeof(W) == 4) __builtin_prefetch(ahead + i * 64);
     w += Panel<W>::kStep;
     OCTAVO_UNROLL
     for (int d = 0; d < kDepth; ++d) {
@@ -94,25 +98,28 @@ OCTAVO_INLINE void multiply_tile(const float* a, const W* w, int64_t panel_strid
   }
 }
 
-// What fits the registers: rows and 16-column groups of the blocked product, rows that read the weight directly.
+// What fits the registers: rows and 16-column groups of the blocked product; rows that read the weight directly, and the
+// accumulators that these have when they are few enough to take several panels at once.
 #if defined(OCTAVO_ISA_AVX512)
-constexpr int kTileRows = 14, kTileGroups = 2, kDirectRows = 8;
+constexpr int kTileRows = 14, kTileGroups = 2, kDirectRows = 12, kDirectSums = 16;
 #elif defined(OCTAVO_ISA_AVX2)
-constexpr int kTileRows = 6, kTileGroups = 1, kDirectRows = 3;
+constexpr int kTileRows = 6, kTileGroups = 1, kDirectRows = 3, kDirectSums = 6;
 #else
-constexpr int kTileRows = 3, kTileGroups = 1, kDirectRows = 2;
+constexpr int kTileRows = 3, kTileGroups = 1, kDirectRows = 2, kDirectSums = 4;
 #endif
 
 // One panel of 32 columns times M packed rows: a is [k][M] where kStrideK is 0, else strided.
 template <int M, int kStrideK, int kStrideM>
-void multiply_panel(const float* a, const float* w, int64_t k, float* c, int64_t c_stride, bool fresh) {
+void multiply_panel(const float* a, const float* w, int64_t k, float* c, int64_t c_stride, bool fresh,
+                    const void* ahead) {
   constexpr int kK = kStrideK == 0 ? M : kStrideK;
   for (int column = 0; column < kPanelColumns; column += kTileGroups * kLanes) {
-    multiply_tile<M, 1, kTileGroups, kK, kStrideM>(a, w + column, 0, k, c + column, c_stride, fresh);
+    multiply_tile<M, 1, kTileGroups, kK, kStrideM>(a, w + column, 0, k, c + column, c_stride, fresh,
+                                                    static_cast<const char*>(ahead));
   }
 }
 
-using PanelFunction = void (*)(const float* a, const float* w, int64_t k, float* c, int64_t c_stride, bool fresh);
+using PanelFunction = decltype(&multiply_panel<1, 0, 1>);
 
 // multiply_panel for 1 .. kTileRows rows.
 template <int kStrideK, int kStrideM>
@@ -182,15 +189,16 @@ void multiply_direct(const LinearArgs& args, const float* a, int64_t panel) {
   const W* w = static_cast<const W*>(args.weight) + panel * size;
   float sums[M * P * kPanelColumns];
   constexpr int kGroups = kPanelColumns / kLanes;
-  multiply_tile<M, P, kGroups, M, 1>(a, w, size, depth, sums, P * kPanelColumns, true);
+  multiply_tile<M, P, kGroups, M, 1>(a, w, size, depth, sums, P * kPanelColumns, true,
+                                     reinterpret_cast<const char*>(w) + kPrefetchBytes);
   write_sums(args, sums, P * kPanelColumns, 0, M, panel * kPanelColumns, P * kPanelColumns);
 }
 
 template <int M, class W>
 void linear_direct(ThreadPool& pool, const LinearArgs& args) {
   // Enough chains to hide the latency of a multiply-add, and few enough to stay in registers.
-  constexpr int kPanels = M == 1 ? kDirectRows / 2 : M <= kDirectRows / 2 ? 2 : 1;
-  constexpr int P = kPanels < 1 ? 1 : kPanels;
+  constexpr int kPanels = kDirectSums / (M * kPanelColumns / kLanes);
+  constexpr int P = kPanels < 1 ? 1 : kPanels > 4 ? 4 : kPanels;
   const int64_t depth = padded_depth<W>(args.k);
   float* a = static_cast<float*>(pool.shared(static_cast<size_t>(depth * M) * sizeof(float)));
   pack_rows(args, 0, M, depth, a);
@@ -217,7 +225,7 @@ void linear_few(ThreadPool& pool, const LinearArgs& args) {
 
 // --- many rows: blocks that stay in cache ---------------------------------------------------------------------------------
 
-constexpr int64_t kBlockDepth = KBD;                 // k of one block: its piece of a panel stays in L1 and L2
+constexpr int64_t kBlockDepth = 256;                 // k of one block: its piece of a panel stays in L1 and L2
 constexpr int64_t kBlockRows = 24 * kTileRows;       // rows of one block: kBlockDepth of them stay in L2
 constexpr int64_t kMaxGroupPanels = 4;               // panels of one task
 
@@ -232,8 +240,6 @@ OCTAVO_INLINE const float* unpack_panel(const W* w, int64_t depth, float* unpack
       Panel<W>::read(w, group, values);
       for (int d = 0; d < kDepth; ++d) store(out + d * kPanelColumns + group * kLanes, values[d]);
     }
-    __builtin_prefetch(w + 8 * Panel<W>::kStep);
-    __builtin_prefetch(w + 8 * Panel<W>::kStep + 32);
     w += Panel<W>::kStep;
     out += kDepth * kPanelColumns;
   }
@@ -262,12 +268,14 @@ void multiply_group(const LinearArgs& args, const RowBlock& block, int64_t first
   for (int64_t k = 0; k < block.depth; k += kBlockDepth) {
     const int64_t depth = smaller(kBlockDepth, block.depth - k);
     for (int64_t panel = 0; panel < count; ++panel) {
-      const float* w =
-          unpack_panel<W>(weight + panel * panel_size<W>(args.k) + k * kPanelColumns, depth, unpacked);
+      const W* source = weight + panel * panel_size<W>(args.k) + k * kPanelColumns;
+      const W* next = panel + 1 < count ? source + panel_size<W>(args.k) : weight + (k + depth) * kPanelColumns;
+      const float* w = unpack_panel<W>(source, depth, unpacked);
       for (int64_t row = 0; row < block.rows; row += kTileRows) {
         const int64_t rows = smaller(int64_t{kTileRows}, block.rows - row);
         const float* a = block.packed + row * block.depth + k * rows;
-        kMultiplyPacked.of_rows[rows](a, w, depth, sums + row * stride + panel * kPanelColumns, stride, k == 0);
+        kMultiplyPacked.of_rows[rows](a, w, depth, sums + row * stride + panel * kPanelColumns, stride, k == 0,
+                                        row == 0 ? static_cast<const void*>(next) : a);
       }
     }
   }

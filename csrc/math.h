@@ -5,26 +5,39 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// e^x within about one unit in the last place; 0 and inf where float32 has no better, NaN for NaN, exactly 1 at 0.
+// e^x within about one unit in the last place, for N vectors side by side, so that their chains overlap; 0 and inf where
+// float32 has no better, NaN for NaN, exactly 1 at 0.
 // Reduction by ln 2 in two parts, then the polynomial of Cephes' expf (Moshier).
+template <int N>
+OCTAVO_INLINE void exp(Vec (&x)[N]) {
+  constexpr float kTerms[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+  IVec n[N];
+  Vec r[N], p[N];
+  OCTAVO_UNROLL
+  for (int i = 0; i < N; ++i) {
+    x[i] = min(splat(90.0f), max(splat(-105.0f), x[i]));
+    n[i] = to_int(x[i] * splat(1.44269504088896341f));
+  }
+  OCTAVO_UNROLL
+  for (int i = 0; i < N; ++i) r[i] = fma(to_float(n[i]), splat(-0.693359375f), x[i]);
+  OCTAVO_UNROLL
+  for (int i = 0; i < N; ++i) {
+    r[i] = fma(to_float(n[i]), splat(2.12194440e-4f), r[i]);
+    p[i] = splat(1.9875691500e-4f);
+  }
+  OCTAVO_UNROLL
+  for (int term = 0; term < 5; ++term) {
+    OCTAVO_UNROLL
+    for (int i = 0; i < N; ++i) p[i] = fma(p[i], r[i], splat(kTerms[term]));
+  }
+  OCTAVO_UNROLL
+  for (int i = 0; i < N; ++i) x[i] = times_power_of_two(fma(p[i], r[i] * r[i], r[i]) + splat(1.0f), n[i]);
+}
+
 OCTAVO_INLINE Vec exp(Vec x) {
-  x = min(splat(90.0f), max(splat(-105.0f), x));
-  const IVec n = to_int(x * splat(1.44269504088896341f));
-  const Vec nf = to_float(n);
-  Vec r = fma(nf, splat(-0.693359375f), x);
-  r = fma(nf, splat(2.12194440e-4f), r);
-  Vec p = splat(1.9875691500e-4f);
-  p = fma(p, r, splat(1.3981999507e-3f));
-  p = fma(p, r, splat(8.3334519073e-3f));
-  p = fma(p, r, splat(4.1665795894e-2f));
-  p = fma(p, r, splat(1.6666665459e-1f));
-  p = fma(p, r, splat(5.0000001201e-1f));
-  p = fma(p, r * r, r) + splat(1.0f);
-  // 2^n in two factors: n reaches from -152 to 130, beyond the exponents of float32.
-  const IVec half = shift_right_signed<1>(n);
-  const Vec first = as_float(shift_left<23>(half + splat_int(127)));
-  const Vec second = as_float(shift_left<23>(n - half + splat_int(127)));
-  return p * first * second;
+  Vec one[1] = {x};
+  exp(one);
+  return one[0];
 }
 
 }  // namespace octavo::OCTAVO_ISA

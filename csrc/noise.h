@@ -43,18 +43,27 @@ OCTAVO_INLINE void philox(const NoiseKey& key, IVec first_word, IVec (&word)[4])
   }
 }
 
-// 2 atanh(s) for |s| <= 1/3.
-OCTAVO_INLINE Vec twice_atanh(Vec s) {
-  const Vec z = s * s;
-  Vec q = splat(1.0f / 15.0f);
-  q = q * z + splat(1.0f / 13.0f);
-  q = q * z + splat(1.0f / 11.0f);
-  q = q * z + splat(1.0f / 9.0f);
-  q = q * z + splat(1.0f / 7.0f);
-  q = q * z + splat(1.0f / 5.0f);
-  q = q * z + splat(1.0f / 3.0f);
-  const Vec twice = s + s;
-  return twice + twice * (z * q);
+// The functions below take the four words of a call side by side, so that their chains of operations overlap.
+
+// s becomes 2 atanh(s), for |s| <= 1/3.
+OCTAVO_INLINE void twice_atanh(Vec (&s)[4]) {
+  constexpr float kTerms[] = {1.0f / 13.0f, 1.0f / 11.0f, 1.0f / 9.0f, 1.0f / 7.0f, 1.0f / 5.0f, 1.0f / 3.0f};
+  Vec z[4], q[4];
+  OCTAVO_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    z[i] = s[i] * s[i];
+    q[i] = splat(1.0f / 15.0f);
+  }
+  OCTAVO_UNROLL
+  for (int term = 0; term < 6; ++term) {
+    OCTAVO_UNROLL
+    for (int i = 0; i < 4; ++i) q[i] = q[i] * z[i] + splat(kTerms[term]);
+  }
+  OCTAVO_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const Vec twice = s[i] + s[i];
+    s[i] = twice + twice * (z[i] * q[i]);
+  }
 }
 
 // v = m 2^e with m in [sqrt(1/2), sqrt(2)), for positive normal v.
@@ -69,25 +78,34 @@ OCTAVO_INLINE Vec scaled_logarithm(Vec e, Vec atanh_part) {
   return e * splat(6.9313812256e-01f) + (atanh_part + e * splat(9.0580006145e-06f));
 }
 
-OCTAVO_INLINE Vec gumbel(IVec word) {
+OCTAVO_INLINE void gumbel(const IVec (&word)[4], Vec (&noise)[4]) {
   const Vec one = splat(1.0f), zero = splat(0.0f);
-  const Mask upper = is_negative(word);  // word >= 2^31
-  const IVec distance = select(upper, word ^ splat_int(0xFFFFFFFFu), word);
-  const Vec t = (to_float(distance) + splat(0.5f)) * splat(0x1p-32f);  // distance to the nearer end of (0, 1)
-  Vec m, e;
-  split_exponent(t, m, e);
-  const Vec part = twice_atanh(select(upper, m - one, t) / select(upper, m + one, splat(2.0f) - t));
-  const Vec exponential = select(upper, zero - scaled_logarithm(e, part), part);
-  split_exponent(exponential, m, e);
-  return zero - scaled_logarithm(e, twice_atanh((m - one) / (m + one)));
+  Vec part[4], m[4], e[4];
+  OCTAVO_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const Mask upper = is_negative(word[i]);  // word >= 2^31
+    const IVec distance = select(upper, word[i] ^ splat_int(0xFFFFFFFFu), word[i]);
+    const Vec t = (to_float(distance) + splat(0.5f)) * splat(0x1p-32f);  // distance to the nearer end of (0, 1)
+    split_exponent(t, m[i], e[i]);
+    part[i] = select(upper, m[i] - one, t) / select(upper, m[i] + one, splat(2.0f) - t);
+  }
+  twice_atanh(part);
+  OCTAVO_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const Vec exponential = select(is_negative(word[i]), zero - scaled_logarithm(e[i], part[i]), part[i]);
+    split_exponent(exponential, m[i], e[i]);
+    part[i] = (m[i] - one) / (m[i] + one);
+  }
+  twice_atanh(part);
+  OCTAVO_UNROLL
+  for (int i = 0; i < 4; ++i) noise[i] = zero - scaled_logarithm(e[i], part[i]);
 }
 
 // Noise of token ids block * 64 .. block * 64 + 63.
 OCTAVO_INLINE void noise_block(const NoiseKey& key, int64_t block, Vec (&noise)[4]) {
   IVec word[4];
   philox(key, splat_int(static_cast<uint32_t>(block * kLanes)) + lane_numbers(), word);
-  OCTAVO_UNROLL
-  for (int i = 0; i < 4; ++i) noise[i] = gumbel(word[i]);
+  gumbel(word, noise);
 }
 
 inline void gumbel_noise(int64_t seed, int32_t position, int32_t sample_index, int64_t first, int64_t count, float* out) {

@@ -73,7 +73,8 @@ inline Best largest_logit(const float* logits, int64_t first, int64_t last) {
 }
 
 // argmax(logits / temperature + noise) of tokens first .. last that `cut` keeps. `first` is a multiple of 64; `best` is a
-// token of the range with its key. Blocks that could not win with the largest noise are passed over.
+// token of the range with its key. Blocks that are cut, or could not win with the
+// largest noise, are passed over.
 inline Best largest_key(const float* logits, int64_t first, int64_t last, float temperature, const NoiseKey& key,
                         const Cut& cut, const Best& best) {
   const Vec divisor = splat(temperature), nothing = splat(-__builtin_inff());
@@ -85,7 +86,8 @@ inline Best largest_key(const float* logits, int64_t first, int64_t last, float 
     for (int j = 0; j < 4; ++j) {
       const int64_t at = i + j * kLanes;
       value[j] = at < last ? load_logits(logits + at, last - at) / divisor : nothing;
-      hopeful = either(hopeful, less_equal(bound, value[j] + splat(kNoiseBound)));
+      const Mask near = less_equal(bound, value[j] + splat(kNoiseBound));
+      hopeful = either(hopeful, both(near, less_equal(splat(cut.value), value[j])));
     }
     if (bits(hopeful) == 0) continue;
     Vec noise[4];

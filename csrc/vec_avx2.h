@@ -81,6 +81,12 @@ OCTAVO_INLINE void store_int(void* p, IVec a) {
   _mm256_storeu_si256(q + 1, a.hi);
 }
 
+// a * 2^n, rounded once; n reaches beyond the exponents of float32, so in two factors, of which the first is exact.
+OCTAVO_INLINE Vec times_power_of_two(Vec a, IVec n) {
+  const IVec half = shift_right_signed<1>(n), bias = splat_int(127);
+  return a * as_float(shift_left<23>(half + bias)) * as_float(shift_left<23>(n - half + bias));
+}
+
 template <int kCompare>
 OCTAVO_INLINE Mask compare(Vec a, Vec b) {
   return {_mm256_castps_si256(_mm256_cmp_ps(a.lo, b.lo, kCompare)),

@@ -63,6 +63,9 @@ OCTAVO_INLINE IVec to_int(Vec a) { return {_mm512_cvtps_epi32(a.v)}; }    // rou
 OCTAVO_INLINE IVec load_int(const void* p) { return {_mm512_loadu_si512(p)}; }
 OCTAVO_INLINE void store_int(void* p, IVec a) { _mm512_storeu_si512(p, a.v); }
 
+// a * 2^n, rounded once; n reaches beyond the exponents of float32.
+OCTAVO_INLINE Vec times_power_of_two(Vec a, IVec n) { return {_mm512_scalef_ps(a.v, _mm512_cvtepi32_ps(n.v))}; }
+
 OCTAVO_INLINE Mask less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
 OCTAVO_INLINE Mask less_equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ); }
 OCTAVO_INLINE Mask equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }

@@ -88,6 +88,12 @@ OCTAVO_INLINE IVec load_int(const void* p) {
 }
 OCTAVO_INLINE void store_int(void* p, IVec a) { std::memcpy(p, &a.v, sizeof(a.v)); }
 
+// a * 2^n, rounded once; n reaches beyond the exponents of float32, so in two factors, of which the first is exact.
+OCTAVO_INLINE Vec times_power_of_two(Vec a, IVec n) {
+  const IVec half = shift_right_signed<1>(n), bias = splat_int(127);
+  return a * as_float(shift_left<23>(half + bias)) * as_float(shift_left<23>(n - half + bias));
+}
+
 OCTAVO_INLINE Mask less(Vec a, Vec b) { return {a.v < b.v}; }
 OCTAVO_INLINE Mask less_equal(Vec a, Vec b) { return {a.v <= b.v}; }
 OCTAVO_INLINE Mask equal(Vec a, Vec b) { return {a.v == b.v}; }

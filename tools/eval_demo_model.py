@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import demo_data
 
@@ -41,7 +41,7 @@ def answer_with_transformers(model: str, prompts: list[list[demo_data.Message]],
     from transformers import AutoTokenizer, Qwen3ForCausalLM  # noqa: PLC0415
 
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    network = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
+    network: Any = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
     texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
     answers = [""] * len(texts)
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
