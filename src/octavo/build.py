@@ -12,14 +12,16 @@ from octavo.config import EngineConfig, ModelConfig, ModelInfo, kernels_required
 from octavo.core.scheduler import Scheduler
 from octavo.engine.chat_template import ChatTemplate
 from octavo.engine.engine_core import EngineCore
+from octavo.engine.generation_config import read_generation_defaults
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.llm_engine import Engine
 from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.tokenizer import Tokenizer, read_generation_defaults
-from octavo.errors import ConfigError
+from octavo.engine.tokenizer import Tokenizer
+from octavo.errors import ConfigError, ModelError, RequestError
 from octavo.models.loader import resolve_model_path
 from octavo.models.registry import read_architecture
-from octavo.worker.worker import LocalExecutor, Worker
+from octavo.sampling_params import SamplingParams
+from octavo.worker.worker import LocalExecutor, Worker, resolve_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from octavo.config import DeviceConfig
     from octavo.events import EventSink
     from octavo.models.architecture import Architecture
+
 
 def build_engine(
     config: EngineConfig,
@@ -67,7 +70,7 @@ def build_engine(
         max_model_len=max_model_len,
         clock=time.monotonic,
         sink=sink,
-        cache_keys=(f"model:{directory}", f"kv:{worker.kv_dtype}"),
+        cache_keys=(f"model:{directory.resolve()}", f"kv:{worker.kv_dtype}"),
     )
     template = None if tokenizer is None else _chat_template(model_config, directory, tokenizer)
     return Engine(
@@ -96,6 +99,12 @@ def _model_info(
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
     defaults = generation.sampling if model_config.generation_config == "auto" else {}
+    try:
+        SamplingParams(**defaults)  # type: ignore[arg-type]  # its values are checked here, whatever they are
+    except RequestError as error:
+        raise ModelError(
+            f"{directory / 'generation_config.json'}: {error}; mend it, or ignore it with generation_config='vllm'"
+        ) from error
     return ModelInfo(
         name=name,
         vocab_size=architecture.vocab_size,
@@ -118,7 +127,8 @@ def _chat_template(model_config: ModelConfig, directory: Path, tokenizer: Tokeni
 
 
 def _device_config(config: EngineConfig) -> DeviceConfig:
-    """Where OCTAVO_REQUIRE_KERNELS is set, "auto" means the compiled kernels and nothing less."""
-    if kernels_required() and config.device.kernels == "auto" and config.device.device in {None, "cpu"}:
+    """Where OCTAVO_REQUIRE_KERNELS is set, "auto" means the compiled kernels on a CPU and nothing less."""
+    on_cpu = resolve_device(config.device.device).type == "cpu"
+    if on_cpu and kernels_required() and config.device.kernels == "auto":
         return replace(config.device, kernels="cpu")
     return config.device

@@ -61,4 +61,4 @@ def accept_arguments(arguments: Mapping[str, Any]) -> None:
             allowed = " or ".join(repr(allowed) for allowed in accepted.values)
             raise ConfigError(f"{name}={value!r} cannot be served: {accepted.reason}; only {allowed} is accepted")
     if arguments:
-        warnings.warn(f"arguments without effect in octavo: {', '.join(arguments)}", UserWarning, stacklevel=4)
+        warnings.warn(f"arguments without effect in octavo: {', '.join(arguments)}", UserWarning, stacklevel=3)

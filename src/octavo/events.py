@@ -80,7 +80,7 @@ class RequestFinished(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheQueried(RequestEvent):
-    """An admission looked its tokens up: counted once per admission, in tokens."""
+    """A request looked its tokens up when it was first admitted: counted once per request, in tokens."""
 
     num_query_tokens: int
     num_hit_tokens: int
@@ -102,7 +102,7 @@ class BlockEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepScheduled(Event):
-    """A step was decided."""
+    """A step that computes something was decided."""
 
     num_requests: int
     num_tokens: int

@@ -92,6 +92,7 @@ class LLM:
         scheduling_policy: str = SchedulingPolicy.FCFS,
         num_gpu_blocks_override: int | None = None,
         kv_cache_memory_bytes: int | None = None,
+        probe_largest_batch: bool = False,
         load_format: str = "auto",
         generation_config: str = "auto",
         chat_template: str | None = None,
@@ -119,10 +120,15 @@ class LLM:
                     num_gpu_blocks=num_gpu_blocks_override,
                     kv_cache_memory_bytes=kv_cache_memory_bytes,
                     enable_prefix_caching=enable_prefix_caching,
+                    probe_largest_batch=probe_largest_batch,
                 ),
                 SchedulerConfig(
                     max_num_seqs=max_num_seqs,
-                    max_num_batched_tokens=max_num_batched_tokens or default_max_num_batched_tokens(max_num_seqs),
+                    max_num_batched_tokens=(
+                        default_max_num_batched_tokens(max_num_seqs)
+                        if max_num_batched_tokens is None
+                        else max_num_batched_tokens
+                    ),
                     policy=parse_policy(scheduling_policy),
                     enable_chunked_prefill=enable_chunked_prefill,
                     long_prefill_token_threshold=long_prefill_token_threshold,
@@ -145,10 +151,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer prompts; outputs come in their order.
 
-        prompts: texts, {"prompt": text} or {"prompt_token_ids": ids}, one or many. sampling_params: for all, or a list
-        with one for each. use_tqdm shows progress on a terminal. Raises `RequestError`; then none was answered.
+        prompts: texts, token ids, {"prompt": text} or {"prompt_token_ids": ids}, one or many. sampling_params: for all,
+        or a list with one for each. use_tqdm shows progress on terminals. Raises `RequestError`; none is answered then.
         """
-        one = isinstance(prompts, str) or hasattr(prompts, "keys")
+        one = isinstance(prompts, str) or hasattr(prompts, "keys") or (bool(prompts) and isinstance(prompts[0], int))
         batch = cast("list[Prompt]", [prompts] if one else list(prompts))
         per_prompt = self._per_prompt(sampling_params, len(batch))
         with RequestProgress(len(batch), enabled=use_tqdm) as on_output:

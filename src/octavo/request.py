@@ -93,7 +93,6 @@ class Request:
         "priority",
         "reads_prefix_cache",
         "request_id",
-        "run_epoch",
         "sample_index",
         "sampling_params",
         "seed",
@@ -133,7 +132,6 @@ class Request:
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.num_prompt_logprobs = 0
-        self.run_epoch = 0
         self.spec_token_ids: list[int] = []
         self.reads_prefix_cache = sampling_params.prompt_logprobs is None
 

@@ -238,3 +238,13 @@ def test_f17_block_boundaries(make_core, prompt_length, output):
         held = len(request.sequence.block_table)
         assert held == -(-request.num_computed_tokens // 4)
     assert len(request.sequence.token_ids) == prompt_length + output
+
+
+def test_what_a_resumed_request_finds_of_itself_is_no_cached_prompt(make_core):
+    core = make_core(num_blocks=5, block_size=4)
+    core.add("old", 8, max_tokens=6)
+    young = core.add("young", 7, max_tokens=9)
+    core.run()
+    assert young.num_preemptions > 0
+    assert young.sequence.num_cached_tokens == 0
+    assert core.scheduler.get_stats().cache_hit_rate == 0.0

@@ -167,13 +167,21 @@ class EngineOptions:
             help="Compute a beginning that prompts share only once.",
         ),
     ] = True
+    probe_largest_batch: Annotated[
+        bool,
+        typer.Option(
+            "--probe-largest-batch",
+            rich_help_panel=_CACHE,
+            help="Run the largest step once and size the cache by what it took; the result is kept for later starts.",
+        ),
+    ] = False
     kv_cache_memory_bytes: Annotated[
         int | None,
         typer.Option(
             metavar="SIZE",
             parser=parse_size,
             rich_help_panel=_CACHE,
-            help="Memory for the KV cache, such as 4G or 512M. Default: half of the free memory, at most 4G.",
+            help="Memory for the KV cache, such as 4G or 512M. Default: half of what is free, up to 4G (GPU: 90 %).",
             show_default=False,
         ),
     ] = None
@@ -205,7 +213,11 @@ class EngineOptions:
     ] = "auto"
     num_threads: Annotated[
         int | None,
-        typer.Option(rich_help_panel=_DEVICE, help="Threads that compute. Default: one per core.", show_default=False),
+        typer.Option(
+            rich_help_panel=_DEVICE,
+            help="Threads that compute. Default: as torch, one per physical core.",
+            show_default=False,
+        ),
     ] = None
 
     @property
@@ -244,6 +256,7 @@ class EngineOptions:
                 num_gpu_blocks=self.num_gpu_blocks_override,
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes,
                 enable_prefix_caching=self.enable_prefix_caching,
+                probe_largest_batch=self.probe_largest_batch,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,

@@ -129,7 +129,8 @@ class KVCacheManager:
         chain = self._chain(request)
         chain.num_committed = len(computed.blocks)
         chain.link = computed.blocks[-1].link
-        request.sequence.num_cached_tokens = computed.num_tokens
+        if not request.num_preemptions:  # what it finds of itself when it resumes was not found in its prompt
+            request.sequence.num_cached_tokens = computed.num_tokens
 
     def commit(self, request: Request) -> None:
         """Let others share the full blocks that are computed by now; call it once the step that wrote them is done."""

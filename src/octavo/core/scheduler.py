@@ -99,7 +99,7 @@ class Scheduler:
         if num_prompt + 1 > capacity:
             raise PromptTooLongError(
                 f"the prompt has {num_prompt} tokens and can never fit the KV cache of {capacity} tokens with one "
-                "token of output; give the cache more memory (kv_cache_memory_bytes, num_gpu_blocks)",
+                "token of output; give the cache more memory (kv_cache_memory_bytes)",
                 parameter="prompt",
             )
 
@@ -199,7 +199,7 @@ class Scheduler:
         request.num_computed_tokens = computed.num_tokens
         self.running.append(request)
         request_id, num_tokens = request.request_id, request.num_tokens
-        if computed is not NO_COMPUTED_BLOCKS:
+        if computed is not NO_COMPUTED_BLOCKS and not resumed:
             self._emit(events.PrefixCacheQueried, request_id, num_tokens, computed.num_tokens)
         self._emit(events.RequestAdmitted, request_id, computed.num_tokens, num_tokens, resumed)
 
@@ -216,7 +216,6 @@ class Scheduler:
         victim.num_computed_tokens = 0
         victim.spec_token_ids = []
         victim.num_preemptions += 1
-        victim.run_epoch += 1
         self._num_sent_tokens.pop(victim.request_id, None)
         self.waiting.prepend_request(victim)
         plan.preempted[victim.request_id] = victim
@@ -255,6 +254,8 @@ class Scheduler:
         for request_id, count in output.num_scheduled_tokens.items():
             num_computed = self.requests[request_id].num_computed_tokens
             self._emit(events.TokensScheduled, request_id, count, num_computed)
+        if not output.num_scheduled_tokens:
+            return
         self._emit(
             events.StepScheduled,
             len(output.num_scheduled_tokens),

@@ -67,7 +67,12 @@ class Engine:
             self.core.scheduler.finish_requests(added, RequestStatus.FINISHED_ABORTED)
             raise
         self.output_processor.add_request(
-            processed.request_id, added, processed.prompt, processed.prompt_token_ids, processed.sampling_params
+            processed.request_id,
+            added,
+            processed.prompt,
+            processed.prompt_token_ids,
+            processed.sampling_params,
+            arrival_time=processed.streams[0].arrival_time,
         )
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:

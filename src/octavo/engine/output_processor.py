@@ -118,6 +118,8 @@ class OutputProcessor:
         prompt: str | None,
         prompt_token_ids: list[int],
         params: SamplingParams,
+        *,
+        arrival_time: float,
     ) -> None:
         """Expect outputs for a request."""
         streams = {}
@@ -131,7 +133,7 @@ class OutputProcessor:
             prompt_token_ids,
             params,
             streams,
-            RequestMetrics(arrival_time=self._clock()),
+            RequestMetrics(arrival_time=arrival_time),
             None if params.prompt_logprobs is None else [None],
         )
 

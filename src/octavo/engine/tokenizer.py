@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from octavo.engine.generation_config import read_generation_defaults, read_json_object
+from octavo.engine.generation_config import read_json_object
 from octavo.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-
-__all__ = ["IncrementalDetokenizer", "Tokenizer", "read_generation_defaults"]
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ADDED_TOKEN_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")

@@ -133,7 +133,7 @@ class Kernels(Protocol):
 
         Greedy: the largest logit, ties to the lowest id. Otherwise argmax(logits / temperature + noise) over the ids
         that min_p, then top_k, then top_p leave, with the noise of `octavo.kernels.noise`. Logits of -inf never win.
-        A row with a NaN yields -1.
+        A row with a NaN, or with nothing above -inf, yields -1.
         """
         ...
 

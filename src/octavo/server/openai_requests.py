@@ -52,7 +52,6 @@ class SamplingFields(BaseModel):
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     allowed_token_ids: TokenIds | None = None
     prompt_logprobs: int | None = None
     priority: Priority | None = None

@@ -66,7 +66,7 @@ class InputBatch:
         self.device = device
         self.requests: dict[str, RequestRow] = {}
         # One more than the model's length: the last sampled token is never fed back, yet it is known.
-        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         self.block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
@@ -121,7 +121,7 @@ class InputBatch:
             self.block_tables[row, start : start + len(block_ids)] = block_ids
             self.num_blocks[row] += len(block_ids)
 
-    def known_tokens(self, request: RequestRow) -> NDArray[np.int64]:
+    def known_tokens(self, request: RequestRow) -> NDArray[np.int32]:
         """Prompt and output of a request so far: a view."""
         return self.token_ids[request.row, : self.num_tokens[request.row]]
 
@@ -148,7 +148,7 @@ class InputBatch:
             block_size=self.block_size,
         )
         return ModelInputs(
-            token_ids=self._tensor(self.token_ids[row_of_token, positions]),
+            token_ids=self._tensor(self.token_ids[row_of_token, positions].astype(np.int64)),
             attention=attention,
             requests=requests,
             query_start=query_start,

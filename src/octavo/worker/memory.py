@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
+PROMPT_LOGPROBS_SLICE_ROWS = 32  # rows of logits that are made at once for prompt_logprobs
 _UNLIMITED = 1 << 60
 
 
@@ -33,7 +34,7 @@ def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_row
     hidden, inner = architecture.hidden_size, architecture.intermediate_size
     qkv = (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
     per_token = width * (3 * hidden + max(3 * inner, 2 * qkv)) + 4 * max(hidden, inner)
-    return num_tokens * per_token + num_logits_rows * 3 * 4 * architecture.vocab_size
+    return num_tokens * per_token + max(num_logits_rows, PROMPT_LOGPROBS_SLICE_ROWS) * 3 * 4 * architecture.vocab_size
 
 
 def free_bytes(device: torch.device) -> int:
@@ -99,24 +100,33 @@ def _machine_free_bytes() -> int:
 
 
 def _cgroup_free_bytes() -> int:
-    """Limit less use of the innermost cgroup v2 or v1 that has one; page cache counts as free."""
+    """The least that any cgroup around this process leaves: limit less use, where page cache counts as free."""
+    free = _UNLIMITED
     for limit_file, usage_file, stat_file in _cgroup_files():
         limit = "".join(_lines(limit_file)).strip()
         usage = "".join(_lines(usage_file)).strip()
         if limit.isdigit() and usage.isdigit():
             stat = dict(line.split()[:2] for line in _lines(stat_file) if len(line.split()) == 2)
-            reclaimable = int(stat.get("inactive_file", stat.get("total_inactive_file", "0")))
-            return max(int(limit) - int(usage) + reclaimable, 0)
-    return _UNLIMITED
+            reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
+            free = min(free, max(int(limit) - int(usage) + reclaimable, 0))
+    return free
 
 
 def _cgroup_files() -> list[tuple[Path, Path, Path]]:
-    root = Path("/sys/fs/cgroup")
-    own = next((line.split("::", 1)[1] for line in _lines(Path("/proc/self/cgroup")) if "::" in line), "/").strip("/")
-    folders = [root / own, root] if own else [root]
-    files = [(path / "memory.max", path / "memory.current", path / "memory.stat") for path in folders]
-    v1 = root / "memory"
-    return [*files, (v1 / "memory.limit_in_bytes", v1 / "memory.usage_in_bytes", v1 / "memory.stat")]
+    """Files of limit, use and statistics of this process's cgroup and all around it, version 2 and version 1."""
+    files = []
+    for line in _lines(Path("/proc/self/cgroup")):
+        _, controllers, own = line.split(":", 2)
+        if controllers not in {"", "memory"}:
+            continue
+        root = Path("/sys/fs/cgroup") / controllers
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        inner = root / own.strip("/")
+        for folder in (inner, *inner.parents):
+            files.append((folder / names[0], folder / names[1], folder / "memory.stat"))
+            if folder == root:
+                break
+    return files
 
 
 def _lines(path: Path) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 
 from octavo.model_output import ModelOutput, TokenLogprobs
 from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
+from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
 from octavo.worker.sampler import Sampler, SampleTask
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from octavo.models.layers import CausalLM
     from octavo.scheduler_output import SchedulerOutput
     from octavo.worker.kv_cache import PagedKVCache
-
-PROMPT_LOGPROBS_SLICE_ROWS = 32
 
 
 class ModelRunner:
@@ -65,7 +64,9 @@ class ModelRunner:
         tokens, errors = {}, {}
         for task, token_id in zip(tasks, sampled.token_ids, strict=True):
             if token_id < 0:
-                errors[task.request_id] = "the model's logits are not numbers (NaN) for this request"
+                errors[task.request_id] = (
+                    "the logits leave no token to choose: they are NaN, or every token is excluded"
+                )
             else:
                 tokens[task.request_id] = [token_id]
         logprobs = {request_id: [entry] for request_id, entry in sampled.logprobs.items()}

@@ -2,7 +2,7 @@
 
 TGI warms up with its largest prefill at every start; octavo computes the bytes from shapes and starts at once. The
 probe is for whoever wants the measured figure instead: it runs one step of `max_num_batched_tokens`, halves the size
-where memory does not suffice, and keeps the result under the user's cache directory, by model, dtype, device and limits.
+where memory does not suffice, and keeps the result in the user's cache directory, by model, dtype, device and limits.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def probe_largest_batch(
         before = _reset_peak(device)
         try:
             seconds = run(num_tokens)
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
             logger.warning("a step of %d tokens does not fit (%s); trying half of it", num_tokens, error)
             num_tokens //= 2
             continue
@@ -77,6 +79,11 @@ def probe_largest_batch(
         path.write_text(json.dumps(asdict(result)) + "\n")
         return result
     raise ConfigError("not even a step of one token fits into the free memory")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Torch's CPU allocator has no error of its own."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
 
 
 def _reset_peak(device: torch.device) -> int:

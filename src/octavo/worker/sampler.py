@@ -29,20 +29,33 @@ _INT64_SIGN = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class SampleTask:
-    """One row of logits to choose from. known_tokens: prompt and output so far, int64."""
+    """One row of logits to choose from. known_tokens: prompt and output so far."""
 
     request_id: str
     sampling_params: SamplingParams
     seed: int
     sample_index: int
     stop_token_ids: frozenset[int]
-    known_tokens: NDArray[np.int64]
+    known_tokens: NDArray[np.int32]
     num_prompt_tokens: int
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.known_tokens) - self.num_prompt_tokens
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether anything changes the row before the temperature; most requests ask for none of it."""
+        params = self.sampling_params
+        return bool(
+            params.allowed_token_ids is not None
+            or params.logit_bias
+            or self.num_output_tokens < params.min_tokens
+            or params.repetition_penalty != 1.0
+            or params.presence_penalty
+            or params.frequency_penalty
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +76,9 @@ class Sampler:
         """Choose a token for every row of float32 [len(tasks), vocab]; the logits are changed in place."""
         with_logprobs = [i for i, task in enumerate(tasks) if task.sampling_params.logprobs is not None]
         raw_logprobs = torch.log_softmax(logits[with_logprobs], dim=-1) if with_logprobs else None
-        for row, task in zip(logits, tasks, strict=True):
-            _adjust(row, task)
+        for index, task in enumerate(tasks):
+            if task.adjusts_logits:
+                _adjust(logits[index], task)
         token_ids: list[int] = self._kernels.sample(logits, _sampling_rows(tasks, logits.device)).tolist()
         logprobs = {}
         if raw_logprobs is not None:
@@ -95,7 +109,7 @@ class Sampler:
 
 
 def _adjust(row: Tensor, task: SampleTask) -> None:
-    """Apply what changes a row before the temperature; most requests ask for none of it. Mutates `row` [vocab]."""
+    """Apply what changes a row before the temperature. Mutates `row` [vocab]."""
     params = task.sampling_params
     if params.allowed_token_ids is not None:
         allowed = row[params.allowed_token_ids].clone()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +21,7 @@ from octavo.worker.model_runner import ModelRunner
 from octavo.worker.probe import kept_result, probe_file, probe_largest_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig
@@ -64,6 +66,8 @@ class Worker:
     ) -> None:
         self.device = resolve_device(device_config.device)
         self.kernels = create_kernels(self.device, device_config.kernels, device_config.num_threads)
+        if device_config.num_threads is not None and not self.kernels.has_own_threads:
+            torch.set_num_threads(device_config.num_threads)
         self.model = load_model(
             directory,
             architecture,
@@ -118,9 +122,9 @@ class Worker:
         path = probe_file(directory.resolve(), self.kv_dtype, self.device, self.kernels.name, *limits)
         result = kept_result(path)
         if result is None:
-            tokens = min(scheduler_config.max_num_batched_tokens, max_model_len)
-            runner = self._make_runner(-(-tokens // cache_config.block_size))
-            result = probe_largest_batch(lambda count: warm_up(runner, count), tokens, self.device, path)
+            tokens, seqs = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
+            runner = self._make_runner(tokens // cache_config.block_size + seqs)
+            result = probe_largest_batch(lambda count: warm_up(runner, count, seqs), tokens, self.device, path)
         logger.info("largest step: %s (%s)", result, path)
         kv_bytes = result.max_batch_prefill_tokens * self.model.architecture.kv_bytes_per_token(self.kv_dtype)
         return max(result.peak_bytes - kv_bytes, 0)
@@ -129,37 +133,44 @@ class Worker:
         """Compute a step; torch's threads sleep meanwhile where the kernels bring their own."""
         if not self.kernels.has_own_threads:
             return self.runner.execute(scheduled)
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with _quiet_torch_threads():
             return self.runner.execute(scheduled)
-        finally:
-            torch.set_num_threads(num_threads)
 
 
-def warm_up(runner: ModelRunner, num_tokens: int) -> float:
-    """Run a prompt of at most the cache's size through everything once; return the seconds it took.
+def warm_up(runner: ModelRunner, num_tokens: int, num_seqs: int = 1) -> float:
+    """Run prompts of `num_tokens` in all through everything once; return the seconds it took.
 
-    The blocks it writes belong to nobody: whoever gets them writes them before reading.
+    At most what the cache and the model's length hold. The blocks it writes belong to nobody: whoever gets them writes
+    them before reading.
     """
     block_size = runner.kv_cache.block_size
-    num_tokens = min(num_tokens, runner.kv_cache.num_blocks * block_size)
-    name = "octavo-warm-up"
-    new = NewRequestData(
-        request_id=name,
-        token_ids=[0] * num_tokens,
-        num_prompt_tokens=num_tokens,
-        sampling_params=SamplingParams(),
-        seed=0,
-        sample_index=0,
-        stop_token_ids=frozenset(),
-        block_ids=list(range(-(-num_tokens // block_size))),
-        num_computed_tokens=0,
-    )
+    longest = runner.batch.token_ids.shape[1] - 1
+    free_blocks = iter(range(runner.kv_cache.num_blocks))
+    new: list[NewRequestData] = []
+    for index in range(num_seqs):
+        count = min(num_tokens // num_seqs + (index < num_tokens % num_seqs), longest)
+        blocks = list(islice(free_blocks, -(-count // block_size)))
+        count = min(count, len(blocks) * block_size)
+        if count:
+            name = f"octavo-warm-up-{index}"
+            new.append(NewRequestData(name, [0] * count, count, SamplingParams(), 0, 0, frozenset(), blocks, 0))
+    counts = {data.request_id: data.num_prompt_tokens for data in new}
+    empty = CachedRequestData.make_empty()
     start = time.perf_counter()
-    runner.execute(SchedulerOutput(0, [new], CachedRequestData.make_empty(), {name: num_tokens}, num_tokens))
-    runner.execute(SchedulerOutput(0, [], CachedRequestData.make_empty(), {}, 0, finished_req_ids={name}))
+    runner.execute(SchedulerOutput(0, new, empty, counts, sum(counts.values())))
+    runner.execute(SchedulerOutput(0, [], empty, {}, 0, finished_req_ids=set(counts)))
     return time.perf_counter() - start
+
+
+@contextmanager
+def _quiet_torch_threads() -> Iterator[None]:
+    """Let torch compute on the caller's thread alone: its workers would spin on the cores that the kernels need."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 class LocalExecutor:
@@ -186,5 +197,5 @@ class LocalExecutor:
         return result
 
     def shutdown(self) -> None:
-        """Drop the references to weights and KV."""
-        del self.worker
+        """Drop the references to weights and KV; a second call changes nothing."""
+        self.__dict__.pop("worker", None)
