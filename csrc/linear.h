@@ -183,16 +183,27 @@ OCTAVO_INLINE void write_sums(const LinearArgs& args, const float* sums, int64_t
 
 // --- few rows: several panels at once, straight from memory ---------------------------------------------------------------
 
+// P panels from `panel` on for M rows from `row` on; a: these rows, [depth][M].
 template <int M, int P, class W>
-void multiply_direct(const LinearArgs& args, const float* a, int64_t panel) {
+void multiply_direct(const LinearArgs& args, const float* a, int64_t row, int64_t panel) {
   const int64_t size = panel_size<W>(args.k), depth = padded_depth<W>(args.k);
   const W* w = static_cast<const W*>(args.weight) + panel * size;
   float sums[M * P * kPanelColumns];
   constexpr int kGroups = kPanelColumns / kLanes;
   multiply_tile<M, P, kGroups, M, 1>(a, w, size, depth, sums, P * kPanelColumns, true,
                                      reinterpret_cast<const char*>(w) + kPrefetchBytes);
-  write_sums(args, sums, P * kPanelColumns, 0, M, panel * kPanelColumns, P * kPanelColumns);
+  write_sums(args, sums, P * kPanelColumns, row, M, panel * kPanelColumns, P * kPanelColumns);
 }
+
+// multiply_direct of one panel for 1 .. kDirectRows rows.
+template <class W>
+struct DirectFunctions {
+  decltype(&multiply_direct<1, 1, W>) of_rows[kDirectRows + 1];
+  constexpr DirectFunctions() : DirectFunctions(std::make_integer_sequence<int, kDirectRows>()) {}
+  template <int... I>
+  constexpr explicit DirectFunctions(std::integer_sequence<int, I...>)
+      : of_rows{nullptr, multiply_direct<I + 1, 1, W>...} {}
+};
 
 template <int M, class W>
 void linear_direct(ThreadPool& pool, const LinearArgs& args) {
@@ -205,10 +216,24 @@ void linear_direct(ThreadPool& pool, const LinearArgs& args) {
   const int64_t panels = divide_up(args.n, kPanelColumns);
   parallel(pool, divide_up(panels, P), [&](int64_t task, int) {
     if (task * P + P <= panels) {
-      multiply_direct<M, P, W>(args, a, task * P);
+      multiply_direct<M, P, W>(args, a, 0, task * P);
     } else {
-      for (int64_t panel = task * P; panel < panels; ++panel) multiply_direct<M, 1, W>(args, a, panel);
+      for (int64_t panel = task * P; panel < panels; ++panel) multiply_direct<M, 1, W>(args, a, 0, panel);
     }
+  });
+}
+
+// Up to twice kDirectRows rows: the second half finds the panel in the cache.
+template <class W>
+void linear_direct_twice(ThreadPool& pool, const LinearArgs& args) {
+  static constexpr DirectFunctions<W> kMultiply;
+  const int64_t depth = padded_depth<W>(args.k), half = divide_up(args.rows, 2), rest = args.rows - half;
+  float* a = static_cast<float*>(pool.shared(static_cast<size_t>(depth * args.rows) * sizeof(float)));
+  pack_rows(args, 0, half, depth, a);
+  pack_rows(args, half, rest, depth, a + half * depth);
+  parallel(pool, divide_up(args.n, kPanelColumns), [&](int64_t panel, int) {
+    kMultiply.of_rows[half](args, a, 0, panel);
+    kMultiply.of_rows[rest](args, a + half * depth, half, panel);
   });
 }
 
@@ -304,8 +329,10 @@ void linear_many(ThreadPool& pool, const LinearArgs& args) {
 
 template <class W>
 void linear_of(ThreadPool& pool, const LinearArgs& args) {
-  if (args.rows > kDirectRows) {
+  if (args.rows > 2 * kDirectRows) {
     linear_many<W>(pool, args);
+  } else if (args.rows > kDirectRows) {
+    linear_direct_twice<W>(pool, args);
   } else {
     linear_few<kDirectRows, W>(pool, args);
   }

@@ -50,7 +50,7 @@ def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, weight_dty
     x = random(generator, 130, depth, dtype=torch.bfloat16)
     x[0] *= 3
     alone = torch.cat([compiled.linear(x[i : i + 1], packed, float32_out=True) for i in range(130)])
-    for rows in (2, 3, 7, 8, 9, 12, 13, 14, 15, 33, 130):
+    for rows in (2, 3, 7, 8, 9, 12, 13, 16, 24, 25, 33, 130):
         assert torch.equal(compiled.linear(x[:rows], packed, float32_out=True), alone[:rows]), rows
     # Not only the first rows: the last ones sit in other tiles.
     assert torch.equal(compiled.linear(x[97:], packed, float32_out=True), alone[97:])
