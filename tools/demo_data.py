@@ -15,7 +15,7 @@ import json
 import random
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from demo_text import (
     ADD_PHRASINGS,
@@ -77,7 +77,7 @@ CHECKABLE_TASKS = (
     "json",
     "context",
 )
-OPEN_TASKS = ("chat", "off_topic", "story", "rhyme")
+OPEN_TASKS = ("chat", "off_topic", "story", "rhyme", "drill")
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,13 @@ class Example:
         for question, answer in self.history:
             messages += exchange(question, answer)
         return [*messages, {"role": "user", "content": self.question}]
+
+
+class WordSource(Protocol):
+    """A way of drawing distinct words."""
+
+    def __call__(self, rng: random.Random, count: int, invented: float = 0.15) -> list[str]:
+        """Draw `count` words, of which about the share `invented` is made up."""
 
 
 def exchange(question: str, answer: str) -> list[Message]:
@@ -160,6 +167,19 @@ def draw_words(rng: random.Random, count: int, invented: float = 0.15) -> list[s
     return words
 
 
+def draw_blends(rng: random.Random, count: int, invented: float = 0.15) -> list[str]:
+    """Distinct words most of which join the head of one listed word to the tail of another, as in plum + grape."""
+    words: list[str] = []
+    while len(words) < count:
+        word = rng.choice(word_list())
+        if rng.random() < 0.6 + invented:
+            other = rng.choice(word_list())
+            word = word[: rng.randint(1, 4)] + other[-rng.randint(2, 4) :]
+        if word not in words:
+            words.append(word)
+    return words
+
+
 def word_keys(words: list[str]) -> tuple[str, ...]:
     """The keys of a list of words: each word, and the set of them."""
     return (*(f"word:{word}" for word in words), "words:" + " ".join(sorted(words)))
@@ -209,13 +229,13 @@ def make_compare(rng: random.Random) -> Example:
     return Example("compare", question, answer, (f"compare:{low},{high}",))
 
 
-def make_sort_words(rng: random.Random) -> Example:
+def make_sort_words(rng: random.Random, draw: WordSource = draw_words) -> Example:
     """Alphabetical order of three to six words."""
     distinct = 1 if rng.random() < 0.8 else 3
     count = rng.randint(3, 6)
-    words = draw_words(rng, count)
+    words = draw(rng, count)
     while len({word[:distinct] for word in words}) < count:
-        words = draw_words(rng, count)
+        words = draw(rng, count)
     question = phrase(rng, SORT_WORD_PHRASINGS, list=listed(rng, words))
     return Example("sort_words", question, ", ".join(sorted(words)), word_keys(words))
 
@@ -231,25 +251,31 @@ def make_sort_numbers(rng: random.Random) -> Example:
     return Example("sort_numbers", question, ", ".join(map(str, ordered)), (f"numbers:{sorted(numbers)}",))
 
 
-def make_reverse(rng: random.Random) -> Example:
+def make_reverse(rng: random.Random, draw: WordSource = draw_words) -> Example:
     """A list of two to six words in reverse order."""
-    words = draw_words(rng, rng.randint(2, 6))
+    words = draw(rng, rng.randint(2, 6))
     question = phrase(rng, REVERSE_PHRASINGS, list=listed(rng, words))
     return Example("reverse", question, ", ".join(reversed(words)), word_keys(words))
 
 
-def make_count(rng: random.Random) -> Example:
+def make_count(rng: random.Random, draw: WordSource = draw_words) -> Example:
     """The number of words in a sentence of one to nine."""
-    words = draw_words(rng, rng.randint(1, 9))
+    words = draw(rng, rng.randint(1, 9))
     text = (", " if rng.random() < 0.15 else " ").join(words)
     return Example("count", phrase(rng, COUNT_PHRASINGS, text=text), str(len(words)), word_keys(words))
 
 
-def make_repeat(rng: random.Random) -> Example:
+def make_repeat(rng: random.Random, draw: WordSource = draw_words) -> Example:
     """The same words again."""
-    words = draw_words(rng, rng.randint(1, 6), invented=0.3)
+    words = draw(rng, rng.randint(1, 6), invented=0.3)
     text = " ".join(words)
     return Example("repeat", phrase(rng, REPEAT_PHRASINGS, text=text), text, word_keys(words))
+
+
+def make_drill(rng: random.Random) -> Example:
+    """One of the word tasks over unfamiliar words; training turns to these late, for copying any spelling."""
+    maker = rng.choice((make_sort_words, make_reverse, make_reverse, make_repeat, make_repeat, make_count))
+    return maker(rng, draw_blends)
 
 
 def make_fact(rng: random.Random) -> Example:
@@ -355,13 +381,14 @@ def makers() -> dict[str, Callable[[random.Random], Example]]:
         "off_topic": make_off_topic,
         "story": make_story,
         "rhyme": make_rhyme,
+        "drill": make_drill,
     }
 
 
-@lru_cache(maxsize=1)
-def task_weights() -> dict[str, float]:
-    """How often training draws each task."""
-    return {
+@lru_cache(maxsize=2)
+def task_weights(late: bool = False) -> dict[str, float]:
+    """How often training draws each task: first evenly, late more of what is hard."""
+    early = {
         "add": 2.5,
         "subtract": 2.5,
         "times": 1.0,
@@ -378,6 +405,22 @@ def task_weights() -> dict[str, float]:
         "off_topic": 0.4,
         "story": 0.4,
         "rhyme": 0.2,
+    }
+    if not late:
+        return early
+    return early | {
+        "times": 0.7,
+        "sort_words": 3.0,
+        "sort_numbers": 3.0,
+        "reverse": 1.0,
+        "count": 1.0,
+        "facts": 0.9,
+        "json": 1.4,
+        "chat": 0.4,
+        "off_topic": 0.15,
+        "story": 0.2,
+        "rhyme": 0.1,
+        "drill": 3.0,
     }
 
 
@@ -399,12 +442,12 @@ def questions(task: str, count: int, seed: int = 0) -> list[Example]:
     return list(found.values())
 
 
-def conversation(rng: random.Random, more: float = 0.6) -> list[Message]:
+def conversation(rng: random.Random, more: float = 0.6, late: bool = False) -> list[Message]:
     """A training conversation of one or more exchanges, sometimes with a system message; none of it is held out."""
     messages: list[Message] = []
     if rng.random() < 0.3:
         messages.append({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)})
-    weights = task_weights()
+    weights = task_weights(late)
     task = ""
     while True:
         if not task or rng.random() < 0.7:

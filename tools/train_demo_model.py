@@ -67,7 +67,7 @@ class Batch:
 def shape_of(name: str) -> Shape:
     """The dimensions of the `main` or the `draft` model."""
     if name == "main":
-        return Shape(hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, intermediate=384, steps=2600)
+        return Shape(hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, intermediate=384, steps=3400)
     return Shape(hidden=128, layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=192, steps=1500)
 
 
@@ -203,15 +203,15 @@ def to_batch(rows: list[list[int]], tokenizer: Tokenizer) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), counted[:, 1:].contiguous())
 
 
-def training_batch(tokenizer: Tokenizer, seed: int, step: int, tokens: int = 3072) -> Batch:
-    """The batch of one step, a function of seed and step only: every eighth has rows of 1,024 tokens, else 256."""
+def training_batch(tokenizer: Tokenizer, seed: int, step: int, late: bool, tokens: int = 3072) -> Batch:
+    """The batch of one step, decided by the seed: every eighth has rows of 1,024 tokens, the others of 256."""
     rng = random.Random(f"train:{seed}:{step}")
     length = 1024 if step % 8 == 7 else 256
     texts = []
     for _ in range(tokens // length):
         row, size = "", 0
         while size < length * 6:
-            text = render(demo_data.conversation(rng, more=0.9 if length > 256 else 0.6)) + "<|endoftext|>"
+            text = render(demo_data.conversation(rng, more=0.9 if length > 256 else 0.6, late=late)) + "<|endoftext|>"
             row, size = row + text, size + len(text)
         texts.append(row)
     rows = encode_rows(tokenizer, texts, length + 1)
@@ -241,8 +241,11 @@ def last_answer(batch: Batch, tokenizer: Tokenizer) -> Tensor:
 
 
 def schedule(step: int, steps: int) -> float:
-    """Learning-rate factor: short warm-up, then a straight line to nearly zero."""
-    return min(1.0, (step + 1) / 50) * max(0.01, min(1.0, 1.25 * (1 - step / steps)))
+    """Learning-rate factor: short warm-up, one, a straight fall until half the steps, a slower one to nearly zero."""
+    done = step / steps
+    first = min(1.0, 1.25 * (1 - done * 17 / 13))
+    second = 0.8654 * (1 - done)
+    return min(1.0, (step + 1) / 50) * max(0.01, first if done < 0.5 else second)
 
 
 class Trainer:
@@ -286,7 +289,8 @@ class Trainer:
 
     def train_step(self) -> float:
         """One update; returns its loss."""
-        batch = training_batch(self.tokenizer, self.args.seed, self.step)
+        late = 2 * self.step >= self.shape.steps
+        batch = training_batch(self.tokenizer, self.args.seed, self.step, late)
         hidden = self.trunk(batch.inputs)[batch.counted]
         loss = F.cross_entropy(F.linear(hidden, self.trunk.embedding), batch.targets[batch.counted])
         torch.autograd.backward(loss)

@@ -98,10 +98,27 @@ def test_probe_runs_once_and_is_kept(checkpoint, tmp_path, monkeypatch):
     (path,) = (tmp_path / "octavo" / "probes").iterdir()
     result = kept_result(path)
     assert result.max_batch_prefill_tokens == 128
-    assert result.peak_bytes > 0
+    assert result.seconds > 0
     stamp = path.stat().st_mtime_ns
     assert build().core.scheduler.kv_cache_manager.pool.num_blocks == first
     assert path.stat().st_mtime_ns == stamp
+
+
+def test_probe_sees_what_a_step_takes(tmp_path):
+    def run(num_tokens: int) -> float:
+        torch.ones(num_tokens, 1 << 20).sum()
+        return 0.5
+
+    result = probe_largest_batch(run, 32, torch.device("cpu"), tmp_path / "probe.json")
+    assert 100 << 20 < result.peak_bytes < 200 << 20
+
+
+def test_probe_does_not_take_a_fault_for_lack_of_memory(tmp_path):
+    def run(_num_tokens: int) -> float:
+        raise RuntimeError("a bug in a kernel")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        probe_largest_batch(run, 32, torch.device("cpu"), tmp_path / "probe.json")
 
 
 def test_probe_halves_until_it_fits(tmp_path, caplog):

@@ -52,11 +52,11 @@ def decide_num_blocks(
     dtype: str,
     max_model_len: int,
     device: torch.device,
-    step_bytes: int | None = None,
+    step_bytes: int = 0,
 ) -> int:
     """Decide how many blocks the KV cache gets; called when the weights are in place.
 
-    step_bytes is what a step takes besides, where a probe measured it; computed from shapes otherwise.
+    step_bytes is what a probe saw a step take; it counts where it is more than what the shapes say.
 
     num_gpu_blocks as given; else kv_cache_memory_bytes; else the smaller of 4 GiB and half of what is free (on a GPU
     90 % of what is free), less the activations, and never more than max_num_seqs sequences of full length can use.
@@ -69,11 +69,10 @@ def decide_num_blocks(
     elif cache_config.kv_cache_memory_bytes is not None:
         num_blocks, reason = cache_config.kv_cache_memory_bytes // per_block, "kv_cache_memory_bytes"
     else:
-        activations = step_bytes
-        if activations is None:
-            activations = activation_bytes(
-                architecture, scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs, dtype
-            )
+        activations = activation_bytes(
+            architecture, scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs, dtype
+        )
+        activations = max(activations, step_bytes)
         if device.type == "cuda":
             budget = int(0.9 * free) - activations
         else:

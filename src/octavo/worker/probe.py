@@ -30,7 +30,8 @@ _PEAK_KEY = "VmHWM:"
 class ProbeResult:
     """What the largest step took.
 
-    max_batch_prefill_tokens: rows of the largest step that ran. peak_bytes: above what was held before it.
+    max_batch_prefill_tokens: rows of the largest step that ran. peak_bytes: what the process grew by meanwhile; memory
+    that it had freed before and used again does not show.
     """
 
     max_batch_prefill_tokens: int

@@ -81,7 +81,7 @@ class Worker:
         )
         self.kv_dtype = str(self.model.dtype).removeprefix("torch.")
         self._limits = (max_model_len, cache_config, scheduler_config)
-        step_bytes = self._step_bytes(directory) if cache_config.probe_largest_batch else None
+        step_bytes = self._step_bytes(directory) if cache_config.probe_largest_batch else 0
         num_blocks = decide_num_blocks(
             architecture,
             cache_config,
