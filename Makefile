@@ -11,7 +11,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 COMPILER := $(shell command -v c++ || command -v g++ || command -v clang++)
 # Where a compiler exists a build that fails is an error, and no kernel test is skipped.
 REQUIRE_KERNELS := $(if $(COMPILER),1,0)
-USER_STAMP := $(VENV)/.installed
+USER_STAMP := $(VENV)/.installed-kernels-$(REQUIRE_KERNELS)
 DEV_STAMP := $(VENV)/.installed-dev-kernels-$(REQUIRE_KERNELS)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2

@@ -47,8 +47,8 @@ SCHEDULES = [
     Schedule("blocks_of_128", block_size=128),
     Schedule("no_prefix_cache", prefix_caching=False),
     Schedule("warm_cache", rounds=2),
-    Schedule("few_blocks", num_blocks=24, budget=64),
-    Schedule("few_blocks_no_cache", num_blocks=24, prefix_caching=False),
+    Schedule("few_blocks", block_size=2, num_blocks=160, budget=64),
+    Schedule("few_blocks_no_cache", block_size=2, num_blocks=160, prefix_caching=False),
     Schedule("one_thread", num_threads=1),
     Schedule("two_threads", num_threads=2),
 ]

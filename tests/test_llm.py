@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -107,6 +108,7 @@ def test_vllms_other_arguments(checkpoint):
     [
         ({"model": "/no/such/path"}, ModelError, "/no/such/path"),
         ({"dtype": "float8"}, ConfigError, "dtype"),
+        ({"seed": "x"}, ConfigError, "seed"),
         ({"max_model_len": 0}, ConfigError, "max_model_len"),
         ({"max_model_len": 100_000}, ConfigError, "max_model_len"),
         ({"block_size": 0}, ConfigError, "block_size"),
@@ -165,6 +167,25 @@ def test_llm_engine_as_written(checkpoint):
         steps += 1
     assert 3 <= steps <= 4
     engine.abort_request("mine")
+
+
+def test_eos_ids_outside_the_vocabulary_are_passed_over(checkpoint, tmp_path, caplog):
+    directory = tmp_path / "model"
+    shutil.copytree(checkpoint, directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 600]}))
+    llm = LLM(model=str(directory), max_model_len=64, seed=None)
+    assert "600" in caplog.text
+    params = SamplingParams(min_tokens=2, max_tokens=4)
+    assert llm.generate("x", params)[0].outputs[0].finish_reason in {"stop", "length"}
+
+
+def test_a_generation_config_out_of_range_is_the_checkpoints_fault(checkpoint, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(checkpoint, directory)
+    (directory / "generation_config.json").write_text(json.dumps({"top_p": 7.0}))
+    with pytest.raises(ModelError, match="generation_config.json.*top_p"):
+        LLM(model=str(directory), max_model_len=64)
+    assert LLM(model=str(directory), max_model_len=64, generation_config="vllm").get_tokenizer().encode("a")
 
 
 def test_without_a_tokenizer_token_ids_serve(checkpoint):

@@ -29,8 +29,8 @@ def test_defaults_are_vllms():
         ("presence_penalty", [-2.1, 2.1, math.nan]),
         ("frequency_penalty", [-2.1, 2.1, math.inf]),
         ("repetition_penalty", [0.0, -1.0, math.nan]),
-        ("logprobs", [-1, 1025, 1.0]),
-        ("prompt_logprobs", [-1, 1025]),
+        ("logprobs", [-1, 21, 1.0]),
+        ("prompt_logprobs", [-1, 21]),
         ("stop", ["", ["a", ""], ["x" * 1025], [3], ["a"] * 65]),
         ("stop_token_ids", [[-1], [1.5]]),
         ("logit_bias", [{-1: 0.0}, {1: math.nan}, {1: 101.0}]),
@@ -48,6 +48,7 @@ def test_out_of_range_is_refused_with_the_fields_name(field, values):
 def test_edges_are_accepted():
     SamplingParams(n=128, temperature=100.0, top_p=1e-9, seed=2**64 - 1, logprobs=0, max_tokens=None)
     assert SamplingParams(top_k=-1).top_k == 0
+    assert SamplingParams(seed=-1).seed is None
     assert SamplingParams(temperature=1e-7).is_greedy
     assert SamplingParams(stop="x").stop_strings == ["x"]
     assert SamplingParams(stop=["x", "y"]).stop_strings == ["x", "y"]

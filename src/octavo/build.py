@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from octavo.config import DeviceConfig
     from octavo.events import EventSink
     from octavo.models.architecture import Architecture
+
+
+logger = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -98,6 +102,9 @@ def _model_info(
     eos = set(architecture.eos_token_ids) | set(generation.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
+    outside = {token_id for token_id in eos if not 0 <= token_id < architecture.vocab_size}
+    if outside:
+        logger.warning("%s names EOS ids outside the vocabulary, which can never come: %s", directory, sorted(outside))
     defaults = generation.sampling if model_config.generation_config == "auto" else {}
     try:
         SamplingParams(**defaults)  # type: ignore[arg-type]  # its values are checked here, whatever they are
@@ -109,7 +116,7 @@ def _model_info(
         name=name,
         vocab_size=architecture.vocab_size,
         max_model_len=length,
-        eos_token_ids=frozenset(eos),
+        eos_token_ids=frozenset(eos - outside),
         generation_defaults=defaults,
     )
 

@@ -39,7 +39,7 @@ ACCEPTED_ARGUMENTS: dict[str, Accepted] = {
     "disable_custom_all_reduce": Accepted((True, False), "one process computes"),
     "distributed_executor_backend": Accepted((None, "uni"), "one process computes"),
     "enable_lora": Accepted((False,), "there are no adapters yet"),
-    "max_logprobs": Accepted(None, "the limit is that of SamplingParams"),
+    "max_logprobs": Accepted((20,), "the limit is fixed"),
     "tokenizer_mode": Accepted(("auto",), "tokenizer.json is read"),
     "revision": Accepted((None,), "the hub's default revision is read"),
     "speculative_config": Accepted((None,), "there is no speculation yet"),

@@ -58,7 +58,9 @@ class ModelConfig:
         if dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(dtype, dtype))
-        _at_least("max_model_len", self.max_model_len, 1)
+        _at_least("max_model_len", self.max_model_len, 1, may_be_none=True)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed must be an integer, got {self.seed!r}")
         _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         _one_of("generation_config", self.generation_config, ("auto", "vllm"))
 
@@ -79,8 +81,8 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
-        _at_least("num_gpu_blocks", self.num_gpu_blocks, 1)
-        _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        _at_least("num_gpu_blocks", self.num_gpu_blocks, 1, may_be_none=True)
+        _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, may_be_none=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,7 @@ class SchedulerConfig:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        _at_least("max_num_waiting", self.max_num_waiting, 0)
+        _at_least("max_num_waiting", self.max_num_waiting, 0, may_be_none=True)
         object.__setattr__(self, "policy", scheduling_policy(self.policy))
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
             raise ConfigError("long_prefill_token_threshold cuts prompts, which enable_chunked_prefill=False forbids")
@@ -124,7 +126,7 @@ class DeviceConfig:
 
     def __post_init__(self) -> None:
         _one_of("kernels", self.kernels, ("auto", "cpu", "reference"))
-        _at_least("num_threads", self.num_threads, 1)
+        _at_least("num_threads", self.num_threads, 1, may_be_none=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +181,8 @@ def api_key_from_environment() -> str | None:
     return os.environ.get("OCTAVO_API_KEY") or None
 
 
-def _at_least(name: str, value: object, low: int) -> None:
-    if value is None and name not in {"block_size", "max_num_seqs", "max_num_batched_tokens"}:
+def _at_least(name: str, value: object, low: int, *, may_be_none: bool = False) -> None:
+    if value is None and may_be_none:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name} must be an integer of {low} or more, got {value!r}")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from octavo.engine.input_processor import Prompt
+    from octavo.engine.tokenizer import Tokenizer
     from octavo.events import EventSink
     from octavo.outputs import RequestOutput
 
@@ -81,11 +82,11 @@ class LLM:
         tokenizer: str | None = None,
         skip_tokenizer_init: bool = False,
         dtype: str = "auto",
-        seed: int = 0,
+        seed: int | None = 0,
         max_model_len: int | None = None,
-        max_num_seqs: int = DEFAULT_MAX_NUM_SEQS,
+        max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
-        block_size: int = DEFAULT_BLOCK_SIZE,
+        block_size: int | None = None,
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
         long_prefill_token_threshold: int = 0,
@@ -102,6 +103,7 @@ class LLM:
         **others: Any,
     ) -> None:
         accept_arguments(others)
+        max_num_seqs = DEFAULT_MAX_NUM_SEQS if max_num_seqs is None else max_num_seqs
         with LoadingProgress() as progress:
             self.llm_engine = LLMEngine(
                 ModelConfig(
@@ -109,14 +111,14 @@ class LLM:
                     tokenizer=tokenizer,
                     skip_tokenizer_init=skip_tokenizer_init,
                     dtype=dtype,
-                    seed=seed,
+                    seed=seed or 0,
                     max_model_len=max_model_len,
                     load_format=load_format,
                     generation_config=generation_config,
                     chat_template=chat_template,
                 ),
                 CacheConfig(
-                    block_size=block_size,
+                    block_size=DEFAULT_BLOCK_SIZE if block_size is None else block_size,
                     num_gpu_blocks=num_gpu_blocks_override,
                     kv_cache_memory_bytes=kv_cache_memory_bytes,
                     enable_prefix_caching=enable_prefix_caching,
@@ -141,12 +143,16 @@ class LLM:
         """Return the parameters used when none are given: the checkpoint's own defaults, else vLLM's."""
         return self.llm_engine.input_processor.default_sampling_params()
 
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the checkpoint's tokenizer. Raises `RequestError` after skip_tokenizer_init."""
+        return cast("Tokenizer", self.llm_engine.input_processor.tokenizer)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
-        *,
         use_tqdm: bool = True,
+        *,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts; outputs come in their order.
@@ -165,10 +171,11 @@ class LLM:
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: Params = None,
-        *,
         use_tqdm: bool = True,
+        *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, rendered by the checkpoint's chat template.
@@ -183,12 +190,15 @@ class LLM:
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tools=tools,
                 **(chat_template_kwargs or {}),
             )
             for conversation in conversations
         ]
         if sampling_params is None:
-            sampling_params = self.llm_engine.input_processor.default_sampling_params(max_tokens=None)
+            sampling_params = self.llm_engine.input_processor.default_sampling_params(
+                max_tokens=self.llm_engine.input_processor.model_info.generation_defaults.get("max_tokens")
+            )
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def reset_prefix_cache(self) -> bool:

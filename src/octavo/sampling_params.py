@@ -11,7 +11,7 @@ from octavo.errors import RequestError
 MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
-MAX_LOGPROBS = 1024
+MAX_LOGPROBS = 20  # as vLLM by default: each costs time and memory for every position
 MAX_COUNT = 2**31 - 1  # what the worker's tensors hold
 SEED_RANGE = (-(2**63), 2**64 - 1)
 _SAMPLING_EPS = 1e-5  # as in vLLM: a temperature below it is greedy
@@ -25,16 +25,17 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """Parameters of one request; names, defaults and meaning are those of vLLM and the OpenAI API.
 
-    n: output sequences per prompt. seed: makes sampling reproducible (drawn by the engine when None).
+    n: output sequences per prompt. seed: makes sampling reproducible (drawn by the engine when None, or -1).
     temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 mean "all".
     max_tokens None means up to the model's limit. logprobs/prompt_logprobs: how many of the best are reported beside
     the token itself; None for none at all. logit_bias: token id -> number added to its logit.
 
-    Raises `RequestError` for a value out of range.
+    Raises `RequestError` for a value out of range. Fields may be changed until the request is sent: the engine checks
+    them anew and keeps a copy.
     """
 
     n: int = 1
@@ -84,13 +85,15 @@ class SamplingParams:
         self._check_lists()
 
     def _normalize(self) -> None:
+        if self.seed == -1:
+            self.seed = None
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", list(stop) if stop else [])
-        object.__setattr__(self, "stop_token_ids", list(self.stop_token_ids or []))
+        self.stop = list(stop) if stop else []
+        self.stop_token_ids = list(self.stop_token_ids or [])
         if self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)
+            self.top_k = 0
         if isinstance(self.temperature, (int, float)) and 0 < self.temperature < _SAMPLING_EPS:
-            object.__setattr__(self, "temperature", 0.0)
+            self.temperature = 0.0
 
     def _check_lists(self) -> None:
         if len(self.stop_strings) > MAX_STOP_STRINGS:

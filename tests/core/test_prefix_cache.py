@@ -248,3 +248,22 @@ def test_what_a_resumed_request_finds_of_itself_is_no_cached_prompt(make_core):
     assert young.num_preemptions > 0
     assert young.sequence.num_cached_tokens == 0
     assert core.scheduler.get_stats().cache_hit_rate == 0.0
+
+
+def test_a_block_whose_parent_is_gone_makes_room_for_its_equal():
+    manager = KVCacheManager(6, 4)
+    first, second = make_request("a", list(range(5))), make_request("b", list(range(9)))
+    for request in (first, second):  # both compute block 0's content; a's is the one that counts
+        manager.allocate_slots(request, request.num_tokens)
+    for request in (first, second):
+        request.num_computed_tokens = request.num_tokens
+        manager.commit(request)
+    manager.free(first)
+    admit(manager, make_request("filler", [77] * 9))  # takes a's blocks: b's second block has lost its parent
+    again = make_request("again", list(range(9)))
+    manager.free(second)
+    admit(manager, again)
+    manager.free(again)
+    assert manager.get_computed_blocks(make_request("c", list(range(9)))).num_tokens == 8
+    pool = manager.pool
+    assert sum(block.ref_count == 0 for block in pool.blocks) == len(pool.free_block_ids()) == pool.num_free_blocks

@@ -284,12 +284,12 @@ def test_priority_victim_is_the_least_important_and_returns_its_budget(make_core
 
 
 def test_scheduled_victim_leaves_the_step(make_core):
-    core = make_core(num_blocks=6, block_size=4, policy="priority", enable_prefix_caching=False)
-    core.add("lazy", 5, priority=5, max_tokens=20)
-    core.add("urgent", 15, priority=1, max_tokens=8)
-    core.step()
-    core.step()
-    scheduled = core.step()  # lazy (first in line) had its token already when urgent needs its block
+    core = make_core(num_blocks=7, block_size=4, policy="priority", enable_prefix_caching=False)
+    core.add("lazy", 7, priority=5, max_tokens=20)
+    core.add("urgent", 14, priority=1, max_tokens=8)
+    for _ in range(3):  # in the third step lazy takes the last free block
+        assert len(core.step().num_scheduled_tokens) == 2
+    scheduled = core.step()  # lazy, first in line, had its token already when urgent needs a block
     assert scheduled.preempted_req_ids == {"lazy"}
     assert scheduled.num_scheduled_tokens == {"urgent": 1}
     assert scheduled.total_num_scheduled_tokens == 1
@@ -393,3 +393,35 @@ def test_the_same_arrivals_give_the_same_trace(make_core):
         return core.log.events
 
     assert trace() == trace()
+
+
+def test_f10_admission_leaves_each_running_request_a_block_to_grow(make_core):
+    core = make_core(num_blocks=6, block_size=4, enable_prefix_caching=False)
+    core.add("a", 8, max_tokens=5)
+    core.step()
+    core.add("b", 12, max_tokens=2)
+    assert core.step().num_scheduled_tokens == {"a": 1}  # 3 of 3 free blocks would do for b, and a would evict it
+    core.run()
+    assert core.scheduler.get_stats().total_preempted == 0
+    assert core.finished == {"a": "length", "b": "length"}
+
+
+def test_f9_a_computed_request_without_a_token_fails_and_does_not_wait_for_ever(make_core):
+    core = make_core()
+    core.add("a", 4)
+    scheduled = core.scheduler.schedule()
+    (output,) = core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {}))
+    assert output.finish_reason == "error"
+    core.run()
+    idle(core)
+
+
+def test_a_failed_step_tells_the_worker_again_who_ended(make_core):
+    core = make_core(num_blocks=5, block_size=4, enable_prefix_caching=False)
+    core.add("old", 8, max_tokens=10)
+    core.add("young", 8, max_tokens=10)
+    core.step()
+    scheduled = core.scheduler.schedule()
+    assert scheduled.preempted_req_ids == {"young"}
+    core.scheduler.fail_step(scheduled, "boom")
+    assert core.scheduler.schedule().finished_req_ids == {"old", "young"}

@@ -232,3 +232,67 @@ def test_an_empty_step_does_not_reach_the_executor():
     assert isinstance(engine.core, EngineCore)
     assert engine.step() == []
     assert engine.core.executor.num_steps == 0
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 2000, "\ud800", 3])
+def test_a_bad_cache_salt_is_refused(salt):
+    engine = make_engine()
+    with pytest.raises(RequestError) as caught:
+        engine.add_request("a", "hello", cache_salt=salt)
+    assert caught.value.parameter == "cache_salt"
+    assert engine.generate("hello", SamplingParams(max_tokens=3)).finished
+
+
+def test_parameters_may_be_changed_until_they_are_sent():
+    params = SamplingParams(max_tokens=3)
+    params.max_tokens = 5
+    engine = make_engine()
+    engine.add_request("a", "hello", params)
+    params.max_tokens = 1
+    assert len(run(engine)["a"][-1].outputs[0].token_ids) == 5
+    params.max_tokens = 0
+    with pytest.raises(RequestError, match="max_tokens"):
+        engine.add_request("b", "hello", params)
+
+
+def test_an_interrupt_leaves_an_engine_that_serves(monkeypatch):
+    executor = FakeExecutor()
+    engine = make_engine(executor, max_num_seqs=2)
+    submit = executor.submit
+
+    def interrupted(scheduled) -> None:
+        monkeypatch.setattr(executor, "submit", submit)
+        raise KeyboardInterrupt
+
+    for _ in range(5):
+        engine.add_request("a", "hello", SamplingParams(max_tokens=20))
+        engine.add_request("b", "hello you", SamplingParams(max_tokens=3))
+        engine.step()
+        monkeypatch.setattr(executor, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        outputs = run(engine)
+        assert {name: news[-1].outputs[0].finish_reason for name, news in outputs.items()} == {
+            "a": "error",
+            "b": "error",
+        }
+        assert_idle(engine)
+    assert engine.generate("hello", SamplingParams(max_tokens=4)).outputs[0].text == answer_text(5, 0, 4)
+
+
+def test_an_interrupted_batch_takes_all_of_it_back(monkeypatch):
+    executor = FakeExecutor()
+    engine = make_engine(executor, max_num_seqs=2)
+    submit = executor.submit
+
+    def interrupted(scheduled) -> None:
+        if scheduled.step == 3:
+            raise KeyboardInterrupt
+        submit(scheduled)
+
+    monkeypatch.setattr(executor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate_batch(["a", "b", "c"], SamplingParams(max_tokens=20))
+    run(engine)
+    assert_idle(engine)
+    assert len(engine.generate_batch(["a", "b"], SamplingParams(max_tokens=3))) == 2

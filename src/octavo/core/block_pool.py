@@ -133,11 +133,25 @@ class BlockPool:
         When the content is already there in another block, that one stays and `block` remains private.
         """
         present = self._index.get(block_hash)
+        if present is not None and self._is_orphan(present):
+            self._orphan(present)
+            present = None
         if present is not None:
             return present if present.token_ids == token_ids and present.parent == parent else block
         block.hash, block.token_ids, block.parent = block_hash, token_ids, parent
         self._index[block_hash] = block
         return block
+
+    def _is_orphan(self, block: Block) -> bool:
+        """Whether the block before it in its chain was given to other content: then no lookup can reach it."""
+        return block.parent is not None and self.blocks[block.parent[0]].link != block.parent
+
+    def _orphan(self, block: Block) -> None:
+        """Take an unreachable block out of the index; a holder keeps it as a private one."""
+        self._forget(block)
+        if block.ref_count == 0:
+            del self._cached[block.block_id]
+            self._free.append(block)
 
     def reset(self) -> bool:
         """Forget all cached content. Refused (False, nothing changed) while any block is held."""

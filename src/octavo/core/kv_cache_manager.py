@@ -119,11 +119,14 @@ class KVCacheManager:
         table.extend(new_ids)
         return new_ids
 
-    def can_hold_whole(self, request: Request, computed: ComputedBlocks) -> bool:
-        """Whether all known tokens of a request would fit now: a prompt is not started just to be thrown out again."""
+    def can_hold_whole(self, request: Request, computed: ComputedBlocks, num_spare_blocks: int) -> bool:
+        """Whether all known tokens of a request fit now and leave so many blocks free.
+
+        A prompt is not started just to be thrown out again.
+        """
         num_blocks = -(-request.num_tokens // self.block_size)
         num_held = sum(block.ref_count > 0 for block in computed.blocks)
-        return num_blocks - num_held <= self.pool.num_free_blocks
+        return num_blocks - num_held + num_spare_blocks <= self.pool.num_free_blocks
 
     def _adopt(self, request: Request, computed: ComputedBlocks) -> None:
         chain = self._chain(request)

@@ -174,7 +174,8 @@ class Scheduler:
             count = self._num_tokens(
                 request, computed.num_tokens, plan.budget, may_be_cut=self.config.enable_chunked_prefill
             )
-            if count == 0 or not self.kv_cache_manager.can_hold_whole(request, computed):
+            # Each running request is left a block to grow into, or the newcomer would be the first to be evicted.
+            if count == 0 or not self.kv_cache_manager.can_hold_whole(request, computed, len(self.running)):
                 return
             block_ids = self.kv_cache_manager.allocate_slots(request, count, computed)
             if block_ids is None:
@@ -298,6 +299,8 @@ class Scheduler:
         request.spec_token_ids = []
         accepted, status = self._append_tokens(request, sampled)
         self.kv_cache_manager.commit(request)
+        if not sampled and request.num_computed_tokens == len(request.sequence.token_ids):
+            return self._fail(request, "the worker computed every token and sampled none")
         if status is not None:
             self._finish(request, status)
         elif not (accepted or prompt_logprobs):
@@ -336,8 +339,12 @@ class Scheduler:
         return accepted, status
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """End every request of a step that the worker could not do; the others go on."""
+        """End every request of a step that the worker could not do; the others go on.
+
+        Whether the worker heard who ended before is unknown, so it is told again with the next step.
+        """
         self._emit(events.StepFailed, message)
+        self._finished_req_ids |= scheduled.finished_req_ids | scheduled.preempted_req_ids
         requests = [self.requests.get(request_id) for request_id in scheduled.num_scheduled_tokens]
         return [self._fail(request, message) for request in requests if request is not None]
 

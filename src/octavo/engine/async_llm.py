@@ -147,8 +147,10 @@ class AsyncLLM:
     def _add(self, processed: ProcessedInput, stream: _Stream) -> None:
         try:
             self.engine.add_processed(processed)
-        except OctavoError as error:
+        except Exception as error:
             _call_soon(stream.loop, _set_exception, stream.accepted, error)
+            if not isinstance(error, OctavoError):
+                raise
             return
         self._streams[processed.request_id] = stream
         _call_soon(stream.loop, _set_result, stream.accepted, None)
@@ -174,9 +176,17 @@ class AsyncLLM:
         while not self._inbox.empty():
             command = self._inbox.get()
             if command is not None:
-                command()  # the engine refuses or answers; a stream it accepts is failed below
+                self._run_last(command)
         for stream in self._streams.values():
             _call_soon(stream.loop, stream.outputs.put_nowait, error)
+
+    @staticmethod
+    def _run_last(command: Callable[[], None]) -> None:
+        """Run a command of a dead engine: it refuses or answers, and whoever waits for it hears so."""
+        try:
+            command()
+        except Exception:
+            logger.exception("a command to the dead engine failed")
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:

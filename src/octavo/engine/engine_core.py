@@ -18,6 +18,7 @@ class EngineCore:
     def __init__(self, scheduler: SchedulerInterface, executor: Executor) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self._undelivered: list[EngineCoreOutput] = []
 
     def step(self) -> list[EngineCoreOutput]:
         """Schedule, compute, take the result in; return the news of every request that has any.
@@ -26,14 +27,22 @@ class EngineCore:
         """
         scheduled = self.scheduler.schedule()
         if scheduled.is_empty:
-            return []
+            return self._take_undelivered()
         try:
             self.executor.submit(scheduled)
             result = self.executor.collect()
         except ExecutionError as error:
-            return self.scheduler.fail_step(scheduled, str(error))
-        return self.scheduler.update_from_output(scheduled, result)
+            return self._take_undelivered() + self.scheduler.fail_step(scheduled, str(error))
+        except BaseException:  # an interrupt: nobody knows how far the worker came
+            self._undelivered += self.scheduler.fail_step(scheduled, "the step was interrupted")
+            raise
+        return self._take_undelivered() + self.scheduler.update_from_output(scheduled, result)
 
     def has_work(self) -> bool:
         """Whether another step is needed."""
-        return self.scheduler.has_work()
+        return bool(self._undelivered) or self.scheduler.has_work()
+
+    def _take_undelivered(self) -> list[EngineCoreOutput]:
+        """Return the endings that an interrupt kept from being told."""
+        outputs, self._undelivered = self._undelivered, []
+        return outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from octavo.config import ModelInfo
+
+MAX_CACHE_SALT_CHARS = 1024
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
@@ -63,6 +66,13 @@ class InputProcessor:
         """Whether `chat_prompt` works."""
         return self._tokenizer is not None and self._chat_template is not None
 
+    @property
+    def tokenizer(self) -> Encoder:
+        """The tokenizer. Raises `RequestError` when there is none."""
+        if self._tokenizer is None:
+            raise RequestError("this engine was built without a tokenizer", parameter="tokenizer")
+        return self._tokenizer
+
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Build the parameters of a request that names none: the checkpoint's own defaults, else vLLM's."""
         return SamplingParams(**{**self.model_info.generation_defaults, **overrides})
@@ -94,7 +104,8 @@ class InputProcessor:
         prompt: text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}.
         Raises `RequestError` with the field's name.
         """
-        params = params or self.default_sampling_params()
+        params = replace(params) if params is not None else self.default_sampling_params()  # checked anew, and ours
+        _check_salt(cache_salt)
         text, token_ids = self._read_prompt(prompt)
         self._check_token_ids(token_ids, params)
         arrival = next(self._arrivals)
@@ -129,14 +140,9 @@ class InputProcessor:
             if isinstance(mapping.get("prompt"), str):
                 return self._read_prompt(mapping["prompt"])
             raise RequestError('a prompt needs "prompt" or "prompt_token_ids"', parameter="prompt")
-        try:
-            token_ids = list(prompt)
-        except TypeError:
-            kind = type(prompt).__name__
-            raise RequestError(f"a prompt is text or token ids, got {kind}", parameter="prompt") from None
-        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in token_ids):
-            raise RequestError("prompt token ids must be integers", parameter="prompt")
-        return None, token_ids
+        if isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
+            raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}", parameter="prompt")
+        return None, [_token_id(each) for each in prompt]
 
     def _check_token_ids(self, token_ids: list[int], params: SamplingParams) -> None:
         vocab_size = self.model_info.vocab_size
@@ -153,6 +159,30 @@ class InputProcessor:
                     raise RequestError(
                         f"{name}: token id {token_id} is outside the vocabulary of {vocab_size}", parameter=name
                     )
+
+
+def _token_id(value: Any) -> int:
+    """Take any integer in, numpy's too; a truth value is none."""
+    try:
+        token_id = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        token_id = None
+    if token_id is None:
+        raise RequestError(f"prompt token ids must be integers, got {value!r:.100}", parameter="prompt")
+    return token_id
+
+
+def _check_salt(salt: object) -> None:
+    """A salt becomes part of every block hash: it must be text that has bytes."""
+    if salt is None:
+        return
+    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_CACHE_SALT_CHARS:
+        limit = MAX_CACHE_SALT_CHARS
+        raise RequestError(f"cache_salt must be a text of 1 to {limit} characters", parameter="cache_salt")
+    try:
+        salt.encode()
+    except UnicodeEncodeError:
+        raise RequestError("cache_salt is not valid Unicode", parameter="cache_salt") from None
 
 
 def draw_seed(engine_seed: int, arrival: int) -> int:

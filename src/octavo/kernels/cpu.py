@@ -21,6 +21,7 @@ LinearBackend = Literal["auto", "packed", "onednn"]
 
 _DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/types.h
 _PANEL_COLUMNS = 32  # as in csrc/kernels.h
+_ATTENTION_ROWS = 112  # as in csrc/attention.h
 
 
 class CpuKernels:
@@ -40,6 +41,7 @@ class CpuKernels:
         self.isa = _kernels.instruction_sets()[0] if isa == "auto" else isa
         self.uses_onednn = linear == "onednn" or (linear == "auto" and bool(_kernels.multiplies_bfloat16()))
         self.has_own_threads = not self.uses_onednn
+        self._verdicts: dict[tuple[int | bool, ...], bool] = {}
         self._set = _kernels.KernelSet(self.isa, num_threads or torch.get_num_threads())
         weakref.finalize(self, self._set.shutdown)
 
@@ -47,6 +49,15 @@ class CpuKernels:
     def num_threads(self) -> int:
         """Threads that share each operation, the caller's included."""
         return int(self._set.num_threads)
+
+    def scratch_bytes(
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int
+    ) -> int:
+        """Return bytes of the tiles that each thread works on (csrc/attention.h); sampling needs next to nothing."""
+        del num_kv_heads, vocab_size, max_seq_len
+        padded_dim = -(-head_dim // _PANEL_COLUMNS) * _PANEL_COLUMNS
+        rows = max(_ATTENTION_ROWS, num_heads)
+        return self.num_threads * 4 * (128 * padded_dim + rows * (3 * padded_dim + 68))
 
     def set_num_threads(self, num_threads: int) -> None:
         """Change the number of threads; results do not depend on it."""
@@ -56,12 +67,19 @@ class CpuKernels:
         """Pack a weight into panels of 32 columns, or for oneDNN."""
         if self.uses_onednn and not float32_out and weight.dtype == torch.bfloat16:
             one_dnn = _OneDnnWeight.pack(weight, bias)
-            if one_dnn.rows_are_independent(weight.shape[1]):
+            if self._accepts(one_dnn, weight.shape):
                 num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
                 return PackedLinear(weight.shape[0], weight.shape[1], one_dnn, bias, num_bytes)
         panels = _PanelWeight.pack(self._module, self._set, weight, bias)
         num_bytes = panels.data.nbytes + (0 if panels.bias is None else panels.bias.nbytes)
         return PackedLinear(weight.shape[0], weight.shape[1], panels, bias, num_bytes)
+
+    def _accepts(self, weight: _OneDnnWeight, shape: torch.Size) -> bool:
+        """Whether a weight passes its self-check; asked once per kind, as oneDNN chooses its way without the values."""
+        kind = (*shape, weight.bias is not None, torch.get_num_threads())
+        if kind not in self._verdicts:
+            self._verdicts[kind] = weight.rows_are_independent(shape[1])
+        return self._verdicts[kind]
 
     def linear(self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False) -> Tensor:
         """Return x @ weight.T + bias."""
@@ -230,8 +248,10 @@ class _OneDnnWeight:
         return out
 
     def rows_are_independent(self, in_features: int) -> bool:
-        """Whether rows came out the same alone and among others, on this machine."""
+        """Whether rows come out the same alone, in small and odd batches, behind others and among 512, here."""
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(32, in_features, generator=generator).to(torch.bfloat16)
+        x = torch.randn(512, in_features, generator=generator).to(torch.bfloat16)
         whole = self.multiply(x, x.dtype)
-        return all(torch.equal(self.multiply(x[:rows], x.dtype), whole[:rows]) for rows in (1, 2, 3, 8))
+        first = [slice(rows) for rows in (1, 2, 3, 5, 7, 8, 9, 32, 65)]
+        last = [slice(-rows, None) for rows in (1, 3, 9, 33)]
+        return all(torch.equal(self.multiply(x[rows], x.dtype), whole[rows]) for rows in first + last)

@@ -75,6 +75,12 @@ class Kernels(Protocol):
     name: str
     has_own_threads: bool
 
+    def scratch_bytes(
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int
+    ) -> int:
+        """Upper bound of what attention and sampling allocate for themselves while they run."""
+        ...
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, *, float32_out: bool = False) -> PackedLinear:
         """Pack `weight` [out_features, in_features] (float32, bfloat16 or float16) and an optional bias [out_features].
 

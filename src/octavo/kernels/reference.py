@@ -17,6 +17,8 @@ from octavo.kernels.noise import gumbel_noise
 if TYPE_CHECKING:
     from torch import Tensor
 
+_SAMPLE_ROWS = 8
+_SAMPLE_BYTES_PER_LOGIT = 128  # noise, sorted values, ids and float64 weights of one row
 _QUERY_CHUNK = 256  # query rows whose scores over the whole KV stand in memory at a time
 _WEIGHT_CHUNK = 16384  # output features that are widened to float32 at a time
 
@@ -91,26 +93,52 @@ class ReferenceKernels:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.silu(gate) * up).to(gate_up.dtype)
 
+    def scratch_bytes(
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int
+    ) -> int:
+        """Return bytes of one sequence's KV in float32 and a chunk's scores, or of the rows sampled at once."""
+        attention = max_seq_len * (4 * num_kv_heads * head_dim * 4 + _QUERY_CHUNK * num_heads * 13)
+        return max(attention, _SAMPLE_ROWS * vocab_size * _SAMPLE_BYTES_PER_LOGIT)
+
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """Return one token id per row."""
-        temperature, seed, position, sample_index = (
-            column.to(logits.device) for column in (rows.temperature, rows.seed, rows.position, rows.sample_index)
-        )
-        greedy = temperature == 0
-        scaled = logits / torch.where(greedy, 1.0, temperature).unsqueeze(1)
-        noise = gumbel_noise(seed, position, sample_index, logits.shape[1])
-        keys = torch.where(_kept(scaled, rows), scaled + noise, -torch.inf)
-        keys = torch.where(greedy.unsqueeze(1), logits, keys)
-        largest = keys.amax(dim=1, keepdim=True)
-        ids = torch.arange(logits.shape[1], device=logits.device)
-        first = torch.where((keys == largest) & (keys > -torch.inf), ids, logits.shape[1]).amin(dim=1)
-        nothing = logits.isnan().any(dim=1) | (first == logits.shape[1])
-        return torch.where(nothing, -1, first)
+        """Return one token id per row, a few rows at a time."""
+        parts = range(0, logits.shape[0], _SAMPLE_ROWS)
+        return torch.cat([_sample(logits[i : i + _SAMPLE_ROWS], _rows_of(rows, i)) for i in parts])
 
     def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the k largest values and their ids."""
         largest, ids = values.nan_to_num(-torch.inf, torch.inf, -torch.inf).sort(dim=1, descending=True, stable=True)
         return largest[:, :k], ids[:, :k]
+
+
+def _rows_of(rows: SamplingRows, first: int) -> SamplingRows:
+    last = first + _SAMPLE_ROWS
+    return SamplingRows(
+        temperature=rows.temperature[first:last],
+        top_k=rows.top_k[first:last],
+        top_p=rows.top_p[first:last],
+        min_p=rows.min_p[first:last],
+        seed=rows.seed[first:last],
+        sample_index=rows.sample_index[first:last],
+        position=rows.position[first:last],
+    )
+
+
+def _sample(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Choose one token per row; -1 where there is none to choose."""
+    temperature, seed, position, sample_index = (
+        column.to(logits.device) for column in (rows.temperature, rows.seed, rows.position, rows.sample_index)
+    )
+    greedy = temperature == 0
+    scaled = logits / torch.where(greedy, 1.0, temperature).unsqueeze(1)
+    noise = gumbel_noise(seed, position, sample_index, logits.shape[1])
+    keys = torch.where(_kept(scaled, rows), scaled + noise, -torch.inf)
+    keys = torch.where(greedy.unsqueeze(1), logits, keys)
+    largest = keys.amax(dim=1, keepdim=True)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    first = torch.where((keys == largest) & (keys > -torch.inf), ids, logits.shape[1]).amin(dim=1)
+    nothing = logits.isnan().any(dim=1) | (first == logits.shape[1])
+    return torch.where(nothing, -1, first)
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

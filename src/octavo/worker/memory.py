@@ -52,10 +52,12 @@ def decide_num_blocks(
     dtype: str,
     max_model_len: int,
     device: torch.device,
+    scratch_bytes: int = 0,
     step_bytes: int = 0,
 ) -> int:
     """Decide how many blocks the KV cache gets; called when the weights are in place.
 
+    scratch_bytes is what the kernels allocate for themselves in a step.
     step_bytes is what a probe saw a step take; it counts where it is more than what the shapes say.
 
     num_gpu_blocks as given; else kv_cache_memory_bytes; else the smaller of 4 GiB and half of what is free (on a GPU
@@ -72,7 +74,7 @@ def decide_num_blocks(
         activations = activation_bytes(
             architecture, scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs, dtype
         )
-        activations = max(activations, step_bytes)
+        activations = max(activations + scratch_bytes, step_bytes)
         if device.type == "cuda":
             budget = int(0.9 * free) - activations
         else:

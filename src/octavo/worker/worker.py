@@ -89,6 +89,13 @@ class Worker:
             dtype=self.kv_dtype,
             max_model_len=max_model_len,
             device=self.device,
+            scratch_bytes=self.kernels.scratch_bytes(
+                num_heads=architecture.num_heads,
+                num_kv_heads=architecture.num_kv_heads,
+                head_dim=architecture.head_dim,
+                vocab_size=architecture.vocab_size,
+                max_seq_len=max_model_len,
+            ),
             step_bytes=step_bytes,
         )
         self.runner = self._make_runner(num_blocks)

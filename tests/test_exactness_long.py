@@ -1,0 +1,97 @@
+"""Exactness where attention puts several partitions of 1,024 positions together, and through repeated preemption."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from alone_and_crowd import alone, crowd, needs_kernels
+
+from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo.models.random_weights import tiny_config, write_checkpoint
+
+pytestmark = needs_kernels
+VOCAB_SIZE = 500
+MAX_MODEL_LEN = 4096
+DTYPES = ["float32", "bfloat16"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    config = tiny_config("Qwen3ForCausalLM", vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_MODEL_LEN)
+    return write_checkpoint(tmp_path_factory.mktemp("long") / "qwen3", config, std=0.2)
+
+
+def make_engine(checkpoint, dtype, *, num_threads=2, num_blocks=600, max_num_seqs=8, budget=4096, **scheduler):
+    return LLMEngine(
+        ModelConfig(model=str(checkpoint), dtype=dtype, skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN),
+        CacheConfig(num_gpu_blocks=num_blocks, enable_prefix_caching=False),
+        SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **scheduler),
+        device_config=DeviceConfig(device="cpu", kernels="cpu", num_threads=num_threads),
+    )
+
+
+def make_requests(lengths, max_tokens):
+    """Greedy ones and sampled ones in turn."""
+    rng = random.Random(3)
+    ways = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 5}]
+    return [
+        (
+            [rng.randrange(2, VOCAB_SIZE) for _ in range(length)],
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=3, **ways[index % 2]),
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def long_answers(request, checkpoint):
+    """(dtype, requests, answers): two prompts that reach into the third partition and four others, each alone."""
+    requests = make_requests([2105, 2300, 1, 40, 1020, 300], max_tokens=8)
+    return request.param, requests, alone(make_engine(checkpoint, request.param), requests)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="crowd"),
+        pytest.param({"long_prefill_token_threshold": 512}, id="chunks_of_512"),
+        pytest.param({"budget": 700}, id="budget_of_700"),  # cuts prompts where no partition or tile ends
+        pytest.param({"num_threads": 1}, id="one_thread"),
+    ],
+)
+def test_beyond_the_first_partition(checkpoint, long_answers, options):
+    dtype, requests, expected = long_answers
+    got = crowd(make_engine(checkpoint, dtype, **options), requests)
+    for index in range(len(requests)):
+        assert got[index] == expected[index], f"request {index} differs"
+    assert all(len(set(token_ids)) > 4 for token_ids, _ in expected)  # else equality would say little
+
+
+def test_all_partitions_reach_the_answer(checkpoint, long_answers):
+    """Another first token, two partitions before the end, changes logprobs: attention does look that far back."""
+    dtype, requests, expected = long_answers
+    prompt, params = requests[0]
+    other = [(prompt[0] + 1) % VOCAB_SIZE, *prompt[1:]]
+    assert alone(make_engine(checkpoint, dtype), [(other, params)])[0][1] != expected[0][1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_preempted_several_times(checkpoint, dtype):
+    requests = make_requests([5, 20, 3, 9, 17, 1, 12, 30], max_tokens=60)
+    expected = alone(make_engine(checkpoint, dtype, max_num_seqs=1), requests)
+    engine = make_engine(checkpoint, dtype, num_blocks=12, budget=64)
+    for index, (prompt, params) in enumerate(requests):
+        engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+    finished, preemptions = {}, Counter()
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = output.outputs[0]
+        for request in engine.core.scheduler.requests.values():
+            preemptions[request.request_id] = request.num_preemptions
+    assert sum(count >= 2 for count in preemptions.values()) >= 2, preemptions
+    for index in range(len(requests)):
+        got = finished[str(index)]
+        assert (got.token_ids, got.logprobs) == expected[index], f"request {index} differs"
