@@ -18,6 +18,7 @@ from fakes import TEXT, FakeExecutor, answer_text, make_engine
 from typer.testing import CliRunner
 
 from octavo.cli import app
+from octavo.cli.chat import _read_line
 from octavo.cli.engine_options import EngineOptions, parse_size
 from octavo.cli.workloads import make_workloads, read_workloads
 from octavo.config import SchedulingPolicy
@@ -263,6 +264,25 @@ def test_weights_that_are_cut_off(tmp_path: Path) -> None:
     assert "model.safetensors" in result.stderr
 
 
+def test_a_prompt_that_is_not_unicode(tmp_path: Path) -> None:
+    """What Python makes of `--prompt $'caf\\xe9'`."""
+    from octavo.models.random_weights import tiny_config, write_checkpoint
+
+    directory = write_checkpoint(tmp_path / "tiny", tiny_config("LlamaForCausalLM"))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    for arguments in (
+        ["--raw", "--prompt", "caf\udce9"],
+        ["--prompt", "caf\udce9"],
+        ["--prompt", "a", "--system", "\udce9"],
+    ):
+        result = run("generate", str(directory), "--num-threads", "1", *arguments)
+        assert result.exit_code == 1, result.output
+        assert result.stderr.startswith("error: the prompt is not valid Unicode")
+        assert result.stderr.count("\n") == 1
+
+
 def test_text_that_is_no_text(fake_model: FakeExecutor, tmp_path: Path) -> None:
     (tmp_path / "prompts").write_bytes(b"\xff\xfe\n")
     for arguments in (["generate", "--prompts-file", str(tmp_path / "prompts")], ["generate"], ["chat"]):
@@ -332,6 +352,31 @@ def test_chat_goes_on_after_an_error(fake_model: FakeExecutor) -> None:
     assert "error: the prompt has" in result.stderr
     assert "/reset" in result.stderr
     assert "no command /nonsense" in result.stderr
+
+
+def test_chat_goes_on_after_a_step_that_failed(fake_model: FakeExecutor) -> None:
+    fake_model.fail_next = True
+    result = run("chat", "--max-tokens", "5", stdin="lost\nhi\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "\n" + answer_text(len("<user>hi\n<assistant>"), 0, 5) + "\n"  # of a conversation anew
+    assert result.stderr.startswith("error: ")
+
+
+def test_a_line_that_is_not_utf8_is_asked_for_again(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = iter([b"caf\xe9", b"caf\xc3\xa9"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builtins.input", lambda _prompt: next(lines).decode())
+        assert _read_line(interactive=True) == "café"
+    assert "not UTF-8" in capsys.readouterr().err
+
+
+def test_answers_are_as_long_as_the_checkpoint_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineOptions, "build", lambda _: make_engine(generation_defaults={"max_tokens": 7}))
+    num_prompt_tokens = len("<user>hi\n<assistant>")
+    assert run("chat", stdin="hi\n").stdout == answer_text(num_prompt_tokens, 0, 7) + "\n"
+    assert run("generate", "--prompt", "hi").stdout == answer_text(num_prompt_tokens, 0, 7) + "\n"
+    longer = run("generate", "--prompt", "hi", "--max-tokens", "9")
+    assert longer.stdout == answer_text(num_prompt_tokens, 0, 9) + "\n"
 
 
 def test_ctrl_c_stops_the_answer_not_the_chat(fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Text to token ids and back, whole and token by token, over tokenizers of every kind the families use."""
 
+import itertools
 import json
 import random
 
@@ -9,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 
 from octavo.engine.generation_config import read_generation_defaults
 from octavo.engine.tokenizer import IncrementalDetokenizer, Tokenizer
-from octavo.errors import ModelError
+from octavo.errors import ModelError, RequestError
 
 GERMAN = "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. "
 TEXT = (GERMAN + "中文字 日本語 🦜🌍 naïve  two  spaces\n\ttabs\n") * 3
@@ -171,21 +172,80 @@ def test_bos_is_added_once(tokenizer):
     assert tokenizer.encode("") == [bos]
 
 
+def without_bos(backend):
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    return backend
+
+
+@pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2TokenizerFast"])
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@pytest.mark.parametrize("change", [with_bos, without_bos])
+def test_flags_of_the_config_mean_nothing_beside_the_post_processor(change, make, tokenizer_class, tmp_path):
+    from transformers import AutoTokenizer
+
+    choices = (None, True, False)
+    for adds_bos, adds_eos in itertools.product(choices, choices):
+        flags = {"add_bos_token": adds_bos, "add_eos_token": adds_eos}
+        given = {name: value for name, value in flags.items() if value is not None}
+        write(tmp_path, change(make()), CONFIG | given | {"tokenizer_class": tokenizer_class})
+        oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.from_directory(tmp_path)
+        ids = tokenizer.encode("der")
+        assert (ids[0] == tokenizer.bos_token_id) == (oracle("der")["input_ids"][0] == oracle.bos_token_id)
+        assert (ids[0] == tokenizer.bos_token_id) == (change is with_bos)
+        assert ids[-1] != tokenizer.eos_token_id
+        assert oracle("der")["input_ids"][-1] != oracle.eos_token_id
+
+
+def test_doubled_bos_is_kept_where_the_tokenizer_adds_none():
+    tokenizer = Tokenizer(without_bos(byte_level()), CONFIG)
+    assert tokenizer.encode("<s><s>der").count(tokenizer.bos_token_id) == 2
+
+
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+def test_text_that_is_not_unicode(add_special_tokens, tokenizer):
+    with pytest.raises(RequestError, match=r"not valid Unicode: it holds '\\udce9'") as caught:
+        tokenizer.encode("caf\udce9", add_special_tokens=add_special_tokens)
+    assert caught.value.parameter == "prompt"
+
+
+LISTED = {"content": "<eot>", "lstrip": False, "rstrip": True, "single_word": False, "normalized": False}
+
+
+IN_CONFIG = [
+    {"eos_token": "<eot>"},
+    {"eos_token": {"__type": "AddedToken", **LISTED, "special": True}},
+    {"eos_token": "<eot>", "listed": LISTED | {"special": True}},
+    {"eos_token": "<eot>", "listed": LISTED | {"special": False}},
+    {"listed": LISTED | {"special": True}},
+    {"listed": LISTED | {"special": False}},
+]
+IN_FILE = [{"special": True}, {"special": False, "normalized": False}]
+
+
 @pytest.mark.parametrize(
-    ("flags", "starts", "ends"),
-    [
-        ({"add_bos_token": True}, True, False),
-        ({"add_bos_token": False}, False, False),
-        ({"add_bos_token": True, "add_eos_token": True}, True, True),
-        ({"add_eos_token": True}, False, True),
-    ],
+    ("in_file", "in_config"), [*itertools.product(IN_FILE, IN_CONFIG), *((None, config) for config in IN_CONFIG[2:])]
 )
-def test_flags_of_the_config_override_the_post_processor(flags, starts, ends, tokenizer):
-    flagged = Tokenizer(tokenizer.backend, CONFIG | flags)
-    ids = flagged.encode("der")
-    assert (ids[0] == flagged.bos_token_id) == starts
-    assert (ids[-1] == flagged.eos_token_id) == ends
-    assert flagged.encode("<s>der").count(flagged.bos_token_id) == 1
+def test_flags_of_added_tokens_are_those_of_transformers(in_file, in_config, tmp_path):
+    from transformers import AutoTokenizer
+
+    backend = byte_level()
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **in_config}
+    if (listed := config.pop("listed", None)) is not None:
+        config["added_tokens_decoder"] = {str(backend.get_vocab_size()): listed}
+    if in_file is not None:
+        backend.add_tokens([AddedToken("<eot>", lstrip=True, rstrip=True, single_word=True, **in_file)])
+    write(tmp_path, backend, config)
+    oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.from_directory(tmp_path)
+    assert flags_of(tokenizer.backend) == flags_of(oracle.backend_tokenizer)
+    for text in ("der <eot> Deich", "der<eot>Deich", " <eot>  <s>"):
+        assert tokenizer.encode(text) == oracle(text)["input_ids"]
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+
+
+def flags_of(backend):
+    (token,) = (token for token in backend.get_added_tokens_decoder().values() if token.content == "<eot>")
+    return {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")}
 
 
 def test_special_tokens(tokenizer):
@@ -270,6 +330,8 @@ def test_generation_defaults(tmp_path):
     assert read_generation_defaults(tmp_path).sampling == {}
     assert read_generation_defaults(tmp_path).eos_token_ids == ()
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert read_generation_defaults(tmp_path).eos_token_ids == (5,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": -1}))  # stands for "none"
     assert read_generation_defaults(tmp_path).eos_token_ids == (5,)
     values = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1, "repetition_penalty": 1.05}
     ignored = {"do_sample": True, "pad_token_id": 1, "transformers_version": "4.43", "top_h": None}

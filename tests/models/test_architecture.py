@@ -93,6 +93,9 @@ def test_windows():
     assert windows("Qwen2", sliding_window=64) == (None, None)
     assert windows("Qwen2", sliding_window=64, use_sliding_window=True, max_window_layers=1) == (None, 64)
     assert windows("Qwen3", sliding_window=64, use_sliding_window=True, max_window_layers=0) == (64, 64)
+    assert windows("Qwen2", sliding_window=None, use_sliding_window=True, max_window_layers=0) == (None, None)
+    missing = windows("Qwen2", drop=("sliding_window",), use_sliding_window=True, max_window_layers=0)
+    assert missing == (4096, 4096)
     kinds = ["sliding_attention", "full_attention"]
     assert windows("Qwen3", sliding_window=64, use_sliding_window=True, layer_types=kinds) == (64, None)
 
@@ -104,6 +107,19 @@ def windows(family, drop=(), **changes):
     name = f"{family}ForCausalLM"
     config = {key: value for key, value in tiny_config(name, **changes).items() if key not in drop}
     return find_family(name).read_architecture(ConfigFile(None, config), name).sliding_window
+
+
+@pytest.mark.parametrize(("value", "expected"), [(-1, ()), ([-1, 7], (7,)), ([], ()), (None, ()), (0, (0,))])
+def test_negative_token_ids_stand_for_none(value, expected, tmp_path):
+    write(tmp_path, tiny_config("LlamaForCausalLM") | {"eos_token_id": value, "bos_token_id": value})
+    architecture = read_architecture(tmp_path)
+    assert architecture.eos_token_ids == expected
+    assert architecture.bos_token_id == next(iter(expected), None)
+
+
+def test_widest_heads(tmp_path):
+    write(tmp_path, tiny_config("LlamaForCausalLM", head_dim=256))
+    assert read_architecture(tmp_path).head_dim == 256
 
 
 def test_context_length(tmp_path):
@@ -129,6 +145,8 @@ def test_context_length(tmp_path):
         ({"num_hidden_layers": True}, ["num_hidden_layers = True"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads = 3", "num_attention_heads = 4"]),
         ({"head_dim": 15}, ["head_dim = 15", "even"]),
+        ({"head_dim": 258}, ["head_dim = 258", "256"]),
+        ({"head_dim": None, "hidden_size": 2048}, ["head_dim", "512", "256"]),
         ({"head_dim": None, "hidden_size": 66}, ["hidden_size = 66", "multiple"]),
         ({"rms_norm_eps": 0}, ["rms_norm_eps = 0"]),
         ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "silu"]),

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -269,3 +270,33 @@ def test_hub_id_offline(monkeypatch, tmp_path):
     with pytest.raises(ModelError, match="some-owner/some-model") as caught:
         resolve_model_path("some-owner/some-model")
     assert "\n" not in str(caught.value)
+
+
+def test_hub_download_takes_no_weights_for_other_programs(monkeypatch, tmp_path):
+    hub = pytest.importorskip("huggingface_hub")
+    asked = {}
+    monkeypatch.setattr(hub, "snapshot_download", lambda _model, **options: asked.update(options) or str(tmp_path))
+    assert resolve_model_path("some-owner/some-model", "v2") == tmp_path
+    kept = ["config.json", "model-00001-of-00002.safetensors", "additional_chat_templates/tool_use.jinja"]
+    others = [
+        "consolidated.safetensors",
+        "consolidated-00001.safetensors",
+        "onnx/model.safetensors",
+        "a/b/c.safetensors",
+    ]
+    patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
+    assert list(hub.utils.filter_repo_objects([*kept, *others, "model.bin"], **patterns)) == kept
+    assert asked["revision"] == "v2"
+
+
+@pytest.mark.parametrize("error", [httpx.ProxyError("no way\nthrough"), httpx.InvalidURL("no way"), OSError("no way")])
+def test_hub_errors_are_one_line(error, monkeypatch):
+    """Not all that the hub's client raises is an OSError."""
+    hub = pytest.importorskip("huggingface_hub")
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(hub, "snapshot_download", fail)
+    with pytest.raises(ModelError, match=r"some-owner/some-model.*no way$"):
+        resolve_model_path("some-owner/some-model")

@@ -1,6 +1,8 @@
 """The rotary table against transformers' own frequencies, for every kind and both key styles of config.json."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from octavo.errors import ModelError
 from octavo.models.config_file import ConfigFile
 from octavo.models.random_weights import tiny_config
 from octavo.models.registry import read_architecture
-from octavo.models.rope import make_cos_sin
+from octavo.models.rope import inverse_frequencies, make_cos_sin
 from octavo.models.rope_config import RopeConfig, read_rope
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
@@ -103,6 +105,35 @@ def test_old_and_new_style_agree():
     for kind, numbers in KINDS:
         old = read_rope(ConfigFile(None, old_style(kind, numbers)), 2048)
         assert old == read_rope(ConfigFile(None, new_style(kind, numbers)), 2048)
+
+
+def test_slices_fit_together():
+    rope = RopeConfig(kind="yarn", theta=1e4, factor=2.0, original_max_position_embeddings=64, attention_factor=1.1)
+    table = make_cos_sin(rope, 8, 40_000)
+    assert table.shape == (40_000, 8)
+    assert table.dtype == torch.float32
+    angles = torch.arange(40_000, dtype=torch.float32)[:, None] * inverse_frequencies(rope, 8)
+    whole = torch.cat((angles.cos(), angles.sin()), dim=-1) * 1.1
+    torch.testing.assert_close(table, whole, rtol=0, atol=3e-7)
+
+
+def test_peak_memory_is_little_more_than_the_table():
+    code = """
+import pathlib
+import torch
+from octavo.models.rope import make_cos_sin
+from octavo.models.rope_config import RopeConfig
+def peak():
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+rope = RopeConfig(kind="default", theta=1e6)
+make_cos_sin(rope, 64, 20_000)
+before = peak()
+table = make_cos_sin(rope, 64, 1_000_000)
+print((peak() - before) / table.nbytes)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0.9 < float(result.stdout) < 1.15
 
 
 def test_default_theta():

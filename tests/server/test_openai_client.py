@@ -104,6 +104,17 @@ def test_stop_string_is_cut_where_it_begins(client: openai.OpenAI) -> None:
         assert whole.choices[0].model_extra["stop_reason"] == stop
 
 
+def test_chat_is_as_long_as_the_checkpoint_says() -> None:
+    with (
+        run_server(engine_options={"generation_defaults": {"max_tokens": 7}}) as running,
+        make_client(running) as client,
+    ):
+        ask = client.chat.completions.create
+        assert ask(model="fake", messages=MESSAGES).usage.completion_tokens == 7
+        assert ask(model="fake", messages=MESSAGES, max_tokens=9).usage.completion_tokens == 9
+        assert ask(model="fake", messages=MESSAGES, max_completion_tokens=3).usage.completion_tokens == 3
+
+
 def test_chat_logprobs(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=4, logprobs=True, top_logprobs=3)
     entries = whole.choices[0].logprobs.content

@@ -10,7 +10,7 @@ import typer
 from octavo.cli.command import command
 from octavo.cli.engine_options import EngineOptions
 from octavo.cli.sampling_options import SamplingOptions
-from octavo.errors import ModelError, RequestError
+from octavo.errors import ExecutionError, ModelError, RequestError
 
 if TYPE_CHECKING:
     from octavo.engine.llm_engine import Engine
@@ -67,6 +67,8 @@ def _obey_or_answer(conversation: Conversation, line: str) -> None:
             conversation.answer(line)
         except RequestError as error:
             typer.secho(f"error: {error} (/reset starts anew)", fg="red", err=True)
+        except ExecutionError as error:
+            typer.secho(f"error: {error}", fg="red", err=True)
 
 
 def _read_line(*, interactive: bool) -> str | None:
@@ -75,7 +77,7 @@ def _read_line(*, interactive: bool) -> str | None:
         try:
             line = sys.stdin.readline()
         except UnicodeDecodeError as error:
-            raise RequestError(f"standard input is not UTF-8 text: {error}") from None
+            raise RequestError(f"standard input is not UTF-8 text: {error}", parameter="prompt") from None
         return line.removesuffix("\n") if line else None
     import readline  # noqa: F401 - gives input() a history and line editing
 
@@ -84,6 +86,8 @@ def _read_line(*, interactive: bool) -> str | None:
             return input("> ")
         except KeyboardInterrupt:
             typer.secho("\n(/exit or Ctrl-D leaves)", dim=True)
+        except UnicodeDecodeError as error:
+            typer.secho(f"error: the line is not UTF-8 text: {error}", fg="red", err=True)
         except EOFError:
             typer.echo()
             return None
@@ -103,14 +107,22 @@ class Conversation:
         self.messages = list(self._beginning)
 
     def answer(self, text: str) -> None:
-        """Write the answer to one turn. Raises `RequestError`, for a conversation longer than the context, say."""
+        """Write the answer to one turn.
+
+        Raises `RequestError`, for a conversation longer than the context, say, and `ExecutionError` where the model
+        failed.
+        """
         from octavo.cli.streaming import stream_answer
 
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self._engine.input_processor.chat_prompt(messages)
-        answer, finish_reason = stream_answer(
-            self._engine, prompt, self._params, lambda piece: typer.echo(piece, nl=False)
-        )
+        try:
+            answer, finish_reason = stream_answer(
+                self._engine, prompt, self._params, lambda piece: typer.echo(piece, nl=False)
+            )
+        except ExecutionError:
+            typer.echo()  # ends the line of what came before the failure
+            raise
         typer.echo()
         if finish_reason == "length":
             typer.secho("(the answer was cut: max-tokens or the context is used up)", dim=True, err=True)

@@ -21,7 +21,9 @@ class SamplingOptions:
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            rich_help_panel=_PANEL, help="Longest answer. Default: what the context has left.", show_default=False
+            rich_help_panel=_PANEL,
+            help="Longest answer. Default: the model's, else what the context has left.",
+            show_default=False,
         ),
     ] = None
     min_tokens: Annotated[
@@ -100,5 +102,8 @@ class SamplingOptions:
         """Build the parameters on top of the checkpoint's defaults. Raises `RequestError`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: value for name, value in values.items() if value not in (None, [])}
-        # Unless said otherwise an answer may be as long as the context.
-        return processor.default_sampling_params(**{"max_tokens": None, **given, "n": n, "output_kind": output_kind})
+        # Unless the user or the checkpoint says otherwise an answer may be as long as the context.
+        max_tokens = processor.model_info.generation_defaults.get("max_tokens")
+        return processor.default_sampling_params(
+            **{"max_tokens": max_tokens, **given, "n": n, "output_kind": output_kind}
+        )

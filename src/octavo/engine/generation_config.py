@@ -74,7 +74,8 @@ def _number(path: Path, key: str, value: Any) -> float | int:
 
 
 def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
+    """Read one id, a list, or null; a negative one stands for no token."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(isinstance(id_, bool) or not isinstance(id_, int) or id_ < 0 for id_ in ids):
+    if any(isinstance(id_, bool) or not isinstance(id_, int) for id_ in ids):
         raise ModelError(f"{path}: eos_token_id = {value!r} must be a token id or a list of them")
-    return tuple(ids)
+    return tuple(id_ for id_ in ids if id_ >= 0)

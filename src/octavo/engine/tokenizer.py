@@ -9,10 +9,10 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from octavo.engine.generation_config import read_json_object
-from octavo.errors import ModelError
+from octavo.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -31,7 +31,6 @@ class Tokenizer:
 
     __slots__ = (
         "_adds_bos",
-        "_adds_eos",
         "_byte_ids",
         "_special_ids",
         "backend",
@@ -49,8 +48,7 @@ class Tokenizer:
         backend.no_truncation()
         self.backend = backend
         self.special_tokens = _read_special_tokens(config)
-        known = [text for text in self.special_tokens.values() if backend.token_to_id(text) is not None]
-        backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in known])
+        _mark_special(backend, self.special_tokens.values())
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
         self.pad_token_id = self._special_id("pad_token")
@@ -58,10 +56,9 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._byte_ids = _find_byte_ids(backend)
-        # Flags that tokenizer_config.json sets override the post-processor of tokenizer.json, as in transformers.
-        explicit = "add_bos_token" in config or "add_eos_token" in config
-        self._adds_bos = bool(config.get("add_bos_token")) if explicit else None
-        self._adds_eos = bool(config.get("add_eos_token"))
+        # The post-processor of tokenizer.json alone says so: beside it add_bos_token and add_eos_token of
+        # tokenizer_config.json mean nothing, whatever the tokenizer's class, as in transformers 5.
+        self._adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
@@ -76,23 +73,18 @@ class Tokenizer:
             raise ModelError(f"{path} is not a tokenizer that octavo can read ({error}); download it again") from error
         config_path = directory / "tokenizer_config.json"
         config = read_json_object(config_path)
-        _add_missing_tokens(backend, config, config_path)
+        _add_tokens(backend, config, config_path)
         return cls(backend, config)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text; a text that begins with BOS does not get a second one."""
-        if not add_special_tokens:
-            return list(self.backend.encode(text, add_special_tokens=False).ids)
-        if self._adds_bos is None:
-            ids = list(self.backend.encode(text).ids)
-            doubled = len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id
-            return ids[1:] if doubled else ids
-        ids = list(self.backend.encode(text, add_special_tokens=False).ids)
-        if self._adds_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
-            ids.insert(0, self.bos_token_id)
-        if self._adds_eos and self.eos_token_id is not None:
-            ids.append(self.eos_token_id)
-        return ids
+        """Return the token ids of a text; a text that begins with BOS does not get a second one.
+
+        Raises `RequestError` for text that is not valid Unicode.
+        """
+        _check_unicode(text)
+        ids = list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        doubled = add_special_tokens and self._adds_bos and ids[1:2] == [self.bos_token_id]
+        return ids[1:] if doubled else ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; ids that the tokenizer does not know are nothing."""
@@ -178,6 +170,17 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
 
 
+def _check_unicode(text: str) -> None:
+    """Refuse what has no UTF-8: Python reads broken bytes of a command line into lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the prompt is not valid Unicode: it holds {text[error.start]!r}, a lone surrogate; send UTF-8 text",
+            parameter="prompt",
+        ) from None
+
+
 def _read_special_tokens(config: dict[str, Any]) -> dict[str, str]:
     tokens = {}
     for key in _SPECIAL_TOKEN_KEYS:
@@ -194,22 +197,42 @@ def _find_byte_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
     return frozenset(id_ for text, id_ in backend.get_vocab().items() if _BYTE_TOKEN.fullmatch(text))
 
 
-def _add_missing_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], path: Path) -> None:
-    """Add the tokens that only tokenizer_config.json names; they must get the ids it says."""
+def _mark_special(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
+    """Make the known ones of these tokens special; what else tokenizer.json says of them stays."""
+    added = _added_tokens(backend)
+    for text in texts:
+        token = added.get(text, tokenizers.AddedToken(text, normalized=False))
+        if backend.token_to_id(text) is not None and not token.special:
+            token.special = True
+            backend.add_special_tokens([token])
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], path: Path) -> None:
+    """Add the tokens that tokenizer_config.json lists; they must get the ids, and have the flags, that it says."""
     try:
-        added = {int(id_): entry for id_, entry in (config.get("added_tokens_decoder") or {}).items()}
-        texts = {id_: str(entry["content"]) for id_, entry in added.items()}
+        listed = {int(id_): entry for id_, entry in (config.get("added_tokens_decoder") or {}).items()}
+        texts = {id_: str(entry["content"]) for id_, entry in listed.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{path}: added_tokens_decoder must map ids to tokens with a content") from error
+    added = _added_tokens(backend)
     for token_id, text in sorted(texts.items()):
-        if backend.token_to_id(text) is None:
-            flags = {flag: bool(added[token_id][flag]) for flag in _ADDED_TOKEN_FLAGS if flag in added[token_id]}
-            backend.add_tokens([tokenizers.AddedToken(text, **flags)])
+        flags = {flag: bool(listed[token_id][flag]) for flag in _ADDED_TOKEN_FLAGS if flag in listed[token_id]}
+        token = tokenizers.AddedToken(text, **flags)
+        if text not in added or _flags(added[text]) != _flags(token):
+            backend.add_tokens([token])
         if backend.token_to_id(text) != token_id:
             raise ModelError(
                 f"{path}: the added token {text!r} should have id {token_id}, but with tokenizer.json it gets "
                 f"{backend.token_to_id(text)}; the two files belong to different checkpoints"
             )
+
+
+def _added_tokens(backend: tokenizers.Tokenizer) -> dict[str, tokenizers.AddedToken]:
+    return {token.content: token for token in backend.get_added_tokens_decoder().values()}
+
+
+def _flags(token: tokenizers.AddedToken) -> list[bool]:
+    return [getattr(token, flag) for flag in _ADDED_TOKEN_FLAGS]
 
 
 def _explain_missing(directory: Path) -> str:

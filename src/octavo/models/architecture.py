@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MAX_HEAD_DIM = 256  # what the compiled kernels' buffers hold
 _ACTIVATIONS = ("silu", "swish")  # two names of one function
 
 
@@ -141,6 +142,8 @@ def read_decoder(
     head_dim = config.count("head_dim", default_head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise config.error("head_dim", f"rotary embeddings need an even head_dim, not {head_dim}")
+    if head_dim > _MAX_HEAD_DIM:
+        raise config.error("head_dim", f"octavo's kernels compute heads of up to {_MAX_HEAD_DIM}, not {head_dim}")
     max_position_embeddings = config.count("max_position_embeddings", default_max_position_embeddings)
     return Architecture(
         name=name,

@@ -115,12 +115,12 @@ class ConfigFile:
         return ConfigFile(self.path, value, f"{self.prefix}{key}.")
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """Return token ids given as one number, a list, or null."""
+        """Return token ids given as one number, a list, or null; a negative one stands for no token."""
         value = self.values.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        if any(isinstance(id_, bool) or not isinstance(id_, int) or id_ < 0 for id_ in ids):
+        if any(isinstance(id_, bool) or not isinstance(id_, int) for id_ in ids):
             raise self.error(key, "must be a token id or a list of them")
-        return tuple(ids)
+        return tuple(id_ for id_ in ids if id_ >= 0)
 
     def refuse_unsupported(self) -> None:
         """Raise for every key that would change the tokens and that no family here computes."""

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "additional_chat_templates/*.jinja"]
+# Weights for other programs: Mistral's own layout, exports in subdirectories.
+_HUB_LEFT_OUT = ["consolidated*.safetensors", "*/*.safetensors"]
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -48,15 +50,17 @@ def resolve_model_path(model: str | Path, revision: str | None = None) -> Path:
         raise ModelError(f"{path} does not exist; give a directory in Hugging Face layout or a hub id (owner/name)")
     try:
         from huggingface_hub import snapshot_download  # noqa: PLC0415 - optional, and slow to import
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
     except ImportError as error:
         raise ModelError(
             f"no directory {model!r} here, and to look for it on the Hugging Face hub the package huggingface_hub is "
             "needed: pip install 'octavo[hub]'"
         ) from error
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        return Path(
+            snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_LEFT_OUT)
+        )
+    except Exception as error:
+        # Its versions stand on requests, httpx or httpx2, and let the exceptions of each through.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"no directory {model!r} here, and the Hugging Face hub did not give a model of that id: {reason}"

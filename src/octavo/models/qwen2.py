@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
     from octavo.models.layers import ModelContext
 
+_DEFAULT_WINDOW = 4096  # of files without the key; null means no window
+
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
     """Read Qwen2's keys."""
@@ -32,7 +34,9 @@ def build(context: ModelContext) -> CausalLM:
 def read_windows(config: ConfigFile) -> tuple[int | None, ...]:
     """Return each layer's window: `layer_types` says which have one, else those from `max_window_layers` up."""
     num_layers = config.count("num_hidden_layers")
-    window = config.count("sliding_window", 4096) if config.flag("use_sliding_window", default=False) else None
+    has_window = config.values.get("sliding_window", _DEFAULT_WINDOW) is not None
+    uses_window = has_window and config.flag("use_sliding_window", default=False)
+    window = config.count("sliding_window", _DEFAULT_WINDOW) if uses_window else None
     if config.has("layer_types"):
         return tuple(window if kind == "sliding_attention" else None for kind in _layer_types(config, window))
     first = config.values.get("max_window_layers", 28)

@@ -12,15 +12,25 @@ if TYPE_CHECKING:
 
     from octavo.models.rope_config import RopeConfig
 
+_SLICE_POSITIONS = 16384
+
 
 def make_cos_sin(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
     """Return float32 [num_positions, head_dim]: cosines of the head_dim / 2 angles, then sines.
 
     Angles are products of float32 numbers as in transformers, so that both round alike; yarn's attention factor is
-    folded in.
+    folded in. Made in slices: for a million positions the table is all the memory there should be.
     """
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_dim)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
+    table = torch.empty(num_positions, head_dim, dtype=torch.float32)
+    frequencies = inverse_frequencies(rope, head_dim)
+    for start in range(0, num_positions, _SLICE_POSITIONS):
+        rows = table[start : start + _SLICE_POSITIONS]
+        cosines, sines = rows.chunk(2, dim=-1)
+        angles = torch.arange(start, start + len(rows), dtype=torch.float32)[:, None] * frequencies
+        cosines.copy_(angles.cos())
+        sines.copy_(angles.sin())
+        rows *= rope.attention_factor
+    return table
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

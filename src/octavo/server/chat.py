@@ -39,7 +39,7 @@ async def create_chat_completion(service: Service, http_request: Request, reques
     model = service.check_model(request.model)
     request.refuse_unsupported()
     service.check_ready()
-    params = _params(request, service.default_params)
+    params = _params(request, service.default_params, service.model_info.generation_defaults.get("max_tokens"))
     messages = read_messages(request.messages)
     options = _template_options(request)
     render = service.llm.engine.input_processor.chat_prompt
@@ -53,11 +53,12 @@ async def create_chat_completion(service: Service, http_request: Request, reques
         raise
 
 
-def _params(request: ChatCompletionRequest, defaults: SamplingParams) -> SamplingParams:
-    """max_tokens defaults to what the context has left; max_completion_tokens is its newer name."""
+def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
+    """Without max_tokens (newer: max_completion_tokens) the checkpoint's limit holds, or else the context's."""
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
-    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    given = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    max_tokens = default_max_tokens if given is None else given
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     try:
         return sampling_params(request, defaults, max_tokens=max_tokens, logprobs=logprobs)

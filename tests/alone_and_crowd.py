@@ -1,0 +1,29 @@
+"""Runs the same requests one by one and all at once, for tests that compare the two with `==`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from kernels_available import COMPILED
+
+from octavo.config import kernels_required
+
+if TYPE_CHECKING:
+    from octavo import LLMEngine, SamplingParams
+
+needs_kernels = pytest.mark.skipif(
+    not COMPILED and not kernels_required(), reason="octavo was installed without its compiled kernels"
+)
+
+
+def crowd(engine: LLMEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[tuple]:
+    """Answer all requests together: (token ids, logprobs) of each."""
+    prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
+    outputs = engine.generate_batch(prompts, [params for _, params in requests])
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs.values()]
+
+
+def alone(engine: LLMEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[tuple]:
+    """Answer each request before the next one is sent. Sampled requests need seeds: arrival numbers go on."""
+    return [crowd(engine, [request])[0] for request in requests]

@@ -1,0 +1,182 @@
+"""A server around a real worker, tokenizer and Jinja template, driven by the real `openai` package.
+
+The answers are compared with those of `LLM` on the same checkpoint: what is served is what is computed offline.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+import running
+from alone_and_crowd import needs_kernels
+from running import DEADLINE_S, run_server, wait_until
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from octavo import LLM, CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo.models.random_weights import tiny_config, write_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MAX_MODEL_LEN = 16_384
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+MESSAGES = [{"role": "system", "content": "Sé breve."}, {"role": "user", "content": "Where is 狐?"}]
+RENDERED = "<system>Sé breve.<user>Where is 狐?<a>"
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One token per byte, so that a random model writes unfinished characters, and 257 of them with the EOS."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    config = tiny_config(
+        "Qwen2ForCausalLM", vocab_size=len(alphabet) + 1, eos_token_id=0, max_position_embeddings=MAX_MODEL_LEN
+    )
+    directory = write_checkpoint(tmp_path_factory.mktemp("served") / "tiny", config, std=0.1)
+    tokenizer = Tokenizer(models.BPE({"<eos>": 0} | {token: i for i, token in enumerate(alphabet, start=1)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": TEMPLATE}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def offline(checkpoint: Path) -> LLM:
+    return LLM(model=str(checkpoint), max_model_len=512, num_gpu_blocks_override=256)
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: Path) -> Iterator[running.Running]:
+    engine = LLMEngine(
+        ModelConfig(model=str(checkpoint)),
+        CacheConfig(num_gpu_blocks=2 * MAX_MODEL_LEN // 16),
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "make_engine", lambda executor: engine)
+        with run_server(served_model_names=["tiny"]) as server:
+            yield server
+
+
+@pytest.fixture(scope="module")
+def client(served: running.Running) -> Iterator[openai.OpenAI]:
+    url = f"{served.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
+        yield client
+
+
+def offline_completions(offline: LLM, prompt: str, **params: Any) -> list[Any]:
+    (output,) = offline.generate(prompt, SamplingParams(**params), use_tqdm=False)
+    return output.outputs
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
+def test_chat_whole_and_streamed_is_what_is_computed_offline(
+    client: openai.OpenAI, offline: LLM, options: dict[str, Any]
+) -> None:
+    options = {"n": 2, "max_tokens": 60, **options}
+    whole = client.chat.completions.create(model="tiny", messages=MESSAGES, **options)
+    expected = offline_completions(offline, RENDERED, **options)
+    assert [choice.message.content for choice in whole.choices] == [each.text for each in expected]
+    assert [choice.finish_reason for choice in whole.choices] == [each.finish_reason for each in expected]
+    num_tokens = sum(len(each.token_ids) for each in expected)
+    assert whole.usage.prompt_tokens == len(RENDERED.encode())
+    assert whole.usage.completion_tokens == num_tokens
+    assert whole.usage.total_tokens == len(RENDERED.encode()) + num_tokens
+
+    texts = ["", ""]
+    stream = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **options
+    )
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert getattr(chunk.usage, name) == getattr(whole.usage, name)
+    assert texts == [each.text for each in expected]
+
+
+def test_the_text_offline_is_that_of_the_tokenizer(checkpoint: Path, offline: LLM) -> None:
+    """Token by token or all at once: what the other tests compare with is no invention of the detokenizer's."""
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    for each in offline_completions(offline, RENDERED, n=4, max_tokens=100, **SAMPLED):
+        assert each.text == tokenizer.decode(each.token_ids, skip_special_tokens=True)
+
+
+def test_completions_whole_and_streamed_are_what_is_computed_offline(client: openai.OpenAI, offline: LLM) -> None:
+    prompts = ["a door", "ein Fuchs", "狐"]
+    options = {"n": 2, "max_tokens": 40, **SAMPLED}
+    whole = client.completions.create(model="tiny", prompt=prompts, **options)
+    expected = [each.text for prompt in prompts for each in offline_completions(offline, prompt, **options)]
+    assert [choice.text for choice in whole.choices] == expected
+    assert len(set(expected)) == 6
+    assert whole.usage.prompt_tokens == sum(len(prompt.encode()) for prompt in prompts)
+
+    texts = [""] * 6
+    for chunk in client.completions.create(model="tiny", prompt=prompts, stream=True, **options):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == expected
+
+
+def test_stop_strings(client: openai.OpenAI) -> None:
+    options = {"max_tokens": 200, "extra_body": {"ignore_eos": True}, **SAMPLED}
+    text = client.completions.create(model="tiny", prompt="a door", **options).choices[0].text
+    pairs = [text[i : i + 2] for i in range(40, len(text) - 1)]
+    stop = next(pair for pair in pairs if pair.isascii() and text.index(pair) >= 40)
+    for stream in (False, True):
+        options["stop"] = ["never said", stop]
+        answer = client.completions.create(model="tiny", prompt="a door", stream=stream, **options)
+        choices = [choice for part in (answer if stream else [answer]) for choice in part.choices]
+        assert "".join(choice.text for choice in choices) == text[: text.index(stop)]
+        assert choices[-1].finish_reason == "stop"
+
+
+def test_seeds(client: openai.OpenAI) -> None:
+    def say(**options: Any) -> str:
+        answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=30, **options)
+        return answer.choices[0].message.content
+
+    assert say(**SAMPLED) == say(**SAMPLED)
+    assert len({say(temperature=1.0, seed=seed) for seed in range(4)} | {say(temperature=1.0)}) == 5
+    assert say(temperature=0.0, seed=1) == say(temperature=0.0, seed=2)
+
+
+@needs_kernels
+def test_logprobs_are_those_computed_offline(client: openai.OpenAI, offline: LLM) -> None:
+    options = {"max_tokens": 20, **SAMPLED}
+    (expected,) = offline_completions(offline, RENDERED, logprobs=3, **options)
+    chat = client.chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=3, **options)
+    entries = chat.choices[0].logprobs.content
+    assert len(entries) == len(expected.token_ids) == chat.usage.completion_tokens
+    completion = client.completions.create(model="tiny", prompt=RENDERED, logprobs=3, **options)
+    token_logprobs = completion.choices[0].logprobs.token_logprobs
+    for i, (token_id, by_id) in enumerate(zip(expected.token_ids, expected.logprobs, strict=True)):
+        assert entries[i].logprob == token_logprobs[i] == by_id[token_id].logprob
+        best = sorted((each.logprob for each in by_id.values()), reverse=True)[:3]
+        assert [top.logprob for top in entries[i].top_logprobs] == best
+
+
+@pytest.mark.parametrize("route", ["chat", "completions"])
+def test_a_client_that_leaves_frees_its_blocks(client: openai.OpenAI, served: running.Running, route: str) -> None:
+    stats = served.engine.core.scheduler.get_stats
+    num_generated = stats().total_tokens_generated
+    endless = {"max_tokens": MAX_MODEL_LEN - 100, "stream": True, "extra_body": {"ignore_eos": True}}
+    if route == "chat":
+        stream = client.chat.completions.create(model="tiny", messages=MESSAGES, **endless)
+    else:
+        stream = client.completions.create(model="tiny", prompt="a door", **endless)
+    next(iter(stream))
+    assert served.num_blocks_in_use > 0
+    stream.close()
+    wait_until(lambda: not served.num_unfinished and not served.num_blocks_in_use, "all blocks are free")
+    assert stats().total_tokens_generated - num_generated < endless["max_tokens"]  # it was ended, it did not end
+    assert client.completions.create(model="tiny", prompt="x", max_tokens=3).usage.prompt_tokens == 1
