@@ -8,8 +8,10 @@ import sys
 import httpx
 import pytest
 import torch
+from kernels_available import COMPILED
 from safetensors.torch import load_file, save_file
 
+from octavo.config import kernels_required
 from octavo.errors import ModelError
 from octavo.kernels.reference import ReferenceKernels
 from octavo.models.loader import activation_dtype, load_model, resolve_model_path
@@ -52,6 +54,7 @@ def test_bytes_computed_are_bytes_allocated(name, tied, dtype, tmp_path):
     assert model.dtype == activation_dtype(dtype, CPU)
 
 
+@pytest.mark.skipif(not COMPILED and not kernels_required(), reason="octavo was installed without compiled kernels")
 def test_bytes_allocated_by_the_compiled_kernels(tmp_path):
     """They pad rows to panels of 32 and keep biases in float32; with dimensions that fit, only the biases differ."""
     cpu = pytest.importorskip("octavo.kernels.cpu")
