@@ -8,8 +8,8 @@ QUESTIONS = [
     "What is 27 + 45?",
     "Sort these words: pear, apple, fig",
     "What is the capital of France?",
-    "Reverse the list: one two three",
-    "How many words are in this sentence: the cat sat on the mat",
+    "Reverse these words: red, green, blue",
+    "Turn this into JSON: Maria is 34 years old and lives in Oslo.",
 ]
 
 

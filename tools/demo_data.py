@@ -77,7 +77,7 @@ CHECKABLE_TASKS = (
     "json",
     "context",
 )
-OPEN_TASKS = ("chat", "off_topic", "story", "rhyme", "drill")
+OPEN_TASKS = ("chat", "off_topic", "story", "rhyme", "drill", "sort_drill")
 
 
 @dataclass(frozen=True)
@@ -278,6 +278,11 @@ def make_drill(rng: random.Random) -> Example:
     return maker(rng, draw_blends)
 
 
+def make_sort_drill(rng: random.Random) -> Example:
+    """Alphabetical order of unfamiliar words; the last part of training dwells on it."""
+    return make_sort_words(rng, draw_blends)
+
+
 def make_fact(rng: random.Random) -> Example:
     """A small fact; pairs of phrasing and subject are held out."""
     kind = rng.choice(sorted(FACTS))
@@ -382,12 +387,13 @@ def makers() -> dict[str, Callable[[random.Random], Example]]:
         "story": make_story,
         "rhyme": make_rhyme,
         "drill": make_drill,
+        "sort_drill": make_sort_drill,
     }
 
 
-@lru_cache(maxsize=2)
-def task_weights(late: bool = False) -> dict[str, float]:
-    """How often training draws each task: first evenly, late more of what is hard."""
+@lru_cache(maxsize=3)
+def task_weights(phase: int) -> dict[str, float]:
+    """How often each phase of training draws each task: 0 evenly, 1 more of what is hard, 2 above all sorting."""
     early = {
         "add": 2.5,
         "subtract": 2.5,
@@ -406,9 +412,7 @@ def task_weights(late: bool = False) -> dict[str, float]:
         "story": 0.4,
         "rhyme": 0.2,
     }
-    if not late:
-        return early
-    return early | {
+    late = early | {
         "times": 0.7,
         "sort_words": 3.0,
         "sort_numbers": 3.0,
@@ -422,6 +426,20 @@ def task_weights(late: bool = False) -> dict[str, float]:
         "rhyme": 0.1,
         "drill": 3.0,
     }
+    last = late | {
+        "add": 2.0,
+        "subtract": 3.5,
+        "times": 0.5,
+        "sort_words": 5.0,
+        "sort_numbers": 2.0,
+        "reverse": 1.5,
+        "count": 1.2,
+        "json": 0.8,
+        "chat": 0.6,
+        "drill": 2.0,
+        "sort_drill": 6.0,
+    }
+    return (early, late, last)[phase]
 
 
 def sample(rng: random.Random, task: str, held_out: bool = False) -> Example:
@@ -442,12 +460,12 @@ def questions(task: str, count: int, seed: int = 0) -> list[Example]:
     return list(found.values())
 
 
-def conversation(rng: random.Random, more: float = 0.6, late: bool = False) -> list[Message]:
+def conversation(rng: random.Random, more: float = 0.6, phase: int = 0) -> list[Message]:
     """A training conversation of one or more exchanges, sometimes with a system message; none of it is held out."""
     messages: list[Message] = []
     if rng.random() < 0.3:
         messages.append({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)})
-    weights = task_weights(late)
+    weights = task_weights(phase)
     task = ""
     while True:
         if not task or rng.random() < 0.7:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import demo_data
 import torch
 from demo_tokenizer import load_tokenizer, render, train_tokenizer, write_tokenizer
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  the name all torch code has for it
 
@@ -31,7 +31,7 @@ EPILOG = """
 examples:
   python tools/train_demo_model.py                      train both models into src/octavo/assets/ (about an hour)
   python tools/train_demo_model.py --resume             go on after an interruption
-  python tools/train_demo_model.py --minutes 3 --steps 300 --model main --output /tmp/try
+  python tools/train_demo_model.py --steps 300 --model main --work build/trial --output build/trial
                                                         a short trial that leaves the packaged model alone
 
 The same seed, step count and thread count give the same weights on the same machine and torch version. Checkpoints
@@ -67,8 +67,8 @@ class Batch:
 def shape_of(name: str) -> Shape:
     """The dimensions of the `main` or the `draft` model."""
     if name == "main":
-        return Shape(hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, intermediate=384, steps=3400)
-    return Shape(hidden=128, layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=192, steps=1500)
+        return Shape(hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, intermediate=384, steps=4000)
+    return Shape(hidden=128, layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=192, steps=2000)
 
 
 class Layer(nn.Module):
@@ -203,7 +203,7 @@ def to_batch(rows: list[list[int]], tokenizer: Tokenizer) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), counted[:, 1:].contiguous())
 
 
-def training_batch(tokenizer: Tokenizer, seed: int, step: int, late: bool, tokens: int = 3072) -> Batch:
+def training_batch(tokenizer: Tokenizer, seed: int, step: int, phase: int, tokens: int = 3072) -> Batch:
     """The batch of one step, decided by the seed: every eighth has rows of 1,024 tokens, the others of 256."""
     rng = random.Random(f"train:{seed}:{step}")
     length = 1024 if step % 8 == 7 else 256
@@ -211,7 +211,7 @@ def training_batch(tokenizer: Tokenizer, seed: int, step: int, late: bool, token
     for _ in range(tokens // length):
         row, size = "", 0
         while size < length * 6:
-            text = render(demo_data.conversation(rng, more=0.9 if length > 256 else 0.6, late=late)) + "<|endoftext|>"
+            text = render(demo_data.conversation(rng, more=0.9 if length > 256 else 0.6, phase=phase)) + "<|endoftext|>"
             row, size = row + text, size + len(text)
         texts.append(row)
     rows = encode_rows(tokenizer, texts, length + 1)
@@ -240,12 +240,18 @@ def last_answer(batch: Batch, tokenizer: Tokenizer) -> Tensor:
     return batch.counted & (turns_after == 1)
 
 
+def phase_of(step: int, steps: int) -> int:
+    """The phase of training that a step belongs to: two of 42.5 % each, then a last one of 15 %."""
+    return (40 * step >= 17 * steps) + (40 * step >= 34 * steps)
+
+
 def schedule(step: int, steps: int) -> float:
-    """Learning-rate factor: short warm-up, one, a straight fall until half the steps, a slower one to nearly zero."""
+    """Learning-rate factor: short warm-up, one, straight falls in the first two phases, and again in the last."""
     done = step / steps
-    first = min(1.0, 1.25 * (1 - done * 17 / 13))
-    second = 0.8654 * (1 - done)
-    return min(1.0, (step + 1) / 50) * max(0.01, first if done < 0.5 else second)
+    first = min(1.0, 1.25 * (1 - done * 20 / 13))
+    second = 0.8654 * (1 - done * 20 / 17)
+    third = 2.0 * (1 - done)
+    return min(1.0, (step + 1) / 50) * max(0.01, (first, second, third)[phase_of(step, steps)])
 
 
 class Trainer:
@@ -289,8 +295,8 @@ class Trainer:
 
     def train_step(self) -> float:
         """One update; returns its loss."""
-        late = 2 * self.step >= self.shape.steps
-        batch = training_batch(self.tokenizer, self.args.seed, self.step, late)
+        phase = phase_of(self.step, self.shape.steps)
+        batch = training_batch(self.tokenizer, self.args.seed, self.step, phase)
         hidden = self.trunk(batch.inputs)[batch.counted]
         loss = F.cross_entropy(F.linear(hidden, self.trunk.embedding), batch.targets[batch.counted])
         torch.autograd.backward(loss)
@@ -397,7 +403,7 @@ def export(trainer: Trainer, folder: Path) -> None:
     """Write the complete Hugging Face directory of a trained model."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: weight.detach().to(torch.bfloat16).contiguous() for name, weight in named_weights(trainer.trunk)}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     tokenizer = trainer.tokenizer
     ends = [token_id(tokenizer, "<|im_end|>"), token_id(tokenizer, "<|endoftext|>")]
     generation = {"eos_token_id": ends, "pad_token_id": ends[1], "do_sample": False}
@@ -420,7 +426,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=("main", "draft", "both"), default="both", help="which model (default both)")
     parser.add_argument("--seed", type=int, default=0, help="seed of text, tokenizer and weights (default 0)")
     parser.add_argument("--steps", type=int, help="updates per model (default: the number of the accepted training)")
-    parser.add_argument("--minutes", type=float, help="stop after this many minutes; --resume goes on from there")
+    parser.add_argument(
+        "--minutes", type=float, help="stop after this many minutes without exporting; --resume goes on"
+    )
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoints in the work folder")
     parser.add_argument(
         "--threads", type=int, default=1, help="threads; part of what makes weights reproducible (default 1)"
@@ -450,9 +458,10 @@ def main() -> None:
         trainer = Trainer(name, shape, tokenizer, args)
         if args.resume:
             trainer.resume()
-        if not trainer.run(deadline):
-            print(f"{name}: stopped at step {trainer.step} of {shape.steps}; go on with --resume")
-        export(trainer, Path(args.output) / ("demo" if name == "main" else "demo-draft"))
+        if trainer.run(deadline):
+            export(trainer, Path(args.output) / ("demo" if name == "main" else "demo-draft"))
+        else:
+            print(f"{name}: stopped at step {trainer.step} of {shape.steps}, nothing exported; go on with --resume")
 
 
 if __name__ == "__main__":

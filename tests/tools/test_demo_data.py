@@ -65,14 +65,14 @@ def drawn(rng, task, count):
 def test_held_out_words_and_sums_do_not_occur_in_training_text():
     rng = random.Random(3)
     words = held_out_words()
-    for task in ("sort_words", "reverse", "count", "repeat", "drill"):
+    for task in ("sort_words", "reverse", "count", "repeat", "drill", "sort_drill"):
         for example in drawn(rng, task, 300):
             given = (
                 re.split(r"[:?\"] ?", example.question, maxsplit=1)[1] if example.task == "count" else example.answer
             )
             assert not words & set(re.findall(r"[a-z]+", given))
-    for late in [False] * 200 + [True] * 200:
-        for message in demo_data.conversation(rng, late=late):
+    for phase in [0, 1, 2] * 150:
+        for message in demo_data.conversation(rng, phase=phase):
             for a, b in re.findall(r"^(\d+) \+ (\d+) = ", message["content"]):
                 low, high = sorted((int(a), int(b)))
                 assert not demo_data.is_held_out(f"add:{low},{high}")
