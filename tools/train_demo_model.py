@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 EPILOG = """
 examples:
-  python tools/train_demo_model.py                      train both models into src/octavo/assets/ (about an hour)
+  python tools/train_demo_model.py                      train both models (an hour with --threads 2)
   python tools/train_demo_model.py --resume             go on after an interruption
   python tools/train_demo_model.py --steps 300 --model main --work build/trial --output build/trial
                                                         a short trial that leaves the packaged model alone
