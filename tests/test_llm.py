@@ -183,7 +183,7 @@ def test_a_generation_config_out_of_range_is_the_checkpoints_fault(checkpoint, t
     directory = tmp_path / "model"
     shutil.copytree(checkpoint, directory)
     (directory / "generation_config.json").write_text(json.dumps({"top_p": 7.0}))
-    with pytest.raises(ModelError, match="generation_config.json.*top_p"):
+    with pytest.raises(ModelError, match=r"generation_config\.json.*top_p"):
         LLM(model=str(directory), max_model_len=64)
     assert LLM(model=str(directory), max_model_len=64, generation_config="vllm").get_tokenizer().encode("a")
 
