@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from octavo.worker.probe import kept_result, probe_file, probe_largest_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig
@@ -100,7 +101,8 @@ class Worker:
         )
         self.runner = self._make_runner(num_blocks)
         self.kv_cache = self.runner.kv_cache
-        warm_up(self.runner, min(WARM_UP_TOKENS, scheduler_config.max_num_batched_tokens, max_model_len))
+        with self._torch_threads():
+            warm_up(self.runner, min(WARM_UP_TOKENS, scheduler_config.max_num_batched_tokens, max_model_len))
 
     def _make_runner(self, num_blocks: int) -> ModelRunner:
         max_model_len, cache_config, scheduler_config = self._limits
@@ -138,10 +140,11 @@ class Worker:
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Compute a step; torch's threads sleep meanwhile where the kernels bring their own."""
-        if not self.kernels.has_own_threads:
+        with self._torch_threads():
             return self.runner.execute(scheduled)
-        with _quiet_torch_threads():
-            return self.runner.execute(scheduled)
+
+    def _torch_threads(self) -> AbstractContextManager[None]:
+        return _quiet_torch_threads() if self.kernels.has_own_threads else nullcontext()
 
 
 def warm_up(runner: ModelRunner, num_tokens: int, num_seqs: int = 1) -> float:
