@@ -6,6 +6,7 @@ This is the only module that reads the environment.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -29,6 +30,30 @@ class SchedulingPolicy(StrEnum):
 
     FCFS = "fcfs"
     PRIORITY = "priority"
+    DEADLINE = "deadline"
+    FAIR = "fair"
+
+
+class AdmissionRule(StrEnum):
+    """When a waiting request may start: as soon as its known tokens fit, or when all it may ever need is reserved."""
+
+    OPTIMISTIC = "optimistic"
+    RESERVATION = "reservation"
+
+
+class BatchingMode(StrEnum):
+    """Whether a step mixes prompts and answers, or holds only prompts as long as there are any."""
+
+    MIXED = "mixed"
+    PREFILL_FIRST = "prefill_first"
+
+
+class PreemptionMode(StrEnum):
+    """What becomes of a victim's KV: computed again, copied to host memory and back, or whichever costs less."""
+
+    AUTO = "auto"
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,27 +96,47 @@ class CacheConfig:
 
     probe_largest_batch: run the largest step once at start-up and size the cache by what it took; the result is kept
     and serves later starts with the same model and limits.
+    cache_decoded_blocks: whether blocks with generated tokens can be shared, too (the next turn of a conversation
+    finds its history then).
+    swap_space_bytes: host memory for the KV of preempted requests; 0 for none.
     """
 
     block_size: int = DEFAULT_BLOCK_SIZE
     num_gpu_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
+    cache_decoded_blocks: bool = True
+    swap_space_bytes: int = 0
     probe_largest_batch: bool = False
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
+        _at_least("swap_space_bytes", self.swap_space_bytes, 0)
         _at_least("num_gpu_blocks", self.num_gpu_blocks, 1, may_be_none=True)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, may_be_none=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one step and the order of requests.
+    """Limits of one step and of the queue, the order of requests, and what happens when memory is short.
 
     long_prefill_token_threshold: most tokens one prompt gets in a step; 0 for no such limit.
     enable_chunked_prefill False: a prompt waits until it fits whole; only one larger than the whole budget is cut.
-    max_num_waiting: requests that may wait; one more is refused. None for no limit (an offline batch is known whole).
+    ageing_s: under `priority`, waiting so long counts as much as one priority number less (None: strict classes);
+    under `deadline`, nobody waits behind a request that came so much later (None: only deadlines count).
+    fair_input_weight, fair_output_weight: what a computed prompt token and a generated one cost a tenant under `fair`.
+    max_num_waiting, max_num_waiting_tokens: requests that may wait, and their tokens; one more is refused. None for no
+    limit (an offline batch is known whole).
+    preemption, swap_block_cost_tokens: `auto` swaps a victim out when its blocks, at this many tokens each (what could
+    be computed while one goes to host memory and back), cost less than computing its tokens again.
+    max_num_preemptions: so often may one request be preempted; then it starts again only with all the blocks it may
+    ever need, and stays.
+    kv_load_timeout_s: so long may KV from outside take; then it is computed here.
+
+    With `admission` = reservation (the rule of Hugging Face TGI): max_batch_total_tokens bounds prompt + max_tokens of
+    all running requests (None: the cache), max_batch_prefill_tokens the prompt tokens admitted in one step (None: the
+    step's budget). While requests run, others are admitted only once there are waiting_served_ratio times as many of
+    them, or max_waiting_tokens steps after the last admission.
     """
 
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
@@ -99,14 +144,38 @@ class SchedulerConfig:
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
+    batching: BatchingMode = BatchingMode.MIXED
+    ageing_s: float | None = 60.0
+    fair_input_weight: float = 1.0
+    fair_output_weight: float = 2.0
+    admission: AdmissionRule = AdmissionRule.OPTIMISTIC
+    max_batch_total_tokens: int | None = None
+    max_batch_prefill_tokens: int | None = None
+    waiting_served_ratio: float = 0.3
+    max_waiting_tokens: int = 20
     max_num_waiting: int | None = None
+    max_num_waiting_tokens: int | None = None
+    preemption: PreemptionMode = PreemptionMode.AUTO
+    swap_block_cost_tokens: float = 1.0
+    max_num_preemptions: int = 8
+    kv_load_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        _at_least("max_num_waiting", self.max_num_waiting, 0, may_be_none=True)
-        object.__setattr__(self, "policy", scheduling_policy(self.policy))
+        for name in ("max_num_waiting", "max_num_waiting_tokens"):
+            _at_least(name, getattr(self, name), 0, may_be_none=True)
+        for name in ("max_batch_total_tokens", "max_batch_prefill_tokens"):
+            _at_least(name, getattr(self, name), 1, may_be_none=True)
+        _at_least("max_waiting_tokens", self.max_waiting_tokens, 0)
+        _at_least("max_num_preemptions", self.max_num_preemptions, 0)
+        for name in ("fair_input_weight", "fair_output_weight", "swap_block_cost_tokens", "waiting_served_ratio"):
+            _not_negative(name, getattr(self, name))
+        if self.ageing_s is not None:
+            _not_negative("ageing_s", self.ageing_s)
+        for name, kind in _CHOICES.items():
+            object.__setattr__(self, name, _choice(name, kind, getattr(self, name)))
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
             raise ConfigError("long_prefill_token_threshold cuts prompts, which enable_chunked_prefill=False forbids")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -114,6 +183,14 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running request gets at least one token a step"
             )
+
+
+_CHOICES: dict[str, type[StrEnum]] = {
+    "policy": SchedulingPolicy,
+    "admission": AdmissionRule,
+    "batching": BatchingMode,
+    "preemption": PreemptionMode,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,10 +232,7 @@ class ModelInfo:
 
 def scheduling_policy(name: str) -> SchedulingPolicy:
     """Return the policy of that name. Raises `ConfigError`."""
-    try:
-        return SchedulingPolicy(name)
-    except ValueError:
-        raise ConfigError(f"scheduling policy must be one of {', '.join(SchedulingPolicy)}, got {name!r}") from None
+    return SchedulingPolicy(_choice("scheduling policy", SchedulingPolicy, name))
 
 
 def default_max_num_batched_tokens(max_num_seqs: int) -> int:
@@ -186,6 +260,18 @@ def _at_least(name: str, value: object, low: int, *, may_be_none: bool = False) 
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name} must be an integer of {low} or more, got {value!r}")
+
+
+def _not_negative(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ConfigError(f"{name} must be a number of 0 or more, got {value!r}")
+
+
+def _choice(name: str, kind: type[StrEnum], value: str) -> StrEnum:
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigError(f"{name} must be one of {', '.join(kind)}, got {value!r}") from None
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

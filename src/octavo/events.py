@@ -8,10 +8,23 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
+
+
+class WaitReason(StrEnum):
+    """Why the request at the head of the queue could not start in a step."""
+
+    NO_SEAT = "max_num_seqs requests run already"
+    NO_BUDGET = "the step's tokens were given away"
+    NO_BLOCKS = "too few free blocks"
+    NO_RESERVATION = "too few tokens left to reserve"
+    GATHERING = "it waits for others to start with"
+    PREEMPTING = "somebody was preempted in this step"
+    PREFILLING = "prompts are computed first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +44,62 @@ class RequestEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class RequestQueued(RequestEvent):
-    """It was accepted and waits."""
+    """It was accepted and waits behind `num_ahead` others."""
 
     num_prompt_tokens: int
     priority: int
+    tenant: str
+    num_ahead: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBlocked(RequestEvent):
+    """It is at the head of the queue and cannot start; told once, until the reason changes."""
+
+    reason: WaitReason
+
+
+@dataclass(frozen=True, slots=True)
+class RequestParked(RequestEvent):
+    """It left the queue to wait for a block that `owner` is computing right now."""
+
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUnparked(RequestEvent):
+    """It is back at its place in the queue; timed_out: the block did not come in time."""
+
+    timed_out: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStalled(RequestEvent):
+    """It runs but got nothing: there are no blocks, and nobody may be preempted for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVLoadStarted(RequestEvent):
+    """KV of `num_tokens` is being fetched for it from outside."""
+
+    transfer_id: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVLoadEnded(RequestEvent):
+    """The transfer is over: `outcome` is done, failed or expired."""
+
+    transfer_id: int
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class DraftsVerified(RequestEvent):
+    """Guessed tokens were checked, and so many of them were right."""
+
+    num_drafted: int
+    num_accepted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +112,15 @@ class RequestAdmitted(RequestEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class TokensScheduled(RequestEvent):
-    """It got `num_tokens` of this step, from position `num_computed_tokens` on."""
-
-    num_tokens: int
-    num_computed_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class TokensGenerated(RequestEvent):
-    """It produced this many tokens; the first ones when `is_first`."""
-
-    num_tokens: int
-    is_first: bool
-
-
-@dataclass(frozen=True, slots=True)
 class RequestPreempted(RequestEvent):
-    """Its blocks were taken for `beneficiary`; num_lost_tokens are to be computed again unless still cached."""
+    """Its blocks were taken for `beneficiary`.
+
+    Its num_lost_tokens were swapped out, or are to be computed again unless still cached.
+    """
 
     beneficiary: str
     num_lost_tokens: int
+    swapped: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +133,15 @@ class RequestFinished(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheQueried(RequestEvent):
-    """A request looked its tokens up when it was first admitted: counted once per request, in tokens."""
+    """A request looked its tokens up when it was first admitted: counted once per request, in tokens.
+
+    miss: why it found no more, None when it found all there was; position: the first token that differs, where known.
+    """
 
     num_query_tokens: int
     num_hit_tokens: int
+    miss: str | None
+    position: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +160,20 @@ class BlockEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepScheduled(Event):
-    """A step that computes something was decided."""
+    """A step that computes something was decided: who gets how many tokens of it, in the order of the batch."""
 
-    num_requests: int
+    num_scheduled_tokens: Mapping[str, int]
     num_tokens: int
     num_running: int
     num_waiting: int
     kv_cache_usage: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepCompleted(Event):
+    """Its result is taken in: so many new tokens for each request that has news."""
+
+    num_new_tokens: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,20 +224,27 @@ class EventLog:
 
 
 class EventCounters:
-    """The running totals that `Scheduler.get_stats` reports, kept from the stream alone."""
+    """The running totals that `Scheduler.get_stats` reports, kept from the stream alone.
+
+    num_scheduled: how often a request got tokens of a step.
+    """
 
     def __init__(self) -> None:
         self.count: Counter[type[Event]] = Counter()
-        self.tokens: Counter[type[Event]] = Counter()
+        self.num_scheduled = 0
+        self.num_tokens_scheduled = 0
+        self.num_tokens_generated = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
 
     def emit(self, event: Event) -> None:
         """Count it."""
-        kind = type(event)
-        self.count[kind] += 1
-        if isinstance(event, (TokensScheduled, TokensGenerated)):
-            self.tokens[kind] += event.num_tokens
+        self.count[type(event)] += 1
+        if isinstance(event, StepScheduled):
+            self.num_scheduled += len(event.num_scheduled_tokens)
+            self.num_tokens_scheduled += event.num_tokens
+        elif isinstance(event, StepCompleted):
+            self.num_tokens_generated += sum(event.num_new_tokens.values())
         elif isinstance(event, PrefixCacheQueried):
             self.prefix_query_tokens += event.num_query_tokens
             self.prefix_hit_tokens += event.num_hit_tokens

@@ -23,6 +23,7 @@ class ModelOutput:
 
     prompt_logprobs: of the prompt positions computed in this step, in order; position 0 has none and is left out.
     errors: requests whose logits were not numbers; they fail alone.
+    kv_loads: transfers that ended, by id, and whether all of their KV arrived.
     """
 
     step: int
@@ -30,3 +31,4 @@ class ModelOutput:
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    kv_loads: list[tuple[int, bool]] = field(default_factory=list)

@@ -80,12 +80,16 @@ class Request:
     max_total_tokens: prompt and output together never exceed it.
     num_prompt_logprobs: how many were delivered; a preempted prompt is computed, but not told, twice.
     reads_prefix_cache: False for prompt_logprobs, which need every prompt position computed.
+    tenant: whose request it is, for fair share. adapter: identity of weights laid over the model's, part of the KV's.
+    deadline: time on the engine's clock at which it is of no more use and ends with an error.
     """
 
     __slots__ = (
+        "adapter",
         "arrival_index",
         "arrival_time",
         "cache_salt",
+        "deadline",
         "max_total_tokens",
         "num_computed_tokens",
         "num_preemptions",
@@ -101,6 +105,7 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
+        "tenant",
     )
 
     def __init__(
@@ -115,6 +120,9 @@ class Request:
         sample_index: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
         cache_salt: str | None = None,
+        tenant: str = "",
+        adapter: str | None = None,
+        deadline: float | None = None,
     ) -> None:
         self.request_id = request_id
         self.sequence = Sequence(list(prompt_token_ids), len(prompt_token_ids))
@@ -126,6 +134,9 @@ class Request:
         self.sample_index = sample_index
         self.stop_token_ids = stop_token_ids
         self.cache_salt = cache_salt
+        self.tenant = tenant
+        self.adapter = adapter
+        self.deadline = deadline
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.max_total_tokens = len(prompt_token_ids) + (sampling_params.max_tokens or 2**62)

@@ -72,10 +72,39 @@ class CachedRequestData:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """Copies of whole blocks that a step begins with, in this order, before anything else is written.
+
+    swap_out: (block, host block) of preempted requests; their blocks may be written to in this very step.
+    swap_in: (host block, block) of requests that resume. block_copies: (block, block), copy on write.
+    """
+
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.swap_out or self.swap_in or self.block_copies)
+
+
+@dataclass(frozen=True, slots=True)
+class KVLoad:
+    """An order to fetch the KV of `token_ids`, all but the first `num_present`, from outside into its blocks."""
+
+    transfer_id: int
+    request_id: str
+    token_ids: list[int]
+    block_ids: list[int]
+    num_present: int
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: who gets how many tokens, and which requests the worker may forget.
+    """One step: what is copied first, who gets how many tokens, and which requests the worker may forget.
 
     num_scheduled_tokens is in the order in which the rows of the batch stand.
+    kv_loads: transfers to start. kv_cancels: transfers to give up; nothing of them is written after this step.
+    num_pending_loads: transfers under way, so that somebody must ask for their results.
     """
 
     step: int
@@ -86,11 +115,21 @@ class SchedulerOutput:
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    copies: BlockCopies = field(default_factory=BlockCopies)
+    kv_loads: list[KVLoad] = field(default_factory=list)
+    kv_cancels: list[int] = field(default_factory=list)
+    num_pending_loads: int = 0
 
     @property
     def is_empty(self) -> bool:
-        """Whether the worker need not hear of it: nothing to compute and nothing to forget."""
-        return not (self.num_scheduled_tokens or self.finished_req_ids or self.preempted_req_ids)
+        """Whether the worker need not hear of it: nothing to compute, to fetch or to forget."""
+        return not (
+            self.num_scheduled_tokens
+            or self.finished_req_ids
+            or self.preempted_req_ids
+            or self.num_pending_loads
+            or self.kv_cancels
+        )
 
     @property
     def block_ids(self) -> dict[str, list[int]]:

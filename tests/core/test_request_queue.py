@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from octavo.config import SchedulingPolicy
-from octavo.core.request_queue import FCFSRequestQueue, PriorityRequestQueue, create_request_queue
+from octavo.core.policy import create_request_queue
+from octavo.core.request_queue import FCFSRequestQueue, PriorityRequestQueue
 from octavo.request import Request
 from octavo.sampling_params import SamplingParams
 

@@ -1,7 +1,8 @@
 """All blocks of the paged KV cache, and who holds them.
 
 A block is in exactly one place: FREE (no content worth keeping), CACHED (nobody holds it, its content can be found by
-hash) or OWNED (in at least one block table). Taking, releasing, finding and evicting a block are O(1).
+hash), OWNED (in at least one block table, or pinned by a transfer that writes it) or QUARANTINED (its books are wrong:
+never given out again). Taking, releasing, finding and evicting a block are O(1).
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class BlockPool:
         self._cached: OrderedDict[int, Block] = OrderedDict()  # least recently used first
         self._index: dict[BlockHash, Block] = {}
         self._on_evict = on_evict or (lambda _block_id: None)
+        self.quarantined: set[int] = set()
 
     @property
     def num_blocks(self) -> int:
@@ -72,8 +74,16 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Share of blocks that requests hold, 0 to 1."""
+        """Share of blocks that are held, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks
+
+    def free_list(self) -> list[int]:
+        """Ids of the blocks without content that nobody holds, for tests and invariants."""
+        return [block.block_id for block in self._free]
+
+    def indexed(self, block_hash: BlockHash | None) -> Block | None:
+        """Return the block that stands under a hash, for tests and invariants."""
+        return None if block_hash is None else self._index.get(block_hash)
 
     def free_block_ids(self) -> set[int]:
         """Ids of the blocks nobody holds, for tests and invariants."""
@@ -119,7 +129,7 @@ class BlockPool:
             if block.ref_count <= 0:
                 raise AssertionError(f"double free of {block}")
             block.ref_count -= 1
-            if block.ref_count == 0:
+            if block.ref_count == 0 and block.block_id not in self.quarantined:
                 if block.hash is None:
                     self._free.append(block)
                 else:
@@ -155,7 +165,7 @@ class BlockPool:
 
     def reset(self) -> bool:
         """Forget all cached content. Refused (False, nothing changed) while any block is held."""
-        if self.num_free_blocks != self.num_blocks:
+        if self.num_free_blocks + len(self.quarantined) != self.num_blocks:
             return False
         while self._cached:
             _, block = self._cached.popitem(last=False)
@@ -167,3 +177,51 @@ class BlockPool:
         assert block.hash is not None
         del self._index[block.hash]
         block.hash, block.token_ids, block.parent = None, (), None
+
+    def evict(self, block: Block) -> None:
+        """Forget a cached block that nobody holds; it is free then."""
+        assert block.ref_count == 0
+        self._forget(block)
+        del self._cached[block.block_id]
+        self._free.append(block)
+        self._on_evict(block.block_id)
+
+    def cached_blocks(self) -> list[Block]:
+        """Blocks that nobody holds and that can be found, the next to be evicted first."""
+        return list(self._cached.values())
+
+    def quarantine(self, block: Block) -> None:
+        """Take a block out of use for good: whatever is wrong with its books, nobody is given it again."""
+        if block.hash is not None:
+            self._index.pop(block.hash, None)
+            block.hash, block.token_ids, block.parent = None, (), None
+        self._cached.pop(block.block_id, None)
+        self._free = deque(other for other in self._free if other is not block)
+        self.quarantined.add(block.block_id)
+
+
+class HostBlockPool:
+    """Room for swapped-out blocks in host memory: numbers 0 .. num_blocks - 1, each free or taken."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that could be taken now."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int] | None:
+        """Take `count` blocks, or None and nothing when there are fewer."""
+        if count > len(self._free):
+            return None
+        return [self._free.pop() for _ in range(count)]
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Give blocks back."""
+        self._free.extend(block_ids)
+
+    def free_block_ids(self) -> list[int]:
+        """Ids of the free blocks, for tests and invariants."""
+        return list(self._free)

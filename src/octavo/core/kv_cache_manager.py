@@ -1,4 +1,4 @@
-"""Which blocks hold the KV of which request: look up, allocate, commit, free. The only writer of blocks."""
+"""Which blocks hold the KV of which request: look up, allocate, commit, swap, free. The only writer of blocks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octavo.core.block_hash import extend_block_hashes, hash_block_tokens
-from octavo.core.block_pool import Block, BlockLink, BlockPool
+from octavo.core.block_pool import Block, BlockLink, BlockPool, HostBlockPool
+from octavo.core.cache_history import CacheHistory, Miss, MissReason
+from octavo.scheduler_output import BlockCopies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from octavo.core.block_hash import BlockHash
     from octavo.request import Request
@@ -17,10 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ComputedBlocks:
-    """What the prefix cache holds of a request: full blocks from its start. Valid until anything is allocated."""
+    """What need not be computed of a request: its first `num_tokens`. Valid until anything is allocated.
+
+    blocks: full blocks from its start that others share with it. Behind them come copies into blocks of its own:
+    host_blocks: what was swapped out when it was preempted; partial: a block that another filled only in part.
+    """
 
     blocks: list[Block]
     num_tokens: int
+    host_blocks: list[int] = field(default_factory=list)
+    partial: Block | None = None
 
 
 NO_COMPUTED_BLOCKS = ComputedBlocks([], 0)
@@ -28,18 +36,31 @@ NO_COMPUTED_BLOCKS = ComputedBlocks([], 0)
 
 @dataclass(slots=True)
 class _Chain:
-    """A request's block hashes so far, how many of its blocks are committed, and the last committed one's link."""
+    """A request's block hashes so far, how many of its blocks are committed, and the last committed one's link.
+
+    partial: the name under which the last, partly filled block of its prompt can be copied by others.
+    """
 
     extra_keys: tuple[str, ...]
     hashes: list[BlockHash] = field(default_factory=list)
     num_committed: int = 0
     link: BlockLink | None = None
+    partial: BlockHash | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """KV of a preempted request in host memory: its first `num_tokens`."""
+
+    host_blocks: list[int]
+    num_tokens: int
 
 
 class KVCacheManager:
     """Hands out blocks of `block_size` tokens. Allocation is all or nothing; block tables are written here only.
 
     extra_keys: identities of the engine that the KV depends on (model, KV dtype, ...), part of every block hash.
+    num_host_blocks: room for the blocks of preempted requests.
     """
 
     def __init__(
@@ -48,6 +69,8 @@ class KVCacheManager:
         block_size: int,
         *,
         enable_prefix_caching: bool = True,
+        cache_decoded_blocks: bool = True,
+        num_host_blocks: int = 0,
         extra_keys: tuple[str, ...] = (),
         on_cached: Callable[[int], None] | None = None,
         on_evict: Callable[[int], None] | None = None,
@@ -55,11 +78,20 @@ class KVCacheManager:
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.cache_decoded_blocks = cache_decoded_blocks
         self.pool = BlockPool(num_blocks, on_evict)
+        self.host = HostBlockPool(num_host_blocks)
+        self.history = CacheHistory(max(4 * num_blocks, 1024))
         self._extra_keys = extra_keys
+        self._weights_epoch = 0
         self._on_cached = on_cached or (lambda _block_id: None)
         self._hash_function = hash_function
         self._chains: dict[str, _Chain] = {}
+        self._saved: dict[str, _Saved] = {}
+        self._computing: dict[BlockHash, str] = {}
+        self._partials: dict[BlockHash, Block] = {}
+        self._pins: dict[int, list[Block]] = {}
+        self._copies = BlockCopies()
 
     @property
     def capacity_tokens(self) -> int:
@@ -74,18 +106,36 @@ class KVCacheManager:
     @property
     def num_tracked_requests(self) -> int:
         """Requests for which anything is kept; 0 when nobody is left."""
-        return len(self._chains)
+        return len(self._chains.keys() | self._saved.keys() | set(self._computing.values())) + len(self._partials)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that so many tokens fill."""
+        return -(-num_tokens // self.block_size)
+
+    # --- look up ------------------------------------------------------------------------------------------------------
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        """Find the longest chain of cached full blocks that the request begins with.
+        """Find what need not be computed: cached full blocks from its start, then what was saved or filled in part.
 
         At most num_tokens - 1 tokens: one token is always computed, for its logits. Changes no block.
         """
-        if not (self.enable_prefix_caching and request.reads_prefix_cache):
-            return NO_COMPUTED_BLOCKS
-        hashes = self._chain(request).hashes
+        found = self._find_full_blocks(request)
+        saved = self._saved.get(request.request_id)
+        if saved is not None and saved.num_tokens > len(found) * self.block_size:
+            return ComputedBlocks(found, saved.num_tokens, host_blocks=saved.host_blocks[len(found) :])
+        partial = self._find_partial(request, found)
+        if partial is not None:
+            return ComputedBlocks(found, len(request.sequence.token_ids) - 1, partial=partial)
+        return ComputedBlocks(found, len(found) * self.block_size) if found else NO_COMPUTED_BLOCKS
+
+    def _reads_cache(self, request: Request) -> bool:
+        return self.enable_prefix_caching and request.reads_prefix_cache
+
+    def _find_full_blocks(self, request: Request) -> list[Block]:
+        if not self._reads_cache(request):
+            return []
+        hashes = self._hashes(request)
         token_ids = request.sequence.token_ids
-        extend_block_hashes(hashes, token_ids, self.block_size, self._chain(request).extra_keys, self._hash_function)
         found: list[Block] = []
         link: BlockLink | None = None
         for index in range((len(token_ids) - 1) // self.block_size):
@@ -95,64 +145,162 @@ class KVCacheManager:
                 break
             found.append(block)
             link = block.link
-        return ComputedBlocks(found, len(found) * self.block_size)
+        return found
+
+    def _find_partial(self, request: Request, found: list[Block]) -> Block | None:
+        """Find a block in which another request with the same prompt holds the tokens behind its last full block."""
+        if not (self._partials and self._reads_cache(request)) or request.sequence.num_output_tokens:
+            return None
+        if len(found) != request.num_prompt_tokens // self.block_size:
+            return None
+        name = self._partial_name(request)
+        return None if name is None else self._partials.get(name)
+
+    def _partial_name(self, request: Request) -> BlockHash | None:
+        """Name the prompt's last, partly filled block; None when sharing it would save nothing."""
+        num_full = request.num_prompt_tokens // self.block_size
+        tail = request.sequence.token_ids[num_full * self.block_size : request.num_prompt_tokens]
+        if len(tail) < 2:
+            return None
+        hashes = self._hashes(request)
+        return self._hash_function(hashes[num_full - 1] if num_full else None, tail, self._chain(request).extra_keys)
+
+    def why_missed(self, request: Request, computed: ComputedBlocks) -> Miss | None:
+        """Say why a lookup found no more full blocks; None when there was no more to find."""
+        index, size = len(computed.blocks), self.block_size
+        token_ids = request.sequence.token_ids
+        if not self._reads_cache(request):
+            return None
+        if (len(token_ids) - 1) // size == 0:
+            return Miss(MissReason.TOO_SHORT)
+        if index >= (len(token_ids) - 1) // size:
+            return None
+        hashes = self._hashes(request)
+        parent = hashes[index - 1] if index else None
+        tokens = token_ids[index * size : (index + 1) * size]
+        return self.history.why_missed(index, tokens, hashes[index], parent, self._chain(request).extra_keys)
+
+    def awaited_block(self, request: Request, computed: ComputedBlocks) -> tuple[BlockHash, str] | None:
+        """Return the next block a lookup would need and who is computing it right now; None when nobody is."""
+        index = len(computed.blocks)
+        if not self._reads_cache(request) or computed.num_tokens > index * self.block_size:
+            return None
+        if index >= (len(request.sequence.token_ids) - 1) // self.block_size:
+            return None
+        name = self._hashes(request)[index]
+        owner = self._computing.get(name)
+        return None if owner is None or owner == request.request_id else (name, owner)
+
+    def is_being_computed(self, block_hash: BlockHash) -> bool:
+        """Whether a running request is about to commit this block."""
+        return block_hash in self._computing
+
+    # --- allocate -----------------------------------------------------------------------------------------------------
 
     def allocate_slots(
-        self, request: Request, num_new_tokens: int, computed: ComputedBlocks = NO_COMPUTED_BLOCKS
+        self,
+        request: Request,
+        num_new_tokens: int,
+        computed: ComputedBlocks = NO_COMPUTED_BLOCKS,
+        *,
+        num_reserved_tokens: int = 0,
     ) -> list[int] | None:
         """Make room for `num_new_tokens` behind what is computed; the found blocks, if any, are held first.
 
+        num_reserved_tokens: make room for so many in all, if that is more.
         Returns the ids appended to the request's block table (found ones included), or None with nothing changed.
         """
         table = request.sequence.block_table
-        num_tokens = request.num_computed_tokens + computed.num_tokens + num_new_tokens
-        num_new_blocks = max(-(-num_tokens // self.block_size) - len(table) - len(computed.blocks), 0)
+        num_tokens = max(request.num_computed_tokens + computed.num_tokens + num_new_tokens, num_reserved_tokens)
+        num_new_blocks = max(self.num_blocks_for(num_tokens) - len(table) - len(computed.blocks), 0)
         num_unheld = sum(block.ref_count == 0 for block in computed.blocks)
         if num_new_blocks + num_unheld > self.pool.num_free_blocks:
             return None
         self.pool.touch(computed.blocks)
         new_blocks = self.pool.take(num_new_blocks)
         assert new_blocks is not None
-        if computed.blocks:
-            self._adopt(request, computed)
+        if computed is not NO_COMPUTED_BLOCKS:
+            self._adopt(request, computed, new_blocks)
+        if not table:
+            self._announce(request, len(computed.blocks))
         new_ids = [block.block_id for block in (*computed.blocks, *new_blocks)]
         table.extend(new_ids)
         return new_ids
 
-    def can_hold_whole(self, request: Request, computed: ComputedBlocks, num_spare_blocks: int) -> bool:
-        """Whether all known tokens of a request fit now and leave so many blocks free.
+    def can_hold(self, num_tokens: int, computed: ComputedBlocks, num_spare_blocks: int) -> bool:
+        """Whether `num_tokens` of a request fit now and leave so many blocks free.
 
         A prompt is not started just to be thrown out again.
         """
-        num_blocks = -(-request.num_tokens // self.block_size)
         num_held = sum(block.ref_count > 0 for block in computed.blocks)
-        return num_blocks - num_held + num_spare_blocks <= self.pool.num_free_blocks
+        return self.num_blocks_for(num_tokens) - num_held + num_spare_blocks <= self.pool.num_free_blocks
 
-    def _adopt(self, request: Request, computed: ComputedBlocks) -> None:
-        chain = self._chain(request)
-        chain.num_committed = len(computed.blocks)
-        chain.link = computed.blocks[-1].link
+    def _adopt(self, request: Request, computed: ComputedBlocks, new_blocks: list[Block]) -> None:
+        """Take over what was found; what must be copied is copied at the beginning of the step."""
+        if computed.blocks:
+            chain = self._chain(request)
+            chain.num_committed = len(computed.blocks)
+            chain.link = computed.blocks[-1].link
+        if computed.partial is not None:
+            self._copies.block_copies.append((computed.partial.block_id, new_blocks[0].block_id))
+        targets = [block.block_id for block in new_blocks[: len(computed.host_blocks)]]
+        self._copies.swap_in.extend(zip(computed.host_blocks, targets, strict=True))
         if not request.num_preemptions:  # what it finds of itself when it resumes was not found in its prompt
             request.sequence.num_cached_tokens = computed.num_tokens
 
+    def _announce(self, request: Request, num_found: int) -> None:
+        """Tell which blocks this request is about to compute and share."""
+        self.drop_saved(request.request_id)  # it is copied in by now, or no longer needed
+        if not self._reads_cache(request):
+            return
+        for block_hash in self._hashes(request)[num_found:]:
+            self._computing.setdefault(block_hash, request.request_id)
+
+    def take_copies(self) -> BlockCopies:
+        """Return the copies that the next step begins with, once."""
+        copies, self._copies = self._copies, BlockCopies()
+        return copies
+
+    # --- share --------------------------------------------------------------------------------------------------------
+
     def commit(self, request: Request) -> None:
         """Let others share the full blocks that are computed by now; call it once the step that wrote them is done."""
-        num_full = request.num_computed_tokens // self.block_size
         if not self.enable_prefix_caching:
             return
+        num_tokens = request.num_computed_tokens
+        if not self.cache_decoded_blocks:
+            num_tokens = min(num_tokens, request.num_prompt_tokens)
+        num_full = num_tokens // self.block_size
         chain = self._chain(request)
-        if chain.num_committed >= num_full:
-            return
-        sequence = request.sequence
-        extend_block_hashes(chain.hashes, sequence.token_ids, self.block_size, chain.extra_keys, self._hash_function)
+        if chain.num_committed < num_full:
+            self._register(request, chain, num_full)
+        if chain.partial is None and request.num_computed_tokens >= request.num_prompt_tokens:
+            self._register_partial(request, chain)
+
+    def _register(self, request: Request, chain: _Chain, num_full: int) -> None:
+        sequence, hashes = request.sequence, self._hashes(request)
         for index in range(chain.num_committed, num_full):
             block = self.pool.blocks[sequence.block_table[index]]
             tokens = tuple(sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])
-            canonical = self.pool.register(block, chain.hashes[index], tokens, chain.link)
+            canonical = self.pool.register(block, hashes[index], tokens, chain.link)
             if canonical is block and block.hash is not None:
+                self.history.add(index, tokens, hashes[index], hashes[index - 1] if index else None, chain.extra_keys)
                 self._on_cached(block.block_id)
+            if self._computing.get(hashes[index]) == request.request_id:
+                del self._computing[hashes[index]]
             chain.link = canonical.link
         chain.num_committed = num_full
+
+    def _register_partial(self, request: Request, chain: _Chain) -> None:
+        if request.num_computed_tokens // self.block_size > request.num_prompt_tokens // self.block_size:
+            return  # the block is full by now
+        name = self._partial_name(request) if self._reads_cache(request) else None
+        if name is not None and name not in self._partials:
+            index = request.num_prompt_tokens // self.block_size
+            self._partials[name] = self.pool.blocks[request.sequence.block_table[index]]
+            chain.partial = name
+
+    # --- give back ----------------------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
         """Give back all blocks of a request that may come back (a preemption); its hashes are kept. Tail first."""
@@ -160,21 +308,105 @@ class KVCacheManager:
         self.pool.release(self.pool.blocks[block_id] for block_id in reversed(table))
         table.clear()
         chain = self._chains.get(request.request_id)
-        if chain is not None:
-            chain.num_committed, chain.link = 0, None
+        if chain is None:
+            return
+        if chain.partial is not None:
+            del self._partials[chain.partial]
+            chain.partial = None
+        for block_hash in chain.hashes[chain.num_committed :]:
+            if self._computing.get(block_hash) == request.request_id:
+                del self._computing[block_hash]
+        chain.num_committed, chain.link = 0, None
+
+    def swap_out(self, request: Request) -> bool:
+        """Save what is computed of a request in host memory; False and nothing done when it does not fit there.
+
+        The copies are made at the beginning of the next step, before anything is written: release the blocks at once.
+        """
+        num_blocks = self.num_blocks_for(request.num_computed_tokens)
+        host_blocks = self.host.take(num_blocks) if num_blocks else None
+        if host_blocks is None:
+            return False
+        self._copies.swap_out.extend(zip(request.sequence.block_table[:num_blocks], host_blocks, strict=True))
+        self._saved[request.request_id] = _Saved(host_blocks, request.num_computed_tokens)
+        return True
+
+    def drop_saved(self, request_id: str) -> None:
+        """Give up what is saved of a request in host memory: it is computed again."""
+        saved = self._saved.pop(request_id, None)
+        if saved is not None:
+            self.host.release(saved.host_blocks)
+
+    def is_saved(self, request_id: str) -> bool:
+        """Whether KV of a preempted request is in host memory."""
+        return request_id in self._saved
+
+    def saved_blocks(self) -> dict[str, list[int]]:
+        """Host blocks of each preempted request that has any, for tests and invariants."""
+        return {request_id: list(saved.host_blocks) for request_id, saved in self._saved.items()}
 
     def free(self, request: Request) -> None:
         """Give back all blocks of a request that ended and forget it."""
         self.release(request)
+        self.drop_saved(request.request_id)
         self._chains.pop(request.request_id, None)
+
+    # --- transfers ----------------------------------------------------------------------------------------------------
+
+    def pin(self, transfer_id: int, block_ids: Sequence[int]) -> None:
+        """Hold blocks for a transfer, whatever becomes of the requests in whose tables they are."""
+        blocks = [self.pool.blocks[block_id] for block_id in block_ids]
+        self.pool.touch(blocks)
+        self._pins[transfer_id] = blocks
+
+    def unpin(self, transfer_id: int) -> bool:
+        """Let go of a transfer's blocks; False for one that is unknown or over."""
+        blocks = self._pins.pop(transfer_id, None)
+        if blocks is None:
+            return False
+        self.pool.release(reversed(blocks))
+        return True
+
+    @property
+    def num_transfers(self) -> int:
+        """Transfers that hold blocks."""
+        return len(self._pins)
+
+    def pinned_blocks(self) -> list[Block]:
+        """Blocks held by transfers, each as often as it is held."""
+        return [block for blocks in self._pins.values() for block in blocks]
+
+    # --- forget -------------------------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content; False and nothing changed while any request holds a block."""
         return self.pool.reset()
 
+    def advance_weights_epoch(self) -> None:
+        """Make everything cached or saved so far unfindable: the weights are others now."""
+        self._weights_epoch += 1
+        self.pool.reset()
+        for request_id in list(self._saved):
+            self.drop_saved(request_id)
+        self._chains.clear()
+        self._computing.clear()
+        self._partials.clear()
+
+    # --- names --------------------------------------------------------------------------------------------------------
+
+    def _hashes(self, request: Request) -> list[BlockHash]:
+        """Return the hashes of all full blocks of a request's known tokens."""
+        chain = self._chain(request)
+        token_ids = request.sequence.token_ids
+        extend_block_hashes(chain.hashes, token_ids, self.block_size, chain.extra_keys, self._hash_function)
+        return chain.hashes
+
     def _chain(self, request: Request) -> _Chain:
         chain = self._chains.get(request.request_id)
         if chain is None:
-            salt = () if request.cache_salt is None else (f"salt:{request.cache_salt}",)
-            chain = self._chains[request.request_id] = _Chain((*self._extra_keys, *salt))
+            own = {"salt": request.cache_salt, "adapter": request.adapter}
+            keys = [f"{name}:{value}" for name, value in own.items() if value is not None]
+            if self._weights_epoch:
+                keys.append(f"weights:{self._weights_epoch}")
+            chain = self._chains[request.request_id] = _Chain((*self._extra_keys, *keys))
         return chain

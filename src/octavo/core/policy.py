@@ -1,15 +1,26 @@
-"""The questions the scheduler asks: how many tokens, and who is evicted. Pure functions and small objects."""
+"""The questions the scheduler asks: how many tokens, who goes first, who is evicted, what shares a step.
+
+Pure functions and small objects, chosen once from the configuration.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from octavo.config import SchedulingPolicy
+from octavo.config import BatchingMode, PreemptionMode, SchedulingPolicy
+from octavo.core.fair_share import FairRequestQueue, ServiceCounters
+from octavo.core.request_queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Sequence
 
+    from octavo.config import SchedulerConfig
+    from octavo.core.step_plan import StepPlan
     from octavo.request import Request
+
+Rank = tuple[float, ...]
 
 
 def num_tokens_to_schedule(
@@ -29,30 +40,154 @@ def num_tokens_to_schedule(
     return max(budget, 0)
 
 
-class VictimPolicy(Protocol):
-    """Chooses who gives up its blocks when there are too few."""
+# --- who goes first ---------------------------------------------------------------------------------------------------
 
-    def victim(self, running: Iterable[Request]) -> Request:
-        """Return the least important of the running requests; there is at least one."""
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Who waits in which order, and how important each request is now: a smaller rank is more important.
+
+    counters: what each tenant was served; kept under every policy, read by `fair`.
+    """
+
+    waiting: RequestQueue
+    rank: Callable[[Request], Rank]
+    counters: ServiceCounters
+
+
+def create_policy(config: SchedulerConfig) -> Policy:
+    """Create the order that `config.policy` names, with its queue."""
+    counters = ServiceCounters(config.fair_input_weight, config.fair_output_weight)
+    ranks: dict[SchedulingPolicy, Callable[[Request], Rank]] = {
+        SchedulingPolicy.FCFS: lambda r: (r.arrival_index,),
+        SchedulingPolicy.PRIORITY: lambda r: rank_by_priority(r, config.ageing_s),
+        SchedulingPolicy.DEADLINE: lambda r: rank_by_deadline(r, config.ageing_s),
+        SchedulingPolicy.FAIR: lambda r: (counters.served(r.tenant), *rank_by_priority(r, config.ageing_s)),
+    }
+    rank = ranks[config.policy]
+    if config.policy is SchedulingPolicy.FAIR:
+        queue = create_request_queue(config.policy, ranks[SchedulingPolicy.PRIORITY], counters)
+    else:
+        queue = create_request_queue(config.policy, rank)
+    return Policy(queue, rank, counters)
+
+
+def create_request_queue(
+    policy: SchedulingPolicy,
+    rank: Callable[[Request], Rank] | None = None,
+    counters: ServiceCounters | None = None,
+) -> RequestQueue:
+    """Create the queue in which requests wait under `policy`.
+
+    rank: their order under `priority` and `deadline`, and that of one tenant's under `fair`. counters: what decides
+    between tenants.
+    """
+    if policy is SchedulingPolicy.FAIR:
+        return FairRequestQueue(counters, rank)
+    if policy is SchedulingPolicy.FCFS:
+        return FCFSRequestQueue()
+    return PriorityRequestQueue(rank)
+
+
+def rank_by_priority(request: Request, ageing_s: float | None) -> Rank:
+    """Rank lower numbers first, then arrival. A priority that falls by one every `ageing_s` seconds of waiting.
+
+    Two requests age alike, so their order never changes, and neither do their ranks: p - (now - arrival) / ageing_s
+    is p + arrival / ageing_s, less something that is the same for all.
+    """
+    if ageing_s is None:
+        return (request.priority, request.arrival_index)
+    if ageing_s == 0:
+        return (request.arrival_index,)
+    return (request.priority + request.arrival_time / ageing_s, request.arrival_index)
+
+
+def rank_by_deadline(request: Request, ageing_s: float | None) -> Rank:
+    """Rank the earliest deadline first, then arrival; a far or missing one counts as `ageing_s` after the arrival."""
+    deadline = math.inf if request.deadline is None else request.deadline
+    horizon = math.inf if ageing_s is None else request.arrival_time + ageing_s
+    return (min(deadline, horizon), request.arrival_index)
+
+
+def choose_victim(running: Sequence[Request], rank: Callable[[Request], Rank], max_preemptions: int) -> Request | None:
+    """Return the least important running request that may be preempted, or None.
+
+    The most important one never falls, and nobody falls more than `max_preemptions` times.
+    """
+    first = min(running, key=rank)
+    candidates = [r for r in running if r is not first and r.num_preemptions < max_preemptions]
+    return max(candidates, key=rank) if candidates else None
+
+
+def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bool:
+    """Whether a victim with `num_tokens` computed in `num_blocks` had better be swapped out than computed again."""
+    if config.preemption is PreemptionMode.AUTO:
+        return num_blocks * config.swap_block_cost_tokens < num_tokens
+    return config.preemption is PreemptionMode.SWAP and num_blocks > 0
+
+
+# --- what shares a step -----------------------------------------------------------------------------------------------
+
+
+def is_prefill(request: Request) -> bool:
+    """Whether more than the newest generated token of a request is still to be computed."""
+    sequence = request.sequence
+    return len(sequence.token_ids) - request.num_computed_tokens > 1 or not sequence.num_output_tokens
+
+
+def is_decode(request: Request) -> bool:
+    """Whether only the newest generated token, and drafts behind it, are to be computed."""
+    return not is_prefill(request)
+
+
+def is_any(_request: Request) -> bool:
+    """Take every request."""
+    return True
+
+
+class Batching(Protocol):
+    """In which order a step is filled: grow(plan, which) serves the running, admit(plan) the waiting."""
+
+    def fill(
+        self,
+        plan: StepPlan,
+        grow: Callable[[StepPlan, Callable[[Request], bool]], None],
+        admit: Callable[[StepPlan], None],
+    ) -> None:
+        """Fill the plan of one step."""
         ...
 
 
-class LatestArrival:
-    """First come, first served: the latest arrival falls first, the oldest never while another runs."""
+class MixedBatching:
+    """Everyone who runs, then who waits: prompts and answers share steps."""
 
-    def victim(self, running: Iterable[Request]) -> Request:
-        """Return the latest arrival."""
-        return max(running, key=lambda request: request.arrival_index)
-
-
-class LowestPriority:
-    """The highest priority number falls first, the latest arrival among equals."""
-
-    def victim(self, running: Iterable[Request]) -> Request:
-        """Return the least important."""
-        return max(running, key=lambda request: (request.priority, request.arrival_index))
+    def fill(
+        self,
+        plan: StepPlan,
+        grow: Callable[[StepPlan, Callable[[Request], bool]], None],
+        admit: Callable[[StepPlan], None],
+    ) -> None:
+        """Serve the running first."""
+        grow(plan, is_any)
+        admit(plan)
 
 
-def create_victim_policy(policy: SchedulingPolicy) -> VictimPolicy:
-    """Create the rule that goes with a queue's order."""
-    return LowestPriority() if policy is SchedulingPolicy.PRIORITY else LatestArrival()
+class PrefillFirstBatching:
+    """Only prompts as long as there are any, else only answers: no step holds both."""
+
+    def fill(
+        self,
+        plan: StepPlan,
+        grow: Callable[[StepPlan, Callable[[Request], bool]], None],
+        admit: Callable[[StepPlan], None],
+    ) -> None:
+        """Serve prompts, or else answers."""
+        grow(plan, is_prefill)
+        admit(plan)
+        if not (plan.num_tokens or plan.kv_loads):
+            grow(plan, is_decode)
+
+
+def create_batching(mode: BatchingMode) -> Batching:
+    """Create the rule of that name."""
+    return PrefillFirstBatching() if mode is BatchingMode.PREFILL_FIRST else MixedBatching()

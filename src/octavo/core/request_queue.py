@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol
 
-from octavo.config import SchedulingPolicy
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from octavo.request import Request
 
@@ -44,6 +43,14 @@ class RequestQueue(Protocol):
     def __iter__(self) -> Iterator[Request]: ...
 
 
+def insert_at_front(requests: OrderedDict[str, Request], request: Request) -> None:
+    """Put a request that left a queue back to its front; who arrived earlier and is back, too, stays before it."""
+    ahead = list(takewhile(lambda other: other.arrival_index < request.arrival_index, requests.values()))
+    requests[request.request_id] = request
+    for each in (request, *reversed(ahead)):
+        requests.move_to_end(each.request_id, last=False)
+
+
 class FCFSRequestQueue:
     """First come, first served. Every operation is O(1)."""
 
@@ -55,9 +62,8 @@ class FCFSRequestQueue:
         self._requests[request.request_id] = request
 
     def prepend_request(self, request: Request) -> None:
-        """Put it at the front."""
-        self._requests[request.request_id] = request
-        self._requests.move_to_end(request.request_id, last=False)
+        """Put it at the front, behind nobody but those who came before it."""
+        insert_at_front(self._requests, request)
 
     def peek_request(self) -> Request:
         """Return the first one without taking it."""
@@ -86,16 +92,20 @@ class FCFSRequestQueue:
 
 
 class PriorityRequestQueue:
-    """Lower priority number first, then arrival. O(log n); a removed entry is skipped when it surfaces."""
+    """The smallest rank first, by default lower priority number, then arrival. O(log n).
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, str]] = []
+    Ranks never change, so nothing is ever sorted again; a removed entry is skipped when it surfaces.
+    """
+
+    def __init__(self, rank: Callable[[Request], tuple[float, ...]] | None = None) -> None:
+        self._rank = rank or (lambda request: (request.priority,))
+        self._heap: list[tuple[tuple[float, ...], int, str]] = []
         self._requests: dict[str, Request] = {}
 
     def add_request(self, request: Request) -> None:
         """Put it at its place."""
         self._requests[request.request_id] = request
-        heapq.heappush(self._heap, (request.priority, request.arrival_index, request.request_id))
+        heapq.heappush(self._heap, (self._rank(request), request.arrival_index, request.request_id))
 
     def prepend_request(self, request: Request) -> None:
         """Put it back: its arrival places it before all of its class that still wait."""
@@ -125,7 +135,7 @@ class PriorityRequestQueue:
         return bool(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(sorted(self._requests.values(), key=lambda request: (request.priority, request.arrival_index)))
+        return iter(sorted(self._requests.values(), key=lambda request: (self._rank(request), request.arrival_index)))
 
     def _drop_stale(self) -> None:
         """Skip entries whose request left, or whose id came back as another arrival."""
@@ -135,10 +145,3 @@ class PriorityRequestQueue:
             if request is not None and request.arrival_index == arrival_index:
                 return
             heapq.heappop(self._heap)
-
-
-def create_request_queue(policy: SchedulingPolicy) -> RequestQueue:
-    """Create the queue in which requests wait under `policy`."""
-    if policy is SchedulingPolicy.PRIORITY:
-        return PriorityRequestQueue()
-    return FCFSRequestQueue()

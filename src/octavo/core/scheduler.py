@@ -6,30 +6,39 @@ a chunk of one, a prefix hit a head start, a preemption a step back.
 
 from __future__ import annotations
 
+import heapq
 from typing import TYPE_CHECKING
 
 from octavo import events
-from octavo.core.kv_cache_manager import NO_COMPUTED_BLOCKS, ComputedBlocks, KVCacheManager
-from octavo.core.policy import create_victim_policy, num_tokens_to_schedule
-from octavo.core.request_queue import create_request_queue
+from octavo.core.admission import create_admission
+from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
+from octavo.core.kv_connector import KVConnector, NullConnector, PendingLoads
+from octavo.core.policy import choose_victim, create_batching, create_policy, num_tokens_to_schedule, should_swap
 from octavo.core.scheduler_interface import SchedulerStats
 from octavo.core.step_plan import StepPlan
 from octavo.core.stop import check_stop
+from octavo.core.waiting_room import WaitingRoom
 from octavo.errors import PromptTooLongError, QueueFullError, RequestError
+from octavo.events import WaitReason
 from octavo.outputs import EngineCoreOutput
 from octavo.request import Request, RequestStatus
-from octavo.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from octavo.scheduler_output import CachedRequestData, KVLoad, NewRequestData, SchedulerOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from octavo.config import CacheConfig, SchedulerConfig
+    from octavo.core.kv_connector import PendingLoad
+    from octavo.core.request_queue import RequestQueue
     from octavo.events import EventSink
     from octavo.model_output import ModelOutput, TokenLogprobs
 
 
 class Scheduler:
-    """Owns the status and counters of every request; blocks belong to the `KVCacheManager` it asks."""
+    """Owns the status and counters of every request; blocks belong to the `KVCacheManager` it asks.
+
+    num_host_blocks: room in host memory for the KV of preempted requests. connector: a store of KV outside.
+    """
 
     def __init__(
         self,
@@ -41,28 +50,50 @@ class Scheduler:
         clock: Callable[[], float],
         sink: EventSink | None = None,
         cache_keys: tuple[str, ...] = (),
+        num_host_blocks: int = 0,
+        connector: KVConnector | None = None,
     ) -> None:
         self.config = scheduler_config
         self.max_model_len = max_model_len
-        self.waiting = create_request_queue(scheduler_config.policy)
         self.running: list[Request] = []
         self.requests: dict[str, Request] = {}
         self.counters = events.EventCounters()
+        self.policy = create_policy(scheduler_config)
+        self.room = WaitingRoom(self.policy.waiting)
+        self.loads = PendingLoads()
         self._sink = events.FanOut([self.counters, sink or events.NullSink()])
         self._clock = clock
-        self._victims = create_victim_policy(scheduler_config.policy)
+        self._now = 0.0
         self._step = 0
         self._num_arrivals = 0
         self._num_sent_tokens: dict[str, int] = {}
         self._finished_req_ids: set[str] = set()
+        self._news: list[EngineCoreOutput] = []
+        self._deadlines: list[tuple[float, int, str]] = []
+        self._blocked: tuple[str, WaitReason] | None = None
+        self._connector = connector or NullConnector()
+        self._gave_up_loading: set[str] = set()
+        self._cancels: list[int] = []
+        self._to_preempt: list[str] = []
         self.kv_cache_manager = KVCacheManager(
             num_blocks,
             cache_config.block_size,
             enable_prefix_caching=cache_config.enable_prefix_caching,
+            cache_decoded_blocks=cache_config.cache_decoded_blocks,
+            num_host_blocks=num_host_blocks,
             extra_keys=cache_keys,
             on_cached=lambda block_id: self._emit(events.BlockCached, block_id),
             on_evict=lambda block_id: self._emit(events.BlockEvicted, block_id),
         )
+        self.admission = create_admission(scheduler_config, self.kv_cache_manager)
+        self._batching = create_batching(scheduler_config.batching)
+
+    @property
+    def waiting(self) -> RequestQueue:
+        """The queue; who waits beside it for a block or for KV from outside is not in it."""
+        return self.room.queue
+
+    # --- arrivals and endings -----------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
         """Accept a request into the queue.
@@ -70,22 +101,37 @@ class Scheduler:
         Raises `RequestError` for an id in use, a full queue, or a request that could never fit: its prompt and one
         more token must fit the model's length and an empty cache. Nothing changes then.
         """
+        self._now = self._clock()
         if request.request_id in self.requests:
             raise RequestError(f"request id {request.request_id!r} is in use", parameter="request_id")
-        self._check_fits(request)
-        limit = self.config.max_num_waiting
-        if limit is not None and len(self.waiting) >= limit:
-            raise QueueFullError(f"the queue is full: {limit} requests wait already (max_num_waiting)")
-        capacity = self.kv_cache_manager.capacity_tokens
+        self._check_length(request)
+        longest = min(request.max_total_tokens, self.max_model_len)
         # The newest token needs no slot until it is fed back: one more than the capacity can be produced.
-        request.max_total_tokens = min(request.max_total_tokens, self.max_model_len, capacity + 1)
+        asked, request.max_total_tokens = request.max_total_tokens, longest
+        try:
+            self.admission.check_fits(request)
+            self._check_queue(request)
+        except RequestError:
+            request.max_total_tokens = asked
+            raise
+        request.max_total_tokens = min(longest, self.kv_cache_manager.capacity_tokens + 1)
         request.arrival_index = self._num_arrivals
         self._num_arrivals += 1
         self.requests[request.request_id] = request
-        self.waiting.add_request(request)
-        self._emit(events.RequestQueued, request.request_id, request.num_prompt_tokens, request.priority)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.arrival_index, request.request_id))
+        num_ahead = len(self.room)
+        self.room.add(request)
+        self._emit(
+            events.RequestQueued,
+            request.request_id,
+            request.num_prompt_tokens,
+            request.priority,
+            request.tenant,
+            num_ahead,
+        )
 
-    def _check_fits(self, request: Request) -> None:
+    def _check_length(self, request: Request) -> None:
         num_prompt = request.num_prompt_tokens
         if num_prompt == 0:
             raise RequestError("the prompt is empty: at least one token is needed", parameter="prompt")
@@ -95,12 +141,16 @@ class Scheduler:
                 f"max_model_len - 1 = {self.max_model_len - 1}",
                 parameter="prompt",
             )
-        capacity = self.kv_cache_manager.capacity_tokens
-        if num_prompt + 1 > capacity:
-            raise PromptTooLongError(
-                f"the prompt has {num_prompt} tokens and can never fit the KV cache of {capacity} tokens with one "
-                "token of output; give the cache more memory (kv_cache_memory_bytes)",
-                parameter="prompt",
+
+    def _check_queue(self, request: Request) -> None:
+        limit = self.config.max_num_waiting
+        if limit is not None and len(self.room) >= limit:
+            raise QueueFullError(f"the queue is full: {limit} requests wait already (max_num_waiting)")
+        limit = self.config.max_num_waiting_tokens
+        if limit is not None and self.room.num_tokens + request.num_tokens > limit:
+            raise QueueFullError(
+                f"the queue is full: {self.room.num_tokens} tokens wait already, and this request has "
+                f"{request.num_tokens}; the limit is {limit} (max_num_waiting_tokens)"
             )
 
     def abort_request(self, request_id: str) -> list[EngineCoreOutput]:
@@ -110,28 +160,53 @@ class Scheduler:
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[EngineCoreOutput]:
         """End requests from outside: their blocks are free at once, the worker hears of it with the next step."""
         assert status.is_finished
+        self._now = self._clock()
         outputs = []
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is not None:
                 self._finish(request, status)
                 outputs.append(EngineCoreOutput(request_id, finish_reason=status.finish_reason))
+        self._drop_finished()
         return outputs
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
-        """The one place where a request ends."""
+        """The one place where a request ends; call `_drop_finished` before the running are looked at again."""
+        request_id = request.request_id
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
+            self.admission.left(request)
+        elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self.admission.left(request)
+            self._cancel_load(request_id, "cancelled")
         else:
-            self.waiting.remove_request(request)
+            self.room.remove(request)
+        self.room.forget(request)
+        self._gave_up_loading.discard(request_id)
+        self._connector.request_finished(request, list(request.sequence.block_table))
         request.status = status
         request.spec_token_ids = []
         self.kv_cache_manager.free(request)
-        del self.requests[request.request_id]
-        self._num_sent_tokens.pop(request.request_id, None)
-        self._finished_req_ids.add(request.request_id)
+        del self.requests[request_id]
+        self._num_sent_tokens.pop(request_id, None)
+        self._finished_req_ids.add(request_id)
+        if not self.requests:
+            self.policy.counters.forget_all()
         reason = status.finish_reason or ""
-        self._emit(events.RequestFinished, request.request_id, reason, request.sequence.num_output_tokens)
+        self._emit(events.RequestFinished, request_id, reason, request.sequence.num_output_tokens)
+
+    def _drop_finished(self) -> None:
+        self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+
+    def _expire(self) -> None:
+        """End requests whose deadline has passed."""
+        while self._deadlines and self._deadlines[0][0] <= self._now:
+            _, arrival_index, request_id = heapq.heappop(self._deadlines)
+            request = self.requests.get(request_id)
+            if request is not None and request.arrival_index == arrival_index:
+                self._news.append(self._fail(request, "the request's deadline has passed"))
+        self._drop_finished()
+
+    # --- a step -------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
         """Decide who gets how many tokens of the next step: the running first, then the waiting in order.
@@ -139,51 +214,109 @@ class Scheduler:
         Nobody is admitted in a step that preempted somebody.
         """
         self._step += 1
+        self._now = self._clock()
+        self._expire()
+        self._expire_loads()
+        self._return_parked()
         plan = StepPlan(self.config.max_num_batched_tokens)
-        self._grow_running(plan)
-        if not plan.preempted:
-            self._admit_waiting(plan)
+        self._preempt_as_told(plan)
+        self._batching.fill(plan, self._grow_running, self._admit_waiting)
         output = self._make_output(plan)
         self._emit_step(output)
         return output
 
-    def _grow_running(self, plan: StepPlan) -> None:
+    def _grow_running(self, plan: StepPlan, eligible: Callable[[Request], bool]) -> None:
         """Give each running request its next tokens; keep one of the budget for everyone who comes after it."""
-        index = 0
-        while index < len(self.running):
-            request = self.running[index]
-            num_after = len(self.running) - index - 1
+        chosen = [request for request in self.running if eligible(request)]
+        num_after = len(chosen)
+        for request in chosen:
+            num_after -= 1
+            if request.status is not RequestStatus.RUNNING:
+                continue  # it fell victim to one before it
             count = self._num_tokens(request, request.num_computed_tokens, plan.budget - num_after, may_be_cut=True)
-            block_ids = self.kv_cache_manager.allocate_slots(request, count)
-            while block_ids is None:
-                victim = self._victims.victim(self.running)
-                if self._preempt(victim, request, plan):
-                    index -= 1
-                if victim is request:
-                    break
-                block_ids = self.kv_cache_manager.allocate_slots(request, count)
-            else:
+            block_ids = self._make_room(plan, request, count)
+            if block_ids is not None:
                 plan.give(request, count, block_ids)
-                index += 1
+
+    def _make_room(self, plan: StepPlan, request: Request, count: int) -> list[int] | None:
+        """Allocate blocks for a running request, at the cost of others; None when it gets nothing in this step."""
+        while True:
+            block_ids = self.kv_cache_manager.allocate_slots(request, count)
+            if block_ids is not None:
+                return block_ids
+            victim = choose_victim(self.running, self.policy.rank, self.config.max_num_preemptions)
+            if victim is None:
+                self._stall(request)
+                return None
+            self._preempt(victim, request, plan)
+            if victim is request:
+                return None
+
+    def _stall(self, request: Request) -> None:
+        """Let a running request wait for blocks; alone, with nobody to wait for, it has filled the cache and ends."""
+        self._emit(events.RequestStalled, request.request_id)
+        if len(self.running) == 1 and not self.kv_cache_manager.num_transfers:
+            self._finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)
+            self._news.append(EngineCoreOutput(request.request_id, finish_reason=request.status.finish_reason))
+            self._drop_finished()
 
     def _admit_waiting(self, plan: StepPlan) -> None:
         """Admit from the queue's head until something does not fit; nobody overtakes the one who waits there."""
-        while self.waiting and plan.budget > 0 and len(self.running) < self.config.max_num_seqs:
-            request = self.waiting.peek_request()
-            computed = self.kv_cache_manager.get_computed_blocks(request)
-            count = self._num_tokens(
-                request, computed.num_tokens, plan.budget, may_be_cut=self.config.enable_chunked_prefill
-            )
-            # Each running request is left a block to grow into, or the newcomer would be the first to be evicted.
-            if count == 0 or not self.kv_cache_manager.can_hold_whole(request, computed, len(self.running)):
-                return
-            block_ids = self.kv_cache_manager.allocate_slots(request, count, computed)
-            if block_ids is None:
-                return
-            self.waiting.pop_request()
-            self._admit(request, computed)
-            plan.admitted.append(request)
-            plan.give(request, count, block_ids)
+        reason = WaitReason.PREEMPTING if plan.preempted else None
+        reason = reason or self.admission.open_step(len(self.running), len(self.waiting))
+        while self.waiting and reason is None:
+            if len(self.running) + len(self.loads) + self.room.num_parked >= self.config.max_num_seqs:
+                reason = WaitReason.NO_SEAT
+            elif plan.budget <= 0:
+                reason = WaitReason.NO_BUDGET
+            else:
+                reason = self._admit_next(plan)
+        if self.waiting and reason is not None:
+            self._note_blocked(self.waiting.peek_request(), reason)
+
+    def _admit_next(self, plan: StepPlan) -> WaitReason | None:
+        """Admit the head of the queue, or let it wait beside the queue; return why it can do neither, or None."""
+        request = self.waiting.peek_request()
+        computed = self.kv_cache_manager.get_computed_blocks(request)
+        awaited = self.kv_cache_manager.awaited_block(request, computed)
+        if awaited is not None and self.room.may_park(request):
+            self.room.park(awaited[0], self._step)
+            self._emit(events.RequestParked, request.request_id, awaited[1])
+            return None
+        reason = self.admission.refusal(request, computed, len(self.running))
+        if reason is not None:
+            return reason
+        num_external = self._num_external_tokens(request, computed)
+        if num_external:
+            return self._start_load(request, computed, num_external, plan)
+        admission = self.admission
+        count = num_tokens_to_schedule(
+            request.num_tokens - computed.num_tokens,
+            int(min(plan.budget, admission.prefill_room)),
+            threshold=self.config.long_prefill_token_threshold,
+            may_be_cut=self.config.enable_chunked_prefill,
+            whole_budget=int(min(self.config.max_num_batched_tokens, admission.largest_prefill)),
+        )
+        if count <= 0:
+            return WaitReason.NO_BUDGET
+        block_ids = self.kv_cache_manager.allocate_slots(
+            request, count, computed, num_reserved_tokens=admission.num_reserved_tokens(request)
+        )
+        if block_ids is None:
+            return WaitReason.NO_BLOCKS
+        self._admit(request, computed)
+        admission.admitted(request, count)
+        plan.give(request, count, block_ids)
+        return None
+
+    def _note_blocked(self, request: Request, reason: WaitReason) -> None:
+        if self._blocked != (request.request_id, reason):
+            self._blocked = (request.request_id, reason)
+            self._emit(events.RequestBlocked, request.request_id, reason)
+
+    def _return_parked(self) -> None:
+        for request, timed_out in self.room.return_parked(self.kv_cache_manager.is_being_computed, self._step):
+            self._emit(events.RequestUnparked, request.request_id, timed_out)
 
     def _num_tokens(self, request: Request, num_computed: int, budget: int, *, may_be_cut: bool) -> int:
         return num_tokens_to_schedule(
@@ -195,46 +328,155 @@ class Scheduler:
         )
 
     def _admit(self, request: Request, computed: ComputedBlocks) -> None:
+        """Take the head of the queue into the running."""
+        self.room.take()
         resumed = request.status is RequestStatus.PREEMPTED
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = computed.num_tokens
         self.running.append(request)
+        self._note_admitted(request, computed, resumed=resumed)
+
+    def _note_admitted(self, request: Request, computed: ComputedBlocks, *, resumed: bool) -> None:
         request_id, num_tokens = request.request_id, request.num_tokens
-        if computed is not NO_COMPUTED_BLOCKS and not resumed:
-            self._emit(events.PrefixCacheQueried, request_id, num_tokens, computed.num_tokens)
+        if not resumed:
+            num_fresh = request.num_prompt_tokens - computed.num_tokens
+            self.policy.counters.charge(request.tenant, num_input_tokens=max(num_fresh, 0))
+            if self.kv_cache_manager.enable_prefix_caching and request.reads_prefix_cache:
+                miss = self.kv_cache_manager.why_missed(request, computed)
+                reason, position = (miss.reason, miss.position) if miss else (None, None)
+                num_hit = computed.num_tokens
+                self._emit(events.PrefixCacheQueried, request_id, num_tokens, num_hit, reason, position)
         self._emit(events.RequestAdmitted, request_id, computed.num_tokens, num_tokens, resumed)
 
-    def _preempt(self, victim: Request, beneficiary: Request, plan: StepPlan) -> bool:
-        """Take a victim's blocks and put it back to the front of its class; whether it was in the step already.
+    def _preempt(self, victim: Request, beneficiary: Request, plan: StepPlan) -> None:
+        """Take a victim's blocks and put it back to the front of its class; the step gets its budget back.
 
-        Its tokens are kept: when it resumes it computes their KV again, or finds it in the prefix cache.
+        Its tokens are kept. When it resumes their KV comes back from host memory, is found in the prefix cache, or is
+        computed again.
         """
-        was_scheduled = plan.take_back(victim)
-        num_lost = victim.num_computed_tokens
-        self.kv_cache_manager.release(victim)
+        plan.take_back(victim)
+        manager, num_lost = self.kv_cache_manager, victim.num_computed_tokens
+        swaps = should_swap(self.config, num_lost, manager.num_blocks_for(num_lost)) and manager.swap_out(victim)
+        manager.release(victim)
         self.running.remove(victim)
+        self.admission.left(victim)
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
         victim.spec_token_ids = []
         victim.num_preemptions += 1
         self._num_sent_tokens.pop(victim.request_id, None)
-        self.waiting.prepend_request(victim)
+        self.room.put_back(victim)
         plan.preempted[victim.request_id] = victim
-        self._emit(events.RequestPreempted, victim.request_id, beneficiary.request_id, num_lost)
-        return was_scheduled
+        self._emit(events.RequestPreempted, victim.request_id, beneficiary.request_id, num_lost, swaps)
+
+    def preempt_requests(self, request_ids: Iterable[str]) -> None:
+        """Take the blocks of these requests with the next step, as an operator may wish; they come back by themselves.
+
+        Who does not run by then is passed over.
+        """
+        self._to_preempt += request_ids
+
+    def _preempt_as_told(self, plan: StepPlan) -> None:
+        for request_id in self._to_preempt:
+            request = self.requests.get(request_id)
+            if request is not None and request.status is RequestStatus.RUNNING:
+                self._preempt(request, request, plan)
+        self._to_preempt = []
+
+    # --- KV from outside ----------------------------------------------------------------------------------------------
+
+    def _num_external_tokens(self, request: Request, computed: ComputedBlocks) -> int:
+        """How many tokens behind what is computed here can be fetched, one always left to compute."""
+        if not request.reads_prefix_cache or request.request_id in self._gave_up_loading:
+            return 0
+        found = self._connector.get_num_new_matched_tokens(request, computed.num_tokens)
+        return max(min(found, request.num_tokens - 1 - computed.num_tokens), 0)
+
+    def _start_load(
+        self, request: Request, computed: ComputedBlocks, num_external: int, plan: StepPlan
+    ) -> WaitReason | None:
+        """Give a request its blocks and let it wait for KV from outside. It keeps its seat."""
+        block_ids = self.kv_cache_manager.allocate_slots(
+            request, num_external, computed, num_reserved_tokens=self.admission.num_reserved_tokens(request)
+        )
+        if block_ids is None:
+            return WaitReason.NO_BLOCKS
+        self.room.take()
+        resumed = request.status is RequestStatus.PREEMPTED
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        request.num_computed_tokens = computed.num_tokens
+        num_tokens = computed.num_tokens + num_external
+        load = self.loads.start(request, num_tokens, self._now + self.config.kv_load_timeout_s)
+        self.kv_cache_manager.pin(load.transfer_id, block_ids)
+        self._connector.update_state_after_alloc(request, block_ids, num_external)
+        token_ids = request.sequence.token_ids[:num_tokens]
+        plan.kv_loads.append(
+            KVLoad(load.transfer_id, request.request_id, token_ids, list(block_ids), computed.num_tokens)
+        )
+        self.admission.admitted(request, 0)
+        self._note_admitted(request, computed, resumed=resumed)
+        self._emit(events.KVLoadStarted, request.request_id, load.transfer_id, num_external)
+        return None
+
+    def _end_load(self, transfer_id: int, *, arrived: bool) -> None:
+        """Let a request run on with what arrived, or put it back to compute everything itself."""
+        load = self.loads.end(transfer_id)
+        if load is None:
+            self._emit(events.StaleResultDropped, f"transfer {transfer_id} is over or unknown")
+            return
+        self.kv_cache_manager.unpin(transfer_id)
+        self._emit(events.KVLoadEnded, load.request.request_id, transfer_id, "done" if arrived else "failed")
+        if not arrived:
+            self._give_up_load(load)
+            return
+        request = load.request
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = load.num_tokens
+        self.kv_cache_manager.commit(request)
+        self.running.append(request)
+
+    def _give_up_load(self, load: PendingLoad) -> None:
+        request = load.request
+        self._gave_up_loading.add(request.request_id)
+        self.admission.left(request)
+        self.kv_cache_manager.release(request)
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+        self.room.put_back(request)
+
+    def _cancel_load(self, request_id: str, outcome: str) -> PendingLoad | None:
+        """Stop waiting for a transfer. Its blocks stay pinned until the worker has been told to write no more."""
+        transfer_id = self.loads.of_request(request_id)
+        load = None if transfer_id is None else self.loads.end(transfer_id)
+        if load is not None:
+            self._cancels.append(load.transfer_id)
+            self._emit(events.KVLoadEnded, request_id, load.transfer_id, outcome)
+        return load
+
+    def _expire_loads(self) -> None:
+        for load in self.loads.expired(self._now):
+            self._cancel_load(load.request.request_id, "expired")
+            self._give_up_load(load)
+
+    # --- out and back -------------------------------------------------------------------------------------------------
 
     def _make_output(self, plan: StepPlan) -> SchedulerOutput:
-        new = [NewRequestData.from_request(request) for request in plan.admitted]
-        new_ids = {data.request_id for data in new}
+        new: list[NewRequestData] = []
         cached = CachedRequestData.make_empty()
         drafts: dict[str, list[int]] = {}
+        num_sent_tokens = self._num_sent_tokens
         for request_id, count in plan.num_tokens.items():
             request = self.requests[request_id]
             token_ids = request.sequence.token_ids
-            if request_id not in new_ids:
-                new_tokens = token_ids[self._num_sent_tokens[request_id] :]
+            num_sent = num_sent_tokens.get(request_id)
+            num_sent_tokens[request_id] = len(token_ids)
+            if num_sent is None:
+                new.append(NewRequestData.from_request(request))
+            else:
+                new_tokens = token_ids[num_sent:]
                 cached.append(request_id, new_tokens, plan.new_block_ids[request_id], request.num_computed_tokens)
-            self._num_sent_tokens[request_id] = len(token_ids)
+            if not request.spec_token_ids:
+                continue
             num_drafts = request.num_computed_tokens + count - len(token_ids)
             if num_drafts > 0:
                 drafts[request_id] = request.spec_token_ids[:num_drafts]
@@ -247,22 +489,24 @@ class Scheduler:
             finished_req_ids=self._finished_req_ids,
             preempted_req_ids=set(plan.preempted),
             scheduled_spec_decode_tokens=drafts,
+            copies=self.kv_cache_manager.take_copies(),
+            kv_loads=plan.kv_loads,
+            kv_cancels=self._cancels,
+            num_pending_loads=len(self.loads),
         )
         self._finished_req_ids = set()
+        self._cancels = []
         return output
 
     def _emit_step(self, output: SchedulerOutput) -> None:
-        for request_id, count in output.num_scheduled_tokens.items():
-            num_computed = self.requests[request_id].num_computed_tokens
-            self._emit(events.TokensScheduled, request_id, count, num_computed)
         if not output.num_scheduled_tokens:
             return
         self._emit(
             events.StepScheduled,
-            len(output.num_scheduled_tokens),
+            output.num_scheduled_tokens,
             output.total_num_scheduled_tokens,
             len(self.running),
-            len(self.waiting),
+            len(self.room) + len(self.loads),
             self.kv_cache_manager.pool.usage,
         )
 
@@ -271,20 +515,30 @@ class Scheduler:
 
         A result of another step than `scheduled` changes nothing (it came late or twice).
         """
+        self._now = self._clock()
         if result.step != scheduled.step or scheduled.step != self._step:
             self._emit(events.StaleResultDropped, f"result of step {result.step} in step {self._step}")
             return []
-        outputs = []
+        for transfer_id in scheduled.kv_cancels:
+            self.kv_cache_manager.unpin(transfer_id)
+        for transfer_id, arrived in result.kv_loads:
+            self._end_load(transfer_id, arrived=arrived)
+        outputs, self._news = self._news, []
+        new_tokens: dict[str, int] = {}
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
-            if request is None:
+            if request is None or request.status is not RequestStatus.RUNNING:
                 continue  # aborted while the step ran
             if request_id in result.errors:
                 outputs.append(self._fail(request, result.errors[request_id]))
                 continue
             output = self._update_request(request, count, scheduled, result)
             if output is not None:
+                new_tokens[request_id] = len(output.new_token_ids)
                 outputs.append(output)
+        self._drop_finished()
+        if scheduled.num_scheduled_tokens:
+            self._emit(events.StepCompleted, new_tokens)
         return outputs
 
     def _update_request(
@@ -294,7 +548,9 @@ class Scheduler:
         sampled = result.sampled_token_ids.get(request_id, [])
         num_drafts = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
         num_rejected = num_drafts + 1 - len(sampled) if num_drafts else 0
-        prompt_logprobs = self._new_prompt_logprobs(request, result)
+        if num_drafts:
+            self._emit(events.DraftsVerified, request_id, num_drafts, num_drafts - num_rejected)
+        prompt_logprobs = self._new_prompt_logprobs(request, result) if result.prompt_logprobs else []
         request.num_computed_tokens += count - num_rejected
         request.spec_token_ids = []
         accepted, status = self._append_tokens(request, sampled)
@@ -307,12 +563,12 @@ class Scheduler:
             return None
         return EngineCoreOutput(
             request_id,
-            new_token_ids=accepted,
-            new_logprobs=result.logprobs.get(request_id, [])[: len(accepted)],
-            new_prompt_logprobs=prompt_logprobs,
-            finish_reason=request.status.finish_reason,
-            stop_reason=request.stop_reason,
-            num_cached_tokens=request.sequence.num_cached_tokens,
+            accepted,
+            result.logprobs.get(request_id, [])[: len(accepted)],
+            prompt_logprobs,
+            request.status.finish_reason,
+            request.stop_reason,
+            request.sequence.num_cached_tokens,
         )
 
     @staticmethod
@@ -327,7 +583,6 @@ class Scheduler:
         """Append tokens until one of them ends the request; those behind it are discarded."""
         accepted: list[int] = []
         status = None
-        is_first = request.sequence.num_output_tokens == 0
         for token_id in sampled:
             request.sequence.token_ids.append(token_id)
             accepted.append(token_id)
@@ -335,7 +590,7 @@ class Scheduler:
             if status is not None:
                 break
         if accepted:
-            self._emit(events.TokensGenerated, request.request_id, len(accepted), is_first)
+            self.policy.counters.charge(request.tenant, num_output_tokens=len(accepted))
         return accepted, status
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
@@ -343,10 +598,21 @@ class Scheduler:
 
         Whether the worker heard who ended before is unknown, so it is told again with the next step.
         """
+        self._now = self._clock()
         self._emit(events.StepFailed, message)
         self._finished_req_ids |= scheduled.finished_req_ids | scheduled.preempted_req_ids
+        for request_id in scheduled.preempted_req_ids:
+            self.kv_cache_manager.drop_saved(request_id)  # nobody knows whether it was copied
+        self._cancels += scheduled.kv_cancels
+        for load in scheduled.kv_loads:
+            ended = self._cancel_load(load.request_id, "failed")
+            if ended is not None:
+                self._give_up_load(ended)
+        outputs, self._news = self._news, []
         requests = [self.requests.get(request_id) for request_id in scheduled.num_scheduled_tokens]
-        return [self._fail(request, message) for request in requests if request is not None]
+        outputs += [self._fail(request, message) for request in requests if request is not None]
+        self._drop_finished()
+        return outputs
 
     def _fail(self, request: Request, message: str) -> EngineCoreOutput:
         self._finish(request, RequestStatus.FINISHED_ERROR)
@@ -365,26 +631,32 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step has anything to compute, or an ending to deliver to the worker."""
-        return bool(self.requests or self._finished_req_ids)
+        return bool(self.requests or self._finished_req_ids or self._news or self._cancels)
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""
         return len(self.requests)
 
+    @property
+    def num_kept_records(self) -> int:
+        """Records kept of single requests; 0 when nobody is left."""
+        num_own = len(self._num_sent_tokens) + len(self._gave_up_loading) + len(self.loads)
+        return num_own + self.room.num_records + self.kv_cache_manager.num_tracked_requests
+
     def get_request_counts(self) -> tuple[int, int]:
         """(running, waiting)."""
-        return len(self.running), len(self.waiting)
+        return len(self.running), len(self.room) + len(self.loads)
 
     def get_stats(self) -> SchedulerStats:
         """Totals since the start, read from the event stream, and the state now."""
-        count, tokens = self.counters.count, self.counters.tokens
+        count = self.counters.count
         return SchedulerStats(
-            total_scheduled=count[events.TokensScheduled],
+            total_scheduled=self.counters.num_scheduled,
             total_preempted=count[events.RequestPreempted],
             total_finished=count[events.RequestFinished],
-            total_tokens_scheduled=tokens[events.TokensScheduled],
-            total_tokens_generated=tokens[events.TokensGenerated],
-            num_waiting=len(self.waiting),
+            total_tokens_scheduled=self.counters.num_tokens_scheduled,
+            total_tokens_generated=self.counters.num_tokens_generated,
+            num_waiting=len(self.room) + len(self.loads),
             num_running=len(self.running),
             kv_cache_usage=self.kv_cache_manager.pool.usage,
             cache_hit_rate=self.counters.cache_hit_rate,
@@ -397,4 +669,4 @@ class Scheduler:
         return self.kv_cache_manager.reset_prefix_cache()
 
     def _emit(self, kind: Callable[..., events.Event], *args: object) -> None:
-        self._sink.emit(kind(self._step, self._clock(), *args))
+        self._sink.emit(kind(self._step, self._now, *args))

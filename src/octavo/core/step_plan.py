@@ -1,4 +1,4 @@
-"""A step while it is being decided: budget left, who gets how much, who was admitted, who lost its blocks."""
+"""A step while it is being decided: budget left, who gets how much, who lost its blocks, what is fetched."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from octavo.request import Request
+    from octavo.scheduler_output import KVLoad
 
 
 @dataclass(slots=True)
@@ -16,7 +17,7 @@ class StepPlan:
     budget: int
     num_tokens: dict[str, int] = field(default_factory=dict)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
-    admitted: list[Request] = field(default_factory=list)
+    kv_loads: list[KVLoad] = field(default_factory=list)
     preempted: dict[str, Request] = field(default_factory=dict)
 
     def give(self, request: Request, count: int, block_ids: list[int]) -> None:
@@ -25,9 +26,7 @@ class StepPlan:
         self.new_block_ids[request.request_id] = block_ids
         self.budget -= count
 
-    def take_back(self, request: Request) -> bool:
-        """Return a victim's budget to the step; whether it had been scheduled already."""
-        count = self.num_tokens.pop(request.request_id, 0)
+    def take_back(self, request: Request) -> None:
+        """Return a victim's budget to the step."""
+        self.budget += self.num_tokens.pop(request.request_id, 0)
         self.new_block_ids.pop(request.request_id, None)
-        self.budget += count
-        return count > 0

@@ -1,0 +1,187 @@
+"""Whether the next waiting request may start.
+
+Optimistic: as soon as its known tokens fit. By reservation: once all it may ever need is set aside, so that nobody is
+ever preempted for want of memory. The second is the rule of Hugging Face TGI (router/src/infer: `Queue::next_batch`
+and `batching_task`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Protocol
+
+from octavo.config import AdmissionRule
+from octavo.errors import PromptTooLongError
+from octavo.events import WaitReason
+
+if TYPE_CHECKING:
+    from octavo.config import SchedulerConfig
+    from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
+    from octavo.request import Request
+
+
+class Admission(Protocol):
+    """Asked for each request that may start, and told of each that does or leaves."""
+
+    def check_fits(self, request: Request) -> None:
+        """Raise `PromptTooLongError` for a request that could never start."""
+        ...
+
+    def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
+        """Begin a step; a reason means that nobody is admitted in it."""
+        ...
+
+    @property
+    def prefill_room(self) -> float:
+        """Tokens that newcomers may still get in this step."""
+        ...
+
+    @property
+    def largest_prefill(self) -> float:
+        """Tokens that newcomers may get in an empty step."""
+        ...
+
+    def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:
+        """Return why a request cannot start now, or None."""
+        ...
+
+    def num_reserved_tokens(self, request: Request) -> int:
+        """Tokens to make room for at once when it starts, 0 for no more than it is given."""
+        ...
+
+    def admitted(self, request: Request, num_tokens: int) -> None:
+        """Take note that it started with so many tokens."""
+        ...
+
+    def left(self, request: Request) -> None:
+        """Take note that it ended or was preempted."""
+        ...
+
+
+class OptimisticAdmission:
+    """Start what fits now; when memory runs out later, somebody is preempted.
+
+    Each running request is left a block to grow into, or the newcomer would be the first to be evicted. One that was
+    preempted often enough starts only with all it may ever need, and is then nobody's victim.
+    """
+
+    prefill_room = largest_prefill = math.inf
+
+    def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
+        self._manager = kv_cache_manager
+        self._max_preemptions = config.max_num_preemptions
+
+    def check_fits(self, request: Request) -> None:
+        """Its prompt and one more token must fit an empty cache."""
+        num_prompt, capacity = request.num_prompt_tokens, self._manager.capacity_tokens
+        if num_prompt + 1 > capacity:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt} tokens and can never fit the KV cache of {capacity} tokens with one "
+                "token of output; give the cache more memory (kv_cache_memory_bytes)",
+                parameter="prompt",
+            )
+
+    def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
+        """Admit in every step."""
+        del num_running, num_waiting
+        return None
+
+    def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:
+        """All its known tokens must fit."""
+        num_tokens = max(request.num_tokens, self.num_reserved_tokens(request))
+        fits = self._manager.can_hold(num_tokens, computed, num_running)
+        return None if fits else WaitReason.NO_BLOCKS
+
+    def num_reserved_tokens(self, request: Request) -> int:
+        """All it may ever need, for one that was preempted often enough. The newest token needs no room."""
+        return request.max_total_tokens - 1 if request.num_preemptions >= self._max_preemptions else 0
+
+    def admitted(self, request: Request, num_tokens: int) -> None:
+        """Nothing is set aside."""
+
+    def left(self, request: Request) -> None:
+        """Nothing was set aside."""
+
+
+class ReservationAdmission:
+    """Prompt + max_tokens of all running requests never exceed the limit; nobody is preempted for want of memory."""
+
+    def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
+        self._config = config
+        self._manager = kv_cache_manager
+        self._reserved: dict[str, tuple[int, int]] = {}
+        self.num_reserved_total = 0
+        self._num_blocks = 0
+        self._num_prefilled = 0
+        self._steps_since_admission = 0
+
+    @property
+    def max_total_tokens(self) -> int:
+        """The limit on prompt + max_tokens of all running requests."""
+        limit = self._config.max_batch_total_tokens
+        return self._manager.capacity_tokens if limit is None else limit
+
+    @property
+    def largest_prefill(self) -> float:
+        """`max_batch_prefill_tokens`."""
+        limit = self._config.max_batch_prefill_tokens
+        return math.inf if limit is None else limit
+
+    @property
+    def prefill_room(self) -> float:
+        """What this step's newcomers left of `max_batch_prefill_tokens`."""
+        return self.largest_prefill - self._num_prefilled
+
+    def check_fits(self, request: Request) -> None:
+        """Its prompt and max_tokens must fit the limit and an empty cache."""
+        limit = min(self.max_total_tokens, self._manager.capacity_tokens)
+        if request.max_total_tokens > limit:
+            raise PromptTooLongError(
+                f"prompt and max_tokens together are {request.max_total_tokens} tokens; at most {limit} can be "
+                "reserved (max_batch_total_tokens and the KV cache)",
+                parameter="max_tokens",
+            )
+
+    def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
+        """Let a few gather before the running are held up for them, but not for long."""
+        self._num_prefilled = 0
+        self._steps_since_admission += 1
+        least = math.floor(num_running * self._config.waiting_served_ratio)
+        if num_running and num_waiting < least and self._steps_since_admission <= self._config.max_waiting_tokens:
+            return WaitReason.GATHERING
+        return None
+
+    def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:
+        """Tested before it is added: what is reserved and the next one's share stay within the limit."""
+        del computed, num_running
+        num_blocks = self._num_blocks + self._manager.num_blocks_for(request.max_total_tokens)
+        if self.num_reserved_total + request.max_total_tokens > self.max_total_tokens:
+            return WaitReason.NO_RESERVATION
+        return WaitReason.NO_RESERVATION if num_blocks > self._manager.pool.num_blocks else None
+
+    def num_reserved_tokens(self, request: Request) -> int:
+        """Blocks are counted, not taken: they are taken as tokens come."""
+        del request
+        return 0
+
+    def admitted(self, request: Request, num_tokens: int) -> None:
+        """Reserve."""
+        share = request.max_total_tokens, self._manager.num_blocks_for(request.max_total_tokens)
+        self._reserved[request.request_id] = share
+        self.num_reserved_total += share[0]
+        self._num_blocks += share[1]
+        self._num_prefilled += num_tokens
+        self._steps_since_admission = 0
+
+    def left(self, request: Request) -> None:
+        """Return the whole reservation, used or not."""
+        num_tokens, num_blocks = self._reserved.pop(request.request_id, (0, 0))
+        self.num_reserved_total -= num_tokens
+        self._num_blocks -= num_blocks
+
+
+def create_admission(config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> Admission:
+    """Create the rule that `config.admission` names."""
+    if config.admission is AdmissionRule.RESERVATION:
+        return ReservationAdmission(config, kv_cache_manager)
+    return OptimisticAdmission(config, kv_cache_manager)

@@ -1,0 +1,81 @@
+"""Why a lookup in the prefix cache found no more: a bounded memory of what was cached before."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.core.block_hash import BlockHash
+
+
+class MissReason(StrEnum):
+    """Why the first block that was not found was not there."""
+
+    NEVER_SEEN = "never seen"
+    EVICTED = "evicted"
+    OTHER_SALT = "other salt"
+    DIFFERENT_TOKEN = "different token"  # noqa: S105  a language model's token, not a secret
+    TOO_SHORT = "shorter than a block"
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A reason, and for `DIFFERENT_TOKEN` the first position that differs from what was cached."""
+
+    reason: MissReason
+    position: int | None = None
+
+
+class CacheHistory:
+    """Remembers the last `capacity` blocks that could be found, whatever became of them. O(1) per block."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._seen: OrderedDict[tuple[int, tuple[int, ...]], tuple[BlockHash, tuple[str, ...]]] = OrderedDict()
+        self._child: OrderedDict[BlockHash | None, tuple[int, ...]] = OrderedDict()
+
+    def add(
+        self,
+        index: int,
+        token_ids: tuple[int, ...],
+        block_hash: BlockHash,
+        parent: BlockHash | None,
+        extra_keys: tuple[str, ...],
+    ) -> None:
+        """Remember the block at `index` of a sequence, which follows the one with hash `parent`."""
+        _remember(self._seen, (index, token_ids), (block_hash, extra_keys), self._capacity)
+        _remember(self._child, parent, token_ids, self._capacity)
+
+    def why_missed(
+        self,
+        index: int,
+        token_ids: Sequence[int],
+        block_hash: BlockHash,
+        parent: BlockHash | None,
+        extra_keys: tuple[str, ...],
+    ) -> Miss:
+        """Say why the full block at `index`, with these tokens behind `parent`, was not found."""
+        seen = self._seen.get((index, tuple(token_ids)))
+        if seen is not None and seen[0] == block_hash:
+            return Miss(MissReason.EVICTED)
+        if seen is not None and seen[1] != extra_keys:
+            return Miss(MissReason.OTHER_SALT)
+        child = self._child.get(parent)
+        if child is None or child[0] != token_ids[0]:
+            return Miss(MissReason.NEVER_SEEN)
+        differing = next((i for i, pair in enumerate(zip(child, token_ids, strict=True)) if pair[0] != pair[1]), None)
+        if differing is None:
+            return Miss(MissReason.EVICTED)
+        return Miss(MissReason.DIFFERENT_TOKEN, index * len(child) + differing)
+
+
+def _remember(memory: OrderedDict[Any, Any], key: object, value: object, capacity: int) -> None:
+    memory[key] = value
+    memory.move_to_end(key)
+    if len(memory) > capacity:
+        memory.popitem(last=False)

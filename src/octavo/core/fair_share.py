@@ -1,0 +1,138 @@
+"""Fair share between tenants: virtual token counters.
+
+After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2: each tenant has a counter of
+the service it got; the waiting tenant with the smallest is served next, and one that starts to wait is lifted to the
+smallest counter of those who wait already, so that idle time earns no credit.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+from octavo.core.request_queue import PriorityRequestQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from octavo.request import Request
+
+
+class ServiceCounters:
+    """What each tenant was served: weighted prompt tokens, charged on admission, and generated ones, as they come.
+
+    Tokens that were found in a cache, and those computed again after a preemption, cost nothing.
+    """
+
+    def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0) -> None:
+        self.input_weight = input_weight
+        self.output_weight = output_weight
+        self._served: dict[str, float] = {}
+
+    def served(self, tenant: str) -> float:
+        """Return a tenant's counter."""
+        return self._served.get(tenant, 0.0)
+
+    def charge(self, tenant: str, *, num_input_tokens: int = 0, num_output_tokens: int = 0) -> None:
+        """Count service."""
+        cost = self.input_weight * num_input_tokens + self.output_weight * num_output_tokens
+        self._served[tenant] = self.served(tenant) + cost
+
+    def lift(self, tenant: str, level: float) -> None:
+        """Raise a counter to `level` at least."""
+        self._served[tenant] = max(self.served(tenant), level)
+
+    def forget_all(self) -> None:
+        """Start anew: nobody waits or runs, so nobody is owed anything."""
+        self._served.clear()
+
+    def bound(self, longest_prompt: int, longest_output: int, max_num_seqs: int) -> float:
+        """Return what the counters of two tenants that both wait never differ by more than.
+
+        A counter grows past another's only by one admission, made while it was the smaller one, and by what the
+        requests that run already may still generate.
+        """
+        return self.input_weight * longest_prompt + self.output_weight * longest_output * max_num_seqs
+
+
+class FairRequestQueue:
+    """The tenant with the smallest counter first; within a tenant its own priorities count. O(log n)."""
+
+    def __init__(
+        self, counters: ServiceCounters | None = None, rank: Callable[[Request], tuple[float, ...]] | None = None
+    ) -> None:
+        self.counters = counters or ServiceCounters()
+        self._rank = rank
+        self._tenants: dict[str, PriorityRequestQueue] = {}
+        self._heap: list[tuple[float, str]] = []  # counters only grow: an entry may be too small, never too large
+        self._in_heap: set[str] = set()
+        self._last_level = 0.0
+        self._size = 0
+
+    def add_request(self, request: Request) -> None:
+        """Put it at its place among its tenant's others."""
+        self._queue_of(request.tenant).add_request(request)
+        self._size += 1
+
+    def prepend_request(self, request: Request) -> None:
+        """Put it back to its place among its tenant's others."""
+        self._queue_of(request.tenant).prepend_request(request)
+        self._size += 1
+
+    def peek_request(self) -> Request:
+        """Return the next one without taking it."""
+        if not self._size:
+            raise IndexError("peek into an empty queue")
+        return self._tenants[self._next_tenant()].peek_request()
+
+    def pop_request(self) -> Request:
+        """Take the next one."""
+        request = self.peek_request()
+        self.remove_request(request)
+        return request
+
+    def remove_request(self, request: Request) -> None:
+        """Take this one from wherever it stands."""
+        queue = self._tenants[request.tenant]
+        queue.remove_request(request)
+        self._size -= 1
+        if not queue:
+            del self._tenants[request.tenant]
+            self._last_level = self.counters.served(request.tenant)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __bool__(self) -> bool:
+        return self._size > 0
+
+    def __iter__(self) -> Iterator[Request]:
+        for tenant in sorted(self._tenants, key=self.counters.served):
+            yield from self._tenants[tenant]
+
+    def backlogged(self) -> list[str]:
+        """Return the tenants that wait."""
+        return list(self._tenants)
+
+    def _queue_of(self, tenant: str) -> PriorityRequestQueue:
+        queue = self._tenants.get(tenant)
+        if queue is None:
+            level = self.counters.served(self._next_tenant()) if self._tenants else self._last_level
+            self.counters.lift(tenant, level)
+            if tenant not in self._in_heap:
+                self._in_heap.add(tenant)
+                heapq.heappush(self._heap, (self.counters.served(tenant), tenant))
+            queue = self._tenants[tenant] = PriorityRequestQueue(self._rank)
+        return queue
+
+    def _next_tenant(self) -> str:
+        """Return the waiting tenant with the smallest counter; entries of the heap are mended as they surface."""
+        while True:
+            level, tenant = self._heap[0]
+            if tenant not in self._tenants:
+                heapq.heappop(self._heap)
+                self._in_heap.discard(tenant)
+            elif level < self.counters.served(tenant):
+                heapq.heapreplace(self._heap, (self.counters.served(tenant), tenant))
+            else:
+                return tenant

@@ -1,0 +1,168 @@
+"""What must hold of the core between any two calls, checked from the outside.
+
+The numbers are those of docs/reliability.md. Simulations check after every step, an engine whenever it is idle.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octavo.core.admission import ReservationAdmission
+from octavo.request import RequestStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from octavo.core.kv_cache_manager import KVCacheManager
+    from octavo.core.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """An invariant that does not hold, and the blocks whose books are wrong, if it is one of blocks."""
+
+    invariant: int
+    message: str
+    block_ids: tuple[int, ...] = ()
+
+
+def check(scheduler: Scheduler) -> list[Breach]:
+    """Return every breach; an empty list when all is well. Changes nothing. O(blocks + requests)."""
+    manager = scheduler.kv_cache_manager
+    return [
+        *_check_partition(manager),
+        *_check_references(scheduler),
+        *_check_index(manager),
+        *_check_tables(scheduler),
+        *_check_host(scheduler),
+        *_check_states(scheduler),
+        *_check_limits(scheduler),
+        *_check_idle(scheduler),
+    ]
+
+
+def _check_partition(manager: KVCacheManager) -> Iterator[Breach]:
+    """1: FREE, CACHED, OWNED and QUARANTINED partition the blocks, and no list holds a block twice."""
+    pool = manager.pool
+    free = pool.free_list()
+    cached = [block.block_id for block in pool.cached_blocks()]
+    held = [block.block_id for block in pool.blocks if block.ref_count and block.block_id not in pool.quarantined]
+    count = Counter([*free, *cached, *held, *pool.quarantined])
+    wrong = tuple(block.block_id for block in pool.blocks if count[block.block_id] != 1)
+    if wrong or sum(count.values()) != pool.num_blocks:
+        yield Breach(1, f"blocks in no place or in several: {wrong}", wrong)
+
+
+def _check_references(scheduler: Scheduler) -> Iterator[Breach]:
+    """2: a block's references are its occurrences in tables and pins."""
+    manager = scheduler.kv_cache_manager
+    count = Counter(block.block_id for block in manager.pinned_blocks())
+    for request in scheduler.requests.values():
+        count.update(request.sequence.block_table)
+    blocks = manager.pool.blocks
+    wrong = tuple(b.block_id for b in blocks if b.ref_count != count[b.block_id])
+    if wrong:
+        found = [(block_id, blocks[block_id].ref_count, count[block_id]) for block_id in wrong]
+        yield Breach(2, f"(block, references, holders): {found}", wrong)
+
+
+def _check_index(manager: KVCacheManager) -> Iterator[Breach]:
+    """5: the index names exactly the blocks with a hash."""
+    hashed = [block for block in manager.pool.blocks if block.hash is not None]
+    wrong = tuple(block.block_id for block in hashed if manager.pool.indexed(block.hash) is not block)
+    if wrong or len(hashed) != manager.pool.num_cached_blocks:
+        yield Breach(5, f"{len(hashed)} blocks have a hash, {manager.pool.num_cached_blocks} are indexed", wrong)
+    for block in hashed:
+        if len(block.token_ids) != manager.block_size:
+            yield Breach(5, f"{block} is findable and not full", (block.block_id,))
+
+
+def _check_tables(scheduler: Scheduler) -> Iterator[Breach]:
+    """3: tables are as long as their tokens need. 4: what is still written is private. 8: no table has a block twice."""
+    manager = scheduler.kv_cache_manager
+    size = manager.block_size
+    for request in scheduler.requests.values():
+        table, name = request.sequence.block_table, request.request_id
+        if len(table) < manager.num_blocks_for(request.num_computed_tokens):
+            yield Breach(3, f"{name}: {len(table)} blocks for {request.num_computed_tokens} tokens")
+        if len(table) > manager.num_blocks_for(max(request.max_total_tokens, request.num_tokens)):
+            yield Breach(3, f"{name}: {len(table)} blocks, more than it can ever need")
+        if len(set(table)) != len(table):
+            yield Breach(3, f"{name}: a block twice in {table}", tuple(table))
+        for block_id in table[request.num_computed_tokens // size :]:
+            block = manager.pool.blocks[block_id]
+            pinned = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            if block.hash is not None or block.ref_count > 1 + pinned:
+                yield Breach(4, f"{name} is to write into {block}, which others may read", (block_id,))
+
+
+def _check_host(scheduler: Scheduler) -> Iterator[Breach]:
+    """Host blocks are free or hold the KV of one preempted request."""
+    manager = scheduler.kv_cache_manager
+    saved = manager.saved_blocks()
+    held = [block for blocks in saved.values() for block in blocks]
+    if sorted([*held, *manager.host.free_block_ids()]) != list(range(manager.host.num_blocks)):
+        yield Breach(1, "host blocks in no place or in several")
+    for name in saved:
+        request = scheduler.requests.get(name)
+        if request is None or request.status is not RequestStatus.PREEMPTED:
+            yield Breach(10, f"{name} has KV in host memory and is not preempted")
+
+
+def _check_states(scheduler: Scheduler) -> Iterator[Breach]:
+    """10: who waits holds nothing. 11: drafts belong to the running. 12: everyone is in exactly one place."""
+    places: Counter[str] = Counter()
+    for request in scheduler.room:
+        places[request.request_id] += 1
+        if request.status not in {RequestStatus.WAITING, RequestStatus.PREEMPTED}:
+            yield Breach(12, f"{request} waits")
+        if request.sequence.block_table or request.num_computed_tokens or request.spec_token_ids:
+            yield Breach(10, f"{request} waits and holds blocks, computed tokens or drafts")
+    for request in scheduler.running:
+        places[request.request_id] += 1
+        if request.status is not RequestStatus.RUNNING:
+            yield Breach(12, f"{request} runs")
+        if not 0 <= request.num_computed_tokens < request.num_tokens:
+            yield Breach(9, f"{request} has nothing left to compute")
+    for request in scheduler.loads.requests():
+        places[request.request_id] += 1
+        if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+            yield Breach(12, f"{request} waits for KV")
+    if set(places) != set(scheduler.requests) or any(count != 1 for count in places.values()):
+        yield Breach(12, f"in no place or in several: {places.keys() ^ scheduler.requests.keys()}, {places}")
+
+
+def _check_limits(scheduler: Scheduler) -> Iterator[Breach]:
+    """13: limits hold, and sums are what they are sums of. 14: all that waits fits the empty cache."""
+    config, room = scheduler.config, scheduler.room
+    if len(scheduler.running) + len(scheduler.loads) > config.max_num_seqs:
+        yield Breach(
+            13, f"{len(scheduler.running)} run, {len(scheduler.loads)} load; the limit is {config.max_num_seqs}"
+        )
+    if room.num_tokens != sum(request.num_tokens for request in room.queue):
+        yield Breach(13, f"{room.num_tokens} tokens are said to wait")
+    admission = scheduler.admission
+    if isinstance(admission, ReservationAdmission):
+        holders = [*scheduler.running, *scheduler.loads.requests()]
+        if admission.num_reserved_total != sum(request.max_total_tokens for request in holders):
+            yield Breach(13, f"{admission.num_reserved_total} tokens are reserved, for other requests than run")
+        if admission.num_reserved_total > admission.max_total_tokens:
+            yield Breach(13, f"{admission.num_reserved_total} tokens are reserved of {admission.max_total_tokens}")
+    for request in room:
+        if request.num_tokens > scheduler.kv_cache_manager.capacity_tokens + 1:
+            yield Breach(14, f"{request} waits and can never fit")
+
+
+def _check_idle(scheduler: Scheduler) -> Iterator[Breach]:
+    """18: with no requests and no transfers nothing is held, and nothing is remembered of anybody."""
+    manager = scheduler.kv_cache_manager
+    if scheduler.requests or manager.pinned_blocks():
+        return
+    held = tuple(b.block_id for b in manager.pool.blocks if b.ref_count and b.block_id not in manager.pool.quarantined)
+    if held:
+        yield Breach(18, f"blocks {held} are held by nobody", held)
+    kept = scheduler.num_kept_records
+    if kept:
+        yield Breach(18, f"{kept} records are kept of requests that are gone")

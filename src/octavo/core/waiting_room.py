@@ -1,0 +1,102 @@
+"""Everyone who waits without a block: in the queue, or beside it for a block that another request is computing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from octavo.core.block_hash import BlockHash
+    from octavo.core.request_queue import RequestQueue
+    from octavo.request import Request
+
+MAX_PARKED_STEPS = 16  # without the block having come; after that the request computes it itself
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    request: Request
+    awaited: BlockHash
+    until_step: int
+
+
+class WaitingRoom:
+    """A queue that counts its tokens, and a place beside it.
+
+    Who waits there for a block has left the head of the queue and returns to it: waiting for an event is no bypass.
+    """
+
+    def __init__(self, queue: RequestQueue) -> None:
+        self.queue = queue
+        self.num_tokens = 0
+        self._parked: dict[str, _Parked] = {}
+        self._impatient: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self.queue) + len(self._parked)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from (parked.request for parked in self._parked.values())
+        yield from self.queue
+
+    @property
+    def num_parked(self) -> int:
+        """How many wait beside the queue."""
+        return len(self._parked)
+
+    @property
+    def num_records(self) -> int:
+        """What is kept of single requests; 0 when nobody is left."""
+        return len(self) + len(self._impatient)
+
+    def add(self, request: Request) -> None:
+        """Put a newcomer at its place."""
+        self.queue.add_request(request)
+        self.num_tokens += request.num_tokens
+
+    def put_back(self, request: Request) -> None:
+        """Put one that was taken back to the front of its class."""
+        self.queue.prepend_request(request)
+        self.num_tokens += request.num_tokens
+
+    def take(self) -> Request:
+        """Take the head of the queue."""
+        request = self.queue.pop_request()
+        self.num_tokens -= request.num_tokens
+        return request
+
+    def remove(self, request: Request) -> None:
+        """Take this one from wherever it is; it does not come back."""
+        if self._parked.pop(request.request_id, None) is None:
+            self.queue.remove_request(request)
+            self.num_tokens -= request.num_tokens
+
+    def forget(self, request: Request) -> None:
+        """Keep nothing of a request that ended."""
+        self._impatient.discard(request.request_id)
+
+    def may_park(self, request: Request) -> bool:
+        """Whether a request has not waited in vain before."""
+        return request.request_id not in self._impatient
+
+    def park(self, awaited: BlockHash, step: int) -> Request:
+        """Let the head of the queue wait beside it for a block."""
+        request = self.take()
+        self._parked[request.request_id] = _Parked(request, awaited, step + MAX_PARKED_STEPS)
+        return request
+
+    def return_parked(self, is_being_computed: Callable[[BlockHash], bool], step: int) -> list[tuple[Request, bool]]:
+        """Put back who waits for nothing any more, or for too long: (request, whether it waited in vain) of each."""
+        returned = []
+        for parked in list(self._parked.values()):
+            is_coming = is_being_computed(parked.awaited)
+            if is_coming and step < parked.until_step:
+                continue
+            request = self._parked.pop(parked.request.request_id).request
+            if is_coming:
+                self._impatient.add(request.request_id)
+            self.put_back(request)
+            returned.append((request, is_coming))
+        return returned

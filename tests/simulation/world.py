@@ -1,0 +1,440 @@
+"""One world: a small random configuration, requests, faults; then faults heal, and everything must finish."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from octavo import events
+from octavo.config import CacheConfig, SchedulerConfig
+from octavo.core import invariants
+from octavo.core.scheduler import Scheduler
+from octavo.errors import RequestError
+from octavo.request import Request
+from octavo.sampling_params import SamplingParams
+from simulation.hash_model import VOCAB_SIZE, HashWorker, Oracle, SimulatedStore
+
+if TYPE_CHECKING:
+    from octavo.model_output import ModelOutput
+    from octavo.outputs import EngineCoreOutput
+    from octavo.scheduler_output import SchedulerOutput
+
+FEATURES = (
+    "prefix",
+    "chunk",
+    "recompute",
+    "swap",
+    "speculation",
+    "remote",
+    "abort",
+    "priority",
+    "fair",
+    "reservation",
+)
+MAX_DRAIN_STEPS = 5000
+
+
+class SimulationError(Exception):
+    """Something went wrong in the core; the message says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorldConfig:
+    """All that decides a world besides its seed. Rates are per step unless said otherwise."""
+
+    num_blocks: int = 12
+    block_size: int = 4
+    num_host_blocks: int = 8
+    policy: str = "fcfs"
+    admission: str = "optimistic"
+    batching: str = "mixed"
+    preemption: str = "auto"
+    enable_prefix_caching: bool = True
+    cache_decoded_blocks: bool = True
+    enable_chunked_prefill: bool = True
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 16
+    long_prefill_token_threshold: int = 0
+    max_num_preemptions: int = 3
+    ageing_s: float | None = 60.0
+    swap_block_cost_tokens: float = 1.0
+    max_num_waiting: int | None = None
+    num_steps: int = 300
+    max_open: int = 12
+    arrival_rate: float = 0.5
+    abort_rate: float = 0.02
+    async_abort_rate: float = 0.01
+    step_failure_rate: float = 0.005
+    stale_result_rate: float = 0.01
+    eviction_rate: float = 0.02
+    preempt_rate: float = 0.02
+    freeze_rate: float = 0.005
+    draft_rate: float = 0.5
+    draft_error: float = 0.3
+    remote_rate: float = 0.2
+    deadline_rate: float = 0.05
+    longest_prompt: int = 24
+    longest_output: int = 12
+
+
+def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
+    """Draw a configuration, extremes included: caches of 1 to 20 blocks, budgets of one token a request."""
+    block_size = rng.choice([1, 2, 3, 4, 7])
+    max_num_seqs = rng.randint(1, 6)
+    chunked = rng.random() < 0.75
+    return WorldConfig(
+        num_blocks=rng.choice([rng.randint(1, 6), rng.randint(4, 20)]),
+        block_size=block_size,
+        num_host_blocks=rng.choice([0, rng.randint(1, 12)]),
+        policy=rng.choice(["fcfs", "priority", "deadline", "fair"]),
+        admission=rng.choice(["optimistic", "optimistic", "reservation"]),
+        batching=rng.choice(["mixed", "mixed", "prefill_first"]),
+        preemption=rng.choice(["auto", "recompute", "swap"]),
+        enable_prefix_caching=rng.random() < 0.8,
+        cache_decoded_blocks=rng.random() < 0.7,
+        enable_chunked_prefill=chunked,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=rng.choice([max_num_seqs, rng.randint(max_num_seqs, 32)]),
+        long_prefill_token_threshold=rng.choice([0, rng.randint(1, 8)]) if chunked else 0,
+        max_num_preemptions=rng.choice([0, 1, 3, 8]),
+        ageing_s=rng.choice([None, 0.0, 5.0, 60.0]),
+        swap_block_cost_tokens=rng.choice([0.0, 1.0, 3.0]),
+        max_num_waiting=rng.choice([None, rng.randint(1, 10)]),
+        num_steps=num_steps,
+        max_open=rng.choice([2, 6, 12]),
+        arrival_rate=rng.choice([0.1, 0.4, 0.8]),
+        draft_rate=rng.choice([0.0, 0.5, 1.0]),
+        draft_error=rng.choice([0.0, 0.3, 0.9]),
+        remote_rate=rng.choice([0.0, 0.3, 0.8]),
+        preempt_rate=rng.choice([0.0, 0.02, 0.1]),
+        eviction_rate=rng.choice([0.0, 0.02, 0.2]),
+        abort_rate=rng.choice([0.0, 0.02, 0.05]),
+        longest_prompt=rng.choice([block_size * rng.randint(1, 6) + rng.randint(-1, 1), 24]) + 1,
+        longest_output=rng.choice([2, 12, 24]),
+    )
+
+
+@dataclass(slots=True)
+class Tracked:
+    """What the world knows of a request that the core must not know better."""
+
+    oracle: Oracle
+    max_tokens: int
+    num_tokens: int = 0
+    num_endings: int = 0
+    features: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Totals:
+    """What a simulation reports."""
+
+    steps: int = 0
+    requests: int = 0
+    tokens: int = 0
+    wrong_tokens: int = 0
+    leaked_blocks: int = 0
+    unfinished: int = 0
+    preemptions: int = 0
+    swaps: int = 0
+    evictions: int = 0
+    hits: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    combinations: Counter[tuple[str, ...]] = field(default_factory=Counter)
+
+    def add(self, other: Totals) -> None:
+        """Sum up."""
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            if isinstance(mine, Counter):
+                mine.update(theirs)
+            else:
+                setattr(self, each.name, mine + theirs)
+
+
+class World:
+    """The core, a hash model, and whatever can go wrong between them."""
+
+    def __init__(self, seed: str, config: WorldConfig) -> None:
+        self.rng = random.Random(seed)
+        self.config = config
+        self.now = 0.0
+        self.totals = Totals()
+        self.tracked: dict[str, Tracked] = {}
+        self.healed = False
+        self.epoch = 0
+        self.num_added = 0
+        self.worker = HashWorker(config.num_blocks, config.block_size, config.num_host_blocks)
+        self.store = SimulatedStore(self.worker, random.Random(seed + "store"), config.remote_rate)
+        self.scheduler = self._make_scheduler()
+        self.last: tuple[SchedulerOutput, ModelOutput] | None = None
+        self.prefixes = [[self.rng.randrange(VOCAB_SIZE) for _ in range(config.longest_prompt)] for _ in range(3)]
+
+    def _make_scheduler(self) -> Scheduler:
+        c = self.config
+        names = {each.name for each in fields(SchedulerConfig)} & {each.name for each in fields(WorldConfig)}
+        options: dict[str, Any] = {name: getattr(c, name) for name in names}
+        return Scheduler(
+            SchedulerConfig(**options, kv_load_timeout_s=6.0, waiting_served_ratio=0.5, max_waiting_tokens=3),
+            CacheConfig(
+                block_size=c.block_size,
+                enable_prefix_caching=c.enable_prefix_caching,
+                cache_decoded_blocks=c.cache_decoded_blocks,
+            ),
+            num_blocks=c.num_blocks,
+            num_host_blocks=c.num_host_blocks,
+            max_model_len=4000,
+            clock=lambda: self.now,
+            sink=self,
+            connector=self.store,
+        )
+
+    # --- the story -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Totals:
+        """Live through it. Raises `SimulationError` at the first thing that is wrong."""
+        for _ in range(self.config.num_steps):
+            self._disturb()
+            self._step()
+        self.healed = True
+        self.store.faulty = False
+        self._drain()
+        return self.totals
+
+    def _drain(self) -> None:
+        for _ in range(MAX_DRAIN_STEPS):
+            if not self.scheduler.has_work():
+                break
+            self._step()
+        self.totals.unfinished = len(self.scheduler.requests)
+        if self.scheduler.requests:
+            raise SimulationError(f"unfinished: {list(self.scheduler.requests.values())}")
+        pool = self.scheduler.kv_cache_manager.pool
+        self.totals.leaked_blocks = pool.num_blocks - pool.num_free_blocks
+        if self.totals.leaked_blocks:
+            raise SimulationError(f"{self.totals.leaked_blocks} blocks leaked")
+        for name, tracked in self.tracked.items():
+            if tracked.num_endings != 1:
+                raise SimulationError(f"{name} ended {tracked.num_endings} times")
+
+    def _step(self) -> None:
+        """One step of the engine, with what may happen while the worker computes."""
+        self.now += self.rng.random() * 0.2
+        scheduler = self.scheduler
+        scheduled = scheduler.schedule()
+        self._check_output(scheduled)
+        if scheduled.num_scheduled_tokens:
+            self.totals.steps += 1
+        if not scheduled.is_empty:
+            self._execute(scheduled)
+        self._check()
+        pool = scheduler.kv_cache_manager.pool
+        self.worker.poison(pool.free_list())
+
+    def _execute(self, scheduled: SchedulerOutput) -> None:
+        result = self.worker.execute(scheduled)
+        result.kv_loads.extend(self.store.run(scheduled))
+        if not self.healed and self.scheduler.requests and self.rng.random() < self.config.async_abort_rate:
+            self._abort("abort while a step runs")
+        if not self.healed and self.rng.random() < self.config.step_failure_rate:
+            self._count("failed step")
+            self.store.transfers = {}  # the worker starts anew and has forgotten them
+            self._take(self.scheduler.fail_step(scheduled, "injected"))
+            return
+        if not self.healed and self.last is not None and self.rng.random() < self.config.stale_result_rate:
+            self._count("stale result")
+            self._take(self.scheduler.update_from_output(*self.last))
+        self._take(self.scheduler.update_from_output(scheduled, result))
+        self.last = scheduled, replace(result, kv_loads=[])
+        self._draft()
+
+    def _take(self, outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
+            tracked = self.tracked[output.request_id]
+            if tracked.num_endings:
+                raise SimulationError(f"{output.request_id}: news after its end")
+            for token in output.new_token_ids:
+                self.totals.tokens += 1
+                if token != tracked.oracle.next_token():
+                    self.totals.wrong_tokens += 1
+                    raise SimulationError(f"{output.request_id}: wrong token {tracked.num_tokens}")
+                tracked.oracle.accept(token)
+                tracked.num_tokens += 1
+            if output.finish_reason is not None:
+                self._end(output, tracked)
+
+    def _end(self, output: EngineCoreOutput, tracked: Tracked) -> None:
+        tracked.num_endings += 1
+        if output.finish_reason == "abort":
+            tracked.features.add("abort")
+        if tracked.num_tokens > tracked.max_tokens:
+            raise SimulationError(f"{output.request_id}: {tracked.num_tokens} tokens of {tracked.max_tokens}")
+        if output.finish_reason == "length" and tracked.num_tokens < tracked.max_tokens:
+            capacity = self.config.num_blocks * self.config.block_size
+            if tracked.oracle.length < capacity + 1:
+                raise SimulationError(f"{output.request_id}: cut at {tracked.oracle.length} of {capacity} tokens")
+        if tracked.num_tokens == 0 and output.finish_reason not in {"abort", "error"}:
+            raise SimulationError(f"{output.request_id}: ended with {output.finish_reason} and no token")
+        features = [name for name in FEATURES if name in tracked.features]
+        for i, first in enumerate(features):
+            for j, second in enumerate(features[i + 1 :], i + 1):
+                for third in features[j + 1 :]:
+                    self.totals.combinations[first, second, third] += 1
+
+    # --- disturbances --------------------------------------------------------------------------------------------------
+
+    def _disturb(self) -> None:
+        rng, config, scheduler = self.rng, self.config, self.scheduler
+        while len(scheduler.requests) < config.max_open and rng.random() < config.arrival_rate:
+            self._arrive()
+        if scheduler.requests and rng.random() < config.abort_rate:
+            self._abort("abort")
+        if scheduler.running and rng.random() < config.preempt_rate:
+            self._count("forced preemption")
+            scheduler.preempt_requests([rng.choice(scheduler.running).request_id])
+        cached = scheduler.kv_cache_manager.pool.cached_blocks()
+        if cached and rng.random() < config.eviction_rate:
+            self._count("forced eviction")
+            scheduler.kv_cache_manager.pool.evict(rng.choice(cached))
+        if rng.random() < config.freeze_rate:
+            self._count("freeze")
+            self.now += rng.random() * 20
+        if not scheduler.requests and rng.random() < 0.3 and not scheduler.has_work():
+            self._count("new weights")
+            self.epoch += 1
+            scheduler.kv_cache_manager.advance_weights_epoch()
+        if rng.random() < 0.01:
+            scheduler.reset_prefix_cache()
+
+    def _arrive(self) -> None:
+        rng, config = self.rng, self.config
+        size = config.block_size
+        length = rng.choice([rng.randint(1, config.longest_prompt), size * rng.randint(1, 5) + rng.randint(-1, 1)])
+        capacity = config.num_blocks * size
+        if rng.random() < 0.1:
+            length = capacity + rng.randint(-2, 1)
+        length = max(length, 1)
+        shared = rng.choice(self.prefixes)[: rng.randint(0, config.longest_prompt)]
+        prompt = (shared + [rng.randrange(VOCAB_SIZE) for _ in range(length)])[:length]
+        salt = rng.choice([None, None, None, "a", "b"])
+        adapter = rng.choice([None, None, None, "x"])
+        for _ in range(rng.choice([1, 1, 1, 2, 3])):
+            self._add(prompt, salt, adapter)
+
+    def _add(self, prompt: list[int], salt: str | None, adapter: str | None) -> None:
+        rng, config = self.rng, self.config
+        name = f"r{self.num_added}"
+        self.num_added += 1
+        max_tokens = rng.randint(1, config.longest_output)
+        deadline = self.now + rng.random() * 20 if rng.random() < config.deadline_rate else None
+        request = Request(
+            name,
+            prompt,
+            SamplingParams(temperature=0.0, max_tokens=max_tokens),
+            arrival_time=self.now,
+            priority=rng.randint(0, 2),
+            cache_salt=salt,
+            adapter=adapter,
+            tenant=rng.choice("xyz"),
+            deadline=deadline,
+        )
+        identity = hash((len(salt or ""), ord((salt or "-")[0]), ord((adapter or "-")[0]), self.epoch))
+        try:
+            self.scheduler.add_request(request)
+        except RequestError:
+            self._count("refused")
+            return
+        self.worker.identities[name] = identity
+        tracked = self.tracked[name] = Tracked(Oracle(prompt, identity), max_tokens)
+        self.totals.requests += 1
+        tracked.features |= {config.policy, config.admission} & set(FEATURES)
+        if config.policy == "fair" and request.priority:
+            tracked.features.add("priority")
+
+    def _abort(self, fault: str) -> None:
+        self._count(fault)
+        request_id = self.rng.choice(list(self.scheduler.requests))
+        self._take(self.scheduler.abort_request(request_id))
+
+    def _draft(self) -> None:
+        config, rng = self.config, self.rng
+        if rng.random() >= config.draft_rate:
+            return
+        drafts = {}
+        for request in self.scheduler.running:
+            oracle = self.tracked[request.request_id].oracle
+            drafts[request.request_id] = oracle.guess(rng.randint(1, 4), config.draft_error, rng)
+        self.scheduler.update_draft_token_ids(drafts)
+
+    # --- watching ------------------------------------------------------------------------------------------------------
+
+    def emit(self, event: events.Event) -> None:
+        """Read the event stream: what happened to whom."""
+        kind = type(event)
+        if kind is events.StepScheduled or kind is events.StepCompleted:
+            return
+        totals = self.totals
+        if kind is events.RequestPreempted:
+            totals.preemptions += 1
+            totals.swaps += event.swapped
+            self.tracked[event.request_id].features.add("swap" if event.swapped else "recompute")
+        elif kind is events.PrefixCacheQueried:
+            totals.hits += event.num_hit_tokens > 0
+            if event.num_hit_tokens:
+                self.tracked[event.request_id].features.add("prefix")
+        elif kind is events.BlockEvicted:
+            totals.evictions += 1
+        elif kind is events.DraftsVerified:
+            self.tracked[event.request_id].features.add("speculation")
+            if not 0 <= event.num_accepted <= event.num_drafted:
+                raise SimulationError(f"{event}: impossible")
+        elif kind is events.KVLoadEnded and event.outcome == "done":
+            self.tracked[event.request_id].features.add("remote")
+
+    def _check_output(self, scheduled: SchedulerOutput) -> None:
+        """13: the step keeps its limits; a prompt that is cut is noted."""
+        config = self.config
+        total = sum(scheduled.num_scheduled_tokens.values())
+        if total != scheduled.total_num_scheduled_tokens or total > config.max_num_batched_tokens:
+            raise SimulationError(f"{total} tokens in a step of {config.max_num_batched_tokens}")
+        if len(scheduled.num_scheduled_tokens) > config.max_num_seqs:
+            raise SimulationError(f"{len(scheduled.num_scheduled_tokens)} requests in a step")
+        requests = self.scheduler.requests
+        prefills = decodes = 0
+        fresh = {data.request_id for data in scheduled.scheduled_new_reqs}
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            if count <= 0:
+                raise SimulationError(f"{request_id} got {count} tokens")
+            request = requests[request_id]
+            remaining = len(request.sequence.token_ids) - request.num_computed_tokens
+            if remaining > 1 or not request.sequence.num_output_tokens:
+                prefills += 1
+                if count < remaining:
+                    self.tracked[request_id].features.add("chunk")
+            elif request_id not in fresh:
+                decodes += 1  # one that resumes with all but one token saved is as good as either
+        if config.batching == "prefill_first" and prefills and decodes:
+            raise SimulationError("a step mixes prompts and answers")
+
+    def _check(self) -> None:
+        breaches = invariants.check(self.scheduler)
+        if breaches:
+            raise SimulationError("; ".join(f"invariant {each.invariant}: {each.message}" for each in breaches))
+
+    def _count(self, fault: str) -> None:
+        self.totals.faults[fault] += 1
+
+
+def run_world(seed: str, config: WorldConfig) -> Totals:
+    """Run one world from its seed. Raises `SimulationError`, also for any exception of the core."""
+    world = World(seed, config)
+    try:
+        totals = world.run()
+    except SimulationError:
+        raise
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise SimulationError(f"the core raised {error!r}") from error
+    totals.faults.update(world.store.faults)
+    return totals
