@@ -3,6 +3,8 @@
 #   make serve   install, then serve it on http://127.0.0.1:8000/v1
 #   make test    install, then run the tests        make test-all   the long ones as well
 #   make lint    ruff, mypy                         make bench      kernels and workloads, measured here
+#   make simulate STEPS=200000 SEED=0   the core against a hash model, with faults: one line of JSON
+#   make mutants                        faults put back on purpose: is each of them seen?
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,8 +17,11 @@ USER_STAMP := $(VENV)/.installed-kernels-$(REQUIRE_KERNELS)
 DEV_STAMP := $(VENV)/.installed-dev-kernels-$(REQUIRE_KERNELS)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
+STEPS ?= 200000
+SEED ?= 0
+JOBS ?= 1
 
-.PHONY: demo serve test test-all lint format bench clean
+.PHONY: demo serve test test-all simulate mutants lint format bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +47,12 @@ test: $(DEV_STAMP)
 
 test-all: $(DEV_STAMP)
 	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -n $(WORKERS) -m "slow or not slow"
+
+simulate: $(DEV_STAMP)
+	cd tests && ../$(BIN)/python -m simulation --steps $(STEPS) --seed $(SEED) --jobs $(JOBS)
+
+mutants: $(DEV_STAMP)
+	cd tests && ../$(BIN)/python -m simulation.mutants
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

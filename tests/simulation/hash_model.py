@@ -1,7 +1,7 @@
 """A worker whose tokens show any wrong, stale, swapped, unwritten or too early shared KV slot.
 
-The content of slot i hashes the content of slot i - 1, read through the block table, with token i, i and the identity of
-the weights. The next token is a position-mixed sum over slots 0 .. i, all read through the block table when it is
+The content of slot i hashes the content of slot i - 1, read through the block table, with token i, i and the identity
+of the weights. The next token is a position-mixed sum over slots 0 .. i, all read through the block table when it is
 sampled. Freed blocks are poisoned. The oracle computes the same from the list of tokens alone.
 """
 
@@ -200,7 +200,10 @@ class SimulatedStore:
         """Move bytes for one step; return the transfers that ended."""
         for transfer_id in scheduled.kv_cancels:
             transfer = self.transfers.pop(transfer_id, None)
-            if transfer is not None and self.faulty and self.rng.random() < 0.5:
+            if transfer is None:
+                continue
+            self._write(transfer, whole=False)  # it was on its way: nothing is written after this step
+            if self.faulty and self.rng.random() < 0.5:
                 self._count("late completion")
                 self.late.append((scheduled.step + self.rng.randint(0, 3), transfer_id, True))
         for order in scheduled.kv_loads:

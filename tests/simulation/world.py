@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from octavo import events
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core import invariants
+from octavo.core.block_hash import hash_block_tokens
 from octavo.core.scheduler import Scheduler
 from octavo.errors import RequestError
 from octavo.request import Request
@@ -61,6 +62,8 @@ class WorldConfig:
     ageing_s: float | None = 60.0
     swap_block_cost_tokens: float = 1.0
     max_num_waiting: int | None = None
+    max_batch_total_tokens: int | None = None
+    hash_bits: int | None = None
     num_steps: int = 300
     max_open: int = 12
     arrival_rate: float = 0.5
@@ -85,9 +88,9 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
     max_num_seqs = rng.randint(1, 6)
     chunked = rng.random() < 0.75
     return WorldConfig(
-        num_blocks=rng.choice([rng.randint(1, 6), rng.randint(4, 20)]),
+        num_blocks=rng.choice([rng.randint(1, 6), rng.randint(4, 20), rng.randint(10, 20)]),
         block_size=block_size,
-        num_host_blocks=rng.choice([0, rng.randint(1, 12)]),
+        num_host_blocks=rng.choice([0, rng.randint(1, 12), 24]),
         policy=rng.choice(["fcfs", "priority", "deadline", "fair"]),
         admission=rng.choice(["optimistic", "optimistic", "reservation"]),
         batching=rng.choice(["mixed", "mixed", "prefill_first"]),
@@ -101,18 +104,20 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         max_num_preemptions=rng.choice([0, 1, 3, 8]),
         ageing_s=rng.choice([None, 0.0, 5.0, 60.0]),
         swap_block_cost_tokens=rng.choice([0.0, 1.0, 3.0]),
-        max_num_waiting=rng.choice([None, rng.randint(1, 10)]),
+        max_num_waiting=rng.choice([None, None, None, rng.randint(1, 10)]),
+        hash_bits=rng.choice([None, None, 6]),
         num_steps=num_steps,
         max_open=rng.choice([2, 6, 12]),
         arrival_rate=rng.choice([0.1, 0.4, 0.8]),
         draft_rate=rng.choice([0.0, 0.5, 1.0]),
         draft_error=rng.choice([0.0, 0.3, 0.9]),
         remote_rate=rng.choice([0.0, 0.3, 0.8]),
-        preempt_rate=rng.choice([0.0, 0.02, 0.1]),
+        preempt_rate=rng.choice([0.0, 0.05, 0.2]),
         eviction_rate=rng.choice([0.0, 0.02, 0.2]),
-        abort_rate=rng.choice([0.0, 0.02, 0.05]),
+        abort_rate=rng.choice([0.0, 0.05, 0.2]),
         longest_prompt=rng.choice([block_size * rng.randint(1, 6) + rng.randint(-1, 1), 24]) + 1,
-        longest_output=rng.choice([2, 12, 24]),
+        longest_output=rng.choice([4, 12, 24]),
+        max_batch_total_tokens=rng.choice([None, rng.randint(20, 60)]),
     )
 
 
@@ -168,6 +173,9 @@ class World:
         self.num_added = 0
         self.worker = HashWorker(config.num_blocks, config.block_size, config.num_host_blocks)
         self.store = SimulatedStore(self.worker, random.Random(seed + "store"), config.remote_rate)
+        self.forced: set[str] = set()
+        self.admission_step = self.preemption_step = -1
+        self.num_left_out = 0
         self.scheduler = self._make_scheduler()
         self.last: tuple[SchedulerOutput, ModelOutput] | None = None
         self.prefixes = [[self.rng.randrange(VOCAB_SIZE) for _ in range(config.longest_prompt)] for _ in range(3)]
@@ -176,7 +184,7 @@ class World:
         c = self.config
         names = {each.name for each in fields(SchedulerConfig)} & {each.name for each in fields(WorldConfig)}
         options: dict[str, Any] = {name: getattr(c, name) for name in names}
-        return Scheduler(
+        scheduler = Scheduler(
             SchedulerConfig(**options, kv_load_timeout_s=6.0, waiting_served_ratio=0.5, max_waiting_tokens=3),
             CacheConfig(
                 block_size=c.block_size,
@@ -190,8 +198,11 @@ class World:
             sink=self,
             connector=self.store,
         )
+        if c.hash_bits is not None:  # names that collide must not matter (CVE-2025-25183)
+            scheduler.kv_cache_manager.hash_function = lambda *args: hash_block_tokens(*args)[: c.hash_bits // 6]
+        return scheduler
 
-    # --- the story -----------------------------------------------------------------------------------------------------
+    # --- the story ----------------------------------------------------------------------------------------------------
 
     def run(self) -> Totals:
         """Live through it. Raises `SimulationError` at the first thing that is wrong."""
@@ -223,7 +234,9 @@ class World:
         """One step of the engine, with what may happen while the worker computes."""
         self.now += self.rng.random() * 0.2
         scheduler = self.scheduler
+        self.num_left_out = 0
         scheduled = scheduler.schedule()
+        self.forced.clear()
         self._check_output(scheduled)
         if scheduled.num_scheduled_tokens:
             self.totals.steps += 1
@@ -234,21 +247,28 @@ class World:
         self.worker.poison(pool.free_list())
 
     def _execute(self, scheduled: SchedulerOutput) -> None:
+        rate = self.config.step_failure_rate * (10 if scheduled.copies else 1)
+        if not self.healed and self.rng.random() < rate:
+            self._fail_step(scheduled)
+            return
         result = self.worker.execute(scheduled)
         result.kv_loads.extend(self.store.run(scheduled))
         if not self.healed and self.scheduler.requests and self.rng.random() < self.config.async_abort_rate:
             self._abort("abort while a step runs")
-        if not self.healed and self.rng.random() < self.config.step_failure_rate:
-            self._count("failed step")
-            self.store.transfers = {}  # the worker starts anew and has forgotten them
-            self._take(self.scheduler.fail_step(scheduled, "injected"))
-            return
         if not self.healed and self.last is not None and self.rng.random() < self.config.stale_result_rate:
             self._count("stale result")
             self._take(self.scheduler.update_from_output(*self.last))
         self._take(self.scheduler.update_from_output(scheduled, result))
         self.last = scheduled, replace(result, kv_loads=[])
         self._draft()
+
+    def _fail_step(self, scheduled: SchedulerOutput) -> None:
+        """The worker fails before it did anything, or after everything; what it was fetching is lost."""
+        self._count("failed step")
+        if self.rng.random() < 0.5:
+            self.worker.execute(scheduled)
+        self.store.transfers = {}
+        self._take(self.scheduler.fail_step(scheduled, "injected"))
 
     def _take(self, outputs: list[EngineCoreOutput]) -> None:
         for output in outputs:
@@ -272,9 +292,7 @@ class World:
         if tracked.num_tokens > tracked.max_tokens:
             raise SimulationError(f"{output.request_id}: {tracked.num_tokens} tokens of {tracked.max_tokens}")
         if output.finish_reason == "length" and tracked.num_tokens < tracked.max_tokens:
-            capacity = self.config.num_blocks * self.config.block_size
-            if tracked.oracle.length < capacity + 1:
-                raise SimulationError(f"{output.request_id}: cut at {tracked.oracle.length} of {capacity} tokens")
+            self._check_cut(output.request_id, tracked)
         if tracked.num_tokens == 0 and output.finish_reason not in {"abort", "error"}:
             raise SimulationError(f"{output.request_id}: ended with {output.finish_reason} and no token")
         features = [name for name in FEATURES if name in tracked.features]
@@ -283,7 +301,13 @@ class World:
                 for third in features[j + 1 :]:
                     self.totals.combinations[first, second, third] += 1
 
-    # --- disturbances --------------------------------------------------------------------------------------------------
+    def _check_cut(self, request_id: str, tracked: Tracked) -> None:
+        """14: only a request that fills the whole cache ends before it has what it asked for."""
+        capacity = self.config.num_blocks * self.config.block_size
+        if tracked.oracle.length < capacity + 1:
+            raise SimulationError(f"{request_id}: cut at {tracked.oracle.length} of {capacity} tokens")
+
+    # --- disturbances -------------------------------------------------------------------------------------------------
 
     def _disturb(self) -> None:
         rng, config, scheduler = self.rng, self.config, self.scheduler
@@ -293,7 +317,8 @@ class World:
             self._abort("abort")
         if scheduler.running and rng.random() < config.preempt_rate:
             self._count("forced preemption")
-            scheduler.preempt_requests([rng.choice(scheduler.running).request_id])
+            self.forced.add(rng.choice(scheduler.running).request_id)
+            scheduler.preempt_requests(self.forced)
         cached = scheduler.kv_cache_manager.pool.cached_blocks()
         if cached and rng.random() < config.eviction_rate:
             self._count("forced eviction")
@@ -301,7 +326,7 @@ class World:
         if rng.random() < config.freeze_rate:
             self._count("freeze")
             self.now += rng.random() * 20
-        if not scheduler.requests and rng.random() < 0.3 and not scheduler.has_work():
+        if not scheduler.requests and rng.random() < 0.02 and not scheduler.has_work():
             self._count("new weights")
             self.epoch += 1
             scheduler.kv_cache_manager.advance_weights_epoch()
@@ -310,11 +335,12 @@ class World:
 
     def _arrive(self) -> None:
         rng, config = self.rng, self.config
-        size = config.block_size
+        size, capacity = config.block_size, config.num_blocks * config.block_size
         length = rng.choice([rng.randint(1, config.longest_prompt), size * rng.randint(1, 5) + rng.randint(-1, 1)])
-        capacity = config.num_blocks * size
-        if rng.random() < 0.1:
+        if rng.random() < 0.05:
             length = capacity + rng.randint(-2, 1)
+        elif rng.random() < 0.95:
+            length = min(length, capacity - 1)  # most are not refused
         length = max(length, 1)
         shared = rng.choice(self.prefixes)[: rng.randint(0, config.longest_prompt)]
         prompt = (shared + [rng.randrange(VOCAB_SIZE) for _ in range(length)])[:length]
@@ -328,6 +354,8 @@ class World:
         name = f"r{self.num_added}"
         self.num_added += 1
         max_tokens = rng.randint(1, config.longest_output)
+        if config.admission == "reservation" and rng.random() < 0.9:
+            max_tokens = max(min(max_tokens, config.num_blocks * config.block_size - len(prompt)), 1)
         deadline = self.now + rng.random() * 20 if rng.random() < config.deadline_rate else None
         request = Request(
             name,
@@ -340,7 +368,7 @@ class World:
             tenant=rng.choice("xyz"),
             deadline=deadline,
         )
-        identity = hash((len(salt or ""), ord((salt or "-")[0]), ord((adapter or "-")[0]), self.epoch))
+        identity = hash((ord(salt or "-"), ord(adapter or "-"), self.epoch))
         try:
             self.scheduler.add_request(request)
         except RequestError:
@@ -368,7 +396,7 @@ class World:
             drafts[request.request_id] = oracle.guess(rng.randint(1, 4), config.draft_error, rng)
         self.scheduler.update_draft_token_ids(drafts)
 
-    # --- watching ------------------------------------------------------------------------------------------------------
+    # --- watching -----------------------------------------------------------------------------------------------------
 
     def emit(self, event: events.Event) -> None:
         """Read the event stream: what happened to whom."""
@@ -380,6 +408,15 @@ class World:
             totals.preemptions += 1
             totals.swaps += event.swapped
             self.tracked[event.request_id].features.add("swap" if event.swapped else "recompute")
+            self.preemption_step = event.step
+            self.num_left_out += 1
+            self._check_victim(event.request_id)
+        elif kind is events.RequestStalled:
+            self.num_left_out += 1
+        elif kind is events.RequestAdmitted:
+            self.admission_step = event.step
+            if self.admission_step == self.preemption_step:
+                raise SimulationError(f"{event.request_id}: admitted in a step that preempted")
         elif kind is events.PrefixCacheQueried:
             totals.hits += event.num_hit_tokens > 0
             if event.num_hit_tokens:
@@ -393,6 +430,20 @@ class World:
         elif kind is events.KVLoadEnded and event.outcome == "done":
             self.tracked[event.request_id].features.add("remote")
 
+    def _check_victim(self, request_id: str) -> None:
+        """16: the least important falls, never the most important, nobody more often than agreed."""
+        if request_id in self.forced:
+            return
+        scheduler = self.scheduler
+        victim, rank, limit = scheduler.requests[request_id], scheduler.policy.rank, self.config.max_num_preemptions
+        others = sorted(scheduler.running, key=rank)
+        if victim.num_preemptions > limit:
+            raise SimulationError(f"{request_id} was preempted {victim.num_preemptions} times of {limit}")
+        if not others or rank(victim) < rank(others[0]):
+            raise SimulationError(f"{request_id} is the most important one and was preempted")
+        if any(rank(other) > rank(victim) and other.num_preemptions < limit for other in others):
+            raise SimulationError(f"{request_id} was preempted, and others are less important")
+
     def _check_output(self, scheduled: SchedulerOutput) -> None:
         """13: the step keeps its limits; a prompt that is cut is noted."""
         config = self.config
@@ -403,11 +454,14 @@ class World:
             raise SimulationError(f"{len(scheduled.num_scheduled_tokens)} requests in a step")
         requests = self.scheduler.requests
         prefills = decodes = 0
+        is_cut = False
         fresh = {data.request_id for data in scheduled.scheduled_new_reqs}
         for request_id, count in scheduled.num_scheduled_tokens.items():
             if count <= 0:
                 raise SimulationError(f"{request_id} got {count} tokens")
             request = requests[request_id]
+            wanted = request.num_tokens - request.num_computed_tokens
+            is_cut |= count < min(wanted, config.long_prefill_token_threshold or wanted)
             remaining = len(request.sequence.token_ids) - request.num_computed_tokens
             if remaining > 1 or not request.sequence.num_output_tokens:
                 prefills += 1
@@ -415,6 +469,8 @@ class World:
                     self.tracked[request_id].features.add("chunk")
             elif request_id not in fresh:
                 decodes += 1  # one that resumes with all but one token saved is as good as either
+        if is_cut and total < config.max_num_batched_tokens - self.num_left_out:
+            raise SimulationError(f"somebody was cut short in a step of {total} tokens")
         if config.batching == "prefill_first" and prefills and decodes:
             raise SimulationError("a step mixes prompts and answers")
 

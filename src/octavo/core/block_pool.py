@@ -21,10 +21,10 @@ BlockLink = tuple[int, int]
 class Block:
     """One block. generation grows whenever it gets new content; `parent` names the block before it in its chain.
 
-    token_ids and parent are kept beside the hash, so that a hit is believed only when the content agrees.
+    token_ids, extra_keys and parent are kept beside the hash, so that a hit is believed only when all of them agree.
     """
 
-    __slots__ = ("block_id", "generation", "hash", "parent", "ref_count", "token_ids")
+    __slots__ = ("block_id", "extra_keys", "generation", "hash", "parent", "ref_count", "token_ids")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -32,6 +32,7 @@ class Block:
         self.generation = 0
         self.hash: BlockHash | None = None
         self.token_ids: tuple[int, ...] = ()
+        self.extra_keys: tuple[str, ...] = ()
         self.parent: BlockLink | None = None
 
     @property
@@ -89,10 +90,16 @@ class BlockPool:
         """Ids of the blocks nobody holds, for tests and invariants."""
         return {block.block_id for block in self._free} | set(self._cached)
 
-    def find(self, block_hash: BlockHash, token_ids: tuple[int, ...], parent: BlockLink | None) -> Block | None:
+    def find(
+        self,
+        block_hash: BlockHash,
+        token_ids: tuple[int, ...],
+        parent: BlockLink | None,
+        extra_keys: tuple[str, ...] = (),
+    ) -> Block | None:
         """Find the block with this content; a hash that agrees while the content does not is no hit."""
         block = self._index.get(block_hash)
-        if block is None or block.token_ids != token_ids or block.parent != parent:
+        if block is None or (block.token_ids, block.parent, block.extra_keys) != (token_ids, parent, extra_keys):
             return None
         return block
 
@@ -136,7 +143,12 @@ class BlockPool:
                     self._cached[block.block_id] = block
 
     def register(
-        self, block: Block, block_hash: BlockHash, token_ids: tuple[int, ...], parent: BlockLink | None
+        self,
+        block: Block,
+        block_hash: BlockHash,
+        token_ids: tuple[int, ...],
+        parent: BlockLink | None,
+        extra_keys: tuple[str, ...] = (),
     ) -> Block:
         """Make a full, computed block findable. Returns the block that stands for this content from now on.
 
@@ -147,8 +159,8 @@ class BlockPool:
             self._orphan(present)
             present = None
         if present is not None:
-            return present if present.token_ids == token_ids and present.parent == parent else block
-        block.hash, block.token_ids, block.parent = block_hash, token_ids, parent
+            return self.find(block_hash, token_ids, parent, extra_keys) or block
+        block.hash, block.token_ids, block.parent, block.extra_keys = block_hash, token_ids, parent, extra_keys
         self._index[block_hash] = block
         return block
 
@@ -176,7 +188,7 @@ class BlockPool:
     def _forget(self, block: Block) -> None:
         assert block.hash is not None
         del self._index[block.hash]
-        block.hash, block.token_ids, block.parent = None, (), None
+        block.hash, block.token_ids, block.parent, block.extra_keys = None, (), None, ()
 
     def evict(self, block: Block) -> None:
         """Forget a cached block that nobody holds; it is free then."""
@@ -194,7 +206,7 @@ class BlockPool:
         """Take a block out of use for good: whatever is wrong with its books, nobody is given it again."""
         if block.hash is not None:
             self._index.pop(block.hash, None)
-            block.hash, block.token_ids, block.parent = None, (), None
+            block.hash, block.token_ids, block.parent, block.extra_keys = None, (), None, ()
         self._cached.pop(block.block_id, None)
         self._free = deque(other for other in self._free if other is not block)
         self.quarantined.add(block.block_id)

@@ -80,7 +80,7 @@ def _check_index(manager: KVCacheManager) -> Iterator[Breach]:
 
 
 def _check_tables(scheduler: Scheduler) -> Iterator[Breach]:
-    """3: tables are as long as their tokens need. 4: what is still written is private. 8: no table has a block twice."""
+    """3: tables are as long as their tokens need, no block twice. 4: what is still to be written is private."""
     manager = scheduler.kv_cache_manager
     size = manager.block_size
     for request in scheduler.requests.values():

@@ -56,6 +56,14 @@ class _Saved:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    """A block that the end of a prompt fills in part; content: its tokens, the block before it, and the keys."""
+
+    block: Block
+    content: tuple[list[int], BlockLink | None, tuple[str, ...]]
+
+
 class KVCacheManager:
     """Hands out blocks of `block_size` tokens. Allocation is all or nothing; block tables are written here only.
 
@@ -85,11 +93,11 @@ class KVCacheManager:
         self._extra_keys = extra_keys
         self._weights_epoch = 0
         self._on_cached = on_cached or (lambda _block_id: None)
-        self._hash_function = hash_function
+        self.hash_function = hash_function
         self._chains: dict[str, _Chain] = {}
         self._saved: dict[str, _Saved] = {}
         self._computing: dict[BlockHash, str] = {}
-        self._partials: dict[BlockHash, Block] = {}
+        self._partials: dict[BlockHash, _Partial] = {}
         self._pins: dict[int, list[Block]] = {}
         self._copies = BlockCopies()
 
@@ -134,13 +142,14 @@ class KVCacheManager:
     def _find_full_blocks(self, request: Request) -> list[Block]:
         if not self._reads_cache(request):
             return []
-        hashes = self._hashes(request)
+        hashes, extra_keys = self._hashes(request), self._chain(request).extra_keys
         token_ids = request.sequence.token_ids
         found: list[Block] = []
         link: BlockLink | None = None
         for index in range((len(token_ids) - 1) // self.block_size):
             start = index * self.block_size
-            block = self.pool.find(hashes[index], tuple(token_ids[start : start + self.block_size]), link)
+            tokens = tuple(token_ids[start : start + self.block_size])
+            block = self.pool.find(hashes[index], tokens, link, extra_keys)
             if block is None:
                 break
             found.append(block)
@@ -153,17 +162,26 @@ class KVCacheManager:
             return None
         if len(found) != request.num_prompt_tokens // self.block_size:
             return None
-        name = self._partial_name(request)
-        return None if name is None else self._partials.get(name)
+        partial = self._partials.get(self._partial_name(request) or b"")
+        if partial is None:
+            return None
+        link = found[-1].link if found else None
+        content = (self._prompt_tail(request), link, self._chain(request).extra_keys)
+        return partial.block if partial.content == content else None
+
+    def _prompt_tail(self, request: Request) -> list[int]:
+        """Return the prompt's tokens behind its last full block."""
+        start = request.num_prompt_tokens // self.block_size * self.block_size
+        return request.sequence.token_ids[start : request.num_prompt_tokens]
 
     def _partial_name(self, request: Request) -> BlockHash | None:
         """Name the prompt's last, partly filled block; None when sharing it would save nothing."""
         num_full = request.num_prompt_tokens // self.block_size
-        tail = request.sequence.token_ids[num_full * self.block_size : request.num_prompt_tokens]
+        tail = self._prompt_tail(request)
         if len(tail) < 2:
             return None
         hashes = self._hashes(request)
-        return self._hash_function(hashes[num_full - 1] if num_full else None, tail, self._chain(request).extra_keys)
+        return self.hash_function(hashes[num_full - 1] if num_full else None, tail, self._chain(request).extra_keys)
 
     def why_missed(self, request: Request, computed: ComputedBlocks) -> Miss | None:
         """Say why a lookup found no more full blocks; None when there was no more to find."""
@@ -282,7 +300,7 @@ class KVCacheManager:
         for index in range(chain.num_committed, num_full):
             block = self.pool.blocks[sequence.block_table[index]]
             tokens = tuple(sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])
-            canonical = self.pool.register(block, hashes[index], tokens, chain.link)
+            canonical = self.pool.register(block, hashes[index], tokens, chain.link, chain.extra_keys)
             if canonical is block and block.hash is not None:
                 self.history.add(index, tokens, hashes[index], hashes[index - 1] if index else None, chain.extra_keys)
                 self._on_cached(block.block_id)
@@ -297,7 +315,8 @@ class KVCacheManager:
         name = self._partial_name(request) if self._reads_cache(request) else None
         if name is not None and name not in self._partials:
             index = request.num_prompt_tokens // self.block_size
-            self._partials[name] = self.pool.blocks[request.sequence.block_table[index]]
+            block = self.pool.blocks[request.sequence.block_table[index]]
+            self._partials[name] = _Partial(block, (self._prompt_tail(request), chain.link, chain.extra_keys))
             chain.partial = name
 
     # --- give back ----------------------------------------------------------------------------------------------------
@@ -398,7 +417,7 @@ class KVCacheManager:
         """Return the hashes of all full blocks of a request's known tokens."""
         chain = self._chain(request)
         token_ids = request.sequence.token_ids
-        extend_block_hashes(chain.hashes, token_ids, self.block_size, chain.extra_keys, self._hash_function)
+        extend_block_hashes(chain.hashes, token_ids, self.block_size, chain.extra_keys, self.hash_function)
         return chain.hashes
 
     def _chain(self, request: Request) -> _Chain:

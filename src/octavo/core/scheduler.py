@@ -233,24 +233,29 @@ class Scheduler:
             num_after -= 1
             if request.status is not RequestStatus.RUNNING:
                 continue  # it fell victim to one before it
-            count = self._num_tokens(request, request.num_computed_tokens, plan.budget - num_after, may_be_cut=True)
-            block_ids = self._make_room(plan, request, count)
-            if block_ids is not None:
-                plan.give(request, count, block_ids)
+            self._grow(plan, request, num_after)
 
-    def _make_room(self, plan: StepPlan, request: Request, count: int) -> list[int] | None:
-        """Allocate blocks for a running request, at the cost of others; None when it gets nothing in this step."""
+    def _grow(self, plan: StepPlan, request: Request, num_after: int) -> None:
+        """Give a running request its next tokens, and blocks for them at the cost of others where none are free."""
         while True:
+            count = num_tokens_to_schedule(
+                request.num_tokens - request.num_computed_tokens,
+                plan.budget - num_after,
+                threshold=self.config.long_prefill_token_threshold,
+                may_be_cut=True,
+                whole_budget=self.config.max_num_batched_tokens,
+            )
             block_ids = self.kv_cache_manager.allocate_slots(request, count)
             if block_ids is not None:
-                return block_ids
+                plan.give(request, count, block_ids)
+                return
             victim = choose_victim(self.running, self.policy.rank, self.config.max_num_preemptions)
             if victim is None:
                 self._stall(request)
-                return None
+                return
             self._preempt(victim, request, plan)
             if victim is request:
-                return None
+                return
 
     def _stall(self, request: Request) -> None:
         """Let a running request wait for blocks; alone, with nobody to wait for, it has filled the cache and ends."""
@@ -317,15 +322,6 @@ class Scheduler:
     def _return_parked(self) -> None:
         for request, timed_out in self.room.return_parked(self.kv_cache_manager.is_being_computed, self._step):
             self._emit(events.RequestUnparked, request.request_id, timed_out)
-
-    def _num_tokens(self, request: Request, num_computed: int, budget: int, *, may_be_cut: bool) -> int:
-        return num_tokens_to_schedule(
-            request.num_tokens - num_computed,
-            budget,
-            threshold=self.config.long_prefill_token_threshold,
-            may_be_cut=may_be_cut,
-            whole_budget=self.config.max_num_batched_tokens,
-        )
 
     def _admit(self, request: Request, computed: ComputedBlocks) -> None:
         """Take the head of the queue into the running."""

@@ -1,0 +1,89 @@
+"""The simulation itself: worlds without a wrong token, worlds that failed once, and proof that it sees faults."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from simulation import exhaustive, mutants
+from simulation.shrink import shrink
+from simulation.world import FEATURES, SimulationError, Totals, WorldConfig, draw_config, run_world
+
+CORPUS = [json.loads(line) for line in (Path(__file__).parent / "corpus.jsonl").read_text().splitlines()]
+
+
+def run_worlds(seed, num_steps):
+    totals = Totals()
+    names = (f"{seed}:{index}" for index in itertools.count())
+    while totals.steps < num_steps:
+        name = next(names)
+        totals.add(run_world(name, draw_config(random.Random(name))))
+    return totals
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_world_has_a_wrong_token_or_a_leak(seed):
+    totals = run_worlds(seed, 2500)
+    assert (totals.wrong_tokens, totals.leaked_blocks, totals.unfinished) == (0, 0, 0)
+    assert totals.tokens > 1000
+    assert min(totals.preemptions, totals.swaps, totals.evictions, totals.hits) > 0
+    assert len(totals.faults) >= 10
+
+
+@pytest.mark.slow
+def test_every_three_features_meet():
+    totals = run_worlds("coverage", 400_000)
+    counts = {triple: totals.combinations[triple] for triple in itertools.combinations(FEATURES, 3)}
+    assert min(counts.values()) >= 10, sorted(counts.items(), key=lambda each: each[1])[:5]
+
+
+@pytest.mark.parametrize("case", CORPUS, ids=lambda case: case["name"])
+def test_worlds_that_failed_once(case):
+    run_world(case["seed"], WorldConfig(**case["config"]))
+
+
+def test_same_seed_same_trace():
+    config = draw_config(random.Random("trace"))
+    first, second = run_world("trace", config), run_world("trace", config)
+    assert first == second
+
+
+def test_small_worlds_are_all_right():
+    assert exhaustive.run_all(num_arrival_steps=2, num_abort_steps=2, max_length=2) == 5550
+
+
+@pytest.mark.slow
+def test_all_small_worlds_are_all_right():
+    assert exhaustive.run_all() > 100_000
+
+
+@pytest.mark.parametrize("name", ["leak on abort", "an uncommitted block is shared", "the salt is left out"])
+def test_a_fault_put_back_is_caught(name):
+    [mutant] = [each for each in mutants.MUTANTS if each.name == name]
+    assert mutants.judge(mutant, 20_000).outcome == "caught"
+
+
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
+def test_every_mutant_still_applies(mutant, tmp_path):
+    assert mutants.apply(mutant, tmp_path)
+
+
+def test_a_failing_world_shrinks(monkeypatch):
+    from octavo.core.block_pool import BlockPool
+
+    monkeypatch.setattr(BlockPool, "touch", lambda _self, _blocks: None)
+    config = draw_config(random.Random("0:3"))
+    for index in range(20):
+        config = draw_config(random.Random(f"shrink:{index}"))
+        try:
+            run_world(f"shrink:{index}", config)
+        except SimulationError:
+            smaller, error = shrink(f"shrink:{index}", config)
+            assert smaller.num_steps < config.num_steps
+            assert error
+            return
+    pytest.fail("no world saw it")
