@@ -36,8 +36,11 @@ class Schedule:
     prefix_caching: bool = True
     rounds: int = 1
     num_threads: int | None = None
+    swap_space_bytes: int = 0
+    options: tuple[tuple[str, object], ...] = ()
 
 
+FEW_BLOCKS = {"block_size": 2, "num_blocks": 160, "budget": 64}
 SCHEDULES = [
     Schedule("crowd"),
     Schedule("chunks_of_1", threshold=1),
@@ -49,6 +52,17 @@ SCHEDULES = [
     Schedule("warm_cache", rounds=2),
     Schedule("few_blocks", block_size=2, num_blocks=160, budget=64),
     Schedule("few_blocks_no_cache", block_size=2, num_blocks=160, prefix_caching=False),
+    Schedule("swapped", **FEW_BLOCKS, swap_space_bytes=1 << 22, options=(("preemption", "swap"),)),
+    Schedule(
+        "swapped_no_cache", block_size=2, num_blocks=140, budget=64, prefix_caching=False, swap_space_bytes=1 << 22
+    ),
+    Schedule("little_swap", **FEW_BLOCKS, swap_space_bytes=100_000, options=(("preemption", "swap"),)),
+    Schedule("priority", **FEW_BLOCKS, options=(("policy", "priority"),)),
+    Schedule("deadline", **FEW_BLOCKS, options=(("policy", "deadline"),)),
+    Schedule("fair", block_size=2, num_blocks=140, budget=64, options=(("policy", "fair"),)),
+    Schedule("protected", **FEW_BLOCKS, options=(("max_num_preemptions", 1),)),
+    Schedule("reservation", block_size=2, options=(("admission", "reservation"), ("max_batch_total_tokens", 900))),
+    Schedule("prefill_first", options=(("batching", "prefill_first"),)),
     Schedule("one_thread", num_threads=1),
     Schedule("two_threads", num_threads=2),
 ]
@@ -91,11 +105,13 @@ def make_engine(checkpoint, dtype: str, schedule: Schedule, kernels: str) -> LLM
             block_size=schedule.block_size,
             num_gpu_blocks=schedule.num_blocks or 4096 // schedule.block_size * 2,
             enable_prefix_caching=schedule.prefix_caching,
+            swap_space_bytes=schedule.swap_space_bytes,
         ),
         SchedulerConfig(
             max_num_seqs=schedule.max_num_seqs,
             max_num_batched_tokens=schedule.budget,
             long_prefill_token_threshold=schedule.threshold,
+            **dict(schedule.options),
         ),
         device_config=DeviceConfig(device="cpu", kernels=kernels, num_threads=schedule.num_threads),
     )
@@ -109,7 +125,9 @@ def answers(engine: LLMEngine, requests, *, staggered: bool = True) -> list[tupl
         for _ in range(5 if staggered else len(pending)):
             if pending:
                 index, (prompt, params) = pending.pop(0)
-                engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+                engine.add_request(
+                    str(index), {"prompt_token_ids": prompt}, params, priority=index % 3, tenant=str(index % 4)
+                )
         for output in engine.step():
             if output.finished:
                 finished[int(output.request_id)] = output.outputs[0]
@@ -146,6 +164,7 @@ def test_compiled_kernels_are_exact(checkpoint, alone, schedule, dtype):
     stats = engine.core.scheduler.get_stats()
     if schedule.num_blocks is not None:
         assert stats.total_preempted >= 3
+    assert (stats.total_swapped > 0) == (schedule.swap_space_bytes > 0)
     if schedule.rounds > 1:
         assert stats.cache_hit_rate > 0.4
     assert stats.kv_cache_usage == 0.0

@@ -74,6 +74,7 @@ def build_engine(
         max_model_len=max_model_len,
         clock=time.monotonic,
         sink=sink,
+        num_host_blocks=worker.kv_cache.num_host_blocks,
         cache_keys=(f"model:{directory.resolve()}", f"kv:{worker.kv_dtype}"),
     )
     template = None if tokenizer is None else _chat_template(model_config, directory, tokenizer)

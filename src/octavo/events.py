@@ -184,6 +184,14 @@ class StepFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksQuarantined(Event):
+    """The books of these blocks are wrong: they are never given out again, and the engine goes on without them."""
+
+    block_ids: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StaleResultDropped(Event):
     """A result came late, twice or for a step nobody asked for, and changed nothing."""
 
@@ -234,6 +242,7 @@ class EventCounters:
         self.num_scheduled = 0
         self.num_tokens_scheduled = 0
         self.num_tokens_generated = 0
+        self.num_swapped = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
 
@@ -245,6 +254,8 @@ class EventCounters:
             self.num_tokens_scheduled += event.num_tokens
         elif isinstance(event, StepCompleted):
             self.num_tokens_generated += sum(event.num_new_tokens.values())
+        elif isinstance(event, RequestPreempted):
+            self.num_swapped += event.swapped
         elif isinstance(event, PrefixCacheQueried):
             self.prefix_query_tokens += event.num_query_tokens
             self.prefix_hit_tokens += event.num_hit_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
 from octavo.build import build_engine
@@ -65,8 +66,9 @@ class LLMEngine(Engine):
 class LLM:
     """Answers batches of prompts.
 
-    model: a directory in Hugging Face layout, a hub id, or None for the built-in model. Further arguments as in vLLM;
-    those octavo has no use for are listed in `octavo.compatibility`.
+    model: a directory in Hugging Face layout, a hub id, or None for the built-in model. Further arguments as in vLLM,
+    and the other fields of `SchedulerConfig` and `CacheConfig` by their names (admission="reservation", ...). What
+    octavo has no use for is listed in `octavo.compatibility`.
 
         llm = LLM("Qwen/Qwen2.5-0.5B-Instruct")
         outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=32))
@@ -102,6 +104,8 @@ class LLM:
         num_threads: int | None = None,
         **others: Any,
     ) -> None:
+        scheduler_options = _take_fields(others, SchedulerConfig)
+        cache_options = _take_fields(others, CacheConfig)
         accept_arguments(others)
         max_num_seqs = DEFAULT_MAX_NUM_SEQS if max_num_seqs is None else max_num_seqs
         with LoadingProgress() as progress:
@@ -123,6 +127,7 @@ class LLM:
                     kv_cache_memory_bytes=kv_cache_memory_bytes,
                     enable_prefix_caching=enable_prefix_caching,
                     probe_largest_batch=probe_largest_batch,
+                    **cache_options,
                 ),
                 SchedulerConfig(
                     max_num_seqs=max_num_seqs,
@@ -134,6 +139,7 @@ class LLM:
                     policy=parse_policy(scheduling_policy),
                     enable_chunked_prefill=enable_chunked_prefill,
                     long_prefill_token_threshold=long_prefill_token_threshold,
+                    **scheduler_options,
                 ),
                 device_config=DeviceConfig(device=device, kernels=kernels, num_threads=num_threads),
                 progress=progress,
@@ -216,3 +222,9 @@ class LLM:
 def final_only(params: SamplingParams) -> SamplingParams:
     """Ask for the finished output alone: nobody reads the ones before it."""
     return params.replace(output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def _take_fields(arguments: dict[str, Any], config: type[SchedulerConfig | CacheConfig]) -> dict[str, Any]:
+    """Take the arguments that are fields of a configuration and have no parameter of their own."""
+    names = {each.name for each in fields(config)} - {"policy", "num_gpu_blocks"}
+    return {name: arguments.pop(name) for name in sorted(names & arguments.keys())}

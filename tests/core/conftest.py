@@ -15,6 +15,8 @@ from octavo.request import Request
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler_output import SchedulerOutput
 
+REQUEST_OPTIONS = ("priority", "cache_salt", "tenant", "adapter", "deadline", "arrival_time")
+
 
 class Core:
     """A scheduler and the plainest worker there is: it answers every request with the next of its `answers`."""
@@ -26,17 +28,26 @@ class Core:
         block_size: int = 4,
         max_model_len: int = 10_000,
         enable_prefix_caching: bool = True,
+        cache_decoded_blocks: bool = True,
+        num_host_blocks: int = 0,
+        connector: Any = None,
         **scheduler_options: Any,
     ) -> None:
         ticks = itertools.count()
         self.log = EventLog()
         self.scheduler = Scheduler(
             SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 100, **scheduler_options}),
-            CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching),
+            CacheConfig(
+                block_size=block_size,
+                enable_prefix_caching=enable_prefix_caching,
+                cache_decoded_blocks=cache_decoded_blocks,
+            ),
             num_blocks=num_blocks,
             max_model_len=max_model_len,
             clock=lambda: float(next(ticks)),
             sink=self.log,
+            num_host_blocks=num_host_blocks,
+            connector=connector,
         )
         self.answers: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
@@ -44,7 +55,7 @@ class Core:
     def add(self, request_id: str, prompt: int | list[int], max_tokens: int = 16, **options: Any) -> Request:
         """Add a request whose prompt is a list of ids, or that many ids of its own."""
         stop_ids = frozenset(options.pop("stop_token_ids", ()))
-        request_options = {key: options.pop(key) for key in ("priority", "cache_salt") if key in options}
+        request_options = {key: options.pop(key) for key in REQUEST_OPTIONS if key in options}
         base = 1000 * (1 + len(self.finished) + len(self.scheduler.requests))
         ids = list(range(base, base + prompt)) if isinstance(prompt, int) else prompt
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)

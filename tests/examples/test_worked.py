@@ -62,3 +62,22 @@ def test_static_and_continuous(worked):
 
 def test_chunked_prefill(worked):
     assert worked("chunked_prefill") == {"chunks": [2048, 2048, 2048, 2048], "first_sample_in_step": 4}
+
+
+def test_prefill_first(worked):
+    assert worked("prefill_first") == {
+        "steps": [["A", "B"], ["C"], ["A", "B", "C"], ["D"], ["B", "C", "D"]],
+        "totals": [14, 10, 3, 5, 3],
+        "finished": {"A": "length"},
+    }
+
+
+def test_reservation(worked):
+    assert worked("reservation") == {
+        "first_step": ["first", "second"],
+        "left_after_first_step": 1748,
+        "second_step": {"first": 1, "second": 1, "third": 400},
+        "left_after_second_step": 548,
+        "ended_meanwhile": ["second"],
+        "returned": 1536,
+    }

@@ -13,10 +13,13 @@ from octavo.assets import BUILT_IN_MODEL
 from octavo.config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_SEQS,
+    AdmissionRule,
+    BatchingMode,
     CacheConfig,
     DeviceConfig,
     EngineConfig,
     ModelConfig,
+    PreemptionMode,
     SchedulerConfig,
     SchedulingPolicy,
     default_max_num_batched_tokens,
@@ -29,6 +32,19 @@ _MODEL = "Model"
 _CACHE = "KV cache"
 _SCHEDULER = "Scheduler"
 _DEVICE = "Device"
+_SAME_NAMES = (  # options that are fields of SchedulerConfig under the same name
+    "ageing_s",
+    "batching",
+    "admission",
+    "max_batch_total_tokens",
+    "max_batch_prefill_tokens",
+    "waiting_served_ratio",
+    "max_waiting_tokens",
+    "max_num_waiting",
+    "max_num_waiting_tokens",
+    "preemption",
+    "max_num_preemptions",
+)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
@@ -153,9 +169,91 @@ class EngineOptions:
         SchedulingPolicy,
         typer.Option(
             rich_help_panel=_SCHEDULER,
-            help="Who goes first: the one who came first (fcfs), or the one with the lower priority number (priority).",
+            help="Who goes first: who came first (fcfs), the lower priority number (priority), the earliest deadline "
+            "(deadline), or the tenant that was served least (fair).",
         ),
     ] = SchedulingPolicy.FCFS
+    ageing_s: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            rich_help_panel=_SCHEDULER,
+            help="priority: waiting so long counts as one priority number. deadline: nobody waits behind one that came "
+            "so much later.",
+        ),
+    ] = 60.0
+    batching: Annotated[
+        BatchingMode,
+        typer.Option(rich_help_panel=_SCHEDULER, help="Mix prompts and answers in a step, or compute prompts first."),
+    ] = BatchingMode.MIXED
+    admission: Annotated[
+        AdmissionRule,
+        typer.Option(
+            rich_help_panel=_SCHEDULER,
+            help="Start a request when its tokens fit (optimistic: somebody may be preempted later), or when prompt + "
+            "max_tokens can be set aside (reservation).",
+        ),
+    ] = AdmissionRule.OPTIMISTIC
+    max_batch_total_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            parser=parse_size,
+            rich_help_panel=_SCHEDULER,
+            help="With reservation: most prompt + max_tokens of all running requests. Default: the KV cache.",
+            show_default=False,
+        ),
+    ] = None
+    max_batch_prefill_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            parser=parse_size,
+            rich_help_panel=_SCHEDULER,
+            help="With reservation: most prompt tokens admitted in one step. Default: the step's budget.",
+            show_default=False,
+        ),
+    ] = None
+    waiting_served_ratio: Annotated[
+        float,
+        typer.Option(
+            rich_help_panel=_SCHEDULER,
+            help="With reservation: so many times the running must wait before they are joined.",
+        ),
+    ] = 0.3
+    max_waiting_tokens: Annotated[
+        int,
+        typer.Option(
+            rich_help_panel=_SCHEDULER, help="With reservation: steps after which the waiting may join anyhow."
+        ),
+    ] = 20
+    max_num_waiting: Annotated[
+        int | None,
+        typer.Option(
+            rich_help_panel=_SCHEDULER, help="Requests that may wait; one more is refused.", show_default="no limit"
+        ),
+    ] = None
+    max_num_waiting_tokens: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="TOKENS",
+            rich_help_panel=_SCHEDULER,
+            help="Tokens of the requests that may wait.",
+            show_default="no limit",
+        ),
+    ] = None
+    preemption: Annotated[
+        PreemptionMode,
+        typer.Option(
+            rich_help_panel=_SCHEDULER,
+            help="What becomes of a preempted request's KV: it is computed again, swapped to host memory, or either.",
+        ),
+    ] = PreemptionMode.AUTO
+    max_num_preemptions: Annotated[
+        int,
+        typer.Option(rich_help_panel=_SCHEDULER, help="So often may one request be preempted; then it is protected."),
+    ] = 8
     block_size: Annotated[
         int, typer.Option(metavar="TOKENS", rich_help_panel=_CACHE, help="Tokens in one block of the KV cache.")
     ] = DEFAULT_BLOCK_SIZE
@@ -185,6 +283,23 @@ class EngineOptions:
             show_default=False,
         ),
     ] = None
+    swap_space_bytes: Annotated[
+        int,
+        typer.Option(
+            metavar="SIZE",
+            parser=parse_size,
+            rich_help_panel=_CACHE,
+            help="Host memory for the KV of preempted requests, such as 2G; 0: it is computed again.",
+        ),
+    ] = 0
+    cache_decoded_blocks: Annotated[
+        bool,
+        typer.Option(
+            "--cache-decoded-blocks/--no-cache-decoded-blocks",
+            rich_help_panel=_CACHE,
+            help="Keep generated tokens findable, too: the next turn of a conversation begins with them.",
+        ),
+    ] = True
     num_gpu_blocks_override: Annotated[
         int | None,
         typer.Option(
@@ -256,6 +371,8 @@ class EngineOptions:
                 num_gpu_blocks=self.num_gpu_blocks_override,
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes,
                 enable_prefix_caching=self.enable_prefix_caching,
+                cache_decoded_blocks=self.cache_decoded_blocks,
+                swap_space_bytes=self.swap_space_bytes,
                 probe_largest_batch=self.probe_largest_batch,
             ),
             scheduler=SchedulerConfig(
@@ -264,6 +381,7 @@ class EngineOptions:
                 policy=self.scheduling_policy,
                 enable_chunked_prefill=self.enable_chunked_prefill,
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
+                **{name: getattr(self, name) for name in _SAME_NAMES},
             ),
             device=DeviceConfig(device=self.device, kernels=self.kernels, num_threads=self.num_threads),
         )

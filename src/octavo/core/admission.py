@@ -157,7 +157,7 @@ class ReservationAdmission:
         num_blocks = self._num_blocks + self._manager.num_blocks_for(request.max_total_tokens)
         if self.num_reserved_total + request.max_total_tokens > self.max_total_tokens:
             return WaitReason.NO_RESERVATION
-        return WaitReason.NO_RESERVATION if num_blocks > self._manager.pool.num_blocks else None
+        return WaitReason.NO_RESERVATION if num_blocks > self._manager.pool.num_usable_blocks else None
 
     def num_reserved_tokens(self, request: Request) -> int:
         """Blocks are counted, not taken: they are taken as tokens come."""

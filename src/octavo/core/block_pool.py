@@ -64,6 +64,11 @@ class BlockPool:
         return len(self.blocks)
 
     @property
+    def num_usable_blocks(self) -> int:
+        """Blocks in all, less those in quarantine."""
+        return len(self.blocks) - len(self.quarantined)
+
+    @property
     def num_free_blocks(self) -> int:
         """Blocks that could be taken now, cached ones included."""
         return len(self._free) + len(self._cached)

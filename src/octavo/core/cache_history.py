@@ -36,7 +36,8 @@ class CacheHistory:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._seen: OrderedDict[tuple[int, tuple[int, ...]], tuple[BlockHash, tuple[str, ...]]] = OrderedDict()
+        self._hashes: OrderedDict[BlockHash, None] = OrderedDict()
+        self._keys: OrderedDict[tuple[int, tuple[int, ...]], tuple[str, ...]] = OrderedDict()
         self._child: OrderedDict[BlockHash | None, tuple[int, ...]] = OrderedDict()
 
     def add(
@@ -48,7 +49,8 @@ class CacheHistory:
         extra_keys: tuple[str, ...],
     ) -> None:
         """Remember the block at `index` of a sequence, which follows the one with hash `parent`."""
-        _remember(self._seen, (index, token_ids), (block_hash, extra_keys), self._capacity)
+        _remember(self._hashes, block_hash, None, self._capacity)
+        _remember(self._keys, (index, token_ids), extra_keys, self._capacity)
         _remember(self._child, parent, token_ids, self._capacity)
 
     def why_missed(
@@ -60,10 +62,9 @@ class CacheHistory:
         extra_keys: tuple[str, ...],
     ) -> Miss:
         """Say why the full block at `index`, with these tokens behind `parent`, was not found."""
-        seen = self._seen.get((index, tuple(token_ids)))
-        if seen is not None and seen[0] == block_hash:
+        if block_hash in self._hashes:
             return Miss(MissReason.EVICTED)
-        if seen is not None and seen[1] != extra_keys:
+        if self._keys.get((index, tuple(token_ids)), extra_keys) != extra_keys:
             return Miss(MissReason.OTHER_SALT)
         child = self._child.get(parent)
         if child is None or child[0] != token_ids[0]:

@@ -62,7 +62,8 @@ def _check_references(scheduler: Scheduler) -> Iterator[Breach]:
     for request in scheduler.requests.values():
         count.update(request.sequence.block_table)
     blocks = manager.pool.blocks
-    wrong = tuple(b.block_id for b in blocks if b.ref_count != count[b.block_id])
+    checked = (block for block in blocks if block.block_id not in manager.pool.quarantined)
+    wrong = tuple(block.block_id for block in checked if block.ref_count != count[block.block_id])
     if wrong:
         found = [(block_id, blocks[block_id].ref_count, count[block_id]) for block_id in wrong]
         yield Breach(2, f"(block, references, holders): {found}", wrong)

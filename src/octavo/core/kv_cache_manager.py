@@ -104,7 +104,7 @@ class KVCacheManager:
     @property
     def capacity_tokens(self) -> int:
         """Tokens that fit into the empty cache."""
-        return self.pool.num_blocks * self.block_size
+        return self.pool.num_usable_blocks * self.block_size
 
     @property
     def num_cached_blocks(self) -> int:

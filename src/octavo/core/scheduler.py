@@ -10,6 +10,7 @@ import heapq
 from typing import TYPE_CHECKING
 
 from octavo import events
+from octavo.core import invariants
 from octavo.core.admission import create_admission
 from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
 from octavo.core.kv_connector import KVConnector, NullConnector, PendingLoads
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from octavo.core.request_queue import RequestQueue
     from octavo.events import EventSink
     from octavo.model_output import ModelOutput, TokenLogprobs
+
+
+IDLE_CHECK_INTERVAL_S = 10.0
 
 
 class Scheduler:
@@ -75,6 +79,7 @@ class Scheduler:
         self._gave_up_loading: set[str] = set()
         self._cancels: list[int] = []
         self._to_preempt: list[str] = []
+        self._next_check = 0.0
         self.kv_cache_manager = KVCacheManager(
             num_blocks,
             cache_config.block_size,
@@ -633,6 +638,24 @@ class Scheduler:
         """Requests that wait or run."""
         return len(self.requests)
 
+    def check_when_idle(self) -> list[invariants.Breach]:
+        """Check all invariants if nobody waits or runs and it was not done lately; return the breaches.
+
+        Blocks whose books are wrong are taken out of use, with an event: a leak must not end the engine.
+        """
+        self._now = self._clock()
+        if self.has_work() or self._now < self._next_check:
+            return []
+        self._next_check = self._now + IDLE_CHECK_INTERVAL_S
+        breaches = invariants.check(self)
+        pool = self.kv_cache_manager.pool
+        for breach in breaches:
+            fresh = tuple(block_id for block_id in breach.block_ids if block_id not in pool.quarantined)
+            for block_id in fresh:
+                pool.quarantine(pool.blocks[block_id])
+            self._emit(events.BlocksQuarantined, fresh, f"invariant {breach.invariant}: {breach.message}")
+        return breaches
+
     @property
     def num_kept_records(self) -> int:
         """Records kept of single requests; 0 when nobody is left."""
@@ -649,6 +672,7 @@ class Scheduler:
         return SchedulerStats(
             total_scheduled=self.counters.num_scheduled,
             total_preempted=count[events.RequestPreempted],
+            total_swapped=self.counters.num_swapped,
             total_finished=count[events.RequestFinished],
             total_tokens_scheduled=self.counters.num_tokens_scheduled,
             total_tokens_generated=self.counters.num_tokens_generated,

@@ -41,6 +41,10 @@ class SchedulerInterface(Protocol):
         """Whether a step has anything to do or to deliver."""
         ...
 
+    def check_when_idle(self) -> Iterable[object]:
+        """Check the books in an idle moment; return what is wrong with them."""
+        ...
+
     def get_stats(self) -> SchedulerStats:
         """Totals since the start and the state now."""
         ...
@@ -56,6 +60,7 @@ class SchedulerStats:
 
     total_scheduled: int
     total_preempted: int
+    total_swapped: int
     total_finished: int
     total_tokens_scheduled: int
     total_tokens_generated: int

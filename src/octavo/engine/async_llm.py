@@ -137,7 +137,10 @@ class AsyncLLM:
         """Run what is in the inbox; wait for more while there is no work. False when told to stop."""
         while True:
             try:
-                command = self._inbox.get(block=not self.engine.has_unfinished_requests())
+                is_idle = not self.engine.has_unfinished_requests()
+                if is_idle and self._inbox.empty():
+                    self.engine.check_when_idle()
+                command = self._inbox.get(block=is_idle)
             except queue.Empty:
                 return True
             if command is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -98,6 +99,8 @@ class InputProcessor:
         arrival_time: float = 0.0,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str = "",
+        timeout_s: float | None = None,
     ) -> ProcessedInput:
         """Check a request and split it into its streams.
 
@@ -106,6 +109,7 @@ class InputProcessor:
         """
         params = replace(params) if params is not None else self.default_sampling_params()  # checked anew, and ours
         _check_salt(cache_salt)
+        _check_timeout(timeout_s)
         text, token_ids = self._read_prompt(prompt)
         self._check_token_ids(token_ids, params)
         arrival = next(self._arrivals)
@@ -122,6 +126,8 @@ class InputProcessor:
                 sample_index=index,
                 stop_token_ids=eos_ids | frozenset(params.stop_token_ids),
                 cache_salt=cache_salt,
+                tenant=tenant,
+                deadline=None if timeout_s is None else arrival_time + timeout_s,
             )
             for index in range(params.n)
         ]
@@ -183,6 +189,14 @@ def _check_salt(salt: object) -> None:
         salt.encode()
     except UnicodeEncodeError:
         raise RequestError("cache_salt is not valid Unicode", parameter="cache_salt") from None
+
+
+def _check_timeout(timeout_s: object) -> None:
+    """A time limit is a number of seconds above zero."""
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
+        raise RequestError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}", parameter="timeout_s")
 
 
 def draw_seed(engine_seed: int, arrival: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from octavo.errors import RequestError
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
     from octavo.engine.output_processor import OutputProcessor
     from octavo.outputs import EngineCoreOutput, RequestOutput
+
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -42,15 +46,25 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str = "",
+        timeout_s: float | None = None,
     ) -> None:
         """Accept a request. Raises `RequestError` when it cannot be served; nothing changes then.
 
         prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. priority: lower goes first, under the
-        priority policy. cache_salt: only requests with the same salt share cached KV.
+        priority policy. cache_salt: only requests with the same salt share cached KV. tenant: whose request it is,
+        under the fair policy. timeout_s: a request that is not done by then ends with an error.
         """
         self.add_processed(
             self.input_processor.process(
-                request_id, prompt, params, arrival_time=self.clock(), priority=priority, cache_salt=cache_salt
+                request_id,
+                prompt,
+                params,
+                arrival_time=self.clock(),
+                priority=priority,
+                cache_salt=cache_salt,
+                tenant=tenant,
+                timeout_s=timeout_s,
             )
         )
 
@@ -95,6 +109,11 @@ class Engine:
     def has_unfinished_requests(self) -> bool:
         """Whether another `step` has something to do or to tell."""
         return bool(self._undelivered) or self.core.has_work()
+
+    def check_when_idle(self) -> None:
+        """Check the core's invariants in an idle moment; a breach is logged, its blocks are not used again."""
+        for breach in self.core.scheduler.check_when_idle():
+            logger.error("%s; the blocks concerned are not used any more", breach)
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
         """Answer one prompt."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from octavo.scheduler_output import BlockCopies
 
 
 class PagedKVCache:
     """Keys and values of all layers, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
 
-    Memory is reserved here and touched when a block is first written.
+    Memory is reserved here and touched when a block is first written. num_host_blocks: room in host memory for the
+    blocks of preempted requests, in the same layout.
     """
 
     def __init__(
@@ -21,9 +27,11 @@ class PagedKVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_host_blocks: int = 0,
     ) -> None:
-        shape = (num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim)
-        self.blocks = torch.empty(shape, dtype=dtype, device=device)
+        shape = (num_layers, 2, num_kv_heads, block_size, head_dim)
+        self.blocks = torch.empty((num_blocks, *shape), dtype=dtype, device=device)
+        self.host_blocks = torch.empty((num_host_blocks, *shape), dtype=dtype, pin_memory=device.type == "cuda")
         self.block_size = block_size
         self._layers = [(self.blocks[:, index, 0], self.blocks[:, index, 1]) for index in range(num_layers)]
 
@@ -33,9 +41,23 @@ class PagedKVCache:
         return self.blocks.shape[0]
 
     @property
+    def num_host_blocks(self) -> int:
+        """Blocks in host memory."""
+        return self.host_blocks.shape[0]
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes reserved."""
+        """Bytes reserved on the device."""
         return self.blocks.nbytes
+
+    def copy(self, copies: BlockCopies) -> None:
+        """Copy whole blocks, bit for bit, in the order that `BlockCopies` states (mutates blocks and host_blocks)."""
+        for block, host in copies.swap_out:
+            self.host_blocks[host].copy_(self.blocks[block])
+        for host, block in copies.swap_in:
+            self.blocks[block].copy_(self.host_blocks[host])
+        for source, target in copies.block_copies:
+            self.blocks[target].copy_(self.blocks[source])
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (k_cache, v_cache) of a layer: views [num_blocks, num_kv_heads, block_size, head_dim]."""

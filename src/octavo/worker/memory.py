@@ -60,12 +60,15 @@ def decide_num_blocks(
     scratch_bytes is what the kernels allocate for themselves in a step.
     step_bytes is what a probe saw a step take; it counts where it is more than what the shapes say.
 
-    num_gpu_blocks as given; else kv_cache_memory_bytes; else the smaller of 4 GiB and half of what is free (on a GPU
-    90 % of what is free), less the activations, and never more than max_num_seqs sequences of full length can use.
+    swap_space_bytes of host memory are set aside first. Then: num_gpu_blocks as given; else kv_cache_memory_bytes;
+    else the smaller of 4 GiB and half of what is free (on a GPU 90 % of what is free), less the activations, and never
+    more than max_num_seqs sequences of full length can use.
     Raises `ConfigError` when not even one block fits.
     """
     per_block = block_bytes(architecture, cache_config.block_size, dtype)
     free = free_bytes(device)
+    if device.type == "cpu":
+        free -= cache_config.swap_space_bytes
     if cache_config.num_gpu_blocks is not None:
         num_blocks, reason = cache_config.num_gpu_blocks, "num_gpu_blocks"
     elif cache_config.kv_cache_memory_bytes is not None:
@@ -91,6 +94,14 @@ def decide_num_blocks(
             f"the KV cache would take {num_blocks * per_block:,} bytes ({reason}), but only {free:,} are free"
         )
     return num_blocks
+
+
+def decide_num_host_blocks(architecture: Architecture, cache_config: CacheConfig, *, dtype: str) -> int:
+    """Decide how many blocks fit `swap_space_bytes`. Raises `ConfigError` when that is more than what is free."""
+    wanted, free = cache_config.swap_space_bytes, free_bytes(torch.device("cpu"))
+    if wanted > free:
+        raise ConfigError(f"swap_space_bytes is {wanted:,}, but only {free:,} bytes of host memory are free")
+    return wanted // block_bytes(architecture, cache_config.block_size, dtype)
 
 
 def _machine_free_bytes() -> int:

@@ -37,6 +37,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Compute a step: every scheduled token in one batched forward, one token for whoever is due one."""
+        self.kv_cache.copy(scheduled.copies)
         self.batch.update(scheduled)
         if not scheduled.num_scheduled_tokens:
             return ModelOutput(scheduled.step, {})

@@ -16,7 +16,7 @@ from octavo.models.loader import load_model
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from octavo.worker.kv_cache import PagedKVCache
-from octavo.worker.memory import decide_num_blocks
+from octavo.worker.memory import decide_num_blocks, decide_num_host_blocks
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.probe import kept_result, probe_file, probe_largest_batch
 
@@ -99,12 +99,13 @@ class Worker:
             ),
             step_bytes=step_bytes,
         )
-        self.runner = self._make_runner(num_blocks)
+        num_host_blocks = decide_num_host_blocks(architecture, cache_config, dtype=self.kv_dtype)
+        self.runner = self._make_runner(num_blocks, num_host_blocks)
         self.kv_cache = self.runner.kv_cache
         with self._torch_threads():
             warm_up(self.runner, min(WARM_UP_TOKENS, scheduler_config.max_num_batched_tokens, max_model_len))
 
-    def _make_runner(self, num_blocks: int) -> ModelRunner:
+    def _make_runner(self, num_blocks: int, num_host_blocks: int = 0) -> ModelRunner:
         max_model_len, cache_config, scheduler_config = self._limits
         architecture = self.model.architecture
         kv_cache = PagedKVCache(
@@ -115,6 +116,7 @@ class Worker:
             head_dim=architecture.head_dim,
             dtype=self.model.dtype,
             device=self.device,
+            num_host_blocks=num_host_blocks,
         )
         return ModelRunner(
             self.model,

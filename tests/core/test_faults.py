@@ -1,0 +1,372 @@
+"""One test for each fault of docs/reliability.md that lives in the core, by its id."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo import events
+from octavo.core import invariants
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.errors import PromptTooLongError
+from octavo.model_output import ModelOutput
+from octavo.request import Request, RequestStatus
+from octavo.sampling_params import SamplingParams
+
+
+class Store:
+    """A connector that offers `num_tokens` to everyone."""
+
+    def __init__(self, num_tokens: int = 8) -> None:
+        self.num_tokens = num_tokens
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return max(self.num_tokens - num_computed_tokens, 0)
+
+    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
+        pass
+
+    def request_finished(self, request, block_ids):
+        pass
+
+
+def check(core):
+    assert invariants.check(core.scheduler) == []
+
+
+def finish_step(core, scheduled, **results):
+    """Take a step's result in, with the given transfers."""
+    result = core.compute(scheduled)
+    return core.scheduler.update_from_output(scheduled, ModelOutput(result.step, result.sampled_token_ids, **results))
+
+
+def used_blocks(core):
+    pool = core.scheduler.kv_cache_manager.pool
+    return pool.num_blocks - pool.num_free_blocks
+
+
+@pytest.mark.parametrize(
+    "state", ["waiting", "prompt under way", "running", "preempted", "swapped", "loading", "parked"]
+)
+def test_F1_abort_in_any_state_returns_all_blocks(make_core, state):
+    options = {"num_host_blocks": 8, "preemption": "swap"} if state == "swapped" else {}
+    if state == "parked":
+        options = {"long_prefill_token_threshold": 4}
+    core = make_core(max_num_batched_tokens=8, connector=Store() if state == "loading" else None, **options)
+    prompt = list(range(20))
+    request = core.add("a", prompt)
+    if state == "parked":
+        core.add("b", prompt)
+    for _ in range({"waiting": 0, "prompt under way": 1, "loading": 1, "parked": 1}.get(state, 4)):
+        core.step()
+    if state in {"preempted", "swapped"}:
+        core.scheduler.preempt_requests(["a"])
+        core.step()
+        assert request.status is RequestStatus.PREEMPTED
+        assert core.scheduler.kv_cache_manager.is_saved("a") == (state == "swapped")
+    if state == "loading":
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    name = "b" if state == "parked" else "a"
+    if state == "parked":
+        assert core.scheduler.room.num_parked == 1
+    [output] = core.scheduler.abort_request(name)
+    assert output.finish_reason == "abort"
+    check(core)
+    core.scheduler.abort_request("a")
+    core.run()
+    check(core)
+    assert used_blocks(core) == 0
+
+
+def test_F2_blocks_of_a_load_stay_held_until_the_worker_was_told(make_core):
+    core = make_core(connector=Store(), num_blocks=10)
+    core.add("a", 12)
+    scheduled = core.scheduler.schedule()
+    [load] = scheduled.kv_loads
+    finish_step(core, scheduled)
+    core.scheduler.abort_request("a")
+    assert used_blocks(core) == len(load.block_ids)
+    check(core)
+    scheduled = core.scheduler.schedule()
+    assert scheduled.kv_cancels == [load.transfer_id]
+    assert used_blocks(core) == len(load.block_ids)
+    finish_step(core, scheduled)
+    assert used_blocks(core) == 0
+
+
+def test_F4_late_double_and_unknown_completions_change_nothing(make_core):
+    core = make_core(connector=Store())
+    core.add("a", 12, max_tokens=3)
+    scheduled = core.scheduler.schedule()
+    [load] = scheduled.kv_loads
+    finish_step(core, scheduled, kv_loads=[(load.transfer_id, True), (load.transfer_id, True), (99, True)])
+    assert len(core.log.of_type(events.StaleResultDropped)) == 2
+    request = core.scheduler.requests["a"]
+    assert (request.status, request.num_computed_tokens) == (RequestStatus.RUNNING, 8)
+    check(core)
+    core.run()
+    assert core.finished == {"a": "length"}
+
+
+def test_F5_a_failed_load_is_computed_instead(make_core):
+    core = make_core(connector=Store())
+    core.add("a", 12, max_tokens=3)
+    scheduled = core.scheduler.schedule()
+    finish_step(core, scheduled, kv_loads=[(scheduled.kv_loads[0].transfer_id, False)])
+    scheduled = core.step()
+    assert scheduled.num_scheduled_tokens == {"a": 12}
+    assert not scheduled.kv_loads
+    core.run()
+    assert core.finished == {"a": "length"}
+
+
+def test_F7_a_load_that_never_ends_expires(make_core):
+    core = make_core(connector=Store(), kv_load_timeout_s=20.0)
+    core.add("a", 12, max_tokens=2)
+    core.run()
+    assert core.finished == {"a": "length"}
+    assert [event.outcome for event in core.log.of_type(events.KVLoadEnded)] == ["expired"]
+
+
+def test_F8_a_request_that_can_never_fit_is_refused(make_core):
+    core = make_core(num_blocks=3)
+    with pytest.raises(PromptTooLongError, match="never fit"):
+        core.add("a", 12)
+    core.add("b", 11, max_tokens=1)
+    core.run()
+    assert core.finished == {"b": "length"}
+
+
+def test_F9_something_always_runs_while_somebody_waits(make_core):
+    core = make_core(num_blocks=6, max_num_seqs=3, max_num_batched_tokens=5)
+    for index in range(10):
+        core.add(f"r{index}", 1 + index % 9, max_tokens=8)
+    while core.scheduler.requests:
+        assert core.step().num_scheduled_tokens
+        check(core)
+
+
+def test_F10_preemptions_of_one_request_are_bounded(make_core):
+    core = make_core(num_blocks=6, max_num_seqs=4, max_num_preemptions=2)
+    for index in range(8):
+        core.add(f"r{index}", 3, max_tokens=16)
+    core.run()
+    counts: dict[str, int] = {}
+    for event in core.log.of_type(events.RequestPreempted):
+        counts[event.request_id] = counts.get(event.request_id, 0) + 1
+    assert counts
+    assert max(counts.values()) <= 2
+    assert set(core.finished.values()) == {"length"}
+
+
+def test_F12_the_last_request_fills_the_cache_and_only_it_ends(make_core):
+    core = make_core(num_blocks=4)
+    core.add("a", 5, max_tokens=100)
+    core.add("b", 5, max_tokens=3)
+    core.run()
+    assert core.finished == {"a": "length", "b": "length"}
+    [end] = [e for e in core.log.of_type(events.RequestFinished) if e.request_id == "a"]
+    assert end.num_output_tokens == 4 * 4 + 1 - 5
+
+
+def test_F13_a_double_free_is_refused_and_changes_nothing(make_core):
+    core = make_core()
+    core.add("a", 5)
+    core.step()
+    pool = core.scheduler.kv_cache_manager.pool
+    [free] = [block for block in pool.blocks if block.block_id == 999]
+    before = pool.free_list()
+    with pytest.raises(AssertionError, match="double free"):
+        pool.release([free])
+    assert pool.free_list() == before
+    check(core)
+
+
+def test_F14_a_lookup_is_pinned_before_anything_can_be_evicted():
+    manager = KVCacheManager(4, 2)
+    first = Request("a", [1, 2, 3, 4, 5], SamplingParams(max_tokens=3))
+    manager.allocate_slots(first, 5)
+    first.num_computed_tokens = 5
+    manager.commit(first)
+    manager.free(first)
+    second = Request("b", [1, 2, 3, 4, 6, 7, 8, 9], SamplingParams(max_tokens=3))
+    computed = manager.get_computed_blocks(second)
+    assert computed.num_tokens == 4
+    ids = manager.allocate_slots(second, 4, computed)
+    assert ids[:2] == [block.block_id for block in computed.blocks]
+    assert len(set(ids)) == 4
+
+
+def test_F15_swap_is_fenced_from_reuse(make_core):
+    """The victim's blocks are given away in the step that copies them out: copies come first, nobody is admitted."""
+    core = make_core(num_blocks=6, num_host_blocks=6, preemption="swap", max_num_seqs=2, enable_prefix_caching=False)
+    core.add("a", 7, max_tokens=12)
+    core.add("b", 7, max_tokens=12)
+    saved = None
+    while core.scheduler.requests:
+        scheduled = core.step()
+        copies = scheduled.copies
+        assert not (copies.swap_out and (copies.swap_in or scheduled.scheduled_new_reqs))
+        if copies.swap_out:
+            saved = [host for _, host in copies.swap_out]
+        if copies.swap_in:
+            assert [host for host, _ in copies.swap_in] == saved
+        check(core)
+    assert saved
+    assert core.scheduler.get_stats().total_swapped >= 1
+
+
+def test_F16_a_block_is_shared_only_after_the_step_that_wrote_it(make_core):
+    core = make_core()
+    prompt = list(range(9))
+    core.add("a", prompt)
+    scheduled = core.scheduler.schedule()
+    other = Request("x", prompt, SamplingParams(max_tokens=1))
+    assert core.scheduler.kv_cache_manager.get_computed_blocks(other).num_tokens == 0
+    finish_step(core, scheduled)
+    assert core.scheduler.kv_cache_manager.get_computed_blocks(other).num_tokens == 8
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 7, 8, 9])
+def test_F17_block_borders_are_exact(make_core, length):
+    core = make_core()
+    request = core.add("a", length, max_tokens=6)
+    while core.scheduler.requests:
+        core.step()
+        if request.sequence.block_table:
+            assert len(request.sequence.block_table) == -(-request.num_computed_tokens // 4)
+        check(core)
+
+
+@pytest.mark.parametrize("other", [{"adapter": "x"}, {"cache_salt": "x"}, {}])
+def test_F18_another_adapter_salt_or_weights_never_hit(make_core, other):
+    core = make_core()
+    prompt = list(range(9))
+    core.add("a", prompt, max_tokens=1)
+    core.run()
+    if not other:
+        core.scheduler.kv_cache_manager.advance_weights_epoch()
+    core.add("b", prompt, max_tokens=1, **other)
+    core.add("c", prompt, max_tokens=1, **other)
+    core.run()
+    assert [event.num_hit_tokens for event in core.log.of_type(events.PrefixCacheQueried)] == [0, 0, 8]
+
+
+def test_F19_drafts_do_not_survive_a_preemption_or_an_abort(make_core):
+    core = make_core()
+    for name in ("a", "b"):
+        core.add(name, 5)
+    core.step()
+    core.scheduler.update_draft_token_ids({"a": [1, 2], "b": [3]})
+    core.scheduler.preempt_requests(["a"])
+    scheduled = core.scheduler.schedule()
+    assert scheduled.scheduled_spec_decode_tokens == {"b": [3]}
+    assert core.scheduler.requests["a"].spec_token_ids == []
+    finish_step(core, scheduled)
+    core.scheduler.update_draft_token_ids({"b": [4]})
+    core.scheduler.abort_request("b")
+    assert core.scheduler.schedule().scheduled_spec_decode_tokens == {}
+
+
+def test_F20_a_cancel_leaves_bystanders_untouched(make_core):
+    core = make_core()
+    prompt = list(range(9))
+    core.add("a", prompt, max_tokens=9)
+    core.step()
+    other = core.add("b", prompt, max_tokens=9)
+    core.step()
+    table = list(other.sequence.block_table)
+    core.scheduler.abort_request("a")
+    assert other.sequence.block_table == table
+    check(core)
+    core.run()
+    assert core.finished["b"] == "length"
+
+
+def test_F34_a_block_with_wrong_books_is_quarantined_and_the_engine_goes_on(make_core):
+    core = make_core(num_blocks=6)
+    core.add("a", 5, max_tokens=2)
+    core.run()
+    pool = core.scheduler.kv_cache_manager.pool
+    pool.blocks[2].ref_count += 1  # a reference nobody holds: a leak
+    breaches = core.scheduler.check_when_idle()
+    assert [breach.invariant for breach in breaches]
+    assert pool.quarantined == {2}
+    assert core.log.of_type(events.BlocksQuarantined)[0].block_ids == (2,)
+    check(core)
+    core.add("b", 9, max_tokens=4)
+    core.run()
+    assert core.finished["b"] == "length"
+    with pytest.raises(PromptTooLongError):
+        core.add("c", 20)
+
+
+def test_one_new_prefix_of_many_requests_is_computed_once(make_core):
+    core = make_core(max_num_seqs=32, max_num_batched_tokens=200, num_blocks=2000)
+    prefix = list(range(64))
+    for index in range(32):
+        core.add(f"r{index}", [*prefix, 1000 + index, 2000 + index], max_tokens=2)
+    assert list(core.step().num_scheduled_tokens) == ["r0"]
+    assert core.scheduler.room.num_parked == 31
+    check(core)
+    core.run()
+    computed = sum(event.num_tokens for event in core.log.of_type(events.StepScheduled))
+    assert computed == 64 + 32 * (2 + 1)
+    assert set(core.finished.values()) == {"length"}
+
+
+def test_waiting_for_a_block_is_bounded(make_core):
+    core = make_core(max_num_batched_tokens=8, max_num_seqs=4, long_prefill_token_threshold=1)
+    prompt = list(range(200))
+    core.add("slow", prompt)
+    core.add("waits", [*prompt[:100], 7])
+    for _ in range(40):
+        core.step()
+        check(core)
+    core.run()
+    assert set(core.finished.values()) == {"length"}
+
+
+def test_outputs_of_one_prompt_copy_its_partly_filled_block(make_core):
+    core = make_core(max_num_seqs=4)
+    prompt = list(range(11))
+    core.add("a", prompt, max_tokens=9)
+    core.step()
+    core.add("b", prompt, max_tokens=9)
+    scheduled = core.step()
+    a, b = (core.scheduler.requests[name].sequence.block_table for name in "ab")
+    assert a[:2] == b[:2]
+    assert scheduled.copies.block_copies == [(a[2], b[2])]
+    assert scheduled.num_scheduled_tokens == {"a": 1, "b": 1}
+    check(core)
+    core.run()
+
+
+def test_why_a_lookup_missed_is_told(make_core):
+    core = make_core(num_blocks=12, max_num_seqs=1)
+    prompt = list(range(8))
+    core.add("new", prompt, max_tokens=1)
+    core.add("short", [1, 2], max_tokens=1)
+    core.add("salted", prompt, max_tokens=1, cache_salt="other")
+    core.add("differs", [*prompt[:6], 99, 7, 8], max_tokens=1)
+    core.add("large", 46, max_tokens=1)
+    core.add("again", prompt, max_tokens=1)
+    core.run()
+    told = {e.request_id: (e.miss, e.position) for e in core.log.of_type(events.PrefixCacheQueried)}
+    assert told == {
+        "new": ("never seen", None),
+        "short": ("shorter than a block", None),
+        "salted": ("other salt", None),
+        "differs": ("different token", 6),
+        "large": ("never seen", None),
+        "again": ("evicted", None),
+    }
+
+
+def test_generated_tokens_are_cached_only_if_wanted(make_core):
+    for wanted, expected in ((True, 12), (False, 4)):
+        core = make_core(cache_decoded_blocks=wanted)
+        core.answers["a"] = [50, 51, 52, 53, 54, 55, 56, 57, 58]
+        core.add("a", [1, 2, 3, 4, 5], max_tokens=9)
+        core.run()
+        history = Request("x", [1, 2, 3, 4, 5, 50, 51, 52, 53, 54, 55, 56, 57, 58], SamplingParams(max_tokens=1))
+        assert core.scheduler.kv_cache_manager.get_computed_blocks(history).num_tokens == expected

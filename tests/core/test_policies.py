@@ -1,0 +1,217 @@
+"""Order, victims, admission: each policy does what its name says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from octavo import events
+from octavo.config import SchedulerConfig
+from octavo.core.fair_share import FairRequestQueue, ServiceCounters
+from octavo.core.policy import rank_by_deadline, rank_by_priority, should_swap
+from octavo.errors import ConfigError, PromptTooLongError, QueueFullError
+from octavo.request import Request
+from octavo.sampling_params import SamplingParams
+
+
+def make_request(name, **options):
+    request = Request(name, [1, 2, 3], SamplingParams(max_tokens=4), **options)
+    request.arrival_index = int(name[1:])
+    return request
+
+
+def order_of_admission(core):
+    return [event.request_id for event in core.log.of_type(events.RequestAdmitted) if not event.resumed]
+
+
+def test_priority_ages(make_core):
+    important_later = make_request("r1", priority=0, arrival_time=100.0)
+    waiting_long = make_request("r0", priority=3, arrival_time=0.0)
+    assert rank_by_priority(waiting_long, 30.0) < rank_by_priority(important_later, 30.0)
+    assert rank_by_priority(important_later, 60.0) < rank_by_priority(waiting_long, 60.0)
+    assert rank_by_priority(important_later, None) < rank_by_priority(waiting_long, None)
+    assert rank_by_priority(waiting_long, 0) < rank_by_priority(important_later, 0)
+
+
+def test_F11_the_lowest_priority_finishes_under_a_stream_of_higher_ones(make_core):
+    core = make_core(max_num_seqs=1, policy="priority", ageing_s=5.0)
+    core.add("low", 3, max_tokens=2, priority=5, arrival_time=0.0)
+    for index in range(200):
+        core.add(f"high{index}", 3, max_tokens=2, priority=0, arrival_time=float(index))
+        core.step()
+        if "low" in core.finished:
+            break
+    assert "low" in core.finished
+
+
+def test_no_inversion_of_effective_priority(make_core):
+    rng = random.Random(3)
+    core = make_core(max_num_seqs=2, policy="priority", ageing_s=7.0, num_blocks=30)
+    rank = core.scheduler.policy.rank
+    for index in range(60):
+        core.add(f"r{index}", rng.randint(1, 9), max_tokens=3, priority=rng.randrange(4), arrival_time=float(index))
+        waiting = {request.request_id: rank(request) for request in core.scheduler.waiting}
+        admitted = len(order_of_admission(core))
+        core.step()
+        for name in order_of_admission(core)[admitted:]:
+            own = waiting.pop(name)
+            assert all(own < other for other in waiting.values())
+    core.run()
+
+
+def test_earliest_deadline_first_with_ageing(make_core):
+    urgent = make_request("r1", arrival_time=10.0, deadline=12.0)
+    relaxed = make_request("r0", arrival_time=0.0, deadline=500.0)
+    none = make_request("r2", arrival_time=1.0)
+    assert rank_by_deadline(urgent, 60.0) < rank_by_deadline(relaxed, 60.0) < rank_by_deadline(none, 60.0)
+    assert rank_by_deadline(none, None) > rank_by_deadline(relaxed, None)
+    core = make_core(max_num_seqs=1, policy="deadline", ageing_s=None)
+    core.add("first", 3, max_tokens=3)
+    core.step()
+    core.add("late", 3, deadline=5e6)
+    core.add("soon", 3, deadline=4e6, max_tokens=1)
+    core.run()
+    assert order_of_admission(core) == ["first", "soon", "late"]
+
+
+def test_a_request_past_its_deadline_ends_with_an_error(make_core):
+    core = make_core(max_num_seqs=1)
+    core.add("long", 3, max_tokens=50)
+    core.add("waits", 3, deadline=8.0)
+    core.add("patient", 3, max_tokens=1)
+    core.run()
+    assert core.finished == {"waits": "error", "long": "length", "patient": "length"}
+
+
+def test_fair_share_serves_whoever_got_least(make_core):
+    core = make_core(max_num_seqs=1, policy="fair")
+    for index in range(20):
+        core.add(f"flood{index}", 4, max_tokens=4, tenant="flood")
+    for index in range(3):
+        core.add(f"small{index}", 4, max_tokens=4, tenant="small")
+    core.run()
+    assert [name[:5] for name in order_of_admission(core)[:6]] == ["flood", "small", "flood", "small", "flood", "small"]
+
+
+def test_fair_share_gives_no_credit_for_idle_time():
+    counters = ServiceCounters()
+    queue = FairRequestQueue(counters)
+    queue.add_request(make_request("r0", tenant="busy"))
+    counters.charge("busy", num_output_tokens=1000)
+    queue.add_request(make_request("r1", tenant="idle"))
+    assert counters.served("idle") == counters.served("busy")
+
+
+def test_fair_share_holds_its_bound_while_one_floods(make_core):
+    """A simulated hour: one tenant sends 50 times as much; the other keeps 90 % of its half."""
+    rng = random.Random(5)
+    core = make_core(max_num_seqs=4, policy="fair", num_blocks=200)
+    longest_prompt, longest_output = 20, 10
+    counters = core.scheduler.policy.counters
+    bound = counters.bound(longest_prompt, longest_output, 4)
+    output = {"flood": 0, "small": 0}
+    number = 0
+    for step in range(3600):
+        for tenant, count in (("flood", 50), ("small", 1)):
+            for _ in range(count if step % 6 == 0 and len(core.scheduler.waiting) < 400 else 0):
+                number += 1
+                ids = [rng.randrange(1 << 40) for _ in range(rng.randint(1, longest_prompt))]
+                core.add(f"{tenant}-{number}", ids, max_tokens=rng.randint(1, longest_output), tenant=tenant)
+        while not any(request.tenant == "small" for request in core.scheduler.waiting):
+            number += 1
+            core.add(f"small-{number}", rng.randint(1, 20), max_tokens=rng.randint(1, 10), tenant="small")
+        core.step()
+        for tenant in output:
+            output[tenant] = counters.served(tenant)
+        assert abs(output["flood"] - output["small"]) <= bound
+    assert output["small"] >= 0.9 * (output["small"] + output["flood"]) / 2
+
+
+def test_F28_limits_of_the_queue_are_tested_before_anything_is_added(make_core):
+    core = make_core(max_num_seqs=1, max_num_waiting=2, max_num_waiting_tokens=20)
+    core.add("a", 12)
+    with pytest.raises(QueueFullError, match="max_num_waiting_tokens"):
+        core.add("b", 9)
+    core.add("c", 8)
+    with pytest.raises(QueueFullError, match="max_num_waiting"):
+        core.add("d", 1)
+    assert list(core.scheduler.requests) == ["a", "c"]
+    assert core.scheduler.room.num_tokens == 20
+    core.run()
+    assert core.scheduler.room.num_tokens == 0
+
+
+def test_F8_reservation_refuses_what_could_never_be_reserved(make_core):
+    core = make_core(admission="reservation", max_batch_total_tokens=30)
+    with pytest.raises(PromptTooLongError, match="max_batch_total_tokens"):
+        core.add("a", 20, max_tokens=11)
+    core.add("b", 20, max_tokens=10)
+    core.run()
+    assert core.finished == {"b": "length"}
+
+
+def test_reservation_never_preempts(make_core):
+    core = make_core(admission="reservation", num_blocks=10, max_num_seqs=8)
+    for index in range(12):
+        core.add(f"r{index}", 6, max_tokens=10)
+    core.run()
+    assert set(core.finished.values()) == {"length"}
+    assert core.scheduler.get_stats().total_preempted == 0
+    assert core.scheduler.admission.num_reserved_total == 0
+
+
+def test_reservation_lets_requests_gather_but_not_for_long(make_core):
+    core = make_core(admission="reservation", waiting_served_ratio=2.0, max_waiting_tokens=3, max_num_seqs=4)
+    core.add("a", 3, max_tokens=30)
+    core.step()
+    core.add("b", 3, max_tokens=2)
+    gathered = [("b" in core.step().num_scheduled_tokens) for _ in range(5)]
+    assert gathered.index(True) == 3
+    assert core.log.of_type(events.RequestBlocked)[0].reason == events.WaitReason.GATHERING
+
+
+def test_prefill_first_never_mixes(make_core):
+    core = make_core(batching="prefill_first", max_num_batched_tokens=10, max_num_seqs=4)
+    for index in range(6):
+        core.add(f"r{index}", 7, max_tokens=4)
+    for _ in range(60):
+        scheduled = core.scheduler.schedule()
+        kinds = {
+            core.scheduler.requests[name].sequence.num_output_tokens == 0 for name in scheduled.num_scheduled_tokens
+        }
+        assert len(kinds) <= 1
+        core.scheduler.update_from_output(scheduled, core.compute(scheduled))
+    assert not core.scheduler.requests
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"preemption": "recompute"}, False),
+        ({"preemption": "swap"}, True),
+        ({"preemption": "auto"}, True),
+        ({"preemption": "auto", "swap_block_cost_tokens": 20.0}, False),
+    ],
+)
+def test_a_victim_is_swapped_when_that_costs_less(options, expected):
+    assert should_swap(SchedulerConfig(**options), num_tokens=40, num_blocks=3) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("policy", "best"),
+        ("admission", "maybe"),
+        ("batching", "both"),
+        ("preemption", "never"),
+        ("ageing_s", -1.0),
+        ("max_num_preemptions", -1),
+        ("max_batch_total_tokens", 0),
+        ("waiting_served_ratio", float("nan")),
+        ("max_num_waiting_tokens", "many"),
+    ],
+)
+def test_a_wrong_option_is_named(name, value):
+    with pytest.raises(ConfigError, match="scheduling policy|" + name):
+        SchedulerConfig(**{name: value})
