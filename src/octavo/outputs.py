@@ -69,7 +69,7 @@ class RequestOutput:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineCoreOutput:
     """News of one stream from the core: new tokens, and the reason when it ended. A request ends in exactly one."""
 

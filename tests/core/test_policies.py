@@ -98,7 +98,7 @@ def test_fair_share_gives_no_credit_for_idle_time():
     counters = ServiceCounters()
     queue = FairRequestQueue(counters)
     queue.add_request(make_request("r0", tenant="busy"))
-    counters.charge("busy", num_output_tokens=1000)
+    counters.charge_output("busy", 1000)
     queue.add_request(make_request("r1", tenant="idle"))
     assert counters.served("idle") == counters.served("busy")
 

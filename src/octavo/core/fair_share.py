@@ -33,10 +33,13 @@ class ServiceCounters:
         """Return a tenant's counter."""
         return self._served.get(tenant, 0.0)
 
-    def charge(self, tenant: str, *, num_input_tokens: int = 0, num_output_tokens: int = 0) -> None:
-        """Count service."""
-        cost = self.input_weight * num_input_tokens + self.output_weight * num_output_tokens
-        self._served[tenant] = self.served(tenant) + cost
+    def charge_input(self, tenant: str, num_tokens: int) -> None:
+        """Count prompt tokens."""
+        self._served[tenant] = self._served.get(tenant, 0.0) + self.input_weight * num_tokens
+
+    def charge_output(self, tenant: str, num_tokens: int) -> None:
+        """Count generated tokens."""
+        self._served[tenant] = self._served.get(tenant, 0.0) + self.output_weight * num_tokens
 
     def lift(self, tenant: str, level: float) -> None:
         """Raise a counter to `level` at least."""

@@ -39,6 +39,7 @@ class _Chain:
     """A request's block hashes so far, how many of its blocks are committed, and the last committed one's link.
 
     partial: the name under which the last, partly filled block of its prompt can be copied by others.
+    next_commit: number of computed tokens below which a commit has nothing to do.
     """
 
     extra_keys: tuple[str, ...]
@@ -46,6 +47,7 @@ class _Chain:
     num_committed: int = 0
     link: BlockLink | None = None
     partial: BlockHash | None = None
+    next_commit: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,8 @@ class KVCacheManager:
         Returns the ids appended to the request's block table (found ones included), or None with nothing changed.
         """
         table = request.sequence.block_table
+        if table and request.num_computed_tokens + num_new_tokens <= len(table) * self.block_size:
+            return []
         num_tokens = max(request.num_computed_tokens + computed.num_tokens + num_new_tokens, num_reserved_tokens)
         num_new_blocks = max(self.num_blocks_for(num_tokens) - len(table) - len(computed.blocks), 0)
         num_unheld = sum(block.ref_count == 0 for block in computed.blocks)
@@ -286,10 +290,14 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return
         num_tokens = request.num_computed_tokens
+        chain = self._chain(request)
+        if num_tokens < chain.next_commit:
+            return
+        if num_tokens >= request.num_prompt_tokens:
+            chain.next_commit = (num_tokens // self.block_size + 1) * self.block_size
         if not self.cache_decoded_blocks:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
         num_full = num_tokens // self.block_size
-        chain = self._chain(request)
         if chain.num_committed < num_full:
             self._register(request, chain, num_full)
         if chain.partial is None and request.num_computed_tokens >= request.num_prompt_tokens:
@@ -335,7 +343,7 @@ class KVCacheManager:
         for block_hash in chain.hashes[chain.num_committed :]:
             if self._computing.get(block_hash) == request.request_id:
                 del self._computing[block_hash]
-        chain.num_committed, chain.link = 0, None
+        chain.num_committed, chain.link, chain.next_commit = 0, None, 0
 
     def swap_out(self, request: Request) -> bool:
         """Save what is computed of a request in host memory; False and nothing done when it does not fit there.

@@ -14,7 +14,14 @@ from octavo.core import invariants
 from octavo.core.admission import create_admission
 from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
 from octavo.core.kv_connector import KVConnector, NullConnector, PendingLoads
-from octavo.core.policy import choose_victim, create_batching, create_policy, num_tokens_to_schedule, should_swap
+from octavo.core.policy import (
+    choose_victim,
+    create_batching,
+    create_policy,
+    is_any,
+    num_tokens_to_schedule,
+    should_swap,
+)
 from octavo.core.scheduler_interface import SchedulerStats
 from octavo.core.step_plan import StepPlan
 from octavo.core.stop import check_stop
@@ -232,7 +239,7 @@ class Scheduler:
 
     def _grow_running(self, plan: StepPlan, eligible: Callable[[Request], bool]) -> None:
         """Give each running request its next tokens; keep one of the budget for everyone who comes after it."""
-        chosen = [request for request in self.running if eligible(request)]
+        chosen = list(filter(eligible, self.running)) if eligible is not is_any else list(self.running)
         num_after = len(chosen)
         for request in chosen:
             num_after -= 1
@@ -242,14 +249,17 @@ class Scheduler:
 
     def _grow(self, plan: StepPlan, request: Request, num_after: int) -> None:
         """Give a running request its next tokens, and blocks for them at the cost of others where none are free."""
+        num_remaining = request.num_tokens - request.num_computed_tokens
         while True:
-            count = num_tokens_to_schedule(
-                request.num_tokens - request.num_computed_tokens,
-                plan.budget - num_after,
-                threshold=self.config.long_prefill_token_threshold,
-                may_be_cut=True,
-                whole_budget=self.config.max_num_batched_tokens,
-            )
+            count = num_remaining
+            if count > 1:
+                count = num_tokens_to_schedule(
+                    num_remaining,
+                    plan.budget - num_after,
+                    threshold=self.config.long_prefill_token_threshold,
+                    may_be_cut=True,
+                    whole_budget=self.config.max_num_batched_tokens,
+                )
             block_ids = self.kv_cache_manager.allocate_slots(request, count)
             if block_ids is not None:
                 plan.give(request, count, block_ids)
@@ -341,7 +351,7 @@ class Scheduler:
         request_id, num_tokens = request.request_id, request.num_tokens
         if not resumed:
             num_fresh = request.num_prompt_tokens - computed.num_tokens
-            self.policy.counters.charge(request.tenant, num_input_tokens=max(num_fresh, 0))
+            self.policy.counters.charge_input(request.tenant, max(num_fresh, 0))
             if self.kv_cache_manager.enable_prefix_caching and request.reads_prefix_cache:
                 miss = self.kv_cache_manager.why_missed(request, computed)
                 reason, position = (miss.reason, miss.position) if miss else (None, None)
@@ -465,7 +475,7 @@ class Scheduler:
         new: list[NewRequestData] = []
         cached = CachedRequestData.make_empty()
         drafts: dict[str, list[int]] = {}
-        num_sent_tokens = self._num_sent_tokens
+        num_sent_tokens, new_block_ids = self._num_sent_tokens, plan.new_block_ids
         for request_id, count in plan.num_tokens.items():
             request = self.requests[request_id]
             token_ids = request.sequence.token_ids
@@ -474,8 +484,10 @@ class Scheduler:
             if num_sent is None:
                 new.append(NewRequestData.from_request(request))
             else:
-                new_tokens = token_ids[num_sent:]
-                cached.append(request_id, new_tokens, plan.new_block_ids[request_id], request.num_computed_tokens)
+                cached.req_ids.append(request_id)
+                cached.new_token_ids.append(token_ids[num_sent:])
+                cached.new_block_ids.append(new_block_ids[request_id])
+                cached.num_computed_tokens.append(request.num_computed_tokens)
             if not request.spec_token_ids:
                 continue
             num_drafts = request.num_computed_tokens + count - len(token_ids)
@@ -526,18 +538,20 @@ class Scheduler:
             self._end_load(transfer_id, arrived=arrived)
         outputs, self._news = self._news, []
         new_tokens: dict[str, int] = {}
+        errors, num_requests = result.errors, len(self.requests)
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
             if request is None or request.status is not RequestStatus.RUNNING:
                 continue  # aborted while the step ran
-            if request_id in result.errors:
-                outputs.append(self._fail(request, result.errors[request_id]))
+            if errors and request_id in errors:
+                outputs.append(self._fail(request, errors[request_id]))
                 continue
             output = self._update_request(request, count, scheduled, result)
             if output is not None:
                 new_tokens[request_id] = len(output.new_token_ids)
                 outputs.append(output)
-        self._drop_finished()
+        if len(self.requests) < num_requests:
+            self._drop_finished()
         if scheduled.num_scheduled_tokens:
             self._emit(events.StepCompleted, new_tokens)
         return outputs
@@ -547,9 +561,10 @@ class Scheduler:
     ) -> EngineCoreOutput | None:
         request_id = request.request_id
         sampled = result.sampled_token_ids.get(request_id, [])
-        num_drafts = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
-        num_rejected = num_drafts + 1 - len(sampled) if num_drafts else 0
-        if num_drafts:
+        num_rejected = 0
+        if request_id in scheduled.scheduled_spec_decode_tokens:
+            num_drafts = len(scheduled.scheduled_spec_decode_tokens[request_id])
+            num_rejected = num_drafts + 1 - len(sampled)
             self._emit(events.DraftsVerified, request_id, num_drafts, num_drafts - num_rejected)
         prompt_logprobs = self._new_prompt_logprobs(request, result) if result.prompt_logprobs else []
         request.num_computed_tokens += count - num_rejected
@@ -565,9 +580,9 @@ class Scheduler:
         return EngineCoreOutput(
             request_id,
             accepted,
-            result.logprobs.get(request_id, [])[: len(accepted)],
+            result.logprobs[request_id][: len(accepted)] if request_id in result.logprobs else [],
             prompt_logprobs,
-            request.status.finish_reason,
+            None if status is None else status.finish_reason,
             request.stop_reason,
             request.sequence.num_cached_tokens,
         )
@@ -582,17 +597,17 @@ class Scheduler:
 
     def _append_tokens(self, request: Request, sampled: list[int]) -> tuple[list[int], RequestStatus | None]:
         """Append tokens until one of them ends the request; those behind it are discarded."""
-        accepted: list[int] = []
-        status = None
+        token_ids, status = request.sequence.token_ids, None
+        num_before = len(token_ids)
         for token_id in sampled:
-            request.sequence.token_ids.append(token_id)
-            accepted.append(token_id)
+            token_ids.append(token_id)
             status = check_stop(request)
             if status is not None:
                 break
-        if accepted:
-            self.policy.counters.charge(request.tenant, num_output_tokens=len(accepted))
-        return accepted, status
+        num_accepted = len(token_ids) - num_before
+        if num_accepted:
+            self.policy.counters.charge_output(request.tenant, num_accepted)
+        return token_ids[num_before:], status
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
         """End every request of a step that the worker could not do; the others go on.

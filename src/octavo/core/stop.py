@@ -16,10 +16,11 @@ def check_stop(request: Request) -> RequestStatus | None:
     EOS and stop tokens count from `min_tokens` on (the sampler does not offer them earlier). Stop strings are text and
     are found by the output processor.
     """
-    sequence, params = request.sequence, request.sampling_params
-    if sequence.last_token in request.stop_token_ids and sequence.num_output_tokens > params.min_tokens:
-        if sequence.last_token in params.stop_token_ids:
-            request.stop_reason = sequence.last_token
+    sequence = request.sequence
+    last_token = sequence.token_ids[-1]
+    if last_token in request.stop_token_ids and sequence.num_output_tokens > request.sampling_params.min_tokens:
+        if last_token in request.sampling_params.stop_token_ids:
+            request.stop_reason = last_token
         return RequestStatus.FINISHED_STOPPED
     if len(sequence.token_ids) >= request.max_total_tokens:
         return RequestStatus.FINISHED_LENGTH_CAPPED
