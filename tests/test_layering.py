@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "data": DATA,
     "core": DATA | {"core"},
     "engine": DATA | {"core", "engine"},
+    "journal": DATA | {"core", "journal"},
     "server": DATA | {"core", "engine", "server"},
     "kernels": DATA | {"kernels", "_kernels"},
     "models": DATA | {"kernels", "models"},
@@ -32,7 +33,7 @@ MAY_IMPORT = {
 # Only these see both sides, and nobody imports them but each other.
 JOINTS = {"build", "llm", "cli", "assets", "__main__", "__init__", "compatibility", "progress"}
 STANDARD_LIBRARY_ONLY = DATA | {"core"}
-NO_TORCH = DATA | {"core", "engine", "server", "cli", "assets", "progress", "compatibility"}
+NO_TORCH = DATA | {"core", "engine", "journal", "server", "cli", "assets", "progress", "compatibility"}
 
 
 def modules() -> list[tuple[str, Path]]:

@@ -19,6 +19,7 @@ from octavo.engine.llm_engine import Engine
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, ModelError, RequestError
+from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
 from octavo.models.loader import resolve_model_path
 from octavo.models.registry import read_architecture
 from octavo.sampling_params import SamplingParams
@@ -67,23 +68,34 @@ def build_engine(
         seed=model_config.seed,
         progress=progress,
     )
+    clock = RecordedClock(time.monotonic)
     scheduler = Scheduler(
         config.scheduler,
         config.cache,
         num_blocks=worker.kv_cache.num_blocks,
         max_model_len=max_model_len,
-        clock=time.monotonic,
+        clock=clock,
         sink=sink,
         num_host_blocks=worker.kv_cache.num_host_blocks,
         cache_keys=(f"model:{directory.resolve()}", f"kv:{worker.kv_dtype}"),
     )
     template = None if tokenizer is None else _chat_template(model_config, directory, tokenizer)
     return Engine(
-        EngineCore(scheduler, LocalExecutor(worker)),
+        EngineCore(_recorded(scheduler, clock, config.record), LocalExecutor(worker)),
         InputProcessor(tokenizer, info, model_config.seed, template),
         OutputProcessor(tokenizer, time.monotonic),
         time.monotonic,
     )
+
+
+def _recorded(scheduler: Scheduler, clock: RecordedClock, path: Path | None) -> Scheduler | RecordingScheduler:
+    """Let a journal be written where one is asked for."""
+    if path is None:
+        return scheduler
+    try:
+        return RecordingScheduler(scheduler, clock, path, describe(scheduler))
+    except OSError as error:
+        raise ConfigError(f"the journal {path} cannot be written: {error.strerror}") from None
 
 
 def resolve_max_model_len(model_config: ModelConfig, architecture: Architecture) -> int:

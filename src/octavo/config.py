@@ -208,12 +208,16 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All of them together, for the one place that builds an engine."""
+    """All of them together, for the one place that builds an engine.
+
+    record: a file to which every call into the core is written, for `octavo replay`, `explain` and `trace`.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    record: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from octavo.cli import bench, chat, generate, models, serve
+from octavo.cli import bench, chat, generate, journal, models, serve
 from octavo.cli.command import GroupedCommand, show_examples
 
 EPILOG = show_examples(
@@ -45,7 +45,16 @@ def octavo(
     """Take the options that belong to no command."""
 
 
-for _command in (generate.generate, chat.chat, serve.serve, models.models):
+_COMMANDS = (
+    generate.generate,
+    chat.chat,
+    serve.serve,
+    models.models,
+    journal.replay,
+    journal.explain,
+    journal.trace,
+)
+for _command in _COMMANDS:
     app.command(cls=GroupedCommand, epilog=_command.epilog)(_command.run)
 app.add_typer(bench.app)
 

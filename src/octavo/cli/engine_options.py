@@ -48,9 +48,9 @@ _SAME_NAMES = (  # options that are fields of SchedulerConfig under the same nam
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str | int) -> int:
     """Read a number with an optional unit: 4G and 4GiB are 4 * 1024**3, 4g is 4 * 1000**3 (vLLM's rule)."""
-    match = _SIZE.fullmatch(text.strip())
+    match = _SIZE.fullmatch(str(text).strip())
     if match is None:
         raise typer.BadParameter(f"{text!r} is no size; write 4G, 512M or a number")
     number, unit, binary = match.groups()
@@ -309,6 +309,16 @@ class EngineOptions:
             show_default=False,
         ),
     ] = None
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            dir_okay=False,
+            rich_help_panel=_SCHEDULER,
+            help="Write every decision of the scheduler to FILE, without text: for octavo replay, explain and trace.",
+            show_default=False,
+        ),
+    ] = None
     device: Annotated[
         str | None,
         typer.Option(
@@ -383,6 +393,7 @@ class EngineOptions:
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 **{name: getattr(self, name) for name in _SAME_NAMES},
             ),
+            record=self.record,
             device=DeviceConfig(device=self.device, kernels=self.kernels, num_threads=self.num_threads),
         )
 

@@ -1,0 +1,259 @@
+"""Why was this slow? A request's life in plain words, from the event stream alone."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from octavo import events
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from octavo.events import Event
+
+QUEUED = "waiting in the queue"
+PARKED = "waiting for a block that another request computed"
+LOADING = "waiting for KV from outside"
+PROMPT = "computing the prompt"
+GENERATING = "generating"
+PREEMPTED = "preempted, waiting to go on"
+PHASES = (QUEUED, PARKED, LOADING, PROMPT, GENERATING, PREEMPTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A time in one phase."""
+
+    phase: str
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class Explanation:
+    """Where a request's time went. The phases add up to its wall time; `reasons` are the sentences that say why."""
+
+    request_id: str
+    intervals: list[Interval] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    ending: str = "it has not ended"
+
+    @property
+    def wall_s(self) -> float:
+        """From its arrival to its end."""
+        return self.intervals[-1].end - self.intervals[0].start if self.intervals else 0.0
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds in each phase that it was in."""
+        total: dict[str, float] = defaultdict(float)
+        for each in self.intervals:
+            total[each.phase] += each.end - each.start
+        return {phase: total[phase] for phase in PHASES if phase in total}
+
+    def text(self) -> str:
+        """Return everything as lines for a reader."""
+        lines = [f"request {self.request_id}: {self.wall_s:.3f} s, {self.ending}"]
+        for phase, seconds in self.seconds.items():
+            share = 100 * seconds / self.wall_s if self.wall_s else 0.0
+            lines.append(f"  {seconds:9.3f} s  {share:5.1f} %  {phase}")
+        return "\n".join([*lines, *(f"  - {reason}" for reason in self.reasons)])
+
+
+def explain(log: Iterable[Event], request_id: str, end_time: float | None = None) -> Explanation:
+    """Explain one request. Raises `ConfigError` when the stream does not know it.
+
+    end_time: when the stream ends, for a request that lives then; by default the time of its last event.
+    """
+    stream = list(log)
+    start = next((i for i, e in enumerate(stream) if _is(e, events.RequestQueued, request_id)), None)
+    if start is None:
+        known = [e.request_id for e in stream if isinstance(e, events.RequestQueued)]
+        raise ConfigError(f"no request {request_id!r} is recorded; there are {', '.join(known[:10]) or 'none'}")
+    end = next((i for i in range(start, len(stream)) if _is(stream[i], events.RequestFinished, request_id)), None)
+    life = stream[start : len(stream) if end is None else end + 1]
+    teller = _Teller(request_id, stream[: start + 1])
+    for event in life:
+        teller.tell(event)
+    return teller.finish(life[-1].time if end is not None or end_time is None else end_time)
+
+
+def intervals(log: Iterable[Event], end_time: float) -> dict[str, list[Interval]]:
+    """Return the phases of every request, in the order of arrival, in one pass; ids that come back are told apart."""
+    tellers: dict[str, _Teller] = {}
+    done: dict[str, list[Interval]] = {}
+    for event in log:
+        if isinstance(event, events.RequestQueued):
+            name = event.request_id
+            while name in done:
+                name += "'"
+            tellers[event.request_id] = _Teller(event.request_id, [event])
+            done[name] = tellers[event.request_id].result.intervals
+        if isinstance(event, events.StepCompleted):
+            for request_id in event.num_new_tokens:
+                if request_id in tellers:
+                    tellers[request_id].note_tokens(event)
+        elif isinstance(event, events.RequestEvent) and event.request_id in tellers:
+            tellers[event.request_id].note_own(event)
+            if isinstance(event, events.RequestFinished):
+                tellers.pop(event.request_id).enter(None, event.time)
+    for teller in tellers.values():
+        teller.enter(None, end_time)
+    return done
+
+
+def _is(event: Event, kind: type[events.RequestEvent], request_id: str) -> bool:
+    return isinstance(event, kind) and event.request_id == request_id
+
+
+class _Teller:
+    """Follows one request through the stream."""
+
+    def __init__(self, request_id: str, before: list[Event]) -> None:
+        self.request_id = request_id
+        self.result = Explanation(request_id)
+        self.queued = {e.request_id: e for e in before if isinstance(e, events.RequestQueued)}
+        self.phase: str | None = None
+        self.since = 0.0
+        self.has_output = False
+        self.num_steps = self.num_chunks = self.num_tokens = 0
+        self.shared: Counter[str] = Counter()
+        self.rivals: list[str] = []
+        self.held_up: dict[events.WaitReason, float] = defaultdict(float)
+        self.blocked: tuple[events.WaitReason, float] | None = None
+        self.tokens_while_queued: Counter[str] = Counter()
+        for event in before:
+            self._note_blocked(event)
+
+    def tell(self, event: Event) -> None:
+        """Take one event of its life in."""
+        self._note_blocked(event)
+        if isinstance(event, events.StepScheduled):
+            self._note_step(event)
+        elif isinstance(event, events.StepCompleted):
+            self.note_tokens(event)
+        elif isinstance(event, events.RequestQueued):
+            self.queued[event.request_id] = event
+        if isinstance(event, events.RequestEvent) and event.request_id == self.request_id:
+            self.note_own(event)
+
+    def finish(self, end: float) -> Explanation:
+        """Close the last phase and add what only the whole life shows."""
+        self.enter(None, end)
+        result = self.result
+        result.reasons[:0] = list(self._why_queued())
+        if self.num_chunks > 1:
+            result.reasons.append(f"its prompt was computed in {self.num_chunks} chunks beside other requests")
+        if self.num_tokens:
+            result.reasons.append(f"it took part in {self.num_steps} steps and generated {self.num_tokens} tokens")
+        others = [f"{name} ({count} tokens)" for name, count in self.shared.most_common(3)]
+        if others:
+            result.reasons.append(f"its steps were shared most with {', '.join(others)}")
+        return result
+
+    def enter(self, phase: str | None, time: float) -> None:
+        """Begin another phase, or none."""
+        if self.phase is not None and time > self.since:
+            self.result.intervals.append(Interval(self.phase, self.since, time))
+        if self.phase == QUEUED and self.blocked is not None:
+            self.held_up[self.blocked[0]] += time - max(self.blocked[1], self.since)
+        self.phase, self.since = phase, time
+
+    def _note_blocked(self, event: Event) -> None:
+        """Keep why the head of the queue cannot start, and for how long this request waited behind that."""
+        if not isinstance(event, events.RequestBlocked):
+            return
+        if self.phase == QUEUED and self.blocked is not None:
+            self.held_up[self.blocked[0]] += event.time - max(self.blocked[1], self.since)
+        self.blocked = (event.reason, event.time)
+
+    def _note_step(self, event: events.StepScheduled) -> None:
+        if self.phase == QUEUED:
+            self.tokens_while_queued.update(event.num_scheduled_tokens)
+        if self.request_id not in event.num_scheduled_tokens:
+            return
+        self.rivals = list(event.num_scheduled_tokens)
+        self.num_steps += 1
+        self.num_chunks += not self.has_output
+        self.shared.update({name: n for name, n in event.num_scheduled_tokens.items() if name != self.request_id})
+
+    def note_tokens(self, event: events.StepCompleted) -> None:
+        """Count what it generated; the first token ends its prompt."""
+        count = event.num_new_tokens.get(self.request_id, 0)
+        self.num_tokens += count
+        if count and not self.has_output:
+            self.has_output = True
+            if self.phase == PROMPT:
+                self.enter(GENERATING, event.time)
+
+    def note_own(self, event: events.RequestEvent) -> None:
+        """Follow what happens to it."""
+        reasons = self.result.reasons
+        if isinstance(event, events.RequestQueued):
+            self.enter(QUEUED, event.time)
+        elif isinstance(event, events.RequestParked):
+            self.enter(PARKED, event.time)
+            reasons.append(f"it waited for {event.owner}, which was computing the same beginning")
+        elif isinstance(event, events.RequestUnparked):
+            self.enter(QUEUED, event.time)
+        elif isinstance(event, events.RequestAdmitted):
+            self.enter(GENERATING if self.has_output else PROMPT, event.time)
+        elif isinstance(event, events.KVLoadStarted):
+            self.enter(LOADING, event.time)
+        elif isinstance(event, events.KVLoadEnded):
+            is_done = event.outcome == "done"
+            self.enter((GENERATING if self.has_output else PROMPT) if is_done else QUEUED, event.time)
+            reasons.append(f"fetching its KV from outside: {event.outcome}")
+        elif isinstance(event, events.RequestPreempted):
+            self.enter(PREEMPTED, event.time)
+            reasons.append(self._why_preempted(event))
+        elif isinstance(event, events.RequestStalled):
+            reasons.append("it got nothing in a step: no block was free, and nobody could be preempted for it")
+        elif isinstance(event, events.PrefixCacheQueried):
+            reasons.append(_why_missed(event))
+        elif isinstance(event, events.RequestFinished):
+            self.num_tokens = event.num_output_tokens
+            self.result.ending = f"ended with {event.reason!r} after {event.num_output_tokens} tokens"
+
+    def _why_preempted(self, event: events.RequestPreempted) -> str:
+        own = self.queued[self.request_id]
+        rivals = [self.queued[name] for name in (event.beneficiary, *self.rivals) if name in self.queued]
+        better = next((other for other in rivals if other.priority < own.priority), None)
+        if event.beneficiary == self.request_id:
+            why = "no block was free for it and it was the least important one, or an operator asked for it"
+        else:
+            why = f"{event.beneficiary} needed its blocks"
+        if better is not None:
+            why += f"; {better.request_id} is more important (priority {better.priority} against {own.priority})"
+        cost = "swapped to host memory" if event.swapped else "computed again unless cached"
+        return f"it was preempted: {why}; {event.num_lost_tokens} tokens were {cost}"
+
+    def _why_queued(self) -> Iterator[str]:
+        own = self.queued[self.request_id]
+        queued_s = self.result.seconds.get(QUEUED, 0.0)
+        if own.num_ahead and queued_s:
+            yield f"it queued behind {own.num_ahead} other{'s' if own.num_ahead > 1 else ''}"
+        for reason, seconds in sorted(self.held_up.items(), key=lambda each: -each[1]):
+            if seconds > 0:
+                yield f"for {seconds:.3f} s the head of the queue could not start: {reason}"
+        if queued_s and self.tokens_while_queued:
+            total = sum(self.tokens_while_queued.values())
+            name, most = self.tokens_while_queued.most_common(1)[0]
+            tenants = {each: self.queued[each].tenant for each in self.tokens_while_queued if each in self.queued}
+            yield f"while it queued, {most} of {total} computed tokens went to {name}"
+            others = sum(
+                n for each, n in self.tokens_while_queued.items() if tenants.get(each, own.tenant) != own.tenant
+            )
+            if others:
+                yield f"while it queued, {others} of {total} computed tokens went to other tenants"
+
+
+def _why_missed(event: events.PrefixCacheQueried) -> str:
+    found = f"{event.num_hit_tokens} of its {event.num_query_tokens} tokens were found in the prefix cache"
+    if event.miss is None:
+        return found
+    where = "" if event.position is None else f" at position {event.position}"
+    return f"{found}; the rest was not: {event.miss}{where}"

@@ -1,0 +1,123 @@
+"""The journal's lines: one JSON array for each call into the core, a header before them.
+
+The core is a pure machine, so its inputs are all that is needed: what it decided is computed again, and compared with a
+checksum. No text and no token ids are kept. A token stands as a pseudonym: 31 bits of a running hash over all tokens
+before it, begun with a secret that is not kept, so that two requests agree in pseudonyms exactly as far as they agree
+in tokens, and nothing else can be read from them.
+
+    ["a", t, number, id, prompt, max_total_tokens, {options}]       a request arrived
+    ["f", t, [numbers], status]                                     requests were ended from outside
+    ["s", t, checksum]                                              a step was decided
+    ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, arrived], ...]]   its result; a request that
+                                                                    was due one token and got it is left out
+    ["x", t, message]                                               the step failed
+    ["d", {number: count}]                                          drafts were proposed
+    ["p", [numbers]], ["r"]                                         preempt these; forget the prefix cache
+    ["g", number, output]                                           what a request generated, written when it ends
+
+t: microseconds since the line before. Prompts and outputs: base64 of little-endian 32-bit pseudonyms.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import zlib
+from array import array
+from typing import IO, TYPE_CHECKING, Any
+
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from octavo.scheduler_output import SchedulerOutput
+
+VERSION = 1
+REQUEST_OPTIONS = ("priority", "cache_salt", "tenant", "adapter", "deadline", "arrival_time", "reads_prefix_cache")
+REQUEST_DEFAULTS: dict[str, Any] = {
+    "priority": 0,
+    "cache_salt": None,
+    "tenant": "",
+    "adapter": None,
+    "deadline": None,
+    "reads_prefix_cache": True,
+}
+
+
+class Pseudonyms:
+    """Names for the tokens of one sequence, each by everything before it."""
+
+    def __init__(self, secret: int) -> None:
+        self._state = secret
+
+    def extend(self, token_ids: list[int]) -> list[int]:
+        """Return the names of the tokens that follow."""
+        state, names = self._state, []
+        for token_id in token_ids:
+            state = hash((state, token_id))  # of integers: the same for equal sequences within this process
+            names.append(state & 0x7FFFFFFF)
+        self._state = state
+        return names
+
+
+def encode_tokens(names: list[int]) -> str:
+    """Pack names of tokens."""
+    return base64.b64encode(array("I", names).tobytes()).decode()
+
+
+def decode_tokens(text: str) -> list[int]:
+    """Unpack names of tokens."""
+    packed = array("I")
+    packed.frombytes(base64.b64decode(text))
+    return packed.tolist()
+
+
+def checksum(scheduled: SchedulerOutput) -> int:
+    """Sum up every decision of a step: who, how many tokens, which blocks, which copies and transfers."""
+    cached = scheduled.scheduled_cached_reqs
+    copies = scheduled.copies
+    decided = (
+        scheduled.num_scheduled_tokens,
+        [(new.request_id, new.num_computed_tokens, new.block_ids) for new in scheduled.scheduled_new_reqs],
+        cached.new_block_ids,
+        cached.num_computed_tokens,
+        sorted(scheduled.finished_req_ids),
+        sorted(scheduled.preempted_req_ids),
+        [(name, len(drafts)) for name, drafts in scheduled.scheduled_spec_decode_tokens.items()],
+        (copies.swap_out, copies.swap_in, copies.block_copies) if copies else None,
+        [(load.transfer_id, load.block_ids, load.num_present) for load in scheduled.kv_loads],
+        scheduled.kv_cancels,
+    )
+    return zlib.crc32(repr(decided).encode())
+
+
+def open_journal(path: Path, mode: str) -> IO[str]:
+    """Open a journal for reading or writing as text; one whose name ends in .gz is compressed."""
+    if path.suffix == ".gz":
+        return gzip.open(path, mode + "t", compresslevel=1, encoding="ascii")  # type: ignore[return-value]
+    return path.open(mode, encoding="ascii")
+
+
+def read_journal(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
+    """Return header and lines. A last line that was cut off is left out. Raises `ConfigError` for anything else."""
+    try:
+        with open_journal(path, "r") as file:
+            lines = list(_complete_lines(file))
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a journal: {error}") from None
+    if not lines or not isinstance(lines[0], dict) or lines[0].get("journal") != VERSION:
+        raise ConfigError(f"{path} is no journal of version {VERSION}; `octavo serve --record FILE` writes one")
+    return lines[0], lines[1:]
+
+
+def _complete_lines(file: IO[str]) -> Iterator[Any]:
+    for line in file:
+        if not line.endswith("\n"):
+            return
+        try:
+            yield json.loads(line)
+        except ValueError:
+            raise ConfigError(f"{file.name} is no journal: {line[:60]!r}") from None

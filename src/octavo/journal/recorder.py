@@ -1,0 +1,204 @@
+"""A scheduler that writes down every call into it. It stands where the scheduler stands; nobody notices."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from octavo.journal.format import (
+    REQUEST_DEFAULTS,
+    REQUEST_OPTIONS,
+    VERSION,
+    Pseudonyms,
+    checksum,
+    encode_tokens,
+    open_journal,
+)
+from octavo.request import RequestStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from octavo.core.scheduler import Scheduler
+    from octavo.core.scheduler_interface import SchedulerStats
+    from octavo.model_output import ModelOutput
+    from octavo.outputs import EngineCoreOutput
+    from octavo.request import Request
+    from octavo.scheduler_output import SchedulerOutput
+
+FLUSH_EVERY_US = 1_000_000
+
+
+class RecordedClock:
+    """A clock of whole microseconds that remembers what it said last: the scheduler asks it once in each call."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.microseconds = round(1e6 * clock())
+
+    def __call__(self) -> float:
+        """Return the time now, in seconds."""
+        self.microseconds = round(1e6 * self._clock())
+        return self.microseconds / 1e6
+
+
+class RecordingScheduler:
+    """Passes every call on to `scheduler` and writes it to the file at `path`.
+
+    seconds: CPU time spent on recording so far. Raises OSError when the file cannot be written.
+    """
+
+    def __init__(self, scheduler: Scheduler, clock: RecordedClock, path: Path, header: dict[str, Any]) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self._file = open_journal(path, "w")
+        weakref.finalize(self, self._file.close)
+        self._secret = secrets.randbits(61)
+        self._numbers: dict[str, int] = {}
+        self._pseudonyms: dict[str, tuple[Pseudonyms, list[int]]] = {}
+        self._num_arrivals = 0
+        self._last_time = self._last_flush = clock.microseconds
+        self.seconds = 0.0
+        self._write({"journal": VERSION, "start": clock.microseconds, **header})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def add_request(self, request: Request) -> None:
+        """Accept a request; a refused one changes nothing and is not written down."""
+        asked = request.max_total_tokens
+        self._scheduler.add_request(request)
+        start = time.thread_time()
+        pseudonyms = Pseudonyms(self._secret)
+        prompt = pseudonyms.extend(request.sequence.token_ids)
+        self._numbers[request.request_id] = self._num_arrivals
+        self._pseudonyms[request.request_id] = (pseudonyms, [])
+        options = {name: getattr(request, name) for name in REQUEST_OPTIONS}
+        options = {name: value for name, value in options.items() if value != REQUEST_DEFAULTS.get(name, ...)}
+        self._write(
+            ["a", self._elapsed(), self._num_arrivals, request.request_id, encode_tokens(prompt), asked, options]
+        )
+        self._num_arrivals += 1
+        self.seconds += time.thread_time() - start
+
+    def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[EngineCoreOutput]:
+        """End requests from outside."""
+        outputs = self._scheduler.finish_requests(request_ids, status)
+        start = time.thread_time()
+        if outputs:
+            numbers = [self._numbers[output.request_id] for output in outputs]
+            self._write(["f", self._elapsed(), numbers, status.name])
+            self._note_endings(outputs)
+        self.seconds += time.thread_time() - start
+        return outputs
+
+    def abort_request(self, request_id: str) -> list[EngineCoreOutput]:
+        """End one request at the user's wish."""
+        return self.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide a step."""
+        scheduled = self._scheduler.schedule()
+        start = time.thread_time()
+        self._write(["s", self._elapsed(), checksum(scheduled)])
+        self.seconds += time.thread_time() - start
+        return scheduled
+
+    def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
+        """Take a step's result in."""
+        outputs = self._scheduler.update_from_output(scheduled, result)
+        if result.step != scheduled.step:
+            return outputs  # it changed nothing
+        start = time.thread_time()
+        told = []
+        for output in outputs:
+            tokens = output.new_token_ids
+            if tokens:
+                pseudonyms, names = self._pseudonyms[output.request_id]
+                names += pseudonyms.extend(tokens)
+            num_sampled = len(result.sampled_token_ids.get(output.request_id, ()))
+            if output.finish_reason is not None or len(tokens) != 1 or num_sampled != 1:
+                number = self._numbers[output.request_id]
+                told.append([number, num_sampled, len(tokens), output.finish_reason, output.error])
+        self._write(["u", self._elapsed(), told, result.kv_loads])
+        if told:
+            self._note_endings(outputs)
+        self.seconds += time.thread_time() - start
+        return outputs
+
+    def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
+        """End the requests of a step that failed."""
+        outputs = self._scheduler.fail_step(scheduled, message)
+        start = time.thread_time()
+        self._write(["x", self._elapsed(), message])
+        self._note_endings(outputs)
+        self.seconds += time.thread_time() - start
+        return outputs
+
+    def update_draft_token_ids(self, drafts: dict[str, list[int]]) -> None:
+        """Set what a proposer guesses."""
+        self._scheduler.update_draft_token_ids(drafts)
+        self._write(["d", {self._numbers[name]: len(ids) for name, ids in drafts.items() if name in self._numbers}])
+
+    def preempt_requests(self, request_ids: Iterable[str]) -> None:
+        """Take the blocks of these requests with the next step."""
+        request_ids = list(request_ids)
+        self._scheduler.preempt_requests(request_ids)
+        self._write(["p", [self._numbers[name] for name in request_ids if name in self._numbers]])
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached KV."""
+        self._write(["r"])
+        return self._scheduler.reset_prefix_cache()
+
+    def get_stats(self) -> SchedulerStats:
+        """Totals since the start and the state now."""
+        return self._scheduler.get_stats()
+
+    def has_work(self) -> bool:
+        """Whether a step has anything to do or to deliver."""
+        return self._scheduler.has_work()
+
+    def close(self) -> None:
+        """Write what is left and close the file."""
+        self._file.close()
+
+    def _note_endings(self, outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
+            if output.finish_reason is None:
+                continue
+            number = self._numbers.pop(output.request_id)
+            _, names = self._pseudonyms.pop(output.request_id)
+            self._write(["g", number, encode_tokens(names)])
+
+    def _elapsed(self) -> int:
+        """Microseconds since the line before, on the scheduler's clock."""
+        elapsed = self._clock.microseconds - self._last_time
+        self._last_time = self._clock.microseconds
+        return elapsed
+
+    def _write(self, line: Any) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        if self._clock.microseconds - self._last_flush > FLUSH_EVERY_US:
+            self._last_flush = self._clock.microseconds
+            self._file.flush()
+
+
+def describe(scheduler: Scheduler, **more: Any) -> dict[str, Any]:
+    """Return a journal's header: everything a scheduler like this one is made from."""
+    manager = scheduler.kv_cache_manager
+    return {
+        "scheduler": dataclasses.asdict(scheduler.config),
+        "num_blocks": manager.pool.num_blocks,
+        "num_host_blocks": manager.host.num_blocks,
+        "block_size": manager.block_size,
+        "enable_prefix_caching": manager.enable_prefix_caching,
+        "cache_decoded_blocks": manager.cache_decoded_blocks,
+        "max_model_len": scheduler.max_model_len,
+        **more,
+    }

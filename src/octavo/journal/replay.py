@@ -1,0 +1,149 @@
+"""Drive the core through a journal again, and compare every decision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from octavo.config import CacheConfig, SchedulerConfig
+from octavo.core.scheduler import Scheduler
+from octavo.errors import ConfigError
+from octavo.events import EventLog
+from octavo.journal.format import checksum, decode_tokens, read_journal
+from octavo.model_output import ModelOutput
+from octavo.request import Request, RequestStatus
+from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from octavo.scheduler_output import SchedulerOutput
+
+STOP_TOKEN = -1  # stands for whatever token ended a request
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A step that was decided differently."""
+
+    step: int
+    decided: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What came of a replay: its events on the recorded clock, and the steps that differ."""
+
+    log: EventLog
+    num_steps: int
+    num_requests: int
+    mismatches: list[Mismatch]
+    end_time: float
+
+
+class _Player:
+    """The core, and what the journal says of its requests."""
+
+    def __init__(self, header: dict[str, Any], lines: list[list[Any]]) -> None:
+        self.microseconds = int(header["start"])
+        self.log = EventLog()
+        self.outputs = {line[1]: decode_tokens(line[2]) for line in lines if line[0] == "g"}
+        self.names: dict[int, str] = {}
+        self.mismatches: list[Mismatch] = []
+        self.num_steps = 0
+        self.scheduled: SchedulerOutput | None = None
+        self.scheduler = Scheduler(
+            SchedulerConfig(**header["scheduler"]),
+            CacheConfig(
+                block_size=header["block_size"],
+                enable_prefix_caching=header["enable_prefix_caching"],
+                cache_decoded_blocks=header["cache_decoded_blocks"],
+            ),
+            num_blocks=header["num_blocks"],
+            num_host_blocks=header["num_host_blocks"],
+            max_model_len=header["max_model_len"],
+            clock=lambda: self.microseconds / 1e6,
+            sink=self.log,
+        )
+
+    def play(self, line: list[Any]) -> None:
+        """Do what a line says."""
+        kind, rest = line[0], line[1:]
+        if kind in "afsux":
+            self.microseconds += rest[0]
+            rest = rest[1:]
+        getattr(self, f"_play_{kind}")(*rest)
+
+    def _play_a(self, number: int, name: str, prompt: str, max_total_tokens: int, options: dict[str, Any]) -> None:
+        reads_prefix_cache = options.pop("reads_prefix_cache", True)
+        request = Request(
+            name, decode_tokens(prompt), SamplingParams(), stop_token_ids=frozenset({STOP_TOKEN}), **options
+        )
+        request.max_total_tokens = max_total_tokens
+        request.reads_prefix_cache = reads_prefix_cache
+        self.names[number] = name
+        self.scheduler.add_request(request)
+
+    def _play_f(self, numbers: list[int], status: str) -> None:
+        self.scheduler.finish_requests([self.names[number] for number in numbers], RequestStatus[status])
+
+    def _play_s(self, recorded: int) -> None:
+        self.scheduled = self.scheduler.schedule()
+        self.num_steps += 1
+        if checksum(self.scheduled) != recorded:
+            self.mismatches.append(Mismatch(self.scheduled.step, self.scheduled.num_scheduled_tokens))
+
+    def _play_u(self, told: list[list[Any]], kv_loads: list[tuple[int, bool]]) -> None:
+        scheduled = self.scheduled
+        assert scheduled is not None
+        exceptions = {self.names[number]: (sampled, *rest) for number, sampled, *rest in told}
+        sampled_ids: dict[str, list[int]] = {}
+        errors: dict[str, str] = {}
+        for name, count in scheduled.num_scheduled_tokens.items():
+            request = self.scheduler.requests.get(name)
+            if request is None:
+                continue
+            is_due = request.num_computed_tokens + count >= len(request.sequence.token_ids)
+            num_sampled, num_accepted, reason, error = exceptions.get(name, (int(is_due), int(is_due), None, None))
+            if error is not None:
+                errors[name] = error
+            elif num_sampled:
+                sampled_ids[name] = self._tokens(request, num_sampled, num_accepted, reason)
+        self.scheduler.update_from_output(
+            scheduled, ModelOutput(scheduled.step, sampled_ids, errors=errors, kv_loads=kv_loads)
+        )
+
+    def _tokens(self, request: Request, num_sampled: int, num_accepted: int, reason: str | None) -> list[int]:
+        start = request.sequence.num_output_tokens
+        known = self.outputs.get(request.arrival_index, [])[start : start + num_accepted]
+        tokens = known + [0] * (num_sampled - len(known))
+        if reason == "stop" and num_accepted:
+            tokens[num_accepted - 1] = STOP_TOKEN
+        return tokens
+
+    def _play_x(self, message: str) -> None:
+        assert self.scheduled is not None
+        self.scheduler.fail_step(self.scheduled, message)
+
+    def _play_d(self, counts: dict[str, int]) -> None:
+        self.scheduler.update_draft_token_ids({self.names[int(n)]: [0] * count for n, count in counts.items()})
+
+    def _play_p(self, numbers: list[int]) -> None:
+        self.scheduler.preempt_requests([self.names[number] for number in numbers])
+
+    def _play_r(self) -> None:
+        self.scheduler.reset_prefix_cache()
+
+    def _play_g(self, number: int, output: str) -> None:
+        """Read before."""
+
+
+def replay(path: Path) -> Replay:
+    """Replay a journal. Raises `ConfigError` when it is none, or comes from an engine with a store of KV outside."""
+    header, lines = read_journal(path)
+    if header.get("connector"):
+        raise ConfigError(f"{path}: an engine with a KV connector cannot be replayed yet")
+    player = _Player(header, lines)
+    for line in lines:
+        player.play(line)
+    return Replay(player.log, player.num_steps, len(player.names), player.mismatches, player.microseconds / 1e6)

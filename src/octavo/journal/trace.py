@@ -1,0 +1,56 @@
+"""A timeline in Chrome's trace format, for Perfetto: a lane per request, one for the batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from octavo import events
+from octavo.journal.explain import intervals
+
+if TYPE_CHECKING:
+    from octavo.journal.replay import Replay
+
+_BATCH, _REQUESTS = 1, 2
+
+
+def chrome_trace(replay: Replay) -> dict[str, Any]:
+    """Return the timeline of a replay as the object that the file holds."""
+    stream = replay.log.events
+    origin = stream[0].time if stream else 0.0
+
+    def microseconds(time: float) -> int:
+        return round(1e6 * (time - origin))
+
+    def span(pid: int, tid: int, name: str, start: float, end: float, **args: Any) -> dict[str, Any]:
+        duration = microseconds(end) - microseconds(start)
+        return {
+            "ph": "X",
+            "pid": pid,
+            "tid": tid,
+            "name": name,
+            "ts": microseconds(start),
+            "dur": max(duration, 1),
+            "args": args,
+        }
+
+    out: list[dict[str, Any]] = [
+        {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+        for pid, name in ((_BATCH, "batch"), (_REQUESTS, "requests"))
+    ]
+    begun: events.StepScheduled | None = None
+    for event in stream:
+        if isinstance(event, events.StepScheduled):
+            begun = event
+            counts = {"running": event.num_running, "waiting": event.num_waiting}
+            out.append({"ph": "C", "pid": _BATCH, "name": "requests", "ts": microseconds(event.time), "args": counts})
+            use = {"percent": round(100 * event.kv_cache_usage, 1)}
+            out.append({"ph": "C", "pid": _BATCH, "name": "KV cache", "ts": microseconds(event.time), "args": use})
+        elif isinstance(event, (events.StepCompleted, events.StepFailed)) and begun is not None:
+            name = f"step {begun.step}: {begun.num_tokens} tokens"
+            out.append(span(_BATCH, 0, name, begun.time, event.time, tokens=dict(begun.num_scheduled_tokens)))
+            begun = None
+    for lane, (request_id, life) in enumerate(intervals(stream, replay.end_time).items()):
+        label = {"name": request_id}
+        out.append({"ph": "M", "pid": _REQUESTS, "tid": lane, "name": "thread_name", "args": label})
+        out += [span(_REQUESTS, lane, each.phase, each.start, each.end) for each in life]
+    return {"traceEvents": out, "displayTimeUnit": "ms"}

@@ -1,0 +1,358 @@
+"""A recorded run can be repeated, explained and drawn; recording it costs next to nothing and tells no text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+
+import pytest
+from kernels_available import COMPILED
+
+from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo.config import EngineConfig, kernels_required
+from octavo.errors import ConfigError
+from octavo.journal.explain import explain, intervals
+from octavo.journal.format import Pseudonyms, decode_tokens, encode_tokens, read_journal
+from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
+from octavo.journal.replay import replay
+from octavo.journal.trace import chrome_trace
+from octavo.model_output import ModelOutput
+from octavo.request import RequestStatus
+
+needs_kernels = pytest.mark.skipif(
+    not COMPILED and not kernels_required(), reason="octavo was installed without its compiled kernels"
+)
+OPTIONS = [
+    {},
+    {"policy": "priority"},
+    {"policy": "deadline", "ageing_s": 0.5},
+    {"policy": "fair"},
+    {"admission": "reservation"},
+    {"batching": "prefill_first"},
+    {"preemption": "swap"},
+    {"max_num_preemptions": 1},
+]
+
+
+class Recorded:
+    """A core with a journal, on a clock that ticks with every call."""
+
+    def __init__(self, make_core, path, **options):
+        self.core = make_core(**options)
+        scheduler = self.core.scheduler
+        self.clock = RecordedClock(scheduler._clock)
+        scheduler._clock = self.clock
+        self.core.scheduler = RecordingScheduler(scheduler, self.clock, path, describe(scheduler))
+        self.path = path
+
+    def close(self):
+        self.core.scheduler.close()
+        return replay(self.path)
+
+
+@pytest.fixture
+def make_core():
+    from core.conftest import Core
+
+    return Core
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("suffix", [".journal", ".journal.gz"])
+def test_every_decision_is_the_same_again(make_core, tmp_path, options, suffix):
+    rng = random.Random(str(options))
+    swap = {"num_host_blocks": 6} if "preemption" in options else {}
+    recorded = Recorded(
+        make_core,
+        tmp_path / f"run{suffix}",
+        num_blocks=14,
+        max_num_batched_tokens=24,
+        max_num_seqs=5,
+        **options,
+        **swap,
+    )
+    core = recorded.core
+    prefix = [rng.randrange(100) for _ in range(12)]
+    for step in range(400):
+        if rng.random() < 0.5 and len(core.scheduler.requests) < 12:
+            prompt = prefix[: rng.randrange(12)] + [rng.randrange(100) for _ in range(rng.randint(1, 9))]
+            core.add(
+                f"r{step}",
+                prompt,
+                max_tokens=rng.randint(1, 20),
+                priority=rng.randrange(3),
+                tenant=rng.choice("ab"),
+                stop_token_ids=[5],
+                deadline=core.scheduler._now + 30.0 if rng.random() < 0.2 else None,
+            )
+            core.answers[f"r{step}"] = [rng.choice([7, 8, 9, 9, 5]) for _ in range(20)]
+        if core.scheduler.requests and rng.random() < 0.05:
+            core.scheduler.abort_request(rng.choice(list(core.scheduler.requests)))
+        if core.scheduler.running and rng.random() < 0.05:
+            core.scheduler.preempt_requests([core.scheduler.running[0].request_id])
+        if rng.random() < 0.1:
+            core.scheduler.update_draft_token_ids({r.request_id: [9, 9] for r in core.scheduler.running})
+        if rng.random() < 0.02:
+            core.scheduler.reset_prefix_cache()
+        scheduled = core.scheduler.schedule()
+        if rng.random() < 0.02:
+            core.scheduler.fail_step(scheduled, "injected")
+            continue
+        result = compute(core, scheduled, rng)
+        core.scheduler.update_from_output(scheduled, result)
+    done = recorded.close()
+    assert done.mismatches == []
+    assert done.num_steps == 400
+    assert done.log.events == core.log.events
+
+
+def compute(core, scheduled, rng):
+    """Sample with drafts checked at random, and an error now and then."""
+    result = core.compute(scheduled)
+    for request_id, drafts in scheduled.scheduled_spec_decode_tokens.items():
+        result.sampled_token_ids[request_id] = [9] * (1 + rng.randint(0, len(drafts)))
+    if result.sampled_token_ids and rng.random() < 0.02:
+        request_id = next(iter(result.sampled_token_ids))
+        return ModelOutput(result.step, result.sampled_token_ids, errors={request_id: "NaN"})
+    return result
+
+
+def test_a_replay_sees_a_different_decision(make_core, tmp_path):
+    recorded = Recorded(make_core, tmp_path / "run.journal", max_num_seqs=4)
+    for index in range(6):
+        recorded.core.add(f"r{index}", 5, max_tokens=3)
+    recorded.core.run()
+    assert recorded.close().mismatches == []
+    header, *lines = recorded.path.read_text().splitlines()
+    changed = json.loads(header)
+    changed["scheduler"]["max_num_seqs"] = 3
+    recorded.path.write_text("\n".join([json.dumps(changed), *lines]) + "\n")
+    assert replay(recorded.path).mismatches[0].step == 1
+
+
+def test_pseudonyms_agree_as_far_as_tokens_do():
+    first, second = Pseudonyms(1).extend([1, 2, 3, 4]), Pseudonyms(1).extend([1, 2, 9, 4])
+    assert first[:2] == second[:2]
+    assert not {*first[2:]} & {*second[2:]}
+    assert Pseudonyms(2).extend([1, 2, 3, 4]) != first
+    assert decode_tokens(encode_tokens(first)) == first
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", "nonsense\n", '{"journal": 99}\n'])
+def test_what_is_no_journal_gets_a_clear_error(tmp_path, text):
+    path = tmp_path / "file"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="journal"):
+        read_journal(path)
+
+
+def test_a_journal_that_was_cut_off_is_read_as_far_as_it_goes(make_core, tmp_path):
+    recorded = Recorded(make_core, tmp_path / "run.journal")
+    recorded.core.add("a", 5, max_tokens=9)
+    recorded.core.run()
+    recorded.core.scheduler.close()
+    text = recorded.path.read_text()
+    recorded.path.write_text(text[: len(text) * 3 // 4])
+    assert replay(recorded.path).mismatches == []
+
+
+# --- a real run -------------------------------------------------------------------------------------------------------
+
+
+def real_run(path, num_requests):
+    """Answer with the built-in model, memory short, some of them aborted; return seconds of CPU in steps."""
+    from octavo.build import build_engine
+
+    config = EngineConfig(
+        model=ModelConfig(skip_tokenizer_init=True),
+        cache=CacheConfig(num_gpu_blocks=36),
+        scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=256),
+        record=path,
+    )
+    engine = build_engine(config)
+    rng = random.Random(4)
+    prefix = [rng.randrange(10, 1000) for _ in range(40)]
+    sent, seconds = 0, 0.0
+    while sent < num_requests or engine.has_unfinished_requests():
+        for _ in range(rng.randint(0, 3)):
+            if sent < num_requests:
+                own = [rng.randrange(10, 1000) for _ in range(rng.randint(1, 60))]
+                params = SamplingParams(max_tokens=rng.randint(1, 80), temperature=1.0, ignore_eos=True)
+                engine.add_request(str(sent), {"prompt_token_ids": prefix[: rng.randrange(40)] + own}, params)
+                sent += 1
+        if rng.random() < 0.05:
+            engine.abort_request(str(rng.randrange(sent or 1)))
+        start = time.process_time()
+        engine.step()
+        seconds += time.process_time() - start
+    stats = engine.core.scheduler.get_stats()
+    recording = engine.core.scheduler.seconds
+    engine.core.scheduler.close()
+    return stats, seconds, recording
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_requests", [120, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_real_run_is_repeated(tmp_path, num_requests, record_testsuite_property):
+    path = tmp_path / "run.journal"
+    stats, seconds, recording = real_run(path, num_requests)
+    assert stats.total_preempted > 0
+    done = replay(path)
+    assert done.mismatches == []
+    assert done.num_requests == num_requests
+    ends = [e for e in done.log.events if type(e).__name__ == "RequestFinished"]
+    assert len(ends) == num_requests
+    assert {e.reason for e in ends} >= {"length", "abort"}
+    size = path.stat().st_size
+    record_testsuite_property("journal_bytes_a_request", round(size / num_requests))
+    record_testsuite_property("recording_share_of_cpu", round(recording / seconds, 4))
+    assert size / num_requests < 2000
+    assert recording < 0.1 * seconds  # the share is a benchmark's business: benchmarks/recording.py
+    for life in intervals(done.log.events, done.end_time).values():
+        assert all(a.end == b.start for a, b in itertools.pairwise(life))
+
+
+def test_no_text_is_written(tmp_path):
+    engine = LLMEngine(ModelConfig())  # the built-in model, to have its tokenizer
+    prompt = engine.input_processor.tokenizer.encode("a very secret sentence")
+    names = Pseudonyms(123).extend(prompt)
+    assert not set(names) & set(prompt)
+
+
+# --- explanations -----------------------------------------------------------------------------------------------------
+
+
+def explained(core, request_id):
+    result = explain(core.log.events, request_id)
+    assert sum(result.seconds.values()) == pytest.approx(result.wall_s, rel=0.01)
+    assert result.text().startswith(f"request {request_id}: ")
+    return result.text()
+
+
+def test_explains_a_queue_behind_a_long_prompt(make_core):
+    core = make_core(max_num_batched_tokens=10)
+    core.add("long", 80, max_tokens=2)
+    core.add("short", 3, max_tokens=2)
+    core.run()
+    text = explained(core, "short")
+    assert "queued behind 1 other" in text
+    assert "the step's tokens were given away" in text
+    assert "of 80 computed tokens went to long" in text
+
+
+def test_explains_that_all_seats_were_taken(make_core):
+    core = make_core(max_num_seqs=1)
+    core.add("first", 3, max_tokens=20)
+    core.add("second", 3)
+    core.run()
+    assert "max_num_seqs requests run already" in explained(core, "second")
+
+
+def test_explains_a_preemption_by_priority(make_core):
+    core = make_core(num_blocks=8, policy="priority")
+    core.add("humble", 6, max_tokens=20, priority=7)
+    core.step()
+    core.add("important", 6, max_tokens=24, priority=1)
+    core.run()
+    text = explained(core, "humble")
+    assert "important is more important (priority 1 against 7)" in text
+    assert "preempted, waiting to go on" in text
+
+
+def test_explains_a_swap(make_core):
+    core = make_core(num_host_blocks=4)
+    core.add("a", 9, max_tokens=9)
+    core.step()
+    core.scheduler.preempt_requests(["a"])
+    core.run()
+    assert "9 tokens were swapped to host memory" in explained(core, "a")
+
+
+def test_explains_an_evicted_prefix(make_core):
+    core = make_core(num_blocks=12, max_num_seqs=1)
+    for name, prompt in (("first", list(range(9))), ("large", list(range(100, 146))), ("again", list(range(9)))):
+        core.add(name, prompt, max_tokens=1)
+    core.run()
+    assert "0 of its 9 tokens were found in the prefix cache; the rest was not: evicted" in explained(core, "again")
+
+
+def test_explains_another_tenants_salt(make_core):
+    core = make_core()
+    core.add("theirs", list(range(9)), max_tokens=1, cache_salt="theirs")
+    core.run()
+    core.add("mine", list(range(9)), max_tokens=1, cache_salt="mine")
+    core.run()
+    assert "the rest was not: other salt" in explained(core, "mine")
+
+
+def test_explains_the_first_token_that_differs(make_core):
+    core = make_core()
+    core.add("a", list(range(9)), max_tokens=1)
+    core.run()
+    core.add("b", [0, 1, 2, 3, 4, 99, 6, 7, 8], max_tokens=1)
+    core.run()
+    assert "4 of its 9 tokens were found in the prefix cache; the rest was not: different token at position 5" in (
+        explained(core, "b")
+    )
+
+
+def test_explains_a_wait_for_a_block_that_another_computes(make_core):
+    core = make_core()
+    for name in ("first", "second"):
+        core.add(name, [*range(20), ord(name[0])], max_tokens=2)
+    core.run()
+    text = explained(core, "second")
+    assert "it waited for first, which was computing the same beginning" in text
+    assert "waiting for a block that another request computed" in text
+
+
+def test_explains_memory_that_is_short_and_reservations(make_core):
+    core = make_core(num_blocks=6)
+    core.add("a", 12, max_tokens=8)
+    core.add("b", 12)
+    core.run()
+    assert "too few free blocks" in explained(core, "b")
+    core = make_core(admission="reservation", max_batch_total_tokens=30)
+    core.add("a", 12, max_tokens=8)
+    core.add("b", 12, max_tokens=8)
+    core.run()
+    assert "too few tokens left to reserve" in explained(core, "b")
+
+
+def test_explains_that_other_tenants_were_served(make_core):
+    core = make_core(max_num_seqs=1, policy="fair")
+    core.add("theirs", 9, max_tokens=9, tenant="them")
+    core.step()
+    core.add("mine", 3, tenant="me")
+    core.run()
+    assert "computed tokens went to other tenants" in explained(core, "mine")
+
+
+def test_explain_of_an_unknown_request_names_some(make_core):
+    core = make_core()
+    core.add("a", 3)
+    with pytest.raises(ConfigError, match="there are a"):
+        explain(core.log.events, "b")
+
+
+def test_the_timeline_has_a_lane_for_every_request(make_core, tmp_path):
+    recorded = Recorded(make_core, tmp_path / "run.journal", max_num_seqs=2)
+    for index in range(4):
+        recorded.core.add(f"r{index}", 5, max_tokens=3)
+    recorded.core.run()
+    recorded.core.scheduler.finish_requests([], RequestStatus.FINISHED_ABORTED)
+    trace = chrome_trace(recorded.close())
+    lanes = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert lanes == {"r0", "r1", "r2", "r3"}
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert all(e["dur"] > 0 and e["ts"] >= 0 for e in spans)
+    assert sum(e["name"].startswith("step") for e in spans) == len(recorded.core.log.of_type(_step())) > 0
+    json.dumps(trace)
+
+
+def _step():
+    from octavo.events import StepScheduled
+
+    return StepScheduled
