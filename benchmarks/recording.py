@@ -29,7 +29,7 @@ def main() -> None:
         engine = build_engine(
             EngineConfig(
                 model=ModelConfig(model=args.model, skip_tokenizer_init=True),
-                cache=CacheConfig(num_gpu_blocks=100),
+                cache=CacheConfig(num_gpu_blocks=44),
                 scheduler=SchedulerConfig(max_num_seqs=32),
                 record=path,
             )

@@ -53,6 +53,11 @@ class Pseudonyms:
     def __init__(self, secret: int) -> None:
         self._state = secret
 
+    def next(self, token_id: int) -> int:
+        """Return the name of the token that follows."""
+        self._state = hash((self._state, token_id))
+        return self._state & 0x7FFFFFFF
+
     def extend(self, token_ids: list[int]) -> list[int]:
         """Return the names of the tokens that follow."""
         state, names = self._state, []

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from octavo.scheduler_output import SchedulerOutput
 
 FLUSH_EVERY_US = 1_000_000
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class RecordedClock:
@@ -120,7 +121,10 @@ class RecordingScheduler:
             tokens = output.new_token_ids
             if tokens:
                 pseudonyms, names = self._pseudonyms[output.request_id]
-                names += pseudonyms.extend(tokens)
+                if len(tokens) == 1:
+                    names.append(pseudonyms.next(tokens[0]))
+                else:
+                    names += pseudonyms.extend(tokens)
             num_sampled = len(result.sampled_token_ids.get(output.request_id, ()))
             if output.finish_reason is not None or len(tokens) != 1 or num_sampled != 1:
                 number = self._numbers[output.request_id]
@@ -183,7 +187,7 @@ class RecordingScheduler:
         return elapsed
 
     def _write(self, line: Any) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._file.write(_encode(line) + "\n")
         if self._clock.microseconds - self._last_flush > FLUSH_EVERY_US:
             self._last_flush = self._clock.microseconds
             self._file.flush()
