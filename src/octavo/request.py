@@ -43,12 +43,14 @@ _FINISHED = frozenset(status for status in RequestStatus if status.name.startswi
 class Sequence:
     """The tokens of one output stream and the blocks that hold their KV.
 
-    `token_ids` is written by the scheduler, `block_table` and `num_cached_tokens` by the KV cache manager.
+    `token_ids` is written by the scheduler, the others by the KV cache manager. next_commit: number of computed tokens
+    below which it has nothing new to share.
     """
 
     token_ids: list[int]
     num_prompt_tokens: int
     num_cached_tokens: int = 0
+    next_commit: int = 0
     block_table: list[int] = field(default_factory=list)
 
     @property

@@ -45,7 +45,7 @@ MUTANTS = [
     Mutant("one block short", "F17", _MANAGER, "        num_new_blocks = max(self.num_blocks_for(num_tokens) - len(table)", "        num_new_blocks = max(self.num_blocks_for(num_tokens - 1) - len(table)"),
     Mutant("a hit covers the whole prompt", "F17", _MANAGER, "        for index in range((len(token_ids) - 1) // self.block_size):", "        for index in range(len(token_ids) // self.block_size):"),
     Mutant("no pin at lookup", "F14", _MANAGER, "        self.pool.touch(computed.blocks)\n", "        pass\n"),
-    Mutant("an uncommitted block is shared", "F16", _MANAGER, "        num_tokens = request.num_computed_tokens\n        chain = self._chain(request)\n", "        num_tokens = len(request.sequence.token_ids) // self.block_size * self.block_size\n        chain = self._chain(request)\n"),
+    Mutant("an uncommitted block is shared", "F16", _MANAGER, "        num_tokens = request.num_computed_tokens\n        if num_tokens", "        num_tokens = len(request.sequence.token_ids) // self.block_size * self.block_size\n        if num_tokens"),
     Mutant("rejected drafts are shared", "F16", _SCHEDULER, "        request.num_computed_tokens += count - num_rejected\n", "        request.num_computed_tokens += count\n"),
     Mutant("the salt is left out", "S18", _MANAGER, '            own = {"salt": request.cache_salt, "adapter": request.adapter}', '            own = {"adapter": request.adapter}'),
     Mutant("the adapter is left out", "F18", _MANAGER, '            own = {"salt": request.cache_salt, "adapter": request.adapter}', '            own = {"salt": request.cache_salt}'),

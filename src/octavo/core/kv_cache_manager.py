@@ -39,7 +39,6 @@ class _Chain:
     """A request's block hashes so far, how many of its blocks are committed, and the last committed one's link.
 
     partial: the name under which the last, partly filled block of its prompt can be copied by others.
-    next_commit: number of computed tokens below which a commit has nothing to do.
     """
 
     extra_keys: tuple[str, ...]
@@ -47,7 +46,6 @@ class _Chain:
     num_committed: int = 0
     link: BlockLink | None = None
     partial: BlockHash | None = None
-    next_commit: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,14 +285,12 @@ class KVCacheManager:
 
     def commit(self, request: Request) -> None:
         """Let others share the full blocks that are computed by now; call it once the step that wrote them is done."""
+        num_tokens = request.num_computed_tokens
+        if num_tokens >= request.num_prompt_tokens or not self.enable_prefix_caching:
+            request.sequence.next_commit = (num_tokens // self.block_size + 1) * self.block_size
         if not self.enable_prefix_caching:
             return
-        num_tokens = request.num_computed_tokens
         chain = self._chain(request)
-        if num_tokens < chain.next_commit:
-            return
-        if num_tokens >= request.num_prompt_tokens:
-            chain.next_commit = (num_tokens // self.block_size + 1) * self.block_size
         if not self.cache_decoded_blocks:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
         num_full = num_tokens // self.block_size
@@ -334,6 +330,7 @@ class KVCacheManager:
         table = request.sequence.block_table
         self.pool.release(self.pool.blocks[block_id] for block_id in reversed(table))
         table.clear()
+        request.sequence.next_commit = 0
         chain = self._chains.get(request.request_id)
         if chain is None:
             return
@@ -343,7 +340,7 @@ class KVCacheManager:
         for block_hash in chain.hashes[chain.num_committed :]:
             if self._computing.get(block_hash) == request.request_id:
                 del self._computing[block_hash]
-        chain.num_committed, chain.link, chain.next_commit = 0, None, 0
+        chain.num_committed, chain.link = 0, None
 
     def swap_out(self, request: Request) -> bool:
         """Save what is computed of a request in host memory; False and nothing done when it does not fit there.

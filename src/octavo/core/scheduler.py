@@ -7,6 +7,7 @@ a chunk of one, a prefix hit a head start, a preemption a step back.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from octavo import events
@@ -249,7 +250,11 @@ class Scheduler:
 
     def _grow(self, plan: StepPlan, request: Request, num_after: int) -> None:
         """Give a running request its next tokens, and blocks for them at the cost of others where none are free."""
-        num_remaining = request.num_tokens - request.num_computed_tokens
+        sequence, num_computed = request.sequence, request.num_computed_tokens
+        num_remaining = len(sequence.token_ids) + len(request.spec_token_ids) - num_computed
+        if num_remaining == 1 and num_computed < len(sequence.block_table) * self.kv_cache_manager.block_size:
+            plan.give(request, 1, [])  # the usual case: one more token, into a block that it has
+            return
         while True:
             count = num_remaining
             if count > 1:
@@ -538,6 +543,7 @@ class Scheduler:
             self._end_load(transfer_id, arrived=arrived)
         outputs, self._news = self._news, []
         new_tokens: dict[str, int] = {}
+        num_served: defaultdict[str, int] = defaultdict(int)
         errors, num_requests = result.errors, len(self.requests)
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
@@ -548,8 +554,11 @@ class Scheduler:
                 continue
             output = self._update_request(request, count, scheduled, result)
             if output is not None:
-                new_tokens[request_id] = len(output.new_token_ids)
+                new_tokens[request_id] = num_new = len(output.new_token_ids)
+                num_served[request.tenant] += num_new
                 outputs.append(output)
+        for tenant, num_tokens in num_served.items():
+            self.policy.counters.charge_output(tenant, num_tokens)
         if len(self.requests) < num_requests:
             self._drop_finished()
         if scheduled.num_scheduled_tokens:
@@ -569,8 +578,9 @@ class Scheduler:
         prompt_logprobs = self._new_prompt_logprobs(request, result) if result.prompt_logprobs else []
         request.num_computed_tokens += count - num_rejected
         request.spec_token_ids = []
-        accepted, status = self._append_tokens(request, sampled)
-        self.kv_cache_manager.commit(request)
+        accepted, status = _append_tokens(request, sampled)
+        if request.num_computed_tokens >= request.sequence.next_commit:
+            self.kv_cache_manager.commit(request)
         if not sampled and request.num_computed_tokens == len(request.sequence.token_ids):
             return self._fail(request, "the worker computed every token and sampled none")
         if status is not None:
@@ -594,20 +604,6 @@ class Scheduler:
         new = entries[max(request.num_prompt_logprobs - request.num_computed_tokens, 0) :]
         request.num_prompt_logprobs += len(new)
         return new
-
-    def _append_tokens(self, request: Request, sampled: list[int]) -> tuple[list[int], RequestStatus | None]:
-        """Append tokens until one of them ends the request; those behind it are discarded."""
-        token_ids, status = request.sequence.token_ids, None
-        num_before = len(token_ids)
-        for token_id in sampled:
-            token_ids.append(token_id)
-            status = check_stop(request)
-            if status is not None:
-                break
-        num_accepted = len(token_ids) - num_before
-        if num_accepted:
-            self.policy.counters.charge_output(request.tenant, num_accepted)
-        return token_ids[num_before:], status
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
         """End every request of a step that the worker could not do; the others go on.
@@ -705,3 +701,15 @@ class Scheduler:
 
     def _emit(self, kind: Callable[..., events.Event], *args: object) -> None:
         self._sink.emit(kind(self._step, self._now, *args))
+
+
+def _append_tokens(request: Request, sampled: list[int]) -> tuple[list[int], RequestStatus | None]:
+    """Append tokens until one of them ends the request; those behind it are discarded."""
+    token_ids, status = request.sequence.token_ids, None
+    num_before = len(token_ids)
+    for token_id in sampled:
+        token_ids.append(token_id)
+        status = check_stop(request)
+        if status is not None:
+            break
+    return token_ids[num_before:], status
