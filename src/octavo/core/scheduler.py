@@ -217,7 +217,7 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is not None and request.arrival_index == arrival_index:
                 self._news.append(self._fail(request, "the request's deadline has passed"))
-        self._drop_finished()
+                self._drop_finished()
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -241,10 +241,10 @@ class Scheduler:
     def _grow_running(self, plan: StepPlan, eligible: Callable[[Request], bool]) -> None:
         """Give each running request its next tokens; keep one of the budget for everyone who comes after it."""
         chosen = list(filter(eligible, self.running)) if eligible is not is_any else list(self.running)
-        num_after = len(chosen)
+        num_after, running = len(chosen), RequestStatus.RUNNING
         for request in chosen:
             num_after -= 1
-            if request.status is not RequestStatus.RUNNING:
+            if request.status is not running:
                 continue  # it fell victim to one before it
             self._grow(plan, request, num_after)
 
@@ -544,10 +544,10 @@ class Scheduler:
         outputs, self._news = self._news, []
         new_tokens: dict[str, int] = {}
         num_served: defaultdict[str, int] = defaultdict(int)
-        errors, num_requests = result.errors, len(self.requests)
+        errors, num_requests, running = result.errors, len(self.requests), RequestStatus.RUNNING
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
-            if request is None or request.status is not RequestStatus.RUNNING:
+            if request is None or request.status is not running:
                 continue  # aborted while the step ran
             if errors and request_id in errors:
                 outputs.append(self._fail(request, errors[request_id]))
