@@ -175,7 +175,7 @@ class World:
         self.store = SimulatedStore(self.worker, random.Random(seed + "store"), config.remote_rate)
         self.forced: set[str] = set()
         self.admission_step = self.preemption_step = -1
-        self.num_left_out = 0
+        self.num_stalled = 0
         self.scheduler = self._make_scheduler()
         self.last: tuple[SchedulerOutput, ModelOutput] | None = None
         self.prefixes = [[self.rng.randrange(VOCAB_SIZE) for _ in range(config.longest_prompt)] for _ in range(3)]
@@ -234,7 +234,7 @@ class World:
         """One step of the engine, with what may happen while the worker computes."""
         self.now += self.rng.random() * 0.2
         scheduler = self.scheduler
-        self.num_left_out = 0
+        self.num_stalled = 0
         scheduled = scheduler.schedule()
         self.forced.clear()
         self._check_output(scheduled)
@@ -409,10 +409,9 @@ class World:
             totals.swaps += event.swapped
             self.tracked[event.request_id].features.add("swap" if event.swapped else "recompute")
             self.preemption_step = event.step
-            self.num_left_out += 1
             self._check_victim(event.request_id)
         elif kind is events.RequestStalled:
-            self.num_left_out += 1
+            self.num_stalled += 1
         elif kind is events.RequestAdmitted:
             self.admission_step = event.step
             if self.admission_step == self.preemption_step:
@@ -469,7 +468,11 @@ class World:
                     self.tracked[request_id].features.add("chunk")
             elif request_id not in fresh:
                 decodes += 1  # one that resumes with all but one token saved is as good as either
-        if is_cut and total < config.max_num_batched_tokens - self.num_left_out:
+        if (
+            is_cut
+            and scheduled.step != self.preemption_step
+            and total < config.max_num_batched_tokens - self.num_stalled
+        ):
             raise SimulationError(f"somebody was cut short in a step of {total} tokens")
         if config.batching == "prefill_first" and prefills and decodes:
             raise SimulationError("a step mixes prompts and answers")

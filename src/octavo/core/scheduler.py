@@ -498,12 +498,14 @@ class Scheduler:
             num_drafts = request.num_computed_tokens + count - len(token_ids)
             if num_drafts > 0:
                 drafts[request_id] = request.spec_token_ids[:num_drafts]
+        total = sum(plan.num_tokens.values())
+        assert plan.budget + total == self.config.max_num_batched_tokens, "a victim's budget was not returned"
         output = SchedulerOutput(
             step=self._step,
             scheduled_new_reqs=new,
             scheduled_cached_reqs=cached,
             num_scheduled_tokens=plan.num_tokens,
-            total_num_scheduled_tokens=sum(plan.num_tokens.values()),
+            total_num_scheduled_tokens=total,
             finished_req_ids=self._finished_req_ids,
             preempted_req_ids=set(plan.preempted),
             scheduled_spec_decode_tokens=drafts,
