@@ -130,5 +130,5 @@ def _refuses(running: Running) -> bool:
     try:
         with running.http() as http:
             return http.get("/health").status_code == 503
-    except httpx.ConnectError:
+    except httpx.TransportError:  # refused, or closed without an answer
         return True
