@@ -503,3 +503,52 @@ def test_serve_ends_by_itself(number: signal.Signals) -> None:
 
 def test_the_fake_text_has_what_the_tests_need() -> None:
     assert len(TEXT) < len(TEXT.encode())
+
+
+def test_scheduling_options_reach_the_configuration() -> None:
+    config = EngineOptions(
+        scheduling_policy=SchedulingPolicy.FAIR,
+        swap_space_bytes=parse_size("2G"),
+        max_num_waiting=7,
+        max_batch_total_tokens=100,
+        record=Path("run.journal"),
+    ).config()
+    assert (config.scheduler.policy, config.scheduler.max_num_waiting) == ("fair", 7)
+    assert (config.cache.swap_space_bytes, config.scheduler.max_batch_total_tokens) == (2 << 30, 100)
+    assert config.record == Path("run.journal")
+
+
+def test_every_scheduling_option_is_one_of_the_configuration() -> None:
+    """One name in configuration and command line."""
+    from dataclasses import fields
+
+    from octavo.config import CacheConfig, SchedulerConfig
+
+    options = {each.name for each in fields(EngineOptions)}
+    not_offered = {"policy", "kv_load_timeout_s"}  # scheduling_policy is vLLM's name; there are no stores yet
+    assert {each.name for each in fields(SchedulerConfig)} - options == not_offered
+    assert {each.name for each in fields(CacheConfig)} - options == {"num_gpu_blocks"}
+
+
+@pytest.mark.parametrize("command", [["replay"], ["explain"], ["trace"]])
+def test_what_is_no_journal_is_told_without_a_traceback(command: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "file.journal"
+    path.write_text("nothing\n")
+    result = run(*command, str(path))
+    assert result.exit_code == 1
+    assert "journal" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_recorded_run_is_replayed_explained_and_drawn(tmp_path: Path) -> None:
+    journal, drawing = tmp_path / "run.journal.gz", tmp_path / "trace.json"
+    prompts = ["--prompt", "What is 12 + 30?", "--prompt", "What is 1 + 2?", "--temperature", "0"]
+    assert run("generate", "--record", str(journal), *prompts).exit_code == 0
+    assert "2 requests" in run("replay", str(journal)).output
+    assert "the slowest" in run("explain", str(journal)).output
+    assert "generating" in run("explain", str(journal), "1").output
+    assert "no request" in run("explain", str(journal), "nobody").output
+    assert run("trace", str(journal), "-o", str(drawing)).exit_code == 0
+    assert json.loads(drawing.read_text())["traceEvents"]
+    result = run("generate", "--record", str(tmp_path / "no" / "such" / "folder"), *prompts)
+    assert (result.exit_code, "cannot be written" in result.output) == (1, True)

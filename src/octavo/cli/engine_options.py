@@ -34,6 +34,9 @@ _SCHEDULER = "Scheduler"
 _DEVICE = "Device"
 _SAME_NAMES = (  # options that are fields of SchedulerConfig under the same name
     "ageing_s",
+    "fair_input_weight",
+    "fair_output_weight",
+    "swap_block_cost_tokens",
     "batching",
     "admission",
     "max_batch_total_tokens",
@@ -182,6 +185,14 @@ class EngineOptions:
             "so much later.",
         ),
     ] = 60.0
+    fair_input_weight: Annotated[
+        float,
+        typer.Option(rich_help_panel=_SCHEDULER, help="fair: what a computed prompt token costs a tenant."),
+    ] = 1.0
+    fair_output_weight: Annotated[
+        float,
+        typer.Option(rich_help_panel=_SCHEDULER, help="fair: what a generated token costs a tenant."),
+    ] = 2.0
     batching: Annotated[
         BatchingMode,
         typer.Option(rich_help_panel=_SCHEDULER, help="Mix prompts and answers in a step, or compute prompts first."),
@@ -250,6 +261,13 @@ class EngineOptions:
             help="What becomes of a preempted request's KV: it is computed again, swapped to host memory, or either.",
         ),
     ] = PreemptionMode.AUTO
+    swap_block_cost_tokens: Annotated[
+        float,
+        typer.Option(
+            rich_help_panel=_SCHEDULER,
+            help="auto: tokens that could be computed while a block goes to host memory and back.",
+        ),
+    ] = 1.0
     max_num_preemptions: Annotated[
         int,
         typer.Option(rich_help_panel=_SCHEDULER, help="So often may one request be preempted; then it is protected."),
@@ -315,7 +333,8 @@ class EngineOptions:
             metavar="FILE",
             dir_okay=False,
             rich_help_panel=_SCHEDULER,
-            help="Write every decision of the scheduler to FILE, without text: for octavo replay, explain and trace.",
+            help="Write every decision of the scheduler to FILE, without text: for octavo replay, explain and trace. "
+            "Default: nothing is written.",
             show_default=False,
         ),
     ] = None

@@ -1,0 +1,67 @@
+"""Copies between blocks and host blocks keep every bit, and happen in the order that a step needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo.config import CacheConfig
+from octavo.errors import ConfigError
+from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.models.registry import read_architecture
+from octavo.scheduler_output import BlockCopies
+from octavo.worker.kv_cache import PagedKVCache
+from octavo.worker.memory import block_bytes, decide_num_host_blocks
+
+
+@pytest.fixture
+def cache():
+    cache = PagedKVCache(
+        num_blocks=6,
+        num_layers=2,
+        num_kv_heads=1,
+        block_size=4,
+        head_dim=8,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        num_host_blocks=3,
+    )
+    cache.blocks.view(torch.int16).random_(generator=torch.Generator().manual_seed(1))  # NaNs and all
+    return cache
+
+
+def bits(block):
+    return block.view(torch.int16).clone()
+
+
+def test_a_block_comes_back_from_host_memory_bit_for_bit(cache):
+    before = bits(cache.blocks[2])
+    cache.copy(BlockCopies(swap_out=[(2, 1)]))
+    cache.blocks[2].zero_()
+    cache.copy(BlockCopies(swap_in=[(1, 5)]))
+    assert torch.equal(bits(cache.blocks[5]), before)
+
+
+def test_a_copied_block_is_a_block_of_its_own(cache):
+    before = bits(cache.blocks[0])
+    cache.copy(BlockCopies(block_copies=[(0, 3)]))
+    cache.blocks[3].zero_()
+    assert torch.equal(bits(cache.blocks[0]), before)
+
+
+def test_out_comes_before_in_before_copies(cache):
+    out, copied = bits(cache.blocks[0]), bits(cache.blocks[1])
+    cache.copy(BlockCopies(swap_out=[(0, 0)], swap_in=[(0, 1)], block_copies=[(1, 2)]))
+    assert torch.equal(bits(cache.blocks[1]), out)
+    assert torch.equal(bits(cache.blocks[2]), out)
+    assert not torch.equal(out, copied)
+
+
+def test_host_blocks_are_counted_in_bytes(tmp_path):
+    directory = write_checkpoint(tmp_path / "llama", tiny_config("LlamaForCausalLM"))
+    architecture = read_architecture(directory)
+    per_block = block_bytes(architecture, 16, "float32")
+    config = CacheConfig(swap_space_bytes=3 * per_block + 1)
+    assert decide_num_host_blocks(architecture, config, dtype="float32") == 3
+    with pytest.raises(ConfigError, match="swap_space_bytes"):
+        decide_num_host_blocks(architecture, CacheConfig(swap_space_bytes=1 << 60), dtype="float32")
