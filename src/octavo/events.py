@@ -24,7 +24,6 @@ class WaitReason(StrEnum):
     NO_RESERVATION = "too few tokens left to reserve"
     GATHERING = "it waits for others to start with"
     PREEMPTING = "somebody was preempted in this step"
-    PREFILLING = "prompts are computed first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class KVLoadStarted(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class KVLoadEnded(RequestEvent):
-    """The transfer is over: `outcome` is done, failed or expired."""
+    """The transfer is over: `outcome` is done, failed, expired or cancelled."""
 
     transfer_id: int
     outcome: str
@@ -115,12 +114,14 @@ class RequestAdmitted(RequestEvent):
 class RequestPreempted(RequestEvent):
     """Its blocks were taken for `beneficiary`.
 
-    Its num_lost_tokens were swapped out, or are to be computed again unless still cached.
+    Its num_lost_tokens were swapped out, or are to be computed again unless still cached. policy: under which it was
+    the least important; empty where an operator asked for it.
     """
 
     beneficiary: str
     num_lost_tokens: int
     swapped: bool
+    policy: str
 
 
 @dataclass(frozen=True, slots=True)

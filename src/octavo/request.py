@@ -108,6 +108,7 @@ class Request:
         "stop_reason",
         "stop_token_ids",
         "tenant",
+        "was_admitted",
     )
 
     def __init__(
@@ -140,6 +141,7 @@ class Request:
         self.adapter = adapter
         self.deadline = deadline
         self.status = RequestStatus.WAITING
+        self.was_admitted = False
         self.stop_reason: int | str | None = None
         self.max_total_tokens = len(prompt_token_ids) + (sampling_params.max_tokens or 2**62)
         self.num_computed_tokens = 0

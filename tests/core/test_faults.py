@@ -7,7 +7,7 @@ import pytest
 from octavo import events
 from octavo.core import invariants
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.errors import PromptTooLongError
+from octavo.errors import PromptTooLongError, QueueFullError
 from octavo.model_output import ModelOutput
 from octavo.request import Request, RequestStatus
 from octavo.sampling_params import SamplingParams
@@ -107,6 +107,21 @@ def test_F4_late_double_and_unknown_completions_change_nothing(make_core):
     assert core.finished == {"a": "length"}
 
 
+def test_F4_a_result_is_believed_once(make_core):
+    core = make_core()
+    request = core.add("a", 5, max_tokens=5)
+    scheduled = core.scheduler.schedule()
+    result = core.compute(scheduled)
+    assert len(core.scheduler.update_from_output(scheduled, result)) == 1
+    assert core.scheduler.update_from_output(scheduled, result) == []
+    assert request.sequence.num_output_tokens == 1
+    scheduled = core.scheduler.schedule()
+    core.scheduler.fail_step(scheduled, "injected")
+    assert core.scheduler.update_from_output(scheduled, core.compute(scheduled)) == []
+    assert core.scheduler.fail_step(scheduled, "again") == []
+    check(core)
+
+
 def test_F5_a_failed_load_is_computed_instead(make_core):
     core = make_core(connector=Store())
     core.add("a", 12, max_tokens=3)
@@ -181,19 +196,26 @@ def test_F13_a_double_free_is_refused_and_changes_nothing(make_core):
     check(core)
 
 
-def test_F14_a_lookup_is_pinned_before_anything_can_be_evicted():
-    manager = KVCacheManager(4, 2)
+@pytest.mark.parametrize(("num_blocks", "fits"), [(3, False), (4, True)])
+def test_F14_a_lookup_is_pinned_before_anything_can_be_evicted(num_blocks, fits):
+    manager = KVCacheManager(num_blocks, 2)
     first = Request("a", [1, 2, 3, 4, 5], SamplingParams(max_tokens=3))
     manager.allocate_slots(first, 5)
     first.num_computed_tokens = 5
     manager.commit(first)
     manager.free(first)
-    second = Request("b", [1, 2, 3, 4, 6, 7, 8, 9], SamplingParams(max_tokens=3))
+    second = Request("b", [1, 2, 3, 4, 6, 7, 8], SamplingParams(max_tokens=3))
     computed = manager.get_computed_blocks(second)
     assert computed.num_tokens == 4
-    ids = manager.allocate_slots(second, 4, computed)
+    ids = manager.allocate_slots(second, 3, computed)
+    if not fits:  # the found blocks are the only ones that could be evicted for it
+        assert ids is None
+        assert [block.ref_count for block in manager.pool.blocks] == [0, 0, 0]
+        return
     assert ids[:2] == [block.block_id for block in computed.blocks]
-    assert len(set(ids)) == 4
+    assert [block.ref_count for block in computed.blocks] == [1, 1]
+    third = Request("c", [9, 9, 9], SamplingParams(max_tokens=3))
+    assert manager.allocate_slots(third, 3) is None
 
 
 def test_F15_swap_is_fenced_from_reuse(make_core):
@@ -265,6 +287,75 @@ def test_F19_drafts_do_not_survive_a_preemption_or_an_abort(make_core):
     core.scheduler.update_draft_token_ids({"b": [4]})
     core.scheduler.abort_request("b")
     assert core.scheduler.schedule().scheduled_spec_decode_tokens == {}
+
+
+def test_F19_a_stop_among_accepted_drafts_ends_the_request_there(make_core):
+    core = make_core()
+    request = core.add("a", 4, max_tokens=20, stop_token_ids=[99])
+    core.step()
+    core.scheduler.update_draft_token_ids({"a": [99, 1, 2]})
+    scheduled = core.scheduler.schedule()
+    [output] = core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {"a": [99, 1, 2, 3]}))
+    assert (output.new_token_ids, output.finish_reason) == ([99], "stop")
+    assert request.sequence.output_token_ids == [7, 99]
+    check(core)
+    core.run()
+
+
+def test_F20_a_failed_step_ends_nobody_else(make_core):
+    core = make_core()
+    core.add("a", 4)
+    scheduled = core.scheduler.schedule()
+    core.scheduler.abort_request("a")
+    again = core.add("a", 4, max_tokens=2)
+    assert core.scheduler.fail_step(scheduled, "injected") == []
+    assert again.status is RequestStatus.WAITING
+    core.run()
+
+
+def test_F18_new_weights_wait_until_nothing_is_held(make_core):
+    core = make_core()
+    core.add("a", 9, max_tokens=3)
+    core.step()
+    assert not core.scheduler.kv_cache_manager.advance_weights_epoch()
+    core.run()
+    assert core.scheduler.kv_cache_manager.advance_weights_epoch()
+
+
+def test_F28_tokens_of_the_parked_count_as_waiting(make_core):
+    core = make_core(max_num_waiting_tokens=30, long_prefill_token_threshold=4)
+    prompt = list(range(28))
+    core.add("a", prompt)
+    core.step()
+    core.add("b", prompt)
+    core.step()
+    assert core.scheduler.room.num_parked == 1
+    with pytest.raises(QueueFullError):
+        core.add("c", 29)
+    core.run()
+
+
+def test_a_load_that_fails_counts_its_request_once(make_core):
+    core = make_core(connector=Store(), policy="fair")
+    core.add("a", 12, max_tokens=3, tenant="t")
+    core.add("keep", 12, max_tokens=30)
+    scheduled = core.scheduler.schedule()
+    finish_step(core, scheduled, kv_loads=[(load.transfer_id, False) for load in scheduled.kv_loads])
+    core.step()
+    assert core.scheduler.policy.counters.served("t") <= 12 + 2
+    asked = [event.request_id for event in core.log.of_type(events.PrefixCacheQueried)]
+    assert sorted(asked) == ["a", "keep"]
+
+
+def test_F31_what_ended_is_forgotten(make_core):
+    core = make_core(policy="priority", max_num_seqs=1)
+    core.add("keep", 3, max_tokens=5000)
+    for index in range(1000):
+        core.add(f"r{index}", 3, deadline=1e9, priority=9)
+        core.scheduler.abort_request(f"r{index}")
+        core.step()
+    assert len(core.scheduler._deadlines) < 100
+    assert len(core.scheduler.waiting._heap) < 100
 
 
 def test_F20_a_cancel_leaves_bystanders_untouched(make_core):

@@ -104,28 +104,55 @@ def test_fair_share_gives_no_credit_for_idle_time():
 
 
 def test_fair_share_holds_its_bound_while_one_floods(make_core):
-    """A simulated hour: one tenant sends 50 times as much; the other keeps 90 % of its half."""
+    """A simulated hour: one tenant sends 50 times as much; the other keeps 90 % of its half. By the events."""
     rng = random.Random(5)
     core = make_core(max_num_seqs=4, policy="fair", num_blocks=200)
     longest_prompt, longest_output = 20, 10
     counters = core.scheduler.policy.counters
     bound = counters.bound(longest_prompt, longest_output, 4)
-    output = {"flood": 0, "small": 0}
-    number = 0
+    served = {"flood": 0.0, "small": 0.0}
+    tenants: dict[str, str] = {}
+    num_waiting = {"flood": 0, "small": 0}
+    number = read = 0
     for step in range(3600):
-        for tenant, count in (("flood", 50), ("small", 1)):
-            for _ in range(count if step % 6 == 0 and len(core.scheduler.waiting) < 400 else 0):
+        wanted = {"flood": 50 if step % 6 == 0 and num_waiting["flood"] < 400 else 0, "small": 8 - num_waiting["small"]}
+        for tenant, count in wanted.items():
+            for _ in range(max(count, 0)):
                 number += 1
                 ids = [rng.randrange(1 << 40) for _ in range(rng.randint(1, longest_prompt))]
-                core.add(f"{tenant}-{number}", ids, max_tokens=rng.randint(1, longest_output), tenant=tenant)
-        while not any(request.tenant == "small" for request in core.scheduler.waiting):
-            number += 1
-            core.add(f"small-{number}", rng.randint(1, 20), max_tokens=rng.randint(1, 10), tenant="small")
+                tenants[f"r{number}"] = tenant
+                core.add(f"r{number}", ids, max_tokens=rng.randint(1, longest_output), tenant=tenant)
         core.step()
-        for tenant in output:
-            output[tenant] = counters.served(tenant)
-        assert abs(output["flood"] - output["small"]) <= bound
-    assert output["small"] >= 0.9 * (output["small"] + output["flood"]) / 2
+        for event in core.log.events[read:]:
+            if isinstance(event, events.RequestQueued):
+                num_waiting[event.tenant] += 1
+            elif isinstance(event, events.RequestAdmitted):
+                num_waiting[tenants[event.request_id]] -= 1
+                served[tenants[event.request_id]] += event.num_tokens - event.num_cached_tokens
+            elif isinstance(event, events.StepCompleted):
+                for name, count in event.num_new_tokens.items():
+                    served[tenants[name]] += 2 * count
+        read = len(core.log.events)
+        assert num_waiting["small"] > 0  # always backlogged
+        assert abs(served["flood"] - served["small"]) <= bound
+    assert served["small"] >= 0.9 * sum(served.values()) / 2
+    assert served["flood"] > 10_000
+
+
+def test_fair_share_begins_anew_after_idleness(make_core):
+    core = make_core(max_num_seqs=1, policy="fair")
+    core.add("a0", 3, max_tokens=300, tenant="a")
+    core.add("a1", 3, max_tokens=300, tenant="a")
+    for _ in range(200):
+        core.step()
+    for name in ("a0", "a1"):
+        core.scheduler.abort_request(name)
+    core.run()
+    for index in range(20):
+        core.add(f"b{index}", 3, max_tokens=5, tenant="b")
+    core.add("a2", 3, max_tokens=5, tenant="a")
+    core.run()
+    assert order_of_admission(core).index("a2") <= 4
 
 
 def test_F28_limits_of_the_queue_are_tested_before_anything_is_added(make_core):

@@ -10,7 +10,7 @@ import time
 import pytest
 from kernels_available import COMPILED
 
-from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo import CacheConfig, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import EngineConfig, kernels_required
 from octavo.errors import ConfigError
 from octavo.journal.explain import explain, intervals
@@ -133,10 +133,10 @@ def test_a_replay_sees_a_different_decision(make_core, tmp_path):
 
 
 def test_pseudonyms_agree_as_far_as_tokens_do():
-    first, second = Pseudonyms(1).extend([1, 2, 3, 4]), Pseudonyms(1).extend([1, 2, 9, 4])
+    first, second = Pseudonyms(b"1").extend([1, 2, 3, 4]), Pseudonyms(b"1").extend([1, 2, 9, 4])
     assert first[:2] == second[:2]
     assert not {*first[2:]} & {*second[2:]}
-    assert Pseudonyms(2).extend([1, 2, 3, 4]) != first
+    assert Pseudonyms(b"2").extend([1, 2, 3, 4]) != first
     assert decode_tokens(encode_tokens(first)) == first
 
 
@@ -214,11 +214,31 @@ def test_a_real_run_is_repeated(tmp_path, num_requests, record_testsuite_propert
         assert all(a.end == b.start for a, b in itertools.pairwise(life))
 
 
-def test_no_text_is_written(tmp_path):
-    engine = LLMEngine(ModelConfig())  # the built-in model, to have its tokenizer
-    prompt = engine.input_processor.tokenizer.encode("a very secret sentence")
-    names = Pseudonyms(123).extend(prompt)
-    assert not set(names) & set(prompt)
+def test_no_text_is_written(make_core, tmp_path):
+    recorded = Recorded(make_core, tmp_path / "run.journal")
+    prompt = [111_111, 222_222, 333_333, 444_444, 555_555]
+    recorded.core.answers["a"] = [666_666, 777_777]
+    recorded.core.add("a", prompt, max_tokens=2, cache_salt="a very secret salt")
+    recorded.core.run()
+    assert recorded.close().mismatches == []
+    text = recorded.path.read_text()
+    assert "secret" not in text
+    assert not [token for token in (*prompt, 666_666, 777_777) if str(token) in text]
+    assert not any(encode_tokens([token])[:5] in text for token in prompt)
+
+
+def test_a_full_disk_ends_the_journal_and_not_the_engine(make_core, tmp_path, caplog):
+    recorded = Recorded(make_core, tmp_path / "run.journal")
+
+    def write(_text):
+        raise OSError("no space left on device")
+
+    recorded.core.scheduler._file.close()
+    recorded.core.scheduler._file = type("Full", (), {"write": staticmethod(write), "flush": write})()
+    recorded.core.add("a", 5, max_tokens=4)
+    recorded.core.run()
+    assert recorded.core.finished == {"a": "length"}
+    assert caplog.text.count("the journal cannot be written") == 1
 
 
 # --- explanations -----------------------------------------------------------------------------------------------------
@@ -328,6 +348,17 @@ def test_explains_that_other_tenants_were_served(make_core):
     core.add("mine", 3, tenant="me")
     core.run()
     assert "computed tokens went to other tenants" in explained(core, "mine")
+
+
+def test_an_old_obstacle_is_no_excuse(make_core):
+    core = make_core(max_num_seqs=1)
+    core.add("first", 3, max_tokens=3)
+    core.add("second", 3, max_tokens=3)
+    core.run()
+    core.add("late", 3, max_tokens=3)
+    core.run()
+    assert "could not start" in explained(core, "second")
+    assert "could not start" not in explained(core, "late")
 
 
 def test_explain_of_an_unknown_request_names_some(make_core):

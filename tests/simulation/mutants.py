@@ -49,7 +49,7 @@ MUTANTS = [
     Mutant("rejected drafts are shared", "F16", _SCHEDULER, "        request.num_computed_tokens += count - num_rejected\n", "        request.num_computed_tokens += count\n"),
     Mutant("the salt is left out", "S18", _MANAGER, '            own = {"salt": request.cache_salt, "adapter": request.adapter}', '            own = {"adapter": request.adapter}'),
     Mutant("the adapter is left out", "F18", _MANAGER, '            own = {"salt": request.cache_salt, "adapter": request.adapter}', '            own = {"salt": request.cache_salt}'),
-    Mutant("the weights' epoch is left out", "F18", _MANAGER, "        self._weights_epoch += 1\n        self.pool.reset()", "        pass"),
+    Mutant("the weights' epoch is left out", "F18", _MANAGER, "        if not self.pool.reset():\n            return False\n        self._weights_epoch += 1\n", "        pass\n"),
     Mutant("stale drafts after a preemption", "F19", _SCHEDULER, "        victim.num_computed_tokens = 0\n        victim.spec_token_ids = []", "        victim.num_computed_tokens = 0"),
     Mutant("drafts are kept after the step", "F19", _SCHEDULER, "        request.num_computed_tokens += count - num_rejected\n        request.spec_token_ids = []", "        request.num_computed_tokens += count - num_rejected"),
     Mutant("drafts beyond the end", "F12", _SCHEDULER, "                room = request.max_total_tokens - len(sequence.token_ids) - 1", "                room = 99"),
@@ -61,7 +61,12 @@ MUTANTS = [
     Mutant("swapped back under the wrong length", "F15", _MANAGER, "        self._saved[request.request_id] = _Saved(host_blocks, request.num_computed_tokens)", "        self._saved[request.request_id] = _Saved(host_blocks, request.num_computed_tokens + 1)"),
     Mutant("swapped back into the wrong blocks", "F15", _MANAGER, "        targets = [block.block_id for block in new_blocks[: len(computed.host_blocks)]]", "        targets = [block.block_id for block in new_blocks[::-1][: len(computed.host_blocks)]]"),
     Mutant("swap believed after a failed step", "F15", _SCHEDULER, "            self.kv_cache_manager.drop_saved(request_id)  # nobody knows whether it was copied", "            pass"),
-    Mutant("a late result is believed", "F4", _SCHEDULER, "        if result.step != scheduled.step or scheduled.step != self._step:", "        if result.step != scheduled.step:"),
+    Mutant("a late result is believed", "F4", _SCHEDULER, "        if result.step != scheduled.step or scheduled.step != self._open_step:", "        if result.step != scheduled.step:"),
+    Mutant("a result is believed twice", "F4", _SCHEDULER, "            return []\n        self._open_step = None\n        for", "            return []\n        for"),
+    Mutant("drafts behind a stop are kept", "F19", _SCHEDULER, "            request.num_computed_tokens = min(request.num_computed_tokens, len(request.sequence.token_ids) - 1)", "            pass"),
+    Mutant("a failed step ends whoever has the id", "F20", _SCHEDULER, "            if request is not None and request.status is RequestStatus.RUNNING:\n                outputs", "            if request is not None:\n                outputs"),
+    Mutant("head evicted first", "C2", _MANAGER, "        self.pool.release(self.pool.blocks[block_id] for block_id in reversed(table))", "        self.pool.release(self.pool.blocks[block_id] for block_id in table)"),
+    Mutant("tokens of the parked are not counted", "F28", "waiting_room.py", "        request = self.queue.pop_request()\n        self._parked", "        request = self.take()\n        self._parked"),
     Mutant("a failed load is believed", "F5", _SCHEDULER, "        if not arrived:\n", "        if False:\n"),
     Mutant("transfer ids come round again", "F4", "kv_connector.py", "        self._next_id += 1", "        self._next_id = (self._next_id + 1) % 3"),
     Mutant("blocks freed while a load is under way", "F2", _MANAGER, "        blocks = [self.pool.blocks[block_id] for block_id in block_ids]\n        self.pool.touch(blocks)", "        blocks: list[Block] = []"),
@@ -118,7 +123,12 @@ def judge(mutant: Mutant | None, steps: int) -> Verdict:
             return Verdict(chosen, "does not apply", 0, "")
         command = [sys.executable, "-S", "-m", "simulation", "--steps", str(steps), "--seed", str(SEED), "--no-shrink"]
         environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{TESTS}", "PYTHONHASHSEED": "0"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=TESTS)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=environment, check=False, cwd=TESTS, timeout=900
+            )
+        except subprocess.TimeoutExpired:
+            return Verdict(chosen, "hangs", 0, "")
         try:
             report = json.loads(done.stdout.splitlines()[-1])
         except (IndexError, ValueError):

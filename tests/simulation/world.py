@@ -13,12 +13,15 @@ from octavo.core import invariants
 from octavo.core.block_hash import hash_block_tokens
 from octavo.core.scheduler import Scheduler
 from octavo.errors import RequestError
+from octavo.model_output import ModelOutput
 from octavo.request import Request
 from octavo.sampling_params import SamplingParams
 from simulation.hash_model import VOCAB_SIZE, HashWorker, Oracle, SimulatedStore
 
 if TYPE_CHECKING:
-    from octavo.model_output import ModelOutput
+    from collections.abc import Iterable
+
+    from octavo.core.block_pool import Block
     from octavo.outputs import EngineCoreOutput
     from octavo.scheduler_output import SchedulerOutput
 
@@ -71,6 +74,12 @@ class WorldConfig:
     async_abort_rate: float = 0.01
     step_failure_rate: float = 0.005
     stale_result_rate: float = 0.01
+    error_rate: float = 0.005
+    stop_rate: float = 0.2
+    scored_rate: float = 0.05
+    reused_id_rate: float = 0.1
+    max_num_waiting_tokens: int | None = None
+    max_batch_prefill_tokens: int | None = None
     eviction_rate: float = 0.02
     preempt_rate: float = 0.02
     freeze_rate: float = 0.005
@@ -118,6 +127,8 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         longest_prompt=rng.choice([block_size * rng.randint(1, 6) + rng.randint(-1, 1), 24]) + 1,
         longest_output=rng.choice([4, 12, 24]),
         max_batch_total_tokens=rng.choice([None, rng.randint(20, 60)]),
+        max_batch_prefill_tokens=rng.choice([None, rng.randint(4, 20)]),
+        max_num_waiting_tokens=rng.choice([None, None, rng.randint(10, 100)]),
     )
 
 
@@ -127,6 +138,7 @@ class Tracked:
 
     oracle: Oracle
     max_tokens: int
+    stop_ids: frozenset[int] = frozenset()
     num_tokens: int = 0
     num_endings: int = 0
     features: set[str] = field(default_factory=set)
@@ -178,6 +190,7 @@ class World:
         self.num_stalled = 0
         self.scheduler = self._make_scheduler()
         self.last: tuple[SchedulerOutput, ModelOutput] | None = None
+        self._watch_releases()
         self.prefixes = [[self.rng.randrange(VOCAB_SIZE) for _ in range(config.longest_prompt)] for _ in range(3)]
 
     def _make_scheduler(self) -> Scheduler:
@@ -201,6 +214,22 @@ class World:
         if c.hash_bits is not None:  # names that collide must not matter (CVE-2025-25183)
             scheduler.kv_cache_manager.hash_function = lambda *args: hash_block_tokens(*args)[: c.hash_bits // 6]
         return scheduler
+
+    def _watch_releases(self) -> None:
+        """Tails are given back before heads: else heads would be evicted first."""
+        pool = self.scheduler.kv_cache_manager.pool
+        release = pool.release
+
+        def watched(blocks: Iterable[Block]) -> None:
+            blocks = list(blocks)
+            gone = set()
+            for block in blocks:
+                if block.parent in gone:
+                    raise SimulationError(f"{block} is given back after the block before it")
+                gone.add(block.link)
+            release(blocks)
+
+        pool.release = watched  # type: ignore[method-assign]
 
     # --- the story ----------------------------------------------------------------------------------------------------
 
@@ -254,11 +283,20 @@ class World:
         result = self.worker.execute(scheduled)
         result.kv_loads.extend(self.store.run(scheduled))
         if not self.healed and self.scheduler.requests and self.rng.random() < self.config.async_abort_rate:
-            self._abort("abort while a step runs")
+            if self.rng.random() < 0.5:
+                self._replace(self.rng.choice(list(self.scheduler.requests)))
+            else:
+                self._abort("abort while a step runs")
         if not self.healed and self.last is not None and self.rng.random() < self.config.stale_result_rate:
             self._count("stale result")
             self._take(self.scheduler.update_from_output(*self.last))
+        if result.sampled_token_ids and not self.healed and self.rng.random() < self.config.error_rate:
+            self._count("logits that are no numbers")
+            result.errors[self.rng.choice(list(result.sampled_token_ids))] = "injected"
         self._take(self.scheduler.update_from_output(scheduled, result))
+        if not self.healed and self.rng.random() < self.config.stale_result_rate:
+            self._count("double result")
+            self._take(self.scheduler.update_from_output(scheduled, result))
         self.last = scheduled, replace(result, kv_loads=[])
         self._draft()
 
@@ -268,7 +306,16 @@ class World:
         if self.rng.random() < 0.5:
             self.worker.execute(scheduled)
         self.store.transfers = {}
-        self._take(self.scheduler.fail_step(scheduled, "injected"))
+        alive = [name for name in scheduled.num_scheduled_tokens if name in self.scheduler.requests]
+        replaced = self.rng.choice(alive) if alive and self.rng.random() < 0.3 else None
+        if replaced is not None:
+            self._replace(replaced)
+        outputs = self.scheduler.fail_step(scheduled, "injected")
+        if any(output.request_id == replaced for output in outputs):
+            raise SimulationError(f"{replaced} was not in the step that failed, and ended with it")
+        self._take(outputs)
+        if self.rng.random() < 0.5:
+            self._take(self.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {})))
 
     def _take(self, outputs: list[EngineCoreOutput]) -> None:
         for output in outputs:
@@ -282,11 +329,17 @@ class World:
                     raise SimulationError(f"{output.request_id}: wrong token {tracked.num_tokens}")
                 tracked.oracle.accept(token)
                 tracked.num_tokens += 1
+                if token in tracked.stop_ids and output.finish_reason != "stop":
+                    raise SimulationError(f"{output.request_id}: goes on behind its stop token")
             if output.finish_reason is not None:
                 self._end(output, tracked)
 
     def _end(self, output: EngineCoreOutput, tracked: Tracked) -> None:
         tracked.num_endings += 1
+        if output.finish_reason == "error" and not output.error:
+            raise SimulationError(f"{output.request_id}: an error without a word")
+        if output.finish_reason == "stop" and output.new_token_ids[-1] not in tracked.stop_ids:
+            raise SimulationError(f"{output.request_id}: stopped at a token that stops nothing")
         if output.finish_reason == "abort":
             tracked.features.add("abort")
         if tracked.num_tokens > tracked.max_tokens:
@@ -349,18 +402,33 @@ class World:
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
             self._add(prompt, salt, adapter)
 
-    def _add(self, prompt: list[int], salt: str | None, adapter: str | None) -> None:
+    def _replace(self, name: str) -> None:
+        """A request is aborted while a step runs, and another comes under its name."""
+        self._count("id used again while a step runs")
+        self._take(self.scheduler.abort_request(name))
+        self._add([self.rng.randrange(VOCAB_SIZE)], None, None, name)
+
+    def _add(self, prompt: list[int], salt: str | None, adapter: str | None, chosen: str | None = None) -> None:
         rng, config = self.rng, self.config
         name = f"r{self.num_added}"
         self.num_added += 1
+        ended = [each for each in list(self.tracked)[-8:] if self.tracked[each].num_endings]
+        if ended and rng.random() < config.reused_id_rate:
+            name = rng.choice(ended)
+        name = chosen or name
         max_tokens = rng.randint(1, config.longest_output)
         if config.admission == "reservation" and rng.random() < 0.9:
             max_tokens = max(min(max_tokens, config.num_blocks * config.block_size - len(prompt)), 1)
         deadline = self.now + rng.random() * 20 if rng.random() < config.deadline_rate else None
+        identity = hash((ord(salt or "-"), ord(adapter or "-"), self.epoch))
+        oracle = Oracle(prompt, identity)
+        stop_ids = frozenset(oracle.guess(rng.randint(1, 8), 0.0, rng)[-1:]) if rng.random() < config.stop_rate else ()
+        scored = 1 if rng.random() < config.scored_rate else None
         request = Request(
             name,
             prompt,
-            SamplingParams(temperature=0.0, max_tokens=max_tokens),
+            SamplingParams(temperature=0.0, max_tokens=max_tokens, prompt_logprobs=scored),
+            stop_token_ids=frozenset(stop_ids),
             arrival_time=self.now,
             priority=rng.randint(0, 2),
             cache_salt=salt,
@@ -368,14 +436,13 @@ class World:
             tenant=rng.choice("xyz"),
             deadline=deadline,
         )
-        identity = hash((ord(salt or "-"), ord(adapter or "-"), self.epoch))
         try:
             self.scheduler.add_request(request)
         except RequestError:
             self._count("refused")
             return
         self.worker.identities[name] = identity
-        tracked = self.tracked[name] = Tracked(Oracle(prompt, identity), max_tokens)
+        tracked = self.tracked[name] = Tracked(oracle, max_tokens, frozenset(stop_ids))
         self.totals.requests += 1
         tracked.features |= {config.policy, config.admission} & set(FEATURES)
         if config.policy == "fair" and request.priority:
@@ -468,6 +535,8 @@ class World:
                     self.tracked[request_id].features.add("chunk")
             elif request_id not in fresh:
                 decodes += 1  # one that resumes with all but one token saved is as good as either
+        if config.admission == "reservation" and config.max_batch_prefill_tokens is not None:
+            is_cut = False  # newcomers share less than the step's budget
         if (
             is_cut
             and scheduled.step != self.preemption_step

@@ -28,6 +28,7 @@ class ServiceCounters:
         self.input_weight = input_weight
         self.output_weight = output_weight
         self._served: dict[str, float] = {}
+        self.num_restarts = 0
 
     def served(self, tenant: str) -> float:
         """Return a tenant's counter."""
@@ -48,6 +49,7 @@ class ServiceCounters:
     def forget_all(self) -> None:
         """Start anew: nobody waits or runs, so nobody is owed anything."""
         self._served.clear()
+        self.num_restarts += 1
 
     def bound(self, longest_prompt: int, longest_output: int, max_num_seqs: int) -> float:
         """Return what the counters of two tenants that both wait never differ by more than.
@@ -70,6 +72,7 @@ class FairRequestQueue:
         self._heap: list[tuple[float, str]] = []  # counters only grow: an entry may be too small, never too large
         self._in_heap: set[str] = set()
         self._last_level = 0.0
+        self._num_restarts = 0
         self._size = 0
 
     def add_request(self, request: Request) -> None:
@@ -119,6 +122,8 @@ class FairRequestQueue:
 
     def _queue_of(self, tenant: str) -> PriorityRequestQueue:
         queue = self._tenants.get(tenant)
+        if not self._tenants:
+            self._restart()
         if queue is None:
             level = self.counters.served(self._next_tenant()) if self._tenants else self._last_level
             self.counters.lift(tenant, level)
@@ -127,6 +132,14 @@ class FairRequestQueue:
                 heapq.heappush(self._heap, (self.counters.served(tenant), tenant))
             queue = self._tenants[tenant] = PriorityRequestQueue(self._rank)
         return queue
+
+    def _restart(self) -> None:
+        """Forget what the heap knows when nobody waits: the counters may have begun anew since."""
+        self._heap.clear()
+        self._in_heap.clear()
+        if self._num_restarts != self.counters.num_restarts:
+            self._num_restarts = self.counters.num_restarts
+            self._last_level = 0.0
 
     def _next_tenant(self) -> str:
         """Return the waiting tenant with the smallest counter; entries of the heap are mended as they surface."""

@@ -142,7 +142,7 @@ def _check_limits(scheduler: Scheduler) -> Iterator[Breach]:
         yield Breach(
             13, f"{len(scheduler.running)} run, {len(scheduler.loads)} load; the limit is {config.max_num_seqs}"
         )
-    if room.num_tokens != sum(request.num_tokens for request in room.queue):
+    if room.num_tokens != sum(request.num_tokens for request in room):
         yield Breach(13, f"{room.num_tokens} tokens are said to wait")
     admission = scheduler.admission
     if isinstance(admission, ReservationAdmission):

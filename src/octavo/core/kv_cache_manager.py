@@ -273,7 +273,8 @@ class KVCacheManager:
         self.drop_saved(request.request_id)  # it is copied in by now, or no longer needed
         if not self._reads_cache(request):
             return
-        for block_hash in self._hashes(request)[num_found:]:
+        num_shared = len(request.sequence.token_ids) if self.cache_decoded_blocks else request.num_prompt_tokens
+        for block_hash in self._hashes(request)[num_found : num_shared // self.block_size]:
             self._computing.setdefault(block_hash, request.request_id)
 
     def take_copies(self) -> BlockCopies:
@@ -406,15 +407,20 @@ class KVCacheManager:
         """Forget all cached content; False and nothing changed while any request holds a block."""
         return self.pool.reset()
 
-    def advance_weights_epoch(self) -> None:
-        """Make everything cached or saved so far unfindable: the weights are others now."""
+    def advance_weights_epoch(self) -> bool:
+        """Make everything cached or saved so far unfindable: the weights are others now.
+
+        False and nothing changed while any request holds a block: its KV is of the old weights.
+        """
+        if not self.pool.reset():
+            return False
         self._weights_epoch += 1
-        self.pool.reset()
         for request_id in list(self._saved):
             self.drop_saved(request_id)
         self._chains.clear()
         self._computing.clear()
         self._partials.clear()
+        return True
 
     # --- names --------------------------------------------------------------------------------------------------------
 

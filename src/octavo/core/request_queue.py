@@ -127,6 +127,9 @@ class PriorityRequestQueue:
     def remove_request(self, request: Request) -> None:
         """Take this one from wherever it stands."""
         del self._requests[request.request_id]
+        if len(self._heap) > 2 * len(self._requests) + 64:
+            self._heap = [entry for entry in self._heap if self._is_live(entry)]
+            heapq.heapify(self._heap)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -139,9 +142,9 @@ class PriorityRequestQueue:
 
     def _drop_stale(self) -> None:
         """Skip entries whose request left, or whose id came back as another arrival."""
-        while self._heap:
-            _, arrival_index, request_id = self._heap[0]
-            request = self._requests.get(request_id)
-            if request is not None and request.arrival_index == arrival_index:
-                return
+        while self._heap and not self._is_live(self._heap[0]):
             heapq.heappop(self._heap)
+
+    def _is_live(self, entry: tuple[tuple[float, ...], int, str]) -> bool:
+        request = self._requests.get(entry[2])
+        return request is not None and request.arrival_index == entry[1]

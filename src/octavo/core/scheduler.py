@@ -77,6 +77,8 @@ class Scheduler:
         self._clock = clock
         self._now = 0.0
         self._step = 0
+        self._open_step: int | None = None
+        self._num_busy_steps = 0
         self._num_arrivals = 0
         self._num_sent_tokens: dict[str, int] = {}
         self._finished_req_ids: set[str] = set()
@@ -100,6 +102,11 @@ class Scheduler:
         )
         self.admission = create_admission(scheduler_config, self.kv_cache_manager)
         self._batching = create_batching(scheduler_config.batching)
+
+    @property
+    def has_connector(self) -> bool:
+        """Whether there is a store of KV outside."""
+        return not isinstance(self._connector, NullConnector)
 
     @property
     def waiting(self) -> RequestQueue:
@@ -132,7 +139,7 @@ class Scheduler:
         self._num_arrivals += 1
         self.requests[request.request_id] = request
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.arrival_index, request.request_id))
+            self._note_deadline(request, request.deadline)
         num_ahead = len(self.room)
         self.room.add(request)
         self._emit(
@@ -143,6 +150,14 @@ class Scheduler:
             request.tenant,
             num_ahead,
         )
+
+    def _note_deadline(self, request: Request, deadline: float) -> None:
+        """Keep a deadline; those of requests that ended are dropped when they are the most."""
+        heapq.heappush(self._deadlines, (deadline, request.arrival_index, request.request_id))
+        if len(self._deadlines) > 2 * len(self.requests) + 64:
+            alive = {each.arrival_index for each in self.requests.values()}
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in alive]
+            heapq.heapify(self._deadlines)
 
     def _check_length(self, request: Request) -> None:
         num_prompt = request.num_prompt_tokens
@@ -227,6 +242,7 @@ class Scheduler:
         Nobody is admitted in a step that preempted somebody.
         """
         self._step += 1
+        self._open_step = self._step
         self._now = self._clock()
         self._expire()
         self._expire_loads()
@@ -235,6 +251,7 @@ class Scheduler:
         self._preempt_as_told(plan)
         self._batching.fill(plan, self._grow_running, self._admit_waiting)
         output = self._make_output(plan)
+        self._num_busy_steps += bool(plan.num_tokens)
         self._emit_step(output)
         return output
 
@@ -305,7 +322,8 @@ class Scheduler:
         computed = self.kv_cache_manager.get_computed_blocks(request)
         awaited = self.kv_cache_manager.awaited_block(request, computed)
         if awaited is not None and self.room.may_park(request):
-            self.room.park(awaited[0], self._step)
+            self.room.park(awaited[0], self._num_busy_steps)
+            self._blocked = None
             self._emit(events.RequestParked, request.request_id, awaited[1])
             return None
         reason = self.admission.refusal(request, computed, len(self.running))
@@ -340,20 +358,24 @@ class Scheduler:
             self._emit(events.RequestBlocked, request.request_id, reason)
 
     def _return_parked(self) -> None:
-        for request, timed_out in self.room.return_parked(self.kv_cache_manager.is_being_computed, self._step):
+        for request, timed_out in self.room.return_parked(
+            self.kv_cache_manager.is_being_computed, self._num_busy_steps
+        ):
             self._emit(events.RequestUnparked, request.request_id, timed_out)
 
     def _admit(self, request: Request, computed: ComputedBlocks) -> None:
         """Take the head of the queue into the running."""
         self.room.take()
-        resumed = request.status is RequestStatus.PREEMPTED
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = computed.num_tokens
         self.running.append(request)
-        self._note_admitted(request, computed, resumed=resumed)
+        self._note_admitted(request, computed)
 
-    def _note_admitted(self, request: Request, computed: ComputedBlocks, *, resumed: bool) -> None:
+    def _note_admitted(self, request: Request, computed: ComputedBlocks) -> None:
+        """Tell of an admission; what it computes and what it found counts only the first time."""
         request_id, num_tokens = request.request_id, request.num_tokens
+        resumed, request.was_admitted = request.was_admitted, True
+        self._blocked = None
         if not resumed:
             num_fresh = request.num_prompt_tokens - computed.num_tokens
             self.policy.counters.charge_input(request.tenant, max(num_fresh, 0))
@@ -364,7 +386,7 @@ class Scheduler:
                 self._emit(events.PrefixCacheQueried, request_id, num_tokens, num_hit, reason, position)
         self._emit(events.RequestAdmitted, request_id, computed.num_tokens, num_tokens, resumed)
 
-    def _preempt(self, victim: Request, beneficiary: Request, plan: StepPlan) -> None:
+    def _preempt(self, victim: Request, beneficiary: Request, plan: StepPlan, *, forced: bool = False) -> None:
         """Take a victim's blocks and put it back to the front of its class; the step gets its budget back.
 
         Its tokens are kept. When it resumes their KV comes back from host memory, is found in the prefix cache, or is
@@ -383,7 +405,8 @@ class Scheduler:
         self._num_sent_tokens.pop(victim.request_id, None)
         self.room.put_back(victim)
         plan.preempted[victim.request_id] = victim
-        self._emit(events.RequestPreempted, victim.request_id, beneficiary.request_id, num_lost, swaps)
+        policy = "" if forced else self.config.policy.value
+        self._emit(events.RequestPreempted, victim.request_id, beneficiary.request_id, num_lost, swaps, policy)
 
     def preempt_requests(self, request_ids: Iterable[str]) -> None:
         """Take the blocks of these requests with the next step, as an operator may wish; they come back by themselves.
@@ -396,7 +419,7 @@ class Scheduler:
         for request_id in self._to_preempt:
             request = self.requests.get(request_id)
             if request is not None and request.status is RequestStatus.RUNNING:
-                self._preempt(request, request, plan)
+                self._preempt(request, request, plan, forced=True)
         self._to_preempt = []
 
     # --- KV from outside ----------------------------------------------------------------------------------------------
@@ -418,7 +441,6 @@ class Scheduler:
         if block_ids is None:
             return WaitReason.NO_BLOCKS
         self.room.take()
-        resumed = request.status is RequestStatus.PREEMPTED
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = computed.num_tokens
         num_tokens = computed.num_tokens + num_external
@@ -430,7 +452,7 @@ class Scheduler:
             KVLoad(load.transfer_id, request.request_id, token_ids, list(block_ids), computed.num_tokens)
         )
         self.admission.admitted(request, 0)
-        self._note_admitted(request, computed, resumed=resumed)
+        self._note_admitted(request, computed)
         self._emit(events.KVLoadStarted, request.request_id, load.transfer_id, num_external)
         return None
 
@@ -536,9 +558,10 @@ class Scheduler:
         A result of another step than `scheduled` changes nothing (it came late or twice).
         """
         self._now = self._clock()
-        if result.step != scheduled.step or scheduled.step != self._step:
+        if result.step != scheduled.step or scheduled.step != self._open_step:
             self._emit(events.StaleResultDropped, f"result of step {result.step} in step {self._step}")
             return []
+        self._open_step = None
         for transfer_id in scheduled.kv_cancels:
             self.kv_cache_manager.unpin(transfer_id)
         for transfer_id, arrived in result.kv_loads:
@@ -581,6 +604,8 @@ class Scheduler:
         request.num_computed_tokens += count - num_rejected
         request.spec_token_ids = []
         accepted, status = _append_tokens(request, sampled)
+        if status is not None:  # drafts behind the token that ends it are not part of it
+            request.num_computed_tokens = min(request.num_computed_tokens, len(request.sequence.token_ids) - 1)
         if request.num_computed_tokens >= request.sequence.next_commit:
             self.kv_cache_manager.commit(request)
         if not sampled and request.num_computed_tokens == len(request.sequence.token_ids):
@@ -613,18 +638,24 @@ class Scheduler:
         Whether the worker heard who ended before is unknown, so it is told again with the next step.
         """
         self._now = self._clock()
+        if scheduled.step != self._open_step:
+            return []
+        self._open_step = None
         self._emit(events.StepFailed, message)
         self._finished_req_ids |= scheduled.finished_req_ids | scheduled.preempted_req_ids
         for request_id in scheduled.preempted_req_ids:
             self.kv_cache_manager.drop_saved(request_id)  # nobody knows whether it was copied
         self._cancels += scheduled.kv_cancels
-        for load in scheduled.kv_loads:
-            ended = self._cancel_load(load.request_id, "failed")
-            if ended is not None:
-                self._give_up_load(ended)
+        for order in scheduled.kv_loads:
+            if self.loads.of_request(order.request_id) == order.transfer_id:
+                load = self._cancel_load(order.request_id, "failed")
+                assert load is not None
+                self._give_up_load(load)
         outputs, self._news = self._news, []
         requests = [self.requests.get(request_id) for request_id in scheduled.num_scheduled_tokens]
-        outputs += [self._fail(request, message) for request in requests if request is not None]
+        for request in requests:
+            if request is not None and request.status is RequestStatus.RUNNING:
+                outputs.append(self._fail(request, message))
         self._drop_finished()
         return outputs
 

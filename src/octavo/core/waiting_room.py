@@ -23,7 +23,7 @@ class _Parked:
 
 
 class WaitingRoom:
-    """A queue that counts its tokens, and a place beside it.
+    """A queue, a place beside it, and the number of tokens that wait in both.
 
     Who waits there for a block has left the head of the queue and returns to it: waiting for an event is no bypass.
     """
@@ -71,7 +71,7 @@ class WaitingRoom:
         """Take this one from wherever it is; it does not come back."""
         if self._parked.pop(request.request_id, None) is None:
             self.queue.remove_request(request)
-            self.num_tokens -= request.num_tokens
+        self.num_tokens -= request.num_tokens
 
     def forget(self, request: Request) -> None:
         """Keep nothing of a request that ended."""
@@ -83,20 +83,20 @@ class WaitingRoom:
 
     def park(self, awaited: BlockHash, step: int) -> Request:
         """Let the head of the queue wait beside it for a block."""
-        request = self.take()
+        request = self.queue.pop_request()
         self._parked[request.request_id] = _Parked(request, awaited, step + MAX_PARKED_STEPS)
         return request
 
     def return_parked(self, is_being_computed: Callable[[BlockHash], bool], step: int) -> list[tuple[Request, bool]]:
         """Put back who waits for nothing any more, or for too long: (request, whether it waited in vain) of each."""
         returned = []
-        for parked in list(self._parked.values()):
+        for parked in reversed(list(self._parked.values())):  # the last one first: each comes before those behind it
             is_coming = is_being_computed(parked.awaited)
             if is_coming and step < parked.until_step:
                 continue
             request = self._parked.pop(parked.request.request_id).request
             if is_coming:
                 self._impatient.add(request.request_id)
-            self.put_back(request)
+            self.queue.prepend_request(request)
             returned.append((request, is_coming))
         return returned

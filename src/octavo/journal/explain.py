@@ -119,11 +119,11 @@ class _Teller:
         self.phase: str | None = None
         self.since = 0.0
         self.has_output = False
-        self.num_steps = self.num_chunks = self.num_tokens = 0
+        self.num_steps = self.num_chunks = self.num_tokens = self.num_stalled = 0
         self.shared: Counter[str] = Counter()
         self.rivals: list[str] = []
         self.held_up: dict[events.WaitReason, float] = defaultdict(float)
-        self.blocked: tuple[events.WaitReason, float] | None = None
+        self.blocked: tuple[events.RequestBlocked, float] | None = None
         self.tokens_while_queued: Counter[str] = Counter()
         for event in before:
             self._note_blocked(event)
@@ -145,6 +145,9 @@ class _Teller:
         self.enter(None, end)
         result = self.result
         result.reasons[:0] = list(self._why_queued())
+        if self.num_stalled:
+            what = "no block was free, and nobody could be preempted for it"
+            result.reasons.append(f"it got nothing in {self.num_stalled} steps: {what}")
         if self.num_chunks > 1:
             result.reasons.append(f"its prompt was computed in {self.num_chunks} chunks beside other requests")
         if self.num_tokens:
@@ -159,16 +162,22 @@ class _Teller:
         if self.phase is not None and time > self.since:
             self.result.intervals.append(Interval(self.phase, self.since, time))
         if self.phase == QUEUED and self.blocked is not None:
-            self.held_up[self.blocked[0]] += time - max(self.blocked[1], self.since)
+            self.held_up[self.blocked[0].reason] += time - max(self.blocked[1], self.since)
         self.phase, self.since = phase, time
 
     def _note_blocked(self, event: Event) -> None:
         """Keep why the head of the queue cannot start, and for how long this request waited behind that."""
-        if not isinstance(event, events.RequestBlocked):
+        now_blocked: tuple[events.RequestBlocked, float] | None = None
+        if isinstance(event, (events.RequestAdmitted, events.RequestParked, events.RequestFinished)):
+            if self.blocked is None or event.request_id != self.blocked[0].request_id:
+                return
+        elif isinstance(event, events.RequestBlocked):
+            now_blocked = (event, event.time)
+        else:
             return
         if self.phase == QUEUED and self.blocked is not None:
-            self.held_up[self.blocked[0]] += event.time - max(self.blocked[1], self.since)
-        self.blocked = (event.reason, event.time)
+            self.held_up[self.blocked[0].reason] += event.time - max(self.blocked[1], self.since)
+        self.blocked = now_blocked
 
     def _note_step(self, event: events.StepScheduled) -> None:
         if self.phase == QUEUED:
@@ -211,7 +220,7 @@ class _Teller:
             self.enter(PREEMPTED, event.time)
             reasons.append(self._why_preempted(event))
         elif isinstance(event, events.RequestStalled):
-            reasons.append("it got nothing in a step: no block was free, and nobody could be preempted for it")
+            self.num_stalled += 1
         elif isinstance(event, events.PrefixCacheQueried):
             reasons.append(_why_missed(event))
         elif isinstance(event, events.RequestFinished):
@@ -222,11 +231,13 @@ class _Teller:
         own = self.queued[self.request_id]
         rivals = [self.queued[name] for name in (event.beneficiary, *self.rivals) if name in self.queued]
         better = next((other for other in rivals if other.priority < own.priority), None)
-        if event.beneficiary == self.request_id:
-            why = "no block was free for it and it was the least important one, or an operator asked for it"
+        if not event.policy:
+            why = "an operator asked for it"
+        elif event.beneficiary == self.request_id:
+            why = f"no block was free for it, and it was the least important one (policy {event.policy})"
         else:
-            why = f"{event.beneficiary} needed its blocks"
-        if better is not None:
+            why = f"{event.beneficiary} needed its blocks, and it was the least important one (policy {event.policy})"
+        if better is not None and event.policy == "priority":
             why += f"; {better.request_id} is more important (priority {better.priority} against {own.priority})"
         cost = "swapped to host memory" if event.swapped else "computed again unless cached"
         return f"it was preempted: {why}; {event.num_lost_tokens} tokens were {cost}"

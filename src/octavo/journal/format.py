@@ -1,9 +1,9 @@
 """The journal's lines: one JSON array for each call into the core, a header before them.
 
 The core is a pure machine, so its inputs are all that is needed: what it decided is computed again, and compared with a
-checksum. No text and no token ids are kept. A token stands as a pseudonym: 31 bits of a running hash over all tokens
-before it, begun with a secret that is not kept, so that two requests agree in pseudonyms exactly as far as they agree
-in tokens, and nothing else can be read from them.
+checksum. No text and no token ids are kept. A token stands as a pseudonym: 31 bits of a running hash over it and all
+tokens before it (BLAKE2b with a key that is not kept), so that two requests agree in pseudonyms exactly as far as they
+agree in tokens, and nothing else can be read from them. A cache salt stands as a keyed hash, too.
 
     ["a", t, number, id, prompt, max_total_tokens, {options}]       a request arrived
     ["f", t, [numbers], status]                                     requests were ended from outside
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import hashlib
 import json
 import zlib
 from array import array
@@ -50,22 +51,21 @@ REQUEST_DEFAULTS: dict[str, Any] = {
 class Pseudonyms:
     """Names for the tokens of one sequence, each by everything before it."""
 
-    def __init__(self, secret: int) -> None:
-        self._state = secret
-
-    def next(self, token_id: int) -> int:
-        """Return the name of the token that follows."""
-        self._state = hash((self._state, token_id))
-        return self._state & 0x7FFFFFFF
+    def __init__(self, key: bytes) -> None:
+        self._hash = hashlib.blake2b(key=key, digest_size=4)
 
     def extend(self, token_ids: list[int]) -> list[int]:
         """Return the names of the tokens that follow."""
-        state, names = self._state, []
+        running, names = self._hash, []
         for token_id in token_ids:
-            state = hash((state, token_id))  # of integers: the same for equal sequences within this process
-            names.append(state & 0x7FFFFFFF)
-        self._state = state
+            running.update(token_id.to_bytes(8, "little"))
+            names.append(int.from_bytes(running.digest(), "little") & 0x7FFFFFFF)
         return names
+
+
+def hidden(text: str, key: bytes) -> str:
+    """Return what stands for a text that must not be told: equal for equal texts."""
+    return hashlib.blake2b(text.encode(), key=key, digest_size=8).hexdigest()
 
 
 def encode_tokens(names: list[int]) -> str:

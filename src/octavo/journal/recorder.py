@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import secrets
 import time
 import weakref
@@ -16,6 +17,7 @@ from octavo.journal.format import (
     Pseudonyms,
     checksum,
     encode_tokens,
+    hidden,
     open_journal,
 )
 from octavo.request import RequestStatus
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from octavo.request import Request
     from octavo.scheduler_output import SchedulerOutput
 
+logger = logging.getLogger(__name__)
 FLUSH_EVERY_US = 1_000_000
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -51,7 +54,8 @@ class RecordedClock:
 class RecordingScheduler:
     """Passes every call on to `scheduler` and writes it to the file at `path`.
 
-    seconds: CPU time spent on recording so far. Raises OSError when the file cannot be written.
+    seconds: CPU time spent on recording so far. Raises OSError when the file cannot be opened; one that can no longer
+    be written ends the journal, not the engine.
     """
 
     def __init__(self, scheduler: Scheduler, clock: RecordedClock, path: Path, header: dict[str, Any]) -> None:
@@ -59,12 +63,13 @@ class RecordingScheduler:
         self._clock = clock
         self._file = open_journal(path, "w")
         weakref.finalize(self, self._file.close)
-        self._secret = secrets.randbits(61)
+        self._key = secrets.token_bytes(32)
         self._numbers: dict[str, int] = {}
         self._pseudonyms: dict[str, tuple[Pseudonyms, list[int]]] = {}
         self._num_arrivals = 0
         self._last_time = self._last_flush = clock.microseconds
         self.seconds = 0.0
+        self._broken = False
         self._write({"journal": VERSION, "start": clock.microseconds, **header})
 
     def __getattr__(self, name: str) -> Any:
@@ -75,12 +80,14 @@ class RecordingScheduler:
         asked = request.max_total_tokens
         self._scheduler.add_request(request)
         start = time.thread_time()
-        pseudonyms = Pseudonyms(self._secret)
+        pseudonyms = Pseudonyms(self._key)
         prompt = pseudonyms.extend(request.sequence.token_ids)
         self._numbers[request.request_id] = self._num_arrivals
         self._pseudonyms[request.request_id] = (pseudonyms, [])
         options = {name: getattr(request, name) for name in REQUEST_OPTIONS}
         options = {name: value for name, value in options.items() if value != REQUEST_DEFAULTS.get(name, ...)}
+        if request.cache_salt is not None:
+            options["cache_salt"] = hidden(request.cache_salt, self._key)
         self._write(
             ["a", self._elapsed(), self._num_arrivals, request.request_id, encode_tokens(prompt), asked, options]
         )
@@ -121,10 +128,7 @@ class RecordingScheduler:
             tokens = output.new_token_ids
             if tokens:
                 pseudonyms, names = self._pseudonyms[output.request_id]
-                if len(tokens) == 1:
-                    names.append(pseudonyms.next(tokens[0]))
-                else:
-                    names += pseudonyms.extend(tokens)
+                names += pseudonyms.extend(tokens)
             num_sampled = len(result.sampled_token_ids.get(output.request_id, ()))
             if output.finish_reason is not None or len(tokens) != 1 or num_sampled != 1:
                 number = self._numbers[output.request_id]
@@ -187,10 +191,16 @@ class RecordingScheduler:
         return elapsed
 
     def _write(self, line: Any) -> None:
-        self._file.write(_encode(line) + "\n")
-        if self._clock.microseconds - self._last_flush > FLUSH_EVERY_US:
-            self._last_flush = self._clock.microseconds
-            self._file.flush()
+        if self._broken:
+            return
+        try:
+            self._file.write(_encode(line) + "\n")
+            if self._clock.microseconds - self._last_flush > FLUSH_EVERY_US:
+                self._last_flush = self._clock.microseconds
+                self._file.flush()
+        except OSError:  # a full disk must not end the engine
+            self._broken = True
+            logger.exception("the journal cannot be written any more; it ends here")
 
 
 def describe(scheduler: Scheduler, **more: Any) -> dict[str, Any]:
@@ -204,5 +214,6 @@ def describe(scheduler: Scheduler, **more: Any) -> dict[str, Any]:
         "enable_prefix_caching": manager.enable_prefix_caching,
         "cache_decoded_blocks": manager.cache_decoded_blocks,
         "max_model_len": scheduler.max_model_len,
+        "connector": scheduler.has_connector,
         **more,
     }
