@@ -296,3 +296,22 @@ def test_an_interrupted_batch_takes_all_of_it_back(monkeypatch):
     run(engine)
     assert_idle(engine)
     assert len(engine.generate_batch(["a", "b"], SamplingParams(max_tokens=3))) == 2
+
+
+def test_a_request_past_its_time_ends_with_an_error_and_others_go_on():
+    engine = make_engine(FakeExecutor(step_s=0.01), max_num_seqs=2)
+    engine.add_request("slow", "hello", SamplingParams(max_tokens=60), timeout_s=0.1)
+    engine.add_request("other", "hello", SamplingParams(max_tokens=20), tenant="b")
+    finished = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = output
+    assert "deadline" in (finished["slow"].error or "")
+    assert finished["other"].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), "soon", True])
+def test_a_time_limit_is_a_number_above_zero(timeout_s):
+    with pytest.raises(RequestError, match="timeout_s"):
+        make_engine().add_request("a", "hello", SamplingParams(), timeout_s=timeout_s)

@@ -173,7 +173,7 @@ class EngineOptions:
         typer.Option(
             rich_help_panel=_SCHEDULER,
             help="Who goes first: who came first (fcfs), the lower priority number (priority), the earliest deadline "
-            "(deadline), or the tenant that was served least (fair).",
+            "(deadline), or the tenant that was served least (fair). Tenants and deadlines are named in Python so far.",
         ),
     ] = SchedulingPolicy.FCFS
     ageing_s: Annotated[

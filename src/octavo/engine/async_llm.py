@@ -59,9 +59,12 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str = "",
+        timeout_s: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request until it is finished; leaving the loop early aborts it.
 
+        The arguments are those of `octavo.engine.llm_engine.Engine.add_request`.
         Raises `RequestError` when it cannot be served, `EngineDeadError` when the engine stops meanwhile.
         """
         processed = await asyncio.to_thread(
@@ -72,6 +75,8 @@ class AsyncLLM:
             arrival_time=self.engine.clock(),
             priority=priority,
             cache_salt=cache_salt,
+            tenant=tenant,
+            timeout_s=timeout_s,
         )
         stream = _Stream()
         self._post(lambda: self._add(processed, stream))
