@@ -15,10 +15,14 @@ from octavo.core.request_queue import FCFSRequestQueue, PriorityRequestQueue, Re
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import TypeAlias
 
     from octavo.config import SchedulerConfig
     from octavo.core.step_plan import StepPlan
     from octavo.request import Request
+
+    Grow: TypeAlias = Callable[[StepPlan, Callable[[Request], bool]], None]
+    Admit: TypeAlias = Callable[[StepPlan], None]
 
 Rank = tuple[float, ...]
 
@@ -148,12 +152,7 @@ def is_any(_request: Request) -> bool:
 class Batching(Protocol):
     """In which order a step is filled: grow(plan, which) serves the running, admit(plan) the waiting."""
 
-    def fill(
-        self,
-        plan: StepPlan,
-        grow: Callable[[StepPlan, Callable[[Request], bool]], None],
-        admit: Callable[[StepPlan], None],
-    ) -> None:
+    def fill(self, plan: StepPlan, grow: Grow, admit: Admit) -> None:
         """Fill the plan of one step."""
         ...
 
@@ -161,12 +160,7 @@ class Batching(Protocol):
 class MixedBatching:
     """Everyone who runs, then who waits: prompts and answers share steps."""
 
-    def fill(
-        self,
-        plan: StepPlan,
-        grow: Callable[[StepPlan, Callable[[Request], bool]], None],
-        admit: Callable[[StepPlan], None],
-    ) -> None:
+    def fill(self, plan: StepPlan, grow: Grow, admit: Admit) -> None:
         """Serve the running first."""
         grow(plan, is_any)
         admit(plan)
@@ -175,12 +169,7 @@ class MixedBatching:
 class PrefillFirstBatching:
     """Only prompts as long as there are any, else only answers: no step holds both."""
 
-    def fill(
-        self,
-        plan: StepPlan,
-        grow: Callable[[StepPlan, Callable[[Request], bool]], None],
-        admit: Callable[[StepPlan], None],
-    ) -> None:
+    def fill(self, plan: StepPlan, grow: Grow, admit: Admit) -> None:
         """Serve prompts, or else answers."""
         grow(plan, is_prefill)
         admit(plan)
