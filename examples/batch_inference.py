@@ -92,8 +92,8 @@ def record(measured: Measured, watch: StepWatch, seconds: float) -> None:
     if step is None or step.num_tokens == 0:
         return
     measured.num_steps += 1
-    measured.busy_slot_steps += step.num_requests
-    if step.num_tokens == step.num_requests:
+    measured.busy_slot_steps += len(step.num_scheduled_tokens)
+    if step.num_tokens == len(step.num_scheduled_tokens):
         measured.decode_tokens += step.num_tokens
         measured.decode_seconds += seconds
     else:
