@@ -51,7 +51,7 @@ def test_bytes_computed_are_the_peak_measured(checkpoint):
     )
     measured = json.loads(result.stdout)
     # Above: code that is loaded with the first step, and what the allocator keeps. Below: the bound is a bound.
-    assert 0.75 * computed < measured < computed + 60e6, (measured / 1e6, computed / 1e6)
+    assert 0.75 * computed < measured < computed + 80e6, (measured / 1e6, computed / 1e6)
 
 
 def test_default_is_the_smaller_of_4_gib_and_half_of_what_is_free(checkpoint, monkeypatch):

@@ -8,6 +8,7 @@ where memory does not suffice, and keeps the result in the user's cache director
 from __future__ import annotations
 
 import hashlib
+import gc
 import json
 import logging
 from dataclasses import asdict, dataclass
@@ -66,6 +67,7 @@ def probe_largest_batch(
     """
     num_tokens = max_num_batched_tokens
     while num_tokens:
+        gc.collect()  # what is freed meanwhile would hide what the step takes
         before = _reset_peak(device)
         try:
             seconds = run(num_tokens)
