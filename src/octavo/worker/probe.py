@@ -7,8 +7,8 @@ where memory does not suffice, and keeps the result in the user's cache director
 
 from __future__ import annotations
 
-import hashlib
 import gc
+import hashlib
 import json
 import logging
 from dataclasses import asdict, dataclass
