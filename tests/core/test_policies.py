@@ -153,6 +153,7 @@ def test_fair_share_begins_anew_after_idleness(make_core):
     core.add("a2", 3, max_tokens=5, tenant="a")
     core.run()
     assert order_of_admission(core).index("a2") <= 4
+    assert [core.scheduler.policy.counters.served(tenant) for tenant in "ab"] == [0.0, 0.0]
 
 
 def test_F28_limits_of_the_queue_are_tested_before_anything_is_added(make_core):

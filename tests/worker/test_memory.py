@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -21,14 +22,15 @@ import json, sys
 from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.worker.probe import _peak, _reset_peak, _status_bytes
 import torch
-before = _status_bytes("VmRSS:")
+before = _status_bytes("RssAnon:")
 engine = LLMEngine(ModelConfig(model=sys.argv[1], skip_tokenizer_init=True),
                    CacheConfig(num_gpu_blocks=256, enable_prefix_caching=False),
                    SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=1024))
 _reset_peak(torch.device("cpu"))
 params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 engine.generate_batch([{"prompt_token_ids": list(range(2, 250))} for _ in range(16)], params)
-print(json.dumps(_peak(torch.device("cpu")) - before))
+# Pages of files come and go as the system likes; they are no allocation.
+print(json.dumps(_peak(torch.device("cpu")) - _status_bytes("RssFile:") - before))
 """
 
 
@@ -46,12 +48,13 @@ def test_bytes_computed_are_the_peak_measured(checkpoint):
     weights = architecture.weight_bytes("float32")
     kv = 256 * block_bytes(architecture, 16, "float32")
     computed = weights + kv + activation_bytes(architecture, 1024, 16, "float32")
-    result = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(checkpoint)], capture_output=True, text=True, check=True, timeout=240
-    )
+    # glibc learns from what is freed to keep large blocks (0 to 80 MB here); told a threshold, it gives them back.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", MEASURE, str(checkpoint)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240, env=environment)
     measured = json.loads(result.stdout)
-    # Above: code that is loaded with the first step, and what the allocator keeps. Below: the bound is a bound.
-    assert 0.75 * computed < measured < computed + 80e6, (measured / 1e6, computed / 1e6)
+    # Above: what the first step imports and builds. Below: the bound is a bound.
+    assert 0.75 * computed < measured < computed + 20e6, (measured / 1e6, computed / 1e6)
 
 
 def test_default_is_the_smaller_of_4_gib_and_half_of_what_is_free(checkpoint, monkeypatch):

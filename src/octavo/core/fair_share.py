@@ -116,10 +116,6 @@ class FairRequestQueue:
         for tenant in sorted(self._tenants, key=self.counters.served):
             yield from self._tenants[tenant]
 
-    def backlogged(self) -> list[str]:
-        """Return the tenants that wait."""
-        return list(self._tenants)
-
     def _queue_of(self, tenant: str) -> PriorityRequestQueue:
         queue = self._tenants.get(tenant)
         if not self._tenants:

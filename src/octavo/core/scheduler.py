@@ -582,8 +582,9 @@ class Scheduler:
                 new_tokens[request_id] = num_new = len(output.new_token_ids)
                 num_served[request.tenant] += num_new
                 outputs.append(output)
-        for tenant, num_tokens in num_served.items():
-            self.policy.counters.charge_output(tenant, num_tokens)
+        if self.requests:  # else everyone is done, and the counters have begun anew
+            for tenant, num_tokens in num_served.items():
+                self.policy.counters.charge_output(tenant, num_tokens)
         if len(self.requests) < num_requests:
             self._drop_finished()
         if scheduled.num_scheduled_tokens:
