@@ -15,7 +15,8 @@ agree in tokens, and nothing else can be read from them. A cache salt stands as 
     ["p", [numbers]], ["r"]                                         preempt these; forget the prefix cache
     ["g", number, output]                                           what a request generated, written when it ends
 
-t: microseconds since the line before. Prompts and outputs: base64 of little-endian 32-bit pseudonyms.
+t: microseconds since the line before. Prompts and outputs: base64 of pseudonyms of four bytes, whose
+highest bit is not used.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from octavo.scheduler_output import SchedulerOutput
 
-VERSION = 1
+VERSION = 2
 REQUEST_OPTIONS = ("priority", "cache_salt", "tenant", "adapter", "deadline", "arrival_time", "reads_prefix_cache")
 REQUEST_DEFAULTS: dict[str, Any] = {
     "priority": 0,
@@ -54,13 +55,14 @@ class Pseudonyms:
     def __init__(self, key: bytes) -> None:
         self._hash = hashlib.blake2b(key=key, digest_size=4)
 
-    def extend(self, token_ids: list[int]) -> list[int]:
-        """Return the names of the tokens that follow."""
-        running, names = self._hash, []
-        for token_id in token_ids:
-            running.update(token_id.to_bytes(8, "little"))
-            names.append(int.from_bytes(running.digest(), "little") & 0x7FFFFFFF)
-        return names
+    def extend(self, token_ids: list[int]) -> bytes:
+        """Return the names of the tokens that follow, four bytes each."""
+        update, digest, packed = self._hash.update, self._hash.digest, array("q", token_ids).tobytes()
+        names = []
+        for start in range(0, len(packed), 8):
+            update(packed[start : start + 8])
+            names.append(digest())
+        return b"".join(names)
 
 
 def hidden(text: str, key: bytes) -> str:
@@ -68,27 +70,24 @@ def hidden(text: str, key: bytes) -> str:
     return hashlib.blake2b(text.encode(), key=key, digest_size=8).hexdigest()
 
 
-def encode_tokens(names: list[int]) -> str:
+def encode_tokens(names: bytes) -> str:
     """Pack names of tokens."""
-    return base64.b64encode(array("I", names).tobytes()).decode()
+    return base64.b64encode(names).decode()
 
 
 def decode_tokens(text: str) -> list[int]:
-    """Unpack names of tokens."""
+    """Unpack names of tokens as the 31-bit ids that stand for them."""
     packed = array("I")
     packed.frombytes(base64.b64decode(text))
-    return packed.tolist()
+    return [name & 0x7FFFFFFF for name in packed]
 
 
 def checksum(scheduled: SchedulerOutput) -> int:
     """Sum up every decision of a step: who, how many tokens, which blocks, which copies and transfers."""
-    cached = scheduled.scheduled_cached_reqs
-    copies = scheduled.copies
-    decided = (
-        scheduled.num_scheduled_tokens,
+    cached, counts, copies = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens, scheduled.copies
+    seldom = (
         [(new.request_id, new.num_computed_tokens, new.block_ids) for new in scheduled.scheduled_new_reqs],
         cached.new_block_ids,
-        cached.num_computed_tokens,
         sorted(scheduled.finished_req_ids),
         sorted(scheduled.preempted_req_ids),
         [(name, len(drafts)) for name, drafts in scheduled.scheduled_spec_decode_tokens.items()],
@@ -96,7 +95,9 @@ def checksum(scheduled: SchedulerOutput) -> int:
         [(load.transfer_id, load.block_ids, load.num_present) for load in scheduled.kv_loads],
         scheduled.kv_cancels,
     )
-    return zlib.crc32(repr(decided).encode())
+    numbers = array("q", [len(counts), *counts.values(), *cached.num_computed_tokens])  # thrice as fast as their repr
+    names = zlib.crc32("\0".join(counts).encode())
+    return zlib.crc32(repr(seldom).encode(), zlib.crc32(numbers.tobytes(), names))
 
 
 def open_journal(path: Path, mode: str) -> IO[str]:

@@ -51,6 +51,20 @@ class RecordedClock:
         return self.microseconds / 1e6
 
 
+@dataclasses.dataclass(slots=True)
+class _Unfinished:
+    """A request by its number in the journal; the tokens that it generated are written when it ends."""
+
+    number: int
+    request: Request
+    pseudonyms: Pseudonyms
+
+    def generated(self) -> str:
+        """Return the names of the tokens that it generated."""
+        sequence = self.request.sequence
+        return encode_tokens(self.pseudonyms.extend(sequence.token_ids[sequence.num_prompt_tokens :]))
+
+
 class RecordingScheduler:
     """Passes every call on to `scheduler` and writes it to the file at `path`.
 
@@ -64,8 +78,7 @@ class RecordingScheduler:
         self._file = open_journal(path, "w")
         weakref.finalize(self, self._file.close)
         self._key = secrets.token_bytes(32)
-        self._numbers: dict[str, int] = {}
-        self._pseudonyms: dict[str, tuple[Pseudonyms, list[int]]] = {}
+        self._unfinished: dict[str, _Unfinished] = {}
         self._num_arrivals = 0
         self._last_time = self._last_flush = clock.microseconds
         self.seconds = 0.0
@@ -82,8 +95,7 @@ class RecordingScheduler:
         start = time.thread_time()
         pseudonyms = Pseudonyms(self._key)
         prompt = pseudonyms.extend(request.sequence.token_ids)
-        self._numbers[request.request_id] = self._num_arrivals
-        self._pseudonyms[request.request_id] = (pseudonyms, [])
+        self._unfinished[request.request_id] = _Unfinished(self._num_arrivals, request, pseudonyms)
         options = {name: getattr(request, name) for name in REQUEST_OPTIONS}
         options = {name: value for name, value in options.items() if value != REQUEST_DEFAULTS.get(name, ...)}
         if request.cache_salt is not None:
@@ -99,7 +111,7 @@ class RecordingScheduler:
         outputs = self._scheduler.finish_requests(request_ids, status)
         start = time.thread_time()
         if outputs:
-            numbers = [self._numbers[output.request_id] for output in outputs]
+            numbers = [self._unfinished[output.request_id].number for output in outputs]
             self._write(["f", self._elapsed(), numbers, status.name])
             self._note_endings(outputs)
         self.seconds += time.thread_time() - start
@@ -113,7 +125,7 @@ class RecordingScheduler:
         """Decide a step."""
         scheduled = self._scheduler.schedule()
         start = time.thread_time()
-        self._write(["s", self._elapsed(), checksum(scheduled)])
+        self._write_line(f'["s",{self._elapsed()},{checksum(scheduled)}]\n')
         self.seconds += time.thread_time() - start
         return scheduled
 
@@ -124,16 +136,19 @@ class RecordingScheduler:
             return outputs  # it changed nothing
         start = time.thread_time()
         told = []
+        has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
         for output in outputs:
-            tokens = output.new_token_ids
-            if tokens:
-                pseudonyms, names = self._pseudonyms[output.request_id]
-                names += pseudonyms.extend(tokens)
+            num_accepted, reason = len(output.new_token_ids), output.finish_reason
+            if reason is None and num_accepted == 1 and not has_drafts:
+                continue  # the usual case: without drafts one was sampled, too
             num_sampled = len(result.sampled_token_ids.get(output.request_id, ()))
-            if output.finish_reason is not None or len(tokens) != 1 or num_sampled != 1:
-                number = self._numbers[output.request_id]
-                told.append([number, num_sampled, len(tokens), output.finish_reason, output.error])
-        self._write(["u", self._elapsed(), told, result.kv_loads])
+            if reason is not None or num_sampled != 1 or num_accepted != 1:
+                number = self._unfinished[output.request_id].number
+                told.append([number, num_sampled, num_accepted, reason, output.error])
+        if told or result.kv_loads:
+            self._write(["u", self._elapsed(), told, result.kv_loads])
+        else:
+            self._write_line(f'["u",{self._elapsed()},[],[]]\n')
         if told:
             self._note_endings(outputs)
         self.seconds += time.thread_time() - start
@@ -151,13 +166,15 @@ class RecordingScheduler:
     def update_draft_token_ids(self, drafts: dict[str, list[int]]) -> None:
         """Set what a proposer guesses."""
         self._scheduler.update_draft_token_ids(drafts)
-        self._write(["d", {self._numbers[name]: len(ids) for name, ids in drafts.items() if name in self._numbers}])
+        known = self._unfinished
+        self._write(["d", {known[name].number: len(ids) for name, ids in drafts.items() if name in known}])
 
     def preempt_requests(self, request_ids: Iterable[str]) -> None:
         """Take the blocks of these requests with the next step."""
         request_ids = list(request_ids)
         self._scheduler.preempt_requests(request_ids)
-        self._write(["p", [self._numbers[name] for name in request_ids if name in self._numbers]])
+        known = self._unfinished
+        self._write(["p", [known[name].number for name in request_ids if name in known]])
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV."""
@@ -180,9 +197,8 @@ class RecordingScheduler:
         for output in outputs:
             if output.finish_reason is None:
                 continue
-            number = self._numbers.pop(output.request_id)
-            _, names = self._pseudonyms.pop(output.request_id)
-            self._write(["g", number, encode_tokens(names)])
+            ended = self._unfinished.pop(output.request_id)
+            self._write(["g", ended.number, ended.generated()])
 
     def _elapsed(self) -> int:
         """Microseconds since the line before, on the scheduler's clock."""
@@ -191,10 +207,13 @@ class RecordingScheduler:
         return elapsed
 
     def _write(self, line: Any) -> None:
+        self._write_line(_encode(line) + "\n")
+
+    def _write_line(self, line: str) -> None:
         if self._broken:
             return
         try:
-            self._file.write(_encode(line) + "\n")
+            self._file.write(line)
             if self._clock.microseconds - self._last_flush > FLUSH_EVERY_US:
                 self._last_flush = self._clock.microseconds
                 self._file.flush()
