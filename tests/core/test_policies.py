@@ -60,6 +60,39 @@ def test_no_inversion_of_effective_priority(make_core):
     core.run()
 
 
+def test_a_long_prompt_gives_way_to_a_more_important_newcomer(make_core):
+    core = make_core(policy="priority", ageing_s=None, max_num_batched_tokens=8)
+    core.add("batch", 40, priority=5)
+    assert core.step().num_scheduled_tokens == {"batch": 8}
+    core.add("user", 10, priority=0)
+    core.add("later", 30, priority=7)
+    assert core.step().num_scheduled_tokens == {"user": 8}
+    assert core.step().num_scheduled_tokens == {"user": 2, "batch": 6}  # before, though it came later
+    assert core.step().num_scheduled_tokens == {"user": 1, "batch": 7}
+    core.run()
+    assert len(core.finished) == 3
+
+
+def test_first_come_first_served_does_not_give_way(make_core):
+    core = make_core(max_num_batched_tokens=8)
+    core.add("a", 12, priority=5)
+    core.step()
+    core.add("b", 10, priority=0)
+    assert core.step().num_scheduled_tokens == {"a": 4, "b": 4}
+
+
+def test_who_gave_way_waits_for_blocks_rather_than_preempt(make_core):
+    core = make_core(policy="priority", ageing_s=None, max_num_batched_tokens=12, num_blocks=5, block_size=4)
+    core.add("batch", 18, priority=5, max_tokens=2)
+    core.step()
+    core.add("user", 3, priority=0, max_tokens=1)  # one of two free blocks; the rest of the batch would take both
+    assert core.step().num_scheduled_tokens == {"user": 3}
+    assert [event.request_id for event in core.log.of_type(events.RequestStalled)] == ["batch"]
+    assert not core.log.of_type(events.RequestPreempted)
+    core.run()
+    assert core.finished == {"user": "length", "batch": "length"}
+
+
 def test_earliest_deadline_first_with_ageing(make_core):
     urgent = make_request("r1", arrival_time=10.0, deadline=12.0)
     relaxed = make_request("r0", arrival_time=0.0, deadline=500.0)

@@ -13,6 +13,7 @@ from octavo.core import invariants
 from octavo.core.block_hash import hash_block_tokens
 from octavo.core.scheduler import Scheduler
 from octavo.errors import RequestError
+from octavo.events import WaitReason
 from octavo.model_output import ModelOutput
 from octavo.request import Request
 from octavo.sampling_params import SamplingParams
@@ -188,6 +189,8 @@ class World:
         self.forced: set[str] = set()
         self.admission_step = self.preemption_step = -1
         self.num_stalled = 0
+        self.admitted: set[str] = set()
+        self.blocked: tuple[str, WaitReason] | None = None
         self.scheduler = self._make_scheduler()
         self.last: tuple[SchedulerOutput, ModelOutput] | None = None
         self._watch_releases()
@@ -264,9 +267,11 @@ class World:
         self.now += self.rng.random() * 0.2
         scheduler = self.scheduler
         self.num_stalled = 0
+        self.admitted.clear()
         scheduled = scheduler.schedule()
         self.forced.clear()
         self._check_output(scheduled)
+        self._check_order(scheduled)
         if scheduled.num_scheduled_tokens:
             self.totals.steps += 1
         if not scheduled.is_empty:
@@ -476,10 +481,15 @@ class World:
             totals.swaps += event.swapped
             self.tracked[event.request_id].features.add("swap" if event.swapped else "recompute")
             self.preemption_step = event.step
+            if self.admission_step == self.preemption_step:
+                raise SimulationError(f"{event.request_id}: preempted in a step that admitted")
             self._check_victim(event.request_id)
         elif kind is events.RequestStalled:
             self.num_stalled += 1
+        elif kind is events.RequestBlocked:
+            self.blocked = (event.request_id, event.reason)
         elif kind is events.RequestAdmitted:
+            self.admitted.add(event.request_id)
             self.admission_step = event.step
             if self.admission_step == self.preemption_step:
                 raise SimulationError(f"{event.request_id}: admitted in a step that preempted")
@@ -491,8 +501,7 @@ class World:
             totals.evictions += 1
         elif kind is events.DraftsVerified:
             self.tracked[event.request_id].features.add("speculation")
-            if not 0 <= event.num_accepted <= event.num_drafted:
-                raise SimulationError(f"{event}: impossible")
+            assert 0 <= event.num_accepted <= event.num_drafted, event
         elif kind is events.KVLoadEnded and event.outcome == "done":
             self.tracked[event.request_id].features.add("remote")
 
@@ -545,6 +554,22 @@ class World:
             raise SimulationError(f"somebody was cut short in a step of {total} tokens")
         if config.batching == "prefill_first" and prefills and decodes:
             raise SimulationError("a step mixes prompts and answers")
+
+    def _check_order(self, scheduled: SchedulerOutput) -> None:
+        """No running prompt gets of the budget for which a more important newcomer waits."""
+        scheduler, config = self.scheduler, self.config
+        in_order = config.policy != "fair" and config.admission == "optimistic" and config.enable_chunked_prefill
+        if not (in_order and scheduler.waiting):
+            return
+        first, rank = scheduler.waiting.peek_request(), scheduler.policy.rank
+        if self.blocked != (first.request_id, WaitReason.NO_BUDGET):
+            return
+        for request in scheduler.running:
+            name, wanted = request.request_id, len(request.sequence.token_ids) - request.num_computed_tokens
+            is_prompt = wanted > 1 or not request.sequence.num_output_tokens
+            is_older = name in scheduled.num_scheduled_tokens and name not in self.admitted
+            if is_older and is_prompt and rank(request) > rank(first):
+                raise SimulationError(f"{name} is served, and the more important {first.request_id} waits for budget")
 
     def _check(self) -> None:
         breaches = invariants.check(self.scheduler)

@@ -152,27 +152,31 @@ def is_any(_request: Request) -> bool:
 class Batching(Protocol):
     """In which order a step is filled: grow(plan, which) serves the running, admit(plan) the waiting."""
 
-    def fill(self, plan: StepPlan, grow: Grow, admit: Admit) -> None:
-        """Fill the plan of one step."""
+    def fill(self, plan: StepPlan, grow: Grow, admit: Admit, outranked: frozenset[str]) -> None:
+        """Fill the plan of one step. outranked: the running whose prompts give way to a more important newcomer."""
         ...
 
 
 class MixedBatching:
     """Everyone who runs, then who waits: prompts and answers share steps."""
 
-    def fill(self, plan: StepPlan, grow: Grow, admit: Admit) -> None:
+    def fill(self, plan: StepPlan, grow: Grow, admit: Admit, outranked: frozenset[str]) -> None:
         """Serve the running first."""
-        grow(plan, is_any)
+        grow(plan, (lambda request: request.request_id not in outranked) if outranked else is_any)
         admit(plan)
+        if outranked:
+            grow(plan, lambda request: request.request_id in outranked)
 
 
 class PrefillFirstBatching:
     """Only prompts as long as there are any, else only answers: no step holds both."""
 
-    def fill(self, plan: StepPlan, grow: Grow, admit: Admit) -> None:
+    def fill(self, plan: StepPlan, grow: Grow, admit: Admit, outranked: frozenset[str]) -> None:
         """Serve prompts, or else answers."""
-        grow(plan, is_prefill)
+        grow(plan, lambda request: is_prefill(request) and request.request_id not in outranked)
         admit(plan)
+        if outranked:
+            grow(plan, lambda request: request.request_id in outranked)
         if not (plan.num_tokens or plan.kv_loads):
             grow(plan, is_decode)
 

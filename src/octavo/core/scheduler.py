@@ -7,6 +7,7 @@ a chunk of one, a prefix hit a head start, a preemption a step back.
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from octavo.core.policy import (
     create_batching,
     create_policy,
     is_any,
+    is_prefill,
     num_tokens_to_schedule,
     should_swap,
 )
@@ -239,7 +241,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide who gets how many tokens of the next step: the running first, then the waiting in order.
 
-        Nobody is admitted in a step that preempted somebody.
+        Nobody is admitted in a step that preempted somebody, and nobody is preempted in one that admitted somebody.
         """
         self._step += 1
         self._open_step = self._step
@@ -249,11 +251,22 @@ class Scheduler:
         self._return_parked()
         plan = StepPlan(self.config.max_num_batched_tokens)
         self._preempt_as_told(plan)
-        self._batching.fill(plan, self._grow_running, self._admit_waiting)
+        self._batching.fill(plan, self._grow_running, self._admit_waiting, self._outranked())
         output = self._make_output(plan)
         self._num_busy_steps += bool(plan.num_tokens)
         self._emit_step(output)
         return output
+
+    def _has_seat(self) -> bool:
+        return len(self.running) + len(self.loads) + self.room.num_parked < self.config.max_num_seqs
+
+    def _outranked(self) -> frozenset[str]:
+        """Return the running prompts that leave the budget to the head of the queue, which is more important."""
+        if not self.waiting or not self._has_seat():
+            return frozenset()
+        rank = self.policy.rank
+        first = rank(self.waiting.peek_request())
+        return frozenset(r.request_id for r in self.running if is_prefill(r) and rank(r) > first)
 
     def _grow_running(self, plan: StepPlan, eligible: Callable[[Request], bool]) -> None:
         """Give each running request its next tokens; keep one of the budget for everyone who comes after it."""
@@ -261,8 +274,8 @@ class Scheduler:
         num_after, running = len(chosen), RequestStatus.RUNNING
         for request in chosen:
             num_after -= 1
-            if request.status is not running:
-                continue  # it fell victim to one before it
+            if request.status is not running or plan.budget <= 0:
+                continue  # it fell victim to one before it, or gave way
             self._grow(plan, request, num_after)
 
     def _grow(self, plan: StepPlan, request: Request, num_after: int) -> None:
@@ -277,7 +290,7 @@ class Scheduler:
             if count > 1:
                 count = num_tokens_to_schedule(
                     num_remaining,
-                    plan.budget - num_after,
+                    max(plan.budget - num_after, 1),
                     threshold=self.config.long_prefill_token_threshold,
                     may_be_cut=True,
                     whole_budget=self.config.max_num_batched_tokens,
@@ -285,6 +298,9 @@ class Scheduler:
             block_ids = self.kv_cache_manager.allocate_slots(request, count)
             if block_ids is not None:
                 plan.give(request, count, block_ids)
+                return
+            if plan.has_admitted:  # it gave way, and nobody falls now
+                self._emit(events.RequestStalled, request.request_id)
                 return
             victim = choose_victim(self.running, self.policy.rank, self.config.max_num_preemptions)
             if victim is None:
@@ -307,7 +323,7 @@ class Scheduler:
         reason = WaitReason.PREEMPTING if plan.preempted else None
         reason = reason or self.admission.open_step(len(self.running), len(self.waiting))
         while self.waiting and reason is None:
-            if len(self.running) + len(self.loads) + self.room.num_parked >= self.config.max_num_seqs:
+            if not self._has_seat():
                 reason = WaitReason.NO_SEAT
             elif plan.budget <= 0:
                 reason = WaitReason.NO_BUDGET
@@ -350,6 +366,7 @@ class Scheduler:
         self._admit(request, computed)
         admission.admitted(request, count)
         plan.give(request, count, block_ids)
+        plan.has_admitted = True
         return None
 
     def _note_blocked(self, request: Request, reason: WaitReason) -> None:
@@ -366,10 +383,14 @@ class Scheduler:
     def _admit(self, request: Request, computed: ComputedBlocks) -> None:
         """Take the head of the queue into the running."""
         self.room.take()
-        request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = computed.num_tokens
-        self.running.append(request)
+        self._run(request, computed.num_tokens)
         self._note_admitted(request, computed)
+
+    def _run(self, request: Request, num_computed_tokens: int) -> None:
+        """Let a request run; its place among the running is by importance, for they are served in that order."""
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = num_computed_tokens
+        insort(self.running, request, key=self.policy.rank)
 
     def _note_admitted(self, request: Request, computed: ComputedBlocks) -> None:
         """Tell of an admission; what it computes and what it found counts only the first time."""
@@ -452,6 +473,7 @@ class Scheduler:
             KVLoad(load.transfer_id, request.request_id, token_ids, list(block_ids), computed.num_tokens)
         )
         self.admission.admitted(request, 0)
+        plan.has_admitted = True
         self._note_admitted(request, computed)
         self._emit(events.KVLoadStarted, request.request_id, load.transfer_id, num_external)
         return None
@@ -467,11 +489,8 @@ class Scheduler:
         if not arrived:
             self._give_up_load(load)
             return
-        request = load.request
-        request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = load.num_tokens
-        self.kv_cache_manager.commit(request)
-        self.running.append(request)
+        self._run(load.request, load.num_tokens)
+        self.kv_cache_manager.commit(load.request)
 
     def _give_up_load(self, load: PendingLoad) -> None:
         request = load.request

@@ -19,6 +19,7 @@ class StepPlan:
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
     kv_loads: list[KVLoad] = field(default_factory=list)
     preempted: dict[str, Request] = field(default_factory=dict)
+    has_admitted: bool = False
 
     def give(self, request: Request, count: int, block_ids: list[int]) -> None:
         """Schedule `count` tokens."""
