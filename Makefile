@@ -4,6 +4,8 @@
 #   make test    install, then run the tests        make test-all   the long ones as well
 #   make lint    ruff, mypy                         make bench      kernels and workloads, measured here
 #   make simulate STEPS=200000 SEED=0   the core against a hash model, with faults: one line of JSON
+#                                       (SEEDS=10 RESUME=FILE: several seeds, kept in FILE, to go on with;
+#                                       COVERAGE=100: fail where three features met less often)
 #   make mutants                        faults put back on purpose: is each of them seen?
 
 PYTHON ?= python3
@@ -19,6 +21,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
 STEPS ?= 200000
 SEED ?= 0
+SEEDS ?= 1
 JOBS ?= 1
 
 .PHONY: demo serve test test-all simulate mutants lint format bench clean
@@ -49,7 +52,8 @@ test-all: $(DEV_STAMP)
 	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -n $(WORKERS) -m "slow or not slow"
 
 simulate: $(DEV_STAMP)
-	cd tests && ../$(BIN)/python -m simulation --steps $(STEPS) --seed $(SEED) --jobs $(JOBS)
+	cd tests && ../$(BIN)/python -m simulation --steps $(STEPS) --seed $(SEED) --seeds $(SEEDS) --jobs $(JOBS) \
+		$(if $(RESUME),--resume $(abspath $(RESUME))) $(if $(COVERAGE),--coverage --min-coverage $(COVERAGE))
 
 mutants: $(DEV_STAMP)
 	cd tests && ../$(BIN)/python -m simulation.mutants

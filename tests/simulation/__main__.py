@@ -1,4 +1,4 @@
-"""Run worlds until so many steps are done; print one line of JSON. Exit 1 at the first world that fails.
+"""Run worlds until so many steps are done; print one line of JSON for each seed. Exit 1 at the first world that fails.
 
 A failing world is made as small as it can be, and printed as a line for corpus.jsonl.
 """
@@ -11,20 +11,25 @@ import itertools
 import json
 import random
 import sys
-import time
-from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
-from simulation.world import FEATURES, SimulationError, Totals, WorldConfig, draw_config, run_world
+from simulation.campaign import RunFile, run_one, run_seed
+from simulation.world import FEATURES, Totals, WorldConfig, draw_config
 
 
 def main() -> int:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
-    parser.add_argument("--steps", type=int, default=20_000, help="steps that schedule tokens, over all worlds")
+    parser.add_argument("--steps", type=int, default=20_000, help="steps that schedule tokens, over a seed's worlds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="how many seeds, one after the other, from --seed on")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the worlds")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="keep what is done in FILE, and go on from there")
     parser.add_argument("--world", help="run one world again, by its seed as a failure names it")
     parser.add_argument("--coverage", action="store_true", help="print how often features met in one request's life")
+    parser.add_argument(
+        "--min-coverage", type=int, default=0, help="exit 1 when three features met less often than this"
+    )
     parser.add_argument("--exhaustive", action="store_true", help="run every small world, and print how many there are")
     parser.add_argument("--no-shrink", action="store_true", help="do not make a failing world smaller")
     args = parser.parse_args()
@@ -34,51 +39,21 @@ def main() -> int:
         print(json.dumps({"small_worlds": run_all()}))
         return 0
     if args.world:
-        return report_failure(args.world, *run_one(args.world), shrinks=not args.no_shrink)
-    totals, failed, num_worlds, seconds = run_worlds(args.seed, args.steps, args.jobs)
-    if failed is not None:
-        return report_failure(*failed, totals, shrinks=not args.no_shrink)
-    report = {name: getattr(totals, name) for name in totals.__slots__ if name != "combinations"}
-    if hasattr(sys, "mutant_reached"):
-        report["reached"] = sys.mutant_reached
-    report |= {"seed": args.seed, "worlds": num_worlds, "steps_per_second": round(totals.steps / seconds)}
-    print(json.dumps(report))
+        error, totals, _ = run_one(args.world)
+        return report_failure(args.world, error, totals, shrinks=not args.no_shrink)
+    file, all_totals = RunFile(args.resume), Totals()
+    for seed in range(args.seed, args.seed + args.seeds):
+        run = run_seed(seed, args.steps, args.jobs, file)
+        if run.failed is not None:
+            return report_failure(*run.failed, run.totals, shrinks=not args.no_shrink)
+        report = run.report()
+        if hasattr(sys, "mutant_reached"):
+            report["reached"] = sys.mutant_reached
+        print(json.dumps(report), flush=True)
+        all_totals.add(run.totals)
     if args.coverage:
-        print_coverage(totals)
-    return 0
-
-
-def run_one(name: str) -> tuple[str | None, Totals]:
-    """Run the world of that name; return what is wrong with it, and its figures."""
-    try:
-        return None, run_world(name, draw_config(random.Random(name)))
-    except SimulationError as error:
-        return str(error), Totals()
-
-
-def run_worlds(seed: int, steps: int, jobs: int) -> tuple[Totals, tuple[str, str] | None, int, float]:
-    """Run worlds until so many steps are done; return figures, (name, error) of a failed one, and worlds and seconds."""
-    totals, count = Totals(), 0
-    names = (f"{seed}:{index}" for index in itertools.count())
-    start = time.perf_counter() if jobs > 1 else time.process_time()
-    pool = ProcessPoolExecutor(jobs) if jobs > 1 else None
-    failed = None
-    while totals.steps < steps and failed is None:
-        batch = list(itertools.islice(names, 8 * jobs if pool else 1))
-        for name, (error, figures) in zip(batch, (pool or Serial).map(run_one, batch), strict=True):
-            totals.add(figures)
-            count += 1
-            if error is not None:
-                failed = failed or (name, error)
-    if pool is not None:
-        pool.shutdown()
-    return totals, failed, count, (time.perf_counter() if jobs > 1 else time.process_time()) - start
-
-
-class Serial:
-    """`map` without processes."""
-
-    map = map
+        print_coverage(all_totals)
+    return 0 if rarest(all_totals) >= args.min_coverage else 1
 
 
 def report_failure(name: str, error: str | None, totals: Totals, *, shrinks: bool) -> int:
@@ -106,6 +81,11 @@ def print_coverage(totals: Totals) -> None:
     counts = {triple: totals.combinations[triple] for triple in itertools.combinations(FEATURES, 3)}
     for triple, count in sorted(counts.items(), key=lambda each: each[1]):
         print(f"{count:8d}  {' + '.join(triple)}")
+
+
+def rarest(totals: Totals) -> int:
+    """Return how often the rarest combination of three features occurred."""
+    return min(totals.combinations[triple] for triple in itertools.combinations(FEATURES, 3))
 
 
 if __name__ == "__main__":

@@ -10,24 +10,18 @@ from pathlib import Path
 import pytest
 
 from simulation import exhaustive, mutants
+from simulation.campaign import Run, RunFile, run_seed
 from simulation.shrink import shrink
-from simulation.world import FEATURES, SimulationError, Totals, WorldConfig, draw_config, run_world
+from simulation.world import FEATURES, SimulationError, WorldConfig, draw_config, run_world
 
 CORPUS = [json.loads(line) for line in (Path(__file__).parent / "corpus.jsonl").read_text().splitlines()]
 
 
-def run_worlds(seed, num_steps):
-    totals = Totals()
-    names = (f"{seed}:{index}" for index in itertools.count())
-    while totals.steps < num_steps:
-        name = next(names)
-        totals.add(run_world(name, draw_config(random.Random(name))))
-    return totals
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_no_world_has_a_wrong_token_or_a_leak(seed):
-    totals = run_worlds(seed, 2500)
+    run = run_seed(seed, 2500, 1, RunFile(None))
+    totals = run.totals
+    assert run.failed is None
     assert (totals.wrong_tokens, totals.leaked_blocks, totals.unfinished) == (0, 0, 0)
     assert totals.tokens > 1000
     assert min(totals.preemptions, totals.swaps, totals.evictions, totals.hits) > 0
@@ -36,7 +30,7 @@ def test_no_world_has_a_wrong_token_or_a_leak(seed):
 
 @pytest.mark.slow
 def test_every_three_features_meet():
-    totals = run_worlds("coverage", 400_000)
+    totals = run_seed("coverage", 400_000, 2, RunFile(None)).totals
     counts = {triple: totals.combinations[triple] for triple in itertools.combinations(FEATURES, 3)}
     assert min(counts.values()) >= 10, sorted(counts.items(), key=lambda each: each[1])[:5]
 
@@ -44,6 +38,19 @@ def test_every_three_features_meet():
 @pytest.mark.parametrize("case", CORPUS, ids=lambda case: case["name"])
 def test_worlds_that_failed_once(case):
     run_world(case["seed"], WorldConfig(**case["config"]))
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
+    path = tmp_path / "runs.json"
+    run_seed(3, 400, 1, RunFile(path))
+    done = run_seed(3, 1500, 1, RunFile(path))
+    assert Run.from_json(json.loads(json.dumps(done.to_json()))) == done
+    whole = run_seed(3, 1500, 1, RunFile(None))
+    assert (done.totals, done.num_worlds) == (whole.totals, whole.num_worlds)
+    assert RunFile(path).runs[3] == done
+    path.write_text(path.read_text().replace(RunFile(None).digest, "other"))
+    with pytest.raises(SystemExit, match="other code"):
+        RunFile(path)
 
 
 def test_same_seed_same_trace():
