@@ -36,6 +36,7 @@ std::vector<std::string> instruction_sets() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    if (__builtin_cpu_supports("avx512vnni")) names.emplace_back("avx512_vnni");
     names.emplace_back("avx512");
   }
   if (avx2) names.emplace_back("avx2");
@@ -58,6 +59,7 @@ const KernelTable& table_of(const std::string& isa) {
   for (const std::string& name : instruction_sets()) {
     if (name != isa) continue;
 #if defined(__x86_64__)
+    if (name == "avx512_vnni") return kAvx512VnniKernels;
     if (name == "avx512") return kAvx512Kernels;
     if (name == "avx2") return kAvx2Kernels;
 #endif
@@ -75,9 +77,9 @@ class KernelSet {
   void set_num_threads(int num_threads) { pool_.set_num_threads(num_threads); }
   void shutdown() { pool_.shutdown(); }
 
-  void pack_weight(Address weight, int dtype, int64_t n, int64_t k, int64_t stride, Address packed) {
+  void pack_weight(Address weight, int dtype, int64_t n, int64_t k, int64_t stride, Address scales, Address packed) {
     ThreadPool::Session session(pool_);
-    table_.pack_weight(pool_, at<void>(weight), DType(dtype), n, k, stride, at<void>(packed));
+    table_.pack_weight(pool_, at<void>(weight), DType(dtype), n, k, stride, at<float>(scales), at<void>(packed));
   }
 
   void linear(Address x, int x_dtype, int64_t x_stride, int64_t rows, Address weight, int weight_dtype, int64_t n,
@@ -96,7 +98,7 @@ class KernelSet {
       }
     }
     ThreadPool::Session session(pool_);
-    table_.embedding(pool_, at<int64_t>(ids), count, at<void>(packed), DType(weight_dtype), k, at<void>(out),
+    table_.embedding(pool_, at<int64_t>(ids), count, at<void>(packed), DType(weight_dtype), n, k, at<void>(out),
                      DType(out_dtype));
   }
 

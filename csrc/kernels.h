@@ -12,7 +12,8 @@ namespace octavo {
 
 constexpr int kPanelColumns = 32;  // columns of a packed weight that stand together
 
-// Packed weight: [ceil(n / 32)] panels, zero padded. float32 and float16: [k][32]; bfloat16: [ceil(k / 2)][32][2].
+// Packed weight: [ceil(n / 32)] panels, zero padded. float32 and float16: [k][32]; bfloat16: [ceil(k / 2)][32][2]; int8:
+// [ceil(k / 4)][32][4], and behind all panels float32 scales and int32 sums of the columns, [ceil(n / 32) * 32] each.
 struct LinearArgs {
   const void* x;  // [rows, k], float32 or bfloat16
   DType x_dtype;
@@ -98,10 +99,11 @@ struct SampleArgs {
 };
 
 struct KernelTable {
-  void (*pack_weight)(ThreadPool&, const void* weight, DType, int64_t n, int64_t k, int64_t stride, void* packed);
+  void (*pack_weight)(ThreadPool&, const void* weight, DType, int64_t n, int64_t k, int64_t stride, const float* scales,
+                      void* packed);
   void (*linear)(ThreadPool&, const LinearArgs&);
-  void (*embedding)(ThreadPool&, const int64_t* ids, int64_t count, const void* packed, DType weight_dtype, int64_t k,
-                    void* out, DType out_dtype);
+  void (*embedding)(ThreadPool&, const int64_t* ids, int64_t count, const void* packed, DType weight_dtype, int64_t n,
+                    int64_t k, void* out, DType out_dtype);
   void (*rms_norm)(ThreadPool&, const NormArgs&);
   void (*silu_and_mul)(ThreadPool&, const void* gate_up, void* out, DType, int64_t rows, int64_t size);
   void (*rope_and_write_kv)(ThreadPool&, const RopeArgs&);
@@ -113,6 +115,7 @@ struct KernelTable {
 };
 
 #if defined(__x86_64__)
+extern const KernelTable kAvx512VnniKernels;
 extern const KernelTable kAvx512Kernels;
 extern const KernelTable kAvx2Kernels;
 #endif

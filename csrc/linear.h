@@ -349,14 +349,4 @@ void linear_of(ThreadPool& pool, const LinearArgs& args) {
   }
 }
 
-inline void linear(ThreadPool& pool, const LinearArgs& args) {
-  if (args.weight_dtype == DType::kFloat32) {
-    linear_of<float>(pool, args);
-  } else if (args.weight_dtype == DType::kBFloat16) {
-    linear_of<bf16>(pool, args);
-  } else {
-    linear_of<f16>(pool, args);
-  }
-}
-
 }  // namespace octavo::OCTAVO_ISA

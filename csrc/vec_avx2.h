@@ -67,6 +67,30 @@ OCTAVO_INLINE void multiply_wide(IVec a, uint32_t m, IVec& high, IVec& low) {
   multiply_wide_half(a.hi, factor, high.hi, low.hi);
 }
 
+OCTAVO_INLINE IVec max_signed(IVec a, IVec b) {
+  return {_mm256_max_epi32(a.lo, b.lo), _mm256_max_epi32(a.hi, b.hi)};
+}
+
+// Each 32-bit lane: sum + the four products of its bytes; w is signed, x is signed with kByteOffset added to it.
+constexpr int kByteOffset = 0;
+OCTAVO_INLINE __m256i add_byte_products(__m256i sum, __m256i x, __m256i w) {
+  // |w| times x with w's sign: no pair overflows 16 bits
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+OCTAVO_INLINE IVec add_byte_products(IVec sum, IVec x, IVec w) {
+  return {add_byte_products(sum.lo, x.lo, w.lo), add_byte_products(sum.hi, x.hi, w.hi)};
+}
+// The lowest byte of each lane.
+OCTAVO_INLINE void store_bytes(void* p, IVec a) {
+  const __m256i lowest = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
+                                          0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  const __m256i lo = _mm256_shuffle_epi8(a.lo, lowest), hi = _mm256_shuffle_epi8(a.hi, lowest);
+  const int words[4] = {_mm256_extract_epi32(lo, 0), _mm256_extract_epi32(lo, 4), _mm256_extract_epi32(hi, 0),
+                        _mm256_extract_epi32(hi, 4)};
+  std::memcpy(p, words, sizeof(words));
+}
+
 OCTAVO_INLINE IVec as_int(Vec a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
 OCTAVO_INLINE Vec as_float(IVec a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
 OCTAVO_INLINE Vec to_float(IVec a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }  // lanes are signed

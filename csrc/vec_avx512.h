@@ -1,4 +1,4 @@
-// Vec on AVX-512 F, BW, VL and DQ.
+// Vec on AVX-512 F, BW, VL and DQ, with VNNI where OCTAVO_ISA_VNNI is defined.
 #pragma once
 
 #include <immintrin.h>
@@ -54,6 +54,26 @@ OCTAVO_INLINE void multiply_wide(IVec a, uint32_t m, IVec& high, IVec& low) {
   const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a.v, 32), factor);
   low = {_mm512_mask_mov_epi32(even, 0xAAAA, _mm512_slli_epi64(odd, 32))};
   high = {_mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xAAAA, odd)};
+}
+
+OCTAVO_INLINE IVec max_signed(IVec a, IVec b) { return {_mm512_max_epi32(a.v, b.v)}; }
+
+// Each 32-bit lane: sum + the four products of its bytes; w is signed, x is signed with kByteOffset added to it.
+#if defined(OCTAVO_ISA_VNNI)
+constexpr int kByteOffset = 128;
+OCTAVO_INLINE IVec add_byte_products(IVec sum, IVec x, IVec w) { return {_mm512_dpbusd_epi32(sum.v, x.v, w.v)}; }
+#else
+constexpr int kByteOffset = 0;
+OCTAVO_INLINE IVec add_byte_products(IVec sum, IVec x, IVec w) {  // |w| times x with w's sign; no pair overflows 16 bits
+  const __m512i zero = _mm512_setzero_si512();
+  const __m512i signed_x = _mm512_mask_sub_epi8(x.v, _mm512_movepi8_mask(w.v), zero, x.v);
+  const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(w.v), signed_x);
+  return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
+}
+#endif
+// The lowest byte of each lane.
+OCTAVO_INLINE void store_bytes(void* p, IVec a) {
+  _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
 }
 
 OCTAVO_INLINE IVec as_int(Vec a) { return {_mm512_castps_si512(a.v)}; }

@@ -68,6 +68,29 @@ OCTAVO_INLINE void multiply_wide(IVec a, uint32_t m, IVec& high, IVec& low) {
   }
 }
 
+OCTAVO_INLINE IVec max_signed(IVec a, IVec b) {
+  const int16lanes x = reinterpret_cast<int16lanes>(a.v), y = reinterpret_cast<int16lanes>(b.v);
+  return {x > y ? a.v : b.v};
+}
+
+// Byte kByte of each lane, its sign extended.
+template <int kByte>
+OCTAVO_INLINE int16lanes signed_byte(IVec a) {
+  return reinterpret_cast<int16lanes>(shift_right_signed<24>(shift_left<24 - 8 * kByte>(a)).v);
+}
+// Each 32-bit lane: sum + the four products of its bytes; w is signed, x is signed with kByteOffset added to it.
+constexpr int kByteOffset = 0;
+OCTAVO_INLINE IVec add_byte_products(IVec sum, IVec x, IVec w) {
+  const int16lanes products = signed_byte<0>(x) * signed_byte<0>(w) + signed_byte<1>(x) * signed_byte<1>(w) +
+                              signed_byte<2>(x) * signed_byte<2>(w) + signed_byte<3>(x) * signed_byte<3>(w);
+  return {sum.v + reinterpret_cast<uint16lanes>(products)};
+}
+// The lowest byte of each lane.
+OCTAVO_INLINE void store_bytes(void* p, IVec a) {
+  auto* bytes = static_cast<uint8_t*>(p);
+  for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>(a.v[i]);
+}
+
 OCTAVO_INLINE IVec as_int(Vec a) { return {reinterpret_cast<uint16lanes>(a.v)}; }
 OCTAVO_INLINE Vec as_float(IVec a) { return {reinterpret_cast<float16lanes>(a.v)}; }
 OCTAVO_INLINE Vec to_float(IVec a) {  // lanes are signed

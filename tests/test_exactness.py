@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernels_available import COMPILED
+from kernels_available import COMPILED, precision
 
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import kernels_required
@@ -100,7 +100,7 @@ def make_requests() -> list[tuple[list[int], SamplingParams]]:
 
 def make_engine(checkpoint, dtype: str, schedule: Schedule, kernels: str) -> LLMEngine:
     return LLMEngine(
-        ModelConfig(model=str(checkpoint), dtype=dtype, skip_tokenizer_init=True, max_model_len=512),
+        ModelConfig(model=str(checkpoint), **precision(dtype), skip_tokenizer_init=True, max_model_len=512),
         CacheConfig(
             block_size=schedule.block_size,
             num_gpu_blocks=schedule.num_blocks or 4096 // schedule.block_size * 2,
@@ -149,7 +149,7 @@ def alone(checkpoint):
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_compiled_kernels_are_exact(checkpoint, alone, schedule, dtype):
     engine = make_engine(checkpoint, dtype, schedule, "cpu")

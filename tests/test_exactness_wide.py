@@ -11,6 +11,7 @@ import random
 
 import pytest
 from alone_and_crowd import alone, crowd, needs_kernels
+from kernels_available import precision
 
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.models import loader
@@ -32,7 +33,7 @@ CONFIG = tiny_config(
 )
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+@pytest.fixture(scope="module", params=["bfloat16", "float32", "int8"])
 def engine(request, tmp_path_factory):
     """An engine that finds nothing of a request's in the cache when it comes a second time."""
     directory = tmp_path_factory.mktemp("wide")
@@ -41,7 +42,9 @@ def engine(request, tmp_path_factory):
         # At the usual 0.02 one layer with tied embeddings would only repeat the last token.
         patch.setattr(loader, "RandomWeights", functools.partial(loader.RandomWeights, std=0.1))
         return LLMEngine(
-            ModelConfig(model=str(directory), dtype=request.param, load_format="dummy", skip_tokenizer_init=True),
+            ModelConfig(
+                model=str(directory), **precision(request.param), load_format="dummy", skip_tokenizer_init=True
+            ),
             CacheConfig(num_gpu_blocks=256, enable_prefix_caching=False),
             SchedulerConfig(max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=256),
             device_config=DeviceConfig(device="cpu", kernels="cpu"),

@@ -2,6 +2,9 @@
 
 The questions are those that training never sees (see `demo_data`). An answer counts only when it is the expected text,
 character for character. Stories, rhymes and small talk have no single right answer and are not counted.
+
+With --quantization the same questions are asked of rounded weights, and it is told how far the distributions of the
+next token are from those of the weights as they are: KL divergence over every token of the held-out answers.
 """
 
 from __future__ import annotations
@@ -13,24 +16,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import demo_data
+from demo_tokenizer import render
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import Tensor
 
 EPILOG = """
 examples:
   python tools/eval_demo_model.py                                    100 questions per task through octavo
   python tools/eval_demo_model.py --min-overall 0.90 --min-task 0.75 exit 1 when the model falls short
   python tools/eval_demo_model.py --backend transformers --show 3    compare, and print three mistakes per task
+  python tools/eval_demo_model.py --quantization int8                what rounding the weights costs
 """
 MAX_TOKENS = 64
 
 
-def answer_with_octavo(model: str, prompts: list[list[demo_data.Message]]) -> list[str]:
+def answer_with_octavo(
+    model: str, prompts: list[list[demo_data.Message]], quantization: str | None = None
+) -> list[str]:
     """Greedy answers through octavo."""
     from octavo import LLM, SamplingParams  # noqa: PLC0415  the backend not chosen need not be installed
 
-    llm = LLM(model=model)
+    llm = LLM(model=model, quantization=quantization)
     outputs = llm.chat(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
     return [output.outputs[0].text for output in outputs]
 
@@ -58,6 +67,73 @@ def answer_with_transformers(model: str, prompts: list[list[demo_data.Message]],
         for index, text in zip(chosen, decoded, strict=True):
             answers[index] = text
     return answers
+
+
+def divergence(model: str, examples: list[demo_data.Example], quantization: str) -> tuple[float, float]:
+    """Mean KL divergence of the rounded model from the plain one, in nats a token, and how often they agree on the top.
+
+    Both read every held-out conversation with its right answer; the tokens of the answer are counted.
+    """
+    from octavo import LLM  # noqa: PLC0415
+
+    tokenizer = LLM(model=model).get_tokenizer()
+    rows, counted = [], []
+    for example in examples:
+        head = tokenizer.encode(render(example.prompt(), generation_prompt=True))
+        rows.append([*head, *tokenizer.encode(example.answer + "<|im_end|>")])
+        counted.append(len(rows[-1]) - len(head))
+    plain, rounded = (logits_of(model, rows, counted, each) for each in (None, quantization))
+    sums = [0.0, 0.0]
+    for exact, other in zip(plain, rounded, strict=True):
+        exact_log, other_log = exact.log_softmax(-1), other.log_softmax(-1)
+        sums[0] += (exact_log.exp() * (exact_log - other_log)).sum().item()
+        sums[1] += (exact.argmax(-1) == other.argmax(-1)).sum().item()
+    return sums[0] / sum(counted), sums[1] / sum(counted)
+
+
+def logits_of(model: str, rows: list[list[int]], counted: list[int], quantization: str | None) -> list[Tensor]:
+    """float64 logits that foretell the last `counted` tokens of each row."""
+    import torch  # noqa: PLC0415
+
+    from octavo.kernels import AttentionBatch, create_kernels  # noqa: PLC0415
+    from octavo.models.loader import load_model  # noqa: PLC0415
+    from octavo.models.registry import read_architecture  # noqa: PLC0415
+    from octavo.worker.kv_cache import PagedKVCache  # noqa: PLC0415
+
+    device, size = torch.device("cpu"), max(map(len, rows))
+    architecture = read_architecture(Path(model))
+    network = load_model(
+        Path(model),
+        architecture,
+        create_kernels(device),
+        dtype=architecture.dtype,
+        device=device,
+        max_model_len=size,
+        quantization=quantization,
+    )
+    cache = PagedKVCache(
+        num_blocks=1,
+        num_layers=architecture.num_layers,
+        num_kv_heads=architecture.num_kv_heads,
+        block_size=size,
+        head_dim=architecture.head_dim,
+        dtype=network.dtype,
+        device=device,
+    )
+    logits = []
+    for row, count in zip(rows, counted, strict=True):
+        positions = torch.arange(len(row))
+        batch = AttentionBatch(
+            query_start=torch.tensor([0, len(row)], dtype=torch.int32),
+            seq_lens=torch.tensor([len(row)], dtype=torch.int32),
+            block_tables=torch.zeros(1, 1, dtype=torch.int32),
+            positions=positions,
+            slot_mapping=positions,
+            block_size=size,
+        )
+        hidden = network.forward(torch.tensor(row), batch, cache)
+        logits.append(network.compute_logits(hidden[-count - 1 : -1].contiguous()).double())
+    return logits
 
 
 def backends() -> dict[str, Callable[[str, list[list[demo_data.Message]]], list[str]]]:
@@ -95,11 +171,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=100, help="held-out questions per task (default 100)")
     parser.add_argument("--seed", type=int, default=0, help="which held-out questions (default 0)")
     parser.add_argument("--backend", choices=sorted(backends()), default="octavo", help="who answers (default octavo)")
+    parser.add_argument("--quantization", help="how octavo rounds the weights, as int8 (default: not)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--show", type=int, default=0, help="print up to this many mistakes per task")
     parser.add_argument("--min-overall", type=float, default=0.0, help="exit 1 below this overall share, as 0.90")
     parser.add_argument("--min-task", type=float, default=0.0, help="exit 1 when any task is below this share")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.quantization and args.backend != "octavo":
+        parser.error("--quantization is octavo's")
+    return args
 
 
 def main() -> int:
@@ -107,13 +187,23 @@ def main() -> int:
     args = parse_arguments()
     examples = [e for task in demo_data.CHECKABLE_TASKS for e in demo_data.questions(task, args.questions, args.seed)]
     assert all(example.held_out for example in examples)
-    answers = backends()[args.backend](args.model, [example.prompt() for example in examples])
+    prompts = [example.prompt() for example in examples]
+    if args.quantization:
+        answers = answer_with_octavo(args.model, prompts, args.quantization)
+    else:
+        answers = backends()[args.backend](args.model, prompts)
     scores = grade(examples, answers, args.show)
     overall = sum(scores.values()) / len(scores)
+    report = {"overall": overall, "tasks": scores, "questions": args.questions, "backend": args.backend}
+    if args.quantization:
+        report["kl_nats"], report["top_agreement"] = divergence(args.model, examples, args.quantization)
     if args.json:
-        print(json.dumps({"overall": overall, "tasks": scores, "questions": args.questions, "backend": args.backend}))
+        print(json.dumps(report | {"quantization": args.quantization}))
     else:
         print_table(scores, overall, args.questions)
+        if args.quantization:
+            print(f"KL divergence {report['kl_nats']:.5f} nats a token; the likeliest token is the same for ", end="")
+            print(f"{report['top_agreement']:.2%} of the answers' tokens")
     short = overall < args.min_overall or min(scores.values()) < args.min_task
     if short:
         print("the model falls short of the limits asked for", file=sys.stderr)

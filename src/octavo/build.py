@@ -65,6 +65,7 @@ def build_engine(
         scheduler_config=config.scheduler,
         device_config=_device_config(config),
         load_format=model_config.load_format,
+        quantization=model_config.quantization,
         seed=model_config.seed,
         progress=progress,
     )
@@ -77,7 +78,7 @@ def build_engine(
         clock=clock,
         sink=sink,
         num_host_blocks=worker.kv_cache.num_host_blocks,
-        cache_keys=(f"model:{directory.resolve()}", f"kv:{worker.kv_dtype}"),
+        cache_keys=(f"model:{directory.resolve()}", f"kv:{worker.kv_dtype}", f"weights:{model_config.quantization}"),
     )
     template = None if tokenizer is None else _chat_template(model_config, directory, tokenizer)
     return Engine(

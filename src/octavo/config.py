@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
+QUANTIZATIONS = ("int8",)
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
@@ -62,6 +63,8 @@ class ModelConfig:
 
     model: a directory in Hugging Face layout, a hub id, or None for the built-in demo model.
     dtype: "auto" takes the checkpoint's. max_model_len None takes the checkpoint's.
+    quantization: "int8" rounds weights as they are loaded, one scale per output feature, and multiplies them with
+    activations rounded to int8, one scale per token (W8A8); None leaves weights as they are.
     seed: the seeds of requests without one are drawn from it and their arrival number.
     generation_config: "auto" honours the checkpoint's generation_config.json, "vllm" (the name vLLM gave it) ignores
     its sampling defaults.
@@ -70,6 +73,7 @@ class ModelConfig:
     model: str | None = None
     tokenizer: str | None = None
     dtype: str = "auto"
+    quantization: str | None = None
     max_model_len: int | None = None
     seed: int = 0
     skip_tokenizer_init: bool = False
@@ -86,6 +90,8 @@ class ModelConfig:
         _at_least("max_model_len", self.max_model_len, 1, may_be_none=True)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
+        if self.quantization is not None:
+            _one_of("quantization", self.quantization, QUANTIZATIONS)
         _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         _one_of("generation_config", self.generation_config, ("auto", "vllm"))
 

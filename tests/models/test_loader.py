@@ -44,12 +44,13 @@ def packed_bytes(model):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_bytes_computed_are_bytes_allocated(name, tied, dtype, tmp_path):
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_bytes_computed_are_bytes_allocated(name, tied, dtype, quantization, tmp_path):
     path = write_checkpoint(tmp_path, tiny_config(name, tie_word_embeddings=tied, **BIASED))
-    model = load(path, dtype)
+    model = load(path, dtype, quantization=quantization)
     norm_dtype = "float32" if dtype == "float16" else dtype
     architecture = model.architecture
-    assert packed_bytes(model) == architecture.weight_bytes(dtype, norm_dtype)
+    assert packed_bytes(model) == architecture.weight_bytes(dtype, norm_dtype, quantization)
     assert model.cos_sin.nbytes == architecture.rope_bytes(64)
     assert model.dtype == activation_dtype(dtype, CPU)
 
@@ -75,6 +76,18 @@ def test_sharded_equals_whole(tmp_path, prompt_logits):
     assert torch.equal(prompt_logits(load(whole), PROMPT), prompt_logits(load(sharded), PROMPT))
     (sharded / "model.safetensors.index.json").unlink()
     assert torch.equal(prompt_logits(load(whole), PROMPT), prompt_logits(load(sharded), PROMPT))
+
+
+@pytest.mark.skipif(not COMPILED and not kernels_required(), reason="octavo was installed without compiled kernels")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_int8_is_near_the_checkpoint_and_the_same_in_both_backends(name, tmp_path, prompt_logits):
+    cpu = pytest.importorskip("octavo.kernels.cpu")
+    path = write_checkpoint(tmp_path, tiny_config(name, tie_word_embeddings=True, **BIASED), std=0.1)
+    options = {"dtype": "float32", "device": CPU, "max_model_len": 64, "quantization": "int8"}
+    compiled = load_model(path, read_architecture(path), cpu.CpuKernels(num_threads=1), **options)
+    exact, plain = prompt_logits(load(path), PROMPT), prompt_logits(load(path, quantization="int8"), PROMPT)
+    assert 0 < (plain - exact).norm() < 0.05 * exact.norm()
+    torch.testing.assert_close(prompt_logits(compiled, PROMPT), plain, rtol=0, atol=0.02 * exact.abs().max().item())
 
 
 def test_chunks_equal_whole_prompt(tmp_path, prompt_logits):

@@ -124,6 +124,17 @@ class EngineOptions:
             help="Number format of the weights; auto takes the checkpoint's.",
         ),
     ] = "auto"
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            "--quantization",
+            "-q",
+            metavar="int8",
+            rich_help_panel=_MODEL,
+            help="Round the weights to integers as they are loaded: int8 halves their memory (of bfloat16), and is two "
+            "to four times as fast on a CPU. Answers differ a little from those of the checkpoint's own numbers.",
+        ),
+    ] = None
     max_model_len: Annotated[
         int | None,
         typer.Option(
@@ -388,6 +399,7 @@ class EngineOptions:
                 model=self.chosen_model,
                 tokenizer=self.tokenizer,
                 dtype=self.dtype,
+                quantization=self.quantization,
                 max_model_len=self.max_model_len,
                 seed=self.seed,
                 load_format=self.load_format,

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from octavo.kernels.interface import AttentionBatch, PackedLinear, SamplingRows
+from octavo.kernels.quantization import MAX_IN_FEATURES, QuantizedWeight
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Isa = Literal["auto", "avx512", "avx2", "portable"]
+Isa = Literal["auto", "avx512_vnni", "avx512", "avx2", "portable"]
 LinearBackend = Literal["auto", "packed", "onednn"]
 
-_DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/types.h
+_DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}  # csrc/types.h
+_DEPTHS = {torch.bfloat16: 2, torch.int8: 4}  # consecutive values of a column that stand together in a panel
 _PANEL_COLUMNS = 32  # as in csrc/kernels.h
 _ATTENTION_ROWS = 112  # as in csrc/attention.h
 
@@ -63,9 +65,12 @@ class CpuKernels:
         """Change the number of threads; results do not depend on it."""
         self._set.set_num_threads(num_threads)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, *, float32_out: bool = False) -> PackedLinear:
+    def pack_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, float32_out: bool = False
+    ) -> PackedLinear:
         """Pack a weight into panels of 32 columns, or for oneDNN."""
-        if self.uses_onednn and not float32_out and weight.dtype == torch.bfloat16:
+        may_use_onednn = self.uses_onednn and not float32_out
+        if may_use_onednn and not isinstance(weight, QuantizedWeight) and weight.dtype == torch.bfloat16:
             one_dnn = _OneDnnWeight.pack(weight, bias)
             if self._accepts(one_dnn, weight.shape):
                 num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
@@ -197,17 +202,22 @@ class _PanelWeight:
     in_features: int
 
     @classmethod
-    def pack(cls, module: Any, kernel_set: Any, weight: Tensor, bias: Tensor | None) -> _PanelWeight:
-        weight = weight.detach()
-        weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        out_features, in_features = weight.shape
+    def pack(cls, module: Any, kernel_set: Any, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> _PanelWeight:
+        values, scales = (weight.values, weight.scales) if isinstance(weight, QuantizedWeight) else (weight, None)
+        values = values.detach() if values.stride(1) == 1 else values.detach().contiguous()
+        out_features, in_features = values.shape
+        assert scales is None or (scales.is_contiguous() and in_features <= MAX_IN_FEATURES)
         columns = -(-out_features // _PANEL_COLUMNS) * _PANEL_COLUMNS
-        depth = in_features + (in_features % 2 if weight.dtype == torch.bfloat16 else 0)
-        data = torch.empty(columns * depth * weight.element_size(), dtype=torch.uint8)
+        together = _DEPTHS.get(values.dtype, 1)
+        column_bytes = -(-in_features // together) * together * values.element_size()
+        data = torch.empty(columns * (column_bytes + (0 if scales is None else 8)), dtype=torch.uint8)
         assert data.data_ptr() % 64 == 0
         module.advise_huge_pages(data.data_ptr(), data.nbytes)
-        number = _DTYPE_NUMBERS[weight.dtype]
-        kernel_set.pack_weight(weight.data_ptr(), number, out_features, in_features, weight.stride(0), data.data_ptr())
+        number = _DTYPE_NUMBERS[values.dtype]
+        kernel_set.pack_weight(
+            values.data_ptr(), number, out_features, in_features, values.stride(0),
+            0 if scales is None else scales.data_ptr(), data.data_ptr(),
+        )  # fmt: skip
         padded = None
         if bias is not None:
             padded = torch.zeros(columns)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from octavo.kernels.quantization import QuantizedWeight
+
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
@@ -81,10 +83,13 @@ class Kernels(Protocol):
         """Upper bound of what attention and sampling allocate for themselves while they run."""
         ...
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, *, float32_out: bool = False) -> PackedLinear:
-        """Pack `weight` [out_features, in_features] (float32, bfloat16 or float16) and an optional bias [out_features].
+    def pack_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, float32_out: bool = False
+    ) -> PackedLinear:
+        """Pack `weight` [out_features, in_features] and an optional bias [out_features].
 
-        The weight's dtype may differ from that of the activations it will meet (float16 weights meet float32 ones).
+        The weight is float32, bfloat16 or float16, and its dtype may differ from that of the activations it will meet
+        (float16 weights meet float32 ones); or it is quantized, and then activations are, too, as they come.
         float32_out: it will be multiplied with `float32_out`, or read by `embedding` (an lm_head, tied or not).
         """
         ...
@@ -92,7 +97,8 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False) -> Tensor:
         """Return x @ weight.T + bias: [num_tokens, in_features] -> [num_tokens, out_features], in x's dtype or float32.
 
-        The sum over in_features and the bias are taken in float32 and rounded once.
+        The sum over in_features and the bias are taken in float32 and rounded once; a quantized weight's sum is one of
+        integers, see `octavo.kernels.quantization`.
         """
         ...
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from octavo.kernels.interface import AttentionBatch, PackedLinear, SamplingRows
 from octavo.kernels.noise import gumbel_noise
+from octavo.kernels.quantization import QuantizedWeight, linear_int8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +30,9 @@ class ReferenceKernels:
     name = "reference"
     has_own_threads = False
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, *, float32_out: bool = False) -> PackedLinear:
+    def pack_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, float32_out: bool = False
+    ) -> PackedLinear:
         """Keep `weight` as it is."""
         del float32_out
         num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
@@ -39,6 +42,8 @@ class ReferenceKernels:
         """Return x @ weight.T + bias."""
         weight, bias = packed.storage, packed.bias
         out_dtype = torch.float32 if float32_out else x.dtype
+        if isinstance(weight, QuantizedWeight):
+            return linear_int8(x, weight, bias, out_dtype)
         if weight.dtype == x.dtype == out_dtype and (bias is None or bias.dtype == x.dtype):
             return F.linear(x, weight, bias)
         wide = x.float()
@@ -47,7 +52,10 @@ class ReferenceKernels:
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any) -> Tensor:
         """Return rows of the weight."""
-        return F.embedding(token_ids, packed.storage).to(dtype)
+        weight = packed.storage
+        if isinstance(weight, QuantizedWeight):
+            return (weight.values[token_ids].float() * weight.scales[token_ids].unsqueeze(1)).to(dtype)
+        return F.embedding(token_ids, weight).to(dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return x / rms(x) * weight."""

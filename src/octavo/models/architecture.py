@@ -61,10 +61,18 @@ class Architecture:
         """Number of weights in the checkpoint; tied embeddings count once."""
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
-    def weight_bytes(self, dtype: str, norm_dtype: str | None = None) -> int:
-        """Bytes of all weights in `dtype`; norm weights are kept in `norm_dtype` (that of the activations)."""
-        norms = sum(math.prod(shape) for name, shape in self.tensor_shapes().items() if is_norm(name))
-        return (self.num_parameters - norms) * DTYPE_BYTES[dtype] + norms * DTYPE_BYTES[norm_dtype or dtype]
+    def weight_bytes(self, dtype: str, norm_dtype: str | None = None, quantization: str | None = None) -> int:
+        """Bytes of all weights in `dtype`; norm weights are kept in `norm_dtype` (that of the activations).
+
+        quantization "int8": matrices take a byte a weight, and four for the scale of each row.
+        """
+        total = 0
+        for name, shape in self.tensor_shapes().items():
+            if quantization is not None and len(shape) == 2:
+                total += math.prod(shape) + 4 * shape[0]
+            else:
+                total += math.prod(shape) * DTYPE_BYTES[(norm_dtype or dtype) if is_norm(name) else dtype]
+        return total
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of keys and values that one token keeps over all layers."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from octavo.errors import ModelError
+from octavo.kernels.quantization import quantize_weight
 from octavo.models.architecture import is_norm
 from octavo.models.checkpoint import CheckpointFiles
 from octavo.models.layers import CausalLM, ModelContext
@@ -83,13 +84,15 @@ def load_model(
     device: torch.device,
     max_model_len: int,
     load_format: str = "auto",
+    quantization: str | None = None,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> CausalLM:
     """Read and pack all weights of a checkpoint.
 
     dtype: "float32", "bfloat16" or "float16", of the packed weights. load_format "dummy" makes random weights from
-    `seed` and reads no file. progress(done, total) is called after each tensor, in bytes of packed weights.
+    `seed` and reads no file. quantization "int8" rounds the weights of all products, see `octavo.kernels.quantization`.
+    progress(done, total) is called after each tensor, in bytes of weights in `dtype`.
     Peak memory is that of the packed weights and the largest fused matrix. Raises `ModelError`.
     """
     shapes = architecture.tensor_shapes()
@@ -102,7 +105,7 @@ def load_model(
         source = files
     computed = activation_dtype(dtype, device)
     total = architecture.weight_bytes(dtype, str(computed).removeprefix("torch."))
-    packer = _Packer(source, shapes, kernels, _TORCH_DTYPES[dtype], computed, device, total, progress)
+    packer = _Packer(source, shapes, kernels, _TORCH_DTYPES[dtype], quantization, computed, device, total, progress)
     context = ModelContext(
         architecture=architecture,
         kernels=kernels,
@@ -122,6 +125,7 @@ class _Packer:
         shapes: dict[str, tuple[int, ...]],
         kernels: Kernels,
         dtype: torch.dtype,
+        quantization: str | None,
         norm_dtype: torch.dtype,
         device: torch.device,
         total_bytes: int,
@@ -131,6 +135,7 @@ class _Packer:
         self.shapes = shapes
         self.kernels = kernels
         self.dtype = dtype
+        self.quantization = quantization
         self.norm_dtype = norm_dtype
         self.device = device
         self.done_bytes = 0
@@ -140,7 +145,9 @@ class _Packer:
     def linear(self, *names: str, bias: bool = False, float32_out: bool = False) -> PackedLinear:
         weight = self._fuse([f"{name}.weight" for name in names])
         fused_bias = self._fuse([f"{name}.bias" for name in names]) if bias else None
-        return self.kernels.pack_linear(weight, fused_bias, float32_out=float32_out)
+        if self.quantization is None:
+            return self.kernels.pack_linear(weight, fused_bias, float32_out=float32_out)
+        return self.kernels.pack_linear(quantize_weight(weight), fused_bias, float32_out=float32_out)
 
     def norm(self, name: str) -> Tensor:
         return self._fuse([name])

@@ -62,6 +62,7 @@ class Worker:
         scheduler_config: SchedulerConfig,
         device_config: DeviceConfig,
         load_format: str = "auto",
+        quantization: str | None = None,
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -77,6 +78,7 @@ class Worker:
             device=self.device,
             max_model_len=max_model_len,
             load_format=load_format,
+            quantization=quantization,
             seed=seed,
             progress=progress,
         )

@@ -1,0 +1,120 @@
+"""int8 weights times int8 activations: one expression of exact integer sums, so every backend gives the same bits."""
+
+import pytest
+import torch
+from kernel_backends import ISAS, compiled_kernels
+
+from octavo.kernels.quantization import QuantizedWeight, quantize_rows, quantize_weight
+from octavo.kernels.reference import ReferenceKernels
+
+FLOATS = [torch.float32, torch.bfloat16]
+SHAPES = [(1, 1, 1), (5, 123, 123), (3, 64, 33), (9, 257, 40), (33, 300, 70), (130, 520, 65), (700, 1030, 96)]
+
+
+def random(generator, *shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
+def test_every_instruction_set_gives_the_bits_of_the_reference(compiled, generator, x_dtype, shape):
+    rows, depth, width = shape
+    x = random(generator, rows, depth, dtype=x_dtype) * 10
+    weight, bias = quantize_weight(random(generator, width, depth)), random(generator, width)
+    for biases in (bias, None):
+        packed, plain = compiled.pack_linear(weight, biases), ReferenceKernels().pack_linear(weight, biases)
+        for float32_out in (True, False):
+            result = compiled.linear(x, packed, float32_out=float32_out)
+            assert torch.equal(result, ReferenceKernels().linear(x, plain, float32_out=float32_out))
+
+
+@pytest.mark.parametrize("depth", [1024, 4864, 65536])
+def test_the_largest_sums_do_not_overflow(compiled, depth):
+    x = torch.full((3, depth), 5.0)
+    x[1] = -5.0
+    x[2, ::2] = -5.0
+    values = torch.full((40, depth), 127, dtype=torch.int8)
+    values[1::3] = -127
+    values[2::3] = -128  # what other programs' checkpoints may hold
+    weight = QuantizedWeight(values, torch.ones(40))
+    expected = ReferenceKernels().linear(x, ReferenceKernels().pack_linear(weight))
+    assert torch.equal(compiled.linear(x, compiled.pack_linear(weight)), expected)
+    assert expected[0, 0] == torch.tensor(127.0 * 127 * depth).float() * (torch.tensor(5.0) / 127)
+
+
+def test_rows_of_zeros_tiny_and_broken_numbers(kernels, generator):
+    x = random(generator, 8, 70)
+    x[1] = 0
+    x[2] *= 1e-35
+    x[3, 5] = torch.nan
+    x[4, 69] = torch.inf
+    x[5, 0] = -torch.inf
+    x[6] *= 1e30
+    result = kernels.linear(x, kernels.pack_linear(quantize_weight(random(generator, 33, 70))))
+    assert torch.equal(result.isnan().all(dim=1), torch.tensor([False, False, False, True, True, True, False, False]))
+    assert torch.equal(result.isnan().any(dim=1), result.isnan().all(dim=1))
+    assert not result[1:3].any()
+    assert result[6].isfinite().all()
+    assert result[6].abs().max() > 1e28
+
+
+@pytest.mark.parametrize(("depth", "width"), [(896, 160), (4864, 96), (123, 33)])
+def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, depth, width):
+    packed = compiled.pack_linear(quantize_weight(random(generator, width, depth)), random(generator, width))
+    x = random(generator, 130, depth, dtype=torch.bfloat16)
+    x[0] *= 3
+    alone = torch.cat([compiled.linear(x[i : i + 1], packed, float32_out=True) for i in range(130)])
+    for rows in (2, 3, 7, 8, 9, 13, 14, 15, 28, 29, 33, 130):
+        assert torch.equal(compiled.linear(x[:rows], packed, float32_out=True), alone[:rows]), rows
+    assert torch.equal(compiled.linear(x[97:], packed, float32_out=True), alone[97:])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_threads_do_not_change_a_bit(isa, generator):
+    weight, x = quantize_weight(random(generator, 300, 200)), random(generator, 40, 200)
+    results = [k.linear(x, k.pack_linear(weight)) for k in (compiled_kernels(isa), compiled_kernels(isa, 1))]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
+def test_embedding_gives_the_rounded_rows_back(kernels, generator, out_dtype):
+    weight = quantize_weight(random(generator, 100, 45))
+    ids = torch.tensor([99, 0, 31, 32, 99, 64])
+    expected = (weight.values[ids].float() * weight.scales[ids].unsqueeze(1)).to(out_dtype)
+    assert torch.equal(kernels.embedding(ids, kernels.pack_linear(weight, float32_out=True), out_dtype), expected)
+
+
+def test_strided_rows(kernels, generator):
+    x = random(generator, 6, 200)[:, 50:150]
+    weight = quantize_weight(random(generator, 40, 300)[:, 20:120])
+    assert torch.equal(
+        kernels.linear(x, kernels.pack_linear(weight)), kernels.linear(x.contiguous(), kernels.pack_linear(weight))
+    )
+    assert kernels.linear(x[:0], kernels.pack_linear(weight)).shape == (0, 40)
+
+
+def test_rounding_is_symmetric_to_nearest_even_and_the_largest_is_127(generator):
+    values, scales = quantize_rows(torch.tensor([[127.0, 0.5, 1.5, -0.5, -2.5, -127.0], [0, 0, 0, 0, 0, 0]]))
+    assert values.tolist() == [[127, 0, 2, 0, -2, -127], [0] * 6]
+    assert scales.tolist() == [1.0, 0.0]
+    weight = random(generator, 50, 80, dtype=torch.bfloat16)
+    rounded = quantize_weight(weight)
+    assert (rounded.values.abs().amax(dim=1) == 127).all()
+    error = (rounded.values * rounded.scales.unsqueeze(1) - weight.float()).abs()
+    assert (error <= rounded.scales.unsqueeze(1) * 0.5001).all()
+
+
+def test_the_error_is_that_of_rounding_alone(fastest, generator):
+    x, weight = random(generator, 64, 512), random(generator, 256, 512)
+    exact = x.double() @ weight.double().T
+    result = fastest.linear(x, fastest.pack_linear(quantize_weight(weight))).double()
+    relative = (result - exact).norm() / exact.norm()
+    # Uniform rounding to steps of amax / 127 in both factors: two independent errors of step / sqrt(12).
+    steps = torch.tensor([(each.double().abs().amax(dim=1) / 127).square().mean().sqrt() for each in (x, weight)])
+    expected = (steps.square() / 12).sum().sqrt()
+    assert 0.8 * expected < relative < 1.2 * expected
+
+
+def test_bytes_are_those_of_the_padded_panels(fastest):
+    packed = fastest.pack_linear(quantize_weight(torch.ones(33, 5)))
+    assert packed.num_bytes == 64 * (8 + 4 + 4)
