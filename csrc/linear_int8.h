@@ -99,10 +99,10 @@ struct ByteTile {
   int64_t first;  // row of the output
 };
 
-// Writes M rows x 32 columns: scales the sums and adds the bias.
-template <class Out, int M>
-void write_byte_sums(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t first_column,
-                     const IVec (&sums)[M][kPanelVecs]) {
+// Writes `rows` x 32 columns: scales the sums and adds the bias.
+template <class Out>
+void write_byte_sums(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t rows,
+                     int64_t first_column, const int32_t* sums) {
   for (int v = 0; v < kPanelVecs; ++v) {
     const int64_t column = first_column + v * kLanes, count = args.n - column;
     if (count <= 0) break;
@@ -111,8 +111,9 @@ void write_byte_sums(const LinearArgs& args, const ByteWeight& weight, const Byt
     static_assert(kByteOffset == 0 || kByteOffset == 128);
     offset = kByteOffset == 0 ? splat_int(0) : shift_left<7>(offset);
     const Vec bias = args.bias == nullptr ? splat(0.0f) : load(args.bias + column);
-    for (int m = 0; m < M; ++m) {
-      Vec value = to_float(sums[m][v] - offset) * (splat(tile.scales[m]) * scale);
+    for (int64_t m = 0; m < rows; ++m) {
+      const IVec sum = load_int(sums + m * kPanelColumns + v * kLanes) - offset;
+      Vec value = to_float(sum) * (splat(tile.scales[m]) * scale);
       if (args.bias != nullptr) value = value + bias;
       store_first(static_cast<Out*>(args.out) + (tile.first + m) * args.n + column, value, count);
     }
@@ -156,12 +157,21 @@ void multiply_bytes(const LinearArgs& args, const ByteWeight& weight, const Byte
     }
     x += M * 4;
   }
+  alignas(64) int32_t stored[P][M][kPanelColumns];
+  OCTAVO_UNROLL
+  for (int p = 0; p < P; ++p) {
+    OCTAVO_UNROLL
+    for (int m = 0; m < M; ++m) {
+      OCTAVO_UNROLL
+      for (int v = 0; v < kPanelVecs; ++v) store_int(&stored[p][m][v * kLanes], sums[p][m][v]);
+    }
+  }
   for (int p = 0; p < P; ++p) {
     const int64_t column = (panel + p) * kPanelColumns;
     if (args.out_dtype == DType::kFloat32) {
-      write_byte_sums<float>(args, weight, tile, column, sums[p]);
+      write_byte_sums<float>(args, weight, tile, M, column, stored[p][0]);
     } else {
-      write_byte_sums<bf16>(args, weight, tile, column, sums[p]);
+      write_byte_sums<bf16>(args, weight, tile, M, column, stored[p][0]);
     }
   }
 }
