@@ -1,6 +1,6 @@
 """Medians of every kernel at the shapes of Qwen2-0.5B, as fractions of peaks measured in the same run.
 
-    python benchmarks/kernels.py [--threads 2] [--rounds 9] [--isa avx512] [--only linear]
+    python benchmarks/kernels.py [--threads 2] [--rounds 9] [--isa avx512] [--only int8]
 
 Rounds are interleaved (every case once, then every case again), so that a disturbance falls on all alike. The peaks are
 float32 products of torch at 1024 x 4096 x 4096, and reading 512 MB; the best of their rounds counts.
@@ -18,6 +18,7 @@ import torch
 
 from octavo.kernels import AttentionBatch, SamplingRows
 from octavo.kernels.cpu import CpuKernels
+from octavo.kernels.quantization import quantize_weight
 from octavo.kernels.reference import ReferenceKernels
 
 if TYPE_CHECKING:
@@ -63,27 +64,50 @@ def peak_cases() -> Iterator[Case]:
     yield Case("peak: read", "torch", lambda _: data.max(), 0, data.nbytes, [])
 
 
+LAYERS = {
+    "qkv": (HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM),
+    "o": (HIDDEN, HIDDEN),
+    "gate_up": (HIDDEN, 2 * INTERMEDIATE),
+    "down": (INTERMEDIATE, HIDDEN),
+    "lm_head": (HIDDEN, VOCAB),
+}
+
+
 def linear_cases(kernels: Kernels) -> Iterator[Case]:
-    """The matrix products of a layer and of lm_head, bfloat16."""
-    layers = {
-        "qkv": (HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM),
-        "o": (HIDDEN, HIDDEN),
-        "gate_up": (HIDDEN, 2 * INTERMEDIATE),
-        "down": (INTERMEDIATE, HIDDEN),
-        "lm_head": (HIDDEN, VOCAB),
-    }
-    for layer, (depth, width) in layers.items():
-        weight = torch.randn(width, depth, dtype=torch.bfloat16)
+    """The products of a layer and of lm_head: bfloat16 weights, and int8 ones (activations are rounded on the way)."""
+    for layer, (depth, width) in LAYERS.items():
         wide = layer == "lm_head"
-        copies = 1 if kernels.name == "reference" else max(1, COPIES_BYTES // weight.nbytes)
-        packed = [kernels.pack_linear(weight, float32_out=wide) for _ in range(copies)]
-        for rows in (1, 2, 4, 8, 16, 32) if wide else (1, 2, 4, 8, 16, 32, 128, 512):
-            x = torch.randn(rows, depth, dtype=torch.bfloat16)
+        weight = torch.randn(width, depth, dtype=torch.bfloat16)
+        for name, stored in (("linear", weight), ("int8", quantize_weight(weight))):
+            copies = 1 if kernels.name == "reference" else max(1, COPIES_BYTES // stored.nbytes)
+            packed = [kernels.pack_linear(stored, float32_out=wide) for _ in range(copies)]
+            for rows in (1, 2, 4, 8, 16, 32) if wide else (1, 2, 4, 8, 16, 32, 128, 512):
+                x = torch.randn(rows, depth, dtype=torch.bfloat16)
 
-            def call(i: int, x=x, packed=packed, wide=wide) -> object:  # noqa: ANN001
-                return kernels.linear(x, packed[i % len(packed)], float32_out=wide)
+                def call(i: int, x=x, packed=packed, wide=wide) -> object:  # noqa: ANN001
+                    return kernels.linear(x, packed[i % len(packed)], float32_out=wide)
 
-            yield case(f"linear {layer} x{rows}", kernels, call, 2 * rows * depth * width, weight.nbytes)
+                yield case(f"{name} {layer} x{rows}", kernels, call, 2 * rows * depth * width, stored.nbytes)
+
+
+def torch_cases() -> Iterator[Case]:
+    """Products of torch itself, for comparison: float32, and integers (which it is given already rounded)."""
+    for layer, (depth, width) in LAYERS.items():
+        weight = torch.randn(width, depth)
+        bytes_weight = torch.randint(-127, 128, (width, depth), dtype=torch.int8).t()
+        for rows in (32, 512) if layer != "lm_head" else (32,):
+            x = torch.randn(rows, depth)
+            bytes_x = torch.randint(-127, 128, (rows, depth), dtype=torch.int8)
+
+            def wide_call(_: int, x=x, weight=weight) -> object:  # noqa: ANN001
+                return torch.nn.functional.linear(x, weight)
+
+            def bytes_call(_: int, x=bytes_x, weight=bytes_weight) -> object:  # noqa: ANN001
+                return torch._int_mm(x, weight)  # noqa: SLF001
+
+            flops = 2 * rows * depth * width
+            yield Case(f"linear {layer} x{rows}", "torch fp32", wide_call, flops, weight.nbytes, [])
+            yield Case(f"int8 {layer} x{rows}", "torch int8", bytes_call, flops, bytes_weight.nbytes, [])
 
 
 def attention_cases(kernels: Kernels) -> Iterator[Case]:
@@ -202,6 +226,7 @@ def main() -> None:
     groups = (linear_cases, attention_cases, elementwise_cases, sampling_cases)
     cases = list(peak_cases())
     cases += [c for group in groups for kernels in backends for c in group(kernels) if options.only in c.name]
+    cases += [c for c in torch_cases() if options.only in c.name]
     for c in cases:
         c.run()
         c.times.clear()  # the first call allocates
