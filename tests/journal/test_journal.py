@@ -13,6 +13,7 @@ from kernels_available import COMPILED
 from octavo import CacheConfig, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import EngineConfig, kernels_required
 from octavo.errors import ConfigError
+from octavo.events import StepScheduled
 from octavo.journal.explain import explain, intervals
 from octavo.journal.format import Pseudonyms, decode_tokens, encode_tokens, read_journal
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
@@ -385,11 +386,5 @@ def test_the_timeline_has_a_lane_for_every_request(make_core, tmp_path):
     assert lanes == {"r0", "r1", "r2", "r3"}
     spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert all(e["dur"] > 0 and e["ts"] >= 0 for e in spans)
-    assert sum(e["name"].startswith("step") for e in spans) == len(recorded.core.log.of_type(_step())) > 0
+    assert sum(e["name"].startswith("step") for e in spans) == len(recorded.core.log.of_type(StepScheduled)) > 0
     json.dumps(trace)
-
-
-def _step():
-    from octavo.events import StepScheduled
-
-    return StepScheduled

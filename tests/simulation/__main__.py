@@ -36,7 +36,7 @@ def main() -> int:
     if args.exhaustive:
         from simulation.exhaustive import run_all
 
-        print(json.dumps({"small_worlds": run_all()}))
+        print(json.dumps({"small_worlds": run_all(jobs=args.jobs)}))
         return 0
     if args.world:
         error, totals, _ = run_one(args.world)

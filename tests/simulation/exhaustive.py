@@ -7,6 +7,7 @@ tokens: together every order of arrivals, aborts and completions that steps can 
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -91,10 +92,10 @@ def add(world: World, name: str, prompt: list[int], max_tokens: int) -> None:
     world.tracked[name] = Tracked(Oracle(prompt, 0), max_tokens)
 
 
-def run_all(num_arrival_steps: int = 3, num_abort_steps: int = 5, max_length: int = 3) -> int:
-    """Live through all stories; return how many there were."""
-    count = 0
-    for story in all_stories(num_arrival_steps, num_abort_steps, max_length):
-        live(story)
-        count += 1
-    return count
+def run_all(num_arrival_steps: int = 3, num_abort_steps: int = 5, max_length: int = 3, jobs: int = 1) -> int:
+    """Live through all stories, on so many processes; return how many there were."""
+    stories = all_stories(num_arrival_steps, num_abort_steps, max_length)
+    if jobs == 1:
+        return sum(1 for _ in map(live, stories))
+    with ProcessPoolExecutor(jobs) as pool:
+        return sum(1 for _ in pool.map(live, stories, chunksize=2000))
