@@ -179,6 +179,21 @@ class KernelSet {
     table_.top_tokens(pool_, at<float>(values), rows, vocab, k, at<float>(out_values), at<int64_t>(out_ids));
   }
 
+  int64_t spin_fma(int64_t rounds) {
+    ThreadPool::Session session(pool_);
+    return table_.spin_fma(pool_, rounds);
+  }
+
+  int64_t spin_bytes(int64_t rounds) {
+    ThreadPool::Session session(pool_);
+    return table_.spin_bytes(pool_, rounds);
+  }
+
+  int64_t read_memory(Address data, int64_t bytes) {
+    ThreadPool::Session session(pool_);
+    return table_.read_memory(pool_, at<void>(data), bytes);
+  }
+
   void gumbel_noise(int64_t seed, int32_t position, int32_t sample_index, int64_t first, int64_t count, Address out) {
     table_.gumbel_noise(seed, position, sample_index, first, count, at<float>(out));
   }
@@ -224,5 +239,8 @@ NB_MODULE(_kernels, m) {
       .def("paged_attention", &KernelSet::paged_attention, Released())
       .def("sample", &KernelSet::sample, Released())
       .def("top_tokens", &KernelSet::top_tokens, Released())
+      .def("spin_fma", &KernelSet::spin_fma, Released())
+      .def("spin_bytes", &KernelSet::spin_bytes, Released())
+      .def("read_memory", &KernelSet::read_memory, Released())
       .def("gumbel_noise", &KernelSet::gumbel_noise, Released());
 }

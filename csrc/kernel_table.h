@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "limits.h"
 #include "packing.h"
 #include "sampling.h"
 
@@ -10,7 +11,8 @@ namespace octavo::OCTAVO_ISA {
 
 constexpr KernelTable kTable{
     pack_weight,       linear,          embedding, rms_norm,   silu_and_mul,
-    rope_and_write_kv, paged_attention, sample,    top_tokens, gumbel_noise,
+    rope_and_write_kv, paged_attention, sample,    top_tokens, spin_fma,
+    spin_bytes,        read_memory,     gumbel_noise,
 };
 
 }  // namespace octavo::OCTAVO_ISA

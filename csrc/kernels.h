@@ -111,6 +111,9 @@ struct KernelTable {
   void (*sample)(ThreadPool&, const SampleArgs&);
   void (*top_tokens)(ThreadPool&, const float* values, int64_t rows, int64_t vocab, int64_t k, float* out_values,
                      int64_t* out_ids);
+  int64_t (*spin_fma)(ThreadPool&, int64_t rounds);
+  int64_t (*spin_bytes)(ThreadPool&, int64_t rounds);
+  int64_t (*read_memory)(ThreadPool&, const void* p, int64_t bytes);
   void (*gumbel_noise)(int64_t seed, int32_t position, int32_t sample_index, int64_t first, int64_t count, float* out);
 };
 

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "worker": DATA | {"kernels", "models", "worker"},
 }
 # Only these see both sides, and nobody imports them but each other.
-JOINTS = {"build", "llm", "cli", "assets", "__main__", "__init__", "compatibility", "progress"}
+JOINTS = {"build", "llm", "cli", "doctor", "assets", "__main__", "__init__", "compatibility", "progress"}
 STANDARD_LIBRARY_ONLY = DATA | {"core"}
 NO_TORCH = DATA | {"core", "engine", "journal", "server", "cli", "assets", "progress", "compatibility"}
 

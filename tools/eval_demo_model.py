@@ -74,9 +74,9 @@ def divergence(model: str, examples: list[demo_data.Example], quantization: str)
 
     Both read every held-out conversation with its right answer; the tokens of the answer are counted.
     """
-    from octavo import LLM  # noqa: PLC0415
+    from octavo.engine.tokenizer import Tokenizer  # noqa: PLC0415
 
-    tokenizer = LLM(model=model).get_tokenizer()
+    tokenizer = Tokenizer.from_directory(Path(model))
     rows, counted = [], []
     for example in examples:
         head = tokenizer.encode(render(example.prompt(), generation_prompt=True))
@@ -171,7 +171,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=100, help="held-out questions per task (default 100)")
     parser.add_argument("--seed", type=int, default=0, help="which held-out questions (default 0)")
     parser.add_argument("--backend", choices=sorted(backends()), default="octavo", help="who answers (default octavo)")
-    parser.add_argument("--quantization", help="how octavo rounds the weights, as int8 (default: not)")
+    parser.add_argument("--quantization", choices=("int8",), help="how octavo rounds the weights (default: not)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--show", type=int, default=0, help="print up to this many mistakes per task")
     parser.add_argument("--min-overall", type=float, default=0.0, help="exit 1 below this overall share, as 0.90")

@@ -78,6 +78,11 @@ class RequestStalled(RequestEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class RequestOutranked(RequestEvent):
+    """Its prompt is half computed and got nothing in this step: it gave way to more important newcomers."""
+
+
+@dataclass(frozen=True, slots=True)
 class KVLoadStarted(RequestEvent):
     """KV of `num_tokens` is being fetched for it from outside."""
 

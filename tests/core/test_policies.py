@@ -73,6 +73,44 @@ def test_a_long_prompt_gives_way_to_a_more_important_newcomer(make_core):
     assert len(core.finished) == 3
 
 
+def test_who_gave_way_is_not_overtaken_by_the_less_important(make_core):
+    core = make_core(policy="priority", ageing_s=None, max_num_batched_tokens=8)
+    core.add("batch", 40, priority=5)
+    core.step()
+    core.add("user", 3, priority=0)
+    core.add("later", 30, priority=7)
+    assert core.step().num_scheduled_tokens == {"user": 3, "batch": 5}
+    assert core.step().num_scheduled_tokens == {"user": 1, "batch": 7}
+    assert not core.log.of_type(events.RequestOutranked)
+    core.run()
+    assert order_of_admission(core) == ["batch", "user", "later"]
+
+
+def test_nobody_waits_for_a_block_that_a_less_important_request_computes(make_core):
+    core = make_core(policy="priority", ageing_s=None, long_prefill_token_threshold=8, block_size=4)
+    prefix = list(range(24))
+    core.add("owner", [*prefix, 77], priority=5)
+    core.step()
+    core.add("more", [*prefix, 78], priority=0)
+    core.add("less", [*prefix, 79], priority=7)
+    core.run()
+    assert {event.request_id for event in core.log.of_type(events.RequestParked)} == {"less"}
+    assert order_of_admission(core) == ["owner", "more", "less"]
+
+
+def test_nobody_gives_way_to_a_tenant_under_fair_share(make_core):
+    core = make_core(policy="fair", max_num_batched_tokens=8)
+    core.add("long", 60, tenant="a")
+    core.step()
+    for index in range(20):
+        if "long" in core.finished:
+            break
+        core.add(f"new{index}", 8, max_tokens=1, tenant=f"t{index}")
+        assert core.step().num_scheduled_tokens["long"] >= 1
+    core.run()
+    assert len(core.finished) >= 2
+
+
 def test_first_come_first_served_does_not_give_way(make_core):
     core = make_core(max_num_batched_tokens=8)
     core.add("a", 12, priority=5)
@@ -87,7 +125,7 @@ def test_who_gave_way_waits_for_blocks_rather_than_preempt(make_core):
     core.step()
     core.add("user", 3, priority=0, max_tokens=1)  # one of two free blocks; the rest of the batch would take both
     assert core.step().num_scheduled_tokens == {"user": 3}
-    assert [event.request_id for event in core.log.of_type(events.RequestStalled)] == ["batch"]
+    assert [event.request_id for event in core.log.of_type(events.RequestOutranked)] == ["batch"]
     assert not core.log.of_type(events.RequestPreempted)
     core.run()
     assert core.finished == {"user": "length", "batch": "length"}

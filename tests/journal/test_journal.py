@@ -221,6 +221,26 @@ def test_a_real_run_is_repeated(tmp_path, num_requests, record_testsuite_propert
         assert all(a.end == b.start for a, b in itertools.pairwise(life))
 
 
+def test_an_id_that_is_used_again_before_its_expiry_was_told(make_core, tmp_path):
+    recorded = Recorded(make_core, tmp_path / "run.journal")
+    core = recorded.core
+    core.add("other", 3, max_tokens=6)
+    core.add("a", [1, 2, 3], deadline=0.5, max_tokens=6)
+    scheduled = core.scheduler.schedule()  # "a" expires: its ending is told with the result
+    assert "a" not in core.scheduler.requests
+    core.add("a", [4, 5, 6, 7], max_tokens=3)
+    core.scheduler.update_from_output(scheduled, core.compute(scheduled))
+    core.add("b", 4, deadline=0.5)
+    scheduled = core.scheduler.schedule()
+    core.add("b", 5, max_tokens=3)
+    core.scheduler.finish_requests(["b"], RequestStatus.FINISHED_ABORTED)  # the second one
+    core.scheduler.update_from_output(scheduled, core.compute(scheduled))
+    core.run()
+    assert recorded.close().mismatches == []
+    endings = [line for line in read_journal(recorded.path)[1] if line[0] == "g"]
+    assert sorted(line[1] for line in endings) == [0, 1, 2, 3, 4]
+
+
 def test_no_text_is_written(make_core, tmp_path):
     recorded = Recorded(make_core, tmp_path / "run.journal")
     prompt = [111_111, 222_222, 333_333, 444_444, 555_555]

@@ -15,6 +15,14 @@ def random(generator, *shape, dtype=torch.float32):
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
+def assert_same_bits(result, expected):
+    """Equal, the sign of a zero included; any NaN equals any other."""
+    assert torch.equal(result.isnan(), expected.isnan())
+    bits = torch.int32 if result.dtype == torch.float32 else torch.int16
+    result, expected = (each.nan_to_num(nan=1.0).view(bits) for each in (result, expected))
+    assert torch.equal(result, expected)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
 def test_every_instruction_set_gives_the_bits_of_the_reference(compiled, generator, x_dtype, shape):
@@ -25,7 +33,7 @@ def test_every_instruction_set_gives_the_bits_of_the_reference(compiled, generat
         packed, plain = compiled.pack_linear(weight, biases), ReferenceKernels().pack_linear(weight, biases)
         for float32_out in (True, False):
             result = compiled.linear(x, packed, float32_out=float32_out)
-            assert torch.equal(result, ReferenceKernels().linear(x, plain, float32_out=float32_out))
+            assert_same_bits(result, ReferenceKernels().linear(x, plain, float32_out=float32_out))
 
 
 @pytest.mark.parametrize("depth", [1024, 4864, 65536])
@@ -50,7 +58,11 @@ def test_rows_of_zeros_tiny_and_broken_numbers(kernels, generator):
     x[4, 69] = torch.inf
     x[5, 0] = -torch.inf
     x[6] *= 1e30
-    result = kernels.linear(x, kernels.pack_linear(quantize_weight(random(generator, 33, 70))))
+    x[7] = -0.3
+    x[7, 0] = 127.0
+    weight = quantize_weight(random(generator, 33, 70))
+    result = kernels.linear(x, kernels.pack_linear(weight))
+    assert_same_bits(result, ReferenceKernels().linear(x, ReferenceKernels().pack_linear(weight)))
     assert torch.equal(result.isnan().all(dim=1), torch.tensor([False, False, False, True, True, True, False, False]))
     assert torch.equal(result.isnan().any(dim=1), result.isnan().all(dim=1))
     assert not result[1:3].any()

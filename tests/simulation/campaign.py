@@ -104,11 +104,14 @@ def run_one(name: str) -> tuple[str | None, Totals, float]:
 def run_seed(seed: int, num_steps: int, jobs: int, file: RunFile) -> Run:
     """Run worlds of a seed until so many steps are done or one fails, from where the file says it stands."""
     run = file.runs.setdefault(seed, Run(seed))
+    if run.totals.steps >= num_steps:
+        return run
     names = (f"{seed}:{index}" for index in itertools.count(run.num_worlds))
     last_save = time.monotonic()
     for name, (error, figures, seconds) in _results(names, jobs):
         if error is not None:
             run.failed = (name, error)
+            file.save()
             break
         run.totals.add(figures)
         run.num_worlds += 1

@@ -30,7 +30,9 @@ def test_no_world_has_a_wrong_token_or_a_leak(seed):
 
 @pytest.mark.slow
 def test_every_three_features_meet():
-    totals = run_seed("coverage", 400_000, 2, RunFile(None)).totals
+    run = run_seed("coverage", 400_000, 2, RunFile(None))
+    totals = run.totals
+    assert run.failed is None
     counts = {triple: totals.combinations[triple] for triple in itertools.combinations(FEATURES, 3)}
     assert min(counts.values()) >= 10, sorted(counts.items(), key=lambda each: each[1])[:5]
 
@@ -48,6 +50,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
     whole = run_seed(3, 1500, 1, RunFile(None))
     assert (done.totals, done.num_worlds) == (whole.totals, whole.num_worlds)
     assert RunFile(path).runs[3] == done
+    assert run_seed(3, 1500, 1, RunFile(path)) == done
     path.write_text(path.read_text().replace(RunFile(None).digest, "other"))
     with pytest.raises(SystemExit, match="other code"):
         RunFile(path)

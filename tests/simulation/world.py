@@ -11,6 +11,7 @@ from octavo import events
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core import invariants
 from octavo.core.block_hash import hash_block_tokens
+from octavo.core.policy import is_prefill
 from octavo.core.scheduler import Scheduler
 from octavo.errors import RequestError
 from octavo.events import WaitReason
@@ -190,6 +191,7 @@ class World:
         self.admission_step = self.preemption_step = -1
         self.num_stalled = 0
         self.admitted: set[str] = set()
+        self.had_seat = False
         self.blocked: tuple[str, WaitReason] | None = None
         self.scheduler = self._make_scheduler()
         self.last: tuple[SchedulerOutput, ModelOutput] | None = None
@@ -268,6 +270,9 @@ class World:
         scheduler = self.scheduler
         self.num_stalled = 0
         self.admitted.clear()
+        self.had_seat = (
+            len(scheduler.running) + len(scheduler.loads) + scheduler.room.num_parked < self.config.max_num_seqs
+        )
         scheduled = scheduler.schedule()
         self.forced.clear()
         self._check_output(scheduled)
@@ -484,7 +489,7 @@ class World:
             if self.admission_step == self.preemption_step:
                 raise SimulationError(f"{event.request_id}: preempted in a step that admitted")
             self._check_victim(event.request_id)
-        elif kind is events.RequestStalled:
+        elif kind is events.RequestStalled or kind is events.RequestOutranked:
             self.num_stalled += 1
         elif kind is events.RequestBlocked:
             self.blocked = (event.request_id, event.reason)
@@ -556,20 +561,23 @@ class World:
             raise SimulationError("a step mixes prompts and answers")
 
     def _check_order(self, scheduled: SchedulerOutput) -> None:
-        """No running prompt gets of the budget for which a more important newcomer waits."""
+        """No running prompt gets of the budget for which a more important newcomer waits, or is overtaken by another."""
         scheduler, config = self.scheduler, self.config
-        in_order = config.policy != "fair" and config.admission == "optimistic" and config.enable_chunked_prefill
-        if not (in_order and scheduler.waiting):
+        if config.policy == "fair":
             return
-        first, rank = scheduler.waiting.peek_request(), scheduler.policy.rank
-        if self.blocked != (first.request_id, WaitReason.NO_BUDGET):
-            return
-        for request in scheduler.running:
-            name, wanted = request.request_id, len(request.sequence.token_ids) - request.num_computed_tokens
-            is_prompt = wanted > 1 or not request.sequence.num_output_tokens
-            is_older = name in scheduled.num_scheduled_tokens and name not in self.admitted
-            if is_older and is_prompt and rank(request) > rank(first):
-                raise SimulationError(f"{name} is served, and the more important {first.request_id} waits for budget")
+        rank, served = scheduler.policy.rank, scheduled.num_scheduled_tokens
+        older = [r for r in scheduler.running if r.request_id not in self.admitted and is_prefill(r)]
+        newest = max((rank(r) for r in scheduler.running if r.request_id in self.admitted), default=None)
+        first = scheduler.waiting.peek_request() if scheduler.waiting else None
+        waits_for_budget = self.had_seat and first is not None
+        waits_for_budget &= first is not None and self.blocked == (first.request_id, WaitReason.NO_BUDGET)
+        may_be_cut = config.enable_chunked_prefill and config.admission == "optimistic"
+        for request in older:
+            if request.request_id not in served and newest is not None and newest > rank(request):
+                raise SimulationError(f"{request.request_id} got nothing, and somebody less important was admitted")
+            is_served = waits_for_budget and may_be_cut and request.request_id in served
+            if is_served and first is not None and rank(request) > rank(first):
+                raise SimulationError(f"{request.request_id} is served, and {first.request_id} waits for budget")
 
     def _check(self) -> None:
         breaches = invariants.check(self.scheduler)

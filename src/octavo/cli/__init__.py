@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from octavo.cli import bench, chat, generate, journal, models, serve
+from octavo.cli import bench, chat, doctor, generate, journal, models, serve
 from octavo.cli.command import GroupedCommand, show_examples
 
 EPILOG = show_examples(
@@ -50,6 +50,7 @@ _COMMANDS = (
     chat.chat,
     serve.serve,
     models.models,
+    doctor.doctor,
     journal.replay,
     journal.explain,
     journal.trace,

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from octavo.core.step_plan import StepPlan
     from octavo.request import Request
 
-    Grow: TypeAlias = Callable[[StepPlan, Callable[[Request], bool]], None]
-    Admit: TypeAlias = Callable[[StepPlan], None]
+    Grow: TypeAlias = Callable[[StepPlan, Sequence[Request]], None]
+    Admit: TypeAlias = Callable[[StepPlan, Request | None], None]
 
 Rank = tuple[float, ...]
 
@@ -51,12 +51,14 @@ def num_tokens_to_schedule(
 class Policy:
     """Who waits in which order, and how important each request is now: a smaller rank is more important.
 
-    counters: what each tenant was served; kept under every policy, read by `fair`.
+    counters: what each tenant was served; kept under every policy, read by `fair`. ranks_are_fixed: a request keeps its
+    rank, so that two can be compared once and for all; not so where it depends on what a tenant was served.
     """
 
     waiting: RequestQueue
     rank: Callable[[Request], Rank]
     counters: ServiceCounters
+    ranks_are_fixed: bool
 
 
 def create_policy(config: SchedulerConfig) -> Policy:
@@ -73,7 +75,7 @@ def create_policy(config: SchedulerConfig) -> Policy:
         queue = create_request_queue(config.policy, ranks[SchedulingPolicy.PRIORITY], counters)
     else:
         queue = create_request_queue(config.policy, rank)
-    return Policy(queue, rank, counters)
+    return Policy(queue, rank, counters, ranks_are_fixed=config.policy is not SchedulingPolicy.FAIR)
 
 
 def create_request_queue(
@@ -144,41 +146,45 @@ def is_decode(request: Request) -> bool:
     return not is_prefill(request)
 
 
-def is_any(_request: Request) -> bool:
-    """Take every request."""
-    return True
-
-
 class Batching(Protocol):
-    """In which order a step is filled: grow(plan, which) serves the running, admit(plan) the waiting."""
+    """In which order a step is filled: grow(plan, requests) serves the running, admit(plan, before) the waiting."""
 
-    def fill(self, plan: StepPlan, grow: Grow, admit: Admit, outranked: frozenset[str]) -> None:
-        """Fill the plan of one step. outranked: the running whose prompts give way to a more important newcomer."""
+    def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
+        """Fill the plan of one step.
+
+        outranked: those of the running whose prompts give way to more important newcomers, in order of rank.
+        """
         ...
 
 
 class MixedBatching:
     """Everyone who runs, then who waits: prompts and answers share steps."""
 
-    def fill(self, plan: StepPlan, grow: Grow, admit: Admit, outranked: frozenset[str]) -> None:
+    def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
         """Serve the running first."""
-        grow(plan, (lambda request: request.request_id not in outranked) if outranked else is_any)
-        admit(plan)
-        if outranked:
-            grow(plan, lambda request: request.request_id in outranked)
+        grow(plan, [request for request in running if request not in outranked] if outranked else running)
+        admit_in_turn(plan, outranked, grow, admit)
 
 
 class PrefillFirstBatching:
     """Only prompts as long as there are any, else only answers: no step holds both."""
 
-    def fill(self, plan: StepPlan, grow: Grow, admit: Admit, outranked: frozenset[str]) -> None:
+    def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
         """Serve prompts, or else answers."""
-        grow(plan, lambda request: is_prefill(request) and request.request_id not in outranked)
-        admit(plan)
-        if outranked:
-            grow(plan, lambda request: request.request_id in outranked)
+        grow(plan, [request for request in running if is_prefill(request) and request not in outranked])
+        admit_in_turn(plan, outranked, grow, admit)
         if not (plan.num_tokens or plan.kv_loads):
-            grow(plan, is_decode)
+            grow(plan, [request for request in running if is_decode(request)])
+
+
+def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: Admit) -> None:
+    """Admit the waiting, but serve each outranked prompt before those that are less important than it."""
+    for request in outranked:
+        admit(plan, request)
+        grow(plan, [request])
+        if request.request_id not in plan.num_tokens:
+            return
+    admit(plan, None)
 
 
 def create_batching(mode: BatchingMode) -> Batching:

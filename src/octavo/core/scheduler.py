@@ -20,7 +20,6 @@ from octavo.core.policy import (
     choose_victim,
     create_batching,
     create_policy,
-    is_any,
     is_prefill,
     num_tokens_to_schedule,
     should_swap,
@@ -36,7 +35,7 @@ from octavo.request import Request, RequestStatus
 from octavo.scheduler_output import CachedRequestData, KVLoad, NewRequestData, SchedulerOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from octavo.config import CacheConfig, SchedulerConfig
     from octavo.core.kv_connector import PendingLoad
@@ -241,6 +240,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide who gets how many tokens of the next step: the running first, then the waiting in order.
 
+        Only a prompt that runs gives way to a more important newcomer, where ranks are fixed.
+
         Nobody is admitted in a step that preempted somebody, and nobody is preempted in one that admitted somebody.
         """
         self._step += 1
@@ -251,7 +252,10 @@ class Scheduler:
         self._return_parked()
         plan = StepPlan(self.config.max_num_batched_tokens)
         self._preempt_as_told(plan)
-        self._batching.fill(plan, self._grow_running, self._admit_waiting, self._outranked())
+        plan.held_up = self.admission.open_step(len(self.running), len(self.waiting))
+        outranked = self._outranked()
+        self._batching.fill(plan, list(self.running), outranked, self._grow_running, self._admit_waiting)
+        self._tell_outranked(plan, outranked)
         output = self._make_output(plan)
         self._num_busy_steps += bool(plan.num_tokens)
         self._emit_step(output)
@@ -260,19 +264,23 @@ class Scheduler:
     def _has_seat(self) -> bool:
         return len(self.running) + len(self.loads) + self.room.num_parked < self.config.max_num_seqs
 
-    def _outranked(self) -> frozenset[str]:
-        """Return the running prompts that leave the budget to the head of the queue, which is more important."""
-        if not self.waiting or not self._has_seat():
-            return frozenset()
+    def _outranked(self) -> list[Request]:
+        """Return the running prompts that give way to the more important head of the queue, in order of rank."""
+        if not self.policy.ranks_are_fixed or not self.waiting or not self._has_seat():
+            return []
         rank = self.policy.rank
         first = rank(self.waiting.peek_request())
-        return frozenset(r.request_id for r in self.running if is_prefill(r) and rank(r) > first)
+        return [request for request in self.running if is_prefill(request) and rank(request) > first]
 
-    def _grow_running(self, plan: StepPlan, eligible: Callable[[Request], bool]) -> None:
+    def _tell_outranked(self, plan: StepPlan, outranked: list[Request]) -> None:
+        for request in outranked:
+            if request.request_id not in plan.num_tokens and request.status is RequestStatus.RUNNING:
+                self._emit(events.RequestOutranked, request.request_id)
+
+    def _grow_running(self, plan: StepPlan, requests: Sequence[Request]) -> None:
         """Give each running request its next tokens; keep one of the budget for everyone who comes after it."""
-        chosen = list(filter(eligible, self.running)) if eligible is not is_any else list(self.running)
-        num_after, running = len(chosen), RequestStatus.RUNNING
-        for request in chosen:
+        num_after, running = len(requests), RequestStatus.RUNNING
+        for request in requests:
             num_after -= 1
             if request.status is not running or plan.budget <= 0:
                 continue  # it fell victim to one before it, or gave way
@@ -299,36 +307,43 @@ class Scheduler:
             if block_ids is not None:
                 plan.give(request, count, block_ids)
                 return
-            if plan.has_admitted:  # it gave way, and nobody falls now
-                self._emit(events.RequestStalled, request.request_id)
-                return
+            if plan.has_admitted:
+                return  # it gave way, and nobody falls now
             victim = choose_victim(self.running, self.policy.rank, self.config.max_num_preemptions)
             if victim is None:
-                self._stall(request)
+                self._stall(request, plan)
                 return
             self._preempt(victim, request, plan)
             if victim is request:
                 return
 
-    def _stall(self, request: Request) -> None:
+    def _stall(self, request: Request, plan: StepPlan) -> None:
         """Let a running request wait for blocks; alone, with nobody to wait for, it has filled the cache and ends."""
+        plan.has_stalled = True
         self._emit(events.RequestStalled, request.request_id)
         if len(self.running) == 1 and not self.kv_cache_manager.num_transfers:
             self._finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)
             self._news.append(EngineCoreOutput(request.request_id, finish_reason=request.status.finish_reason))
             self._drop_finished()
 
-    def _admit_waiting(self, plan: StepPlan) -> None:
-        """Admit from the queue's head until something does not fit; nobody overtakes the one who waits there."""
-        reason = WaitReason.PREEMPTING if plan.preempted else None
-        reason = reason or self.admission.open_step(len(self.running), len(self.waiting))
+    def _admit_waiting(self, plan: StepPlan, before: Request | None) -> None:
+        """Admit from the queue's head until something does not fit; nobody overtakes the one who waits there.
+
+        before: admit only those who are more important than this running request.
+        """
+        reason = WaitReason.PREEMPTING if plan.preempted else plan.held_up
+        reason = reason or (WaitReason.NO_BLOCKS if plan.has_stalled else None)
+        rank = self.policy.rank
         while self.waiting and reason is None:
+            if before is not None and rank(self.waiting.peek_request()) > rank(before):
+                return
             if not self._has_seat():
                 reason = WaitReason.NO_SEAT
             elif plan.budget <= 0:
                 reason = WaitReason.NO_BUDGET
             else:
                 reason = self._admit_next(plan)
+        plan.held_up = reason
         if self.waiting and reason is not None:
             self._note_blocked(self.waiting.peek_request(), reason)
 
@@ -337,7 +352,7 @@ class Scheduler:
         request = self.waiting.peek_request()
         computed = self.kv_cache_manager.get_computed_blocks(request)
         awaited = self.kv_cache_manager.awaited_block(request, computed)
-        if awaited is not None and self.room.may_park(request):
+        if awaited is not None and self.room.may_park(request) and self._may_wait_for(awaited[1], request):
             self.room.park(awaited[0], self._num_busy_steps)
             self._blocked = None
             self._emit(events.RequestParked, request.request_id, awaited[1])
@@ -369,6 +384,11 @@ class Scheduler:
         plan.has_admitted = True
         return None
 
+    def _may_wait_for(self, owner_id: str, request: Request) -> bool:
+        """Whether a request may wait for what another one computes: not if that one is less important than itself."""
+        rank = self.policy.rank
+        return not self.policy.ranks_are_fixed or rank(self.requests[owner_id]) < rank(request)
+
     def _note_blocked(self, request: Request, reason: WaitReason) -> None:
         if self._blocked != (request.request_id, reason):
             self._blocked = (request.request_id, reason)
@@ -387,10 +407,13 @@ class Scheduler:
         self._note_admitted(request, computed)
 
     def _run(self, request: Request, num_computed_tokens: int) -> None:
-        """Let a request run; its place among the running is by importance, for they are served in that order."""
+        """Let a request run. Its place among the running, which are served in order, is by importance or by arrival."""
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_computed_tokens
-        insort(self.running, request, key=self.policy.rank)
+        if self.policy.ranks_are_fixed:
+            insort(self.running, request, key=self.policy.rank)
+        else:
+            self.running.append(request)
 
     def _note_admitted(self, request: Request, computed: ComputedBlocks) -> None:
         """Tell of an admission; what it computes and what it found counts only the first time."""

@@ -6,20 +6,26 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from octavo.events import WaitReason
     from octavo.request import Request
     from octavo.scheduler_output import KVLoad
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """Budget is in tokens. `num_tokens` is in the order in which the rows of the batch will stand."""
+    """Budget is in tokens. `num_tokens` is in the order in which the rows of the batch will stand.
+
+    held_up: why nobody may be admitted in this step. has_stalled: somebody who runs found no block.
+    """
 
     budget: int
     num_tokens: dict[str, int] = field(default_factory=dict)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
     kv_loads: list[KVLoad] = field(default_factory=list)
     preempted: dict[str, Request] = field(default_factory=dict)
+    held_up: WaitReason | None = None
     has_admitted: bool = False
+    has_stalled: bool = False
 
     def give(self, request: Request, count: int, block_ids: list[int]) -> None:
         """Schedule `count` tokens."""

@@ -119,7 +119,7 @@ class _Teller:
         self.phase: str | None = None
         self.since = 0.0
         self.has_output = False
-        self.num_steps = self.num_chunks = self.num_tokens = self.num_stalled = 0
+        self.num_steps = self.num_chunks = self.num_tokens = self.num_stalled = self.num_outranked = 0
         self.shared: Counter[str] = Counter()
         self.rivals: list[str] = []
         self.held_up: dict[events.WaitReason, float] = defaultdict(float)
@@ -148,6 +148,9 @@ class _Teller:
         if self.num_stalled:
             what = "no block was free, and nobody could be preempted for it"
             result.reasons.append(f"it got nothing in {self.num_stalled} steps: {what}")
+        if self.num_outranked:
+            what = "its prompt gave way to more important requests"
+            result.reasons.append(f"it got nothing in {self.num_outranked} steps: {what}")
         if self.num_chunks > 1:
             result.reasons.append(f"its prompt was computed in {self.num_chunks} chunks beside other requests")
         if self.num_tokens:
@@ -221,6 +224,8 @@ class _Teller:
             reasons.append(self._why_preempted(event))
         elif isinstance(event, events.RequestStalled):
             self.num_stalled += 1
+        elif isinstance(event, events.RequestOutranked):
+            self.num_outranked += 1
         elif isinstance(event, events.PrefixCacheQueried):
             reasons.append(_why_missed(event))
         elif isinstance(event, events.RequestFinished):

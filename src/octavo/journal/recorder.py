@@ -79,6 +79,7 @@ class RecordingScheduler:
         weakref.finalize(self, self._file.close)
         self._key = secrets.token_bytes(32)
         self._unfinished: dict[str, _Unfinished] = {}
+        self._replaced: dict[str, _Unfinished] = {}
         self._num_arrivals = 0
         self._last_time = self._last_flush = clock.microseconds
         self.seconds = 0.0
@@ -95,6 +96,8 @@ class RecordingScheduler:
         start = time.thread_time()
         pseudonyms = Pseudonyms(self._key)
         prompt = pseudonyms.extend(request.sequence.token_ids)
+        if request.request_id in self._unfinished:  # it has ended, which is told with the next result
+            self._replaced[request.request_id] = self._unfinished[request.request_id]
         self._unfinished[request.request_id] = _Unfinished(self._num_arrivals, request, pseudonyms)
         options = {name: getattr(request, name) for name in REQUEST_OPTIONS}
         options = {name: value for name, value in options.items() if value != REQUEST_DEFAULTS.get(name, ...)}
@@ -113,7 +116,7 @@ class RecordingScheduler:
         if outputs:
             numbers = [self._unfinished[output.request_id].number for output in outputs]
             self._write(["f", self._elapsed(), numbers, status.name])
-            self._note_endings(outputs)
+            self._note_endings(outputs, of_step=False)
         self.seconds += time.thread_time() - start
         return outputs
 
@@ -143,14 +146,15 @@ class RecordingScheduler:
                 continue  # the usual case: without drafts one was sampled, too
             num_sampled = len(result.sampled_token_ids.get(output.request_id, ()))
             if reason is not None or num_sampled != 1 or num_accepted != 1:
-                number = self._unfinished[output.request_id].number
+                name = output.request_id
+                number = (self._replaced.get(name) or self._unfinished[name]).number
                 told.append([number, num_sampled, num_accepted, reason, output.error])
         if told or result.kv_loads:
             self._write(["u", self._elapsed(), told, result.kv_loads])
         else:
             self._write_line(f'["u",{self._elapsed()},[],[]]\n')
         if told:
-            self._note_endings(outputs)
+            self._note_endings(outputs, of_step=True)
         self.seconds += time.thread_time() - start
         return outputs
 
@@ -159,7 +163,7 @@ class RecordingScheduler:
         outputs = self._scheduler.fail_step(scheduled, message)
         start = time.thread_time()
         self._write(["x", self._elapsed(), message])
-        self._note_endings(outputs)
+        self._note_endings(outputs, of_step=True)
         self.seconds += time.thread_time() - start
         return outputs
 
@@ -193,11 +197,13 @@ class RecordingScheduler:
         """Write what is left and close the file."""
         self._file.close()
 
-    def _note_endings(self, outputs: list[EngineCoreOutput]) -> None:
+    def _note_endings(self, outputs: list[EngineCoreOutput], *, of_step: bool) -> None:
+        """Write what was generated. What a step tells of an id that was given away meanwhile is about the first one."""
         for output in outputs:
             if output.finish_reason is None:
                 continue
-            ended = self._unfinished.pop(output.request_id)
+            name = output.request_id
+            ended = self._replaced.pop(name) if of_step and name in self._replaced else self._unfinished.pop(name)
             self._write(["g", ended.number, ended.generated()])
 
     def _elapsed(self) -> int:

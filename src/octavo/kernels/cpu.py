@@ -5,6 +5,7 @@ Activations are contiguous in their last dimension; anything else is a mistake o
 
 from __future__ import annotations
 
+import time
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -12,9 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from octavo.kernels.interface import AttentionBatch, PackedLinear, SamplingRows
+from octavo.kernels.limits import Limits
 from octavo.kernels.quantization import MAX_IN_FEATURES, QuantizedWeight
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 Isa = Literal["auto", "avx512_vnni", "avx512", "avx2", "portable"]
@@ -48,6 +52,11 @@ class CpuKernels:
         weakref.finalize(self, self._set.shutdown)
 
     @property
+    def instruction_sets(self) -> tuple[str, ...]:
+        """What this processor can run, best first."""
+        return tuple(self._module.instruction_sets())
+
+    @property
     def num_threads(self) -> int:
         """Threads that share each operation, the caller's included."""
         return int(self._set.num_threads)
@@ -60,6 +69,26 @@ class CpuKernels:
         padded_dim = -(-head_dim // _PANEL_COLUMNS) * _PANEL_COLUMNS
         rows = max(_ATTENTION_ROWS, num_heads)
         return self.num_threads * 4 * (128 * padded_dim + rows * (3 * padded_dim + 68))
+
+    def measure_limits(self, num_bytes: int = 512 << 20, rounds: int = 3) -> Limits:
+        """Measure what this instruction set gives on these threads, the best of some rounds; takes about a second."""
+        data = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._module.advise_huge_pages(data.data_ptr(), num_bytes)
+        data.fill_(1)
+
+        def best(call: Callable[[], int]) -> float:
+            rates = []
+            for _ in range(rounds):
+                start = time.perf_counter()
+                amount = call()
+                rates.append(amount / (time.perf_counter() - start))
+            return max(rates)
+
+        return Limits(
+            flops=best(lambda: int(self._set.spin_fma(1 << 19))),
+            byte_ops=best(lambda: int(self._set.spin_bytes(1 << 19))),
+            bytes_read=best(lambda: int(self._set.read_memory(data.data_ptr(), num_bytes))),
+        )
 
     def set_num_threads(self, num_threads: int) -> None:
         """Change the number of threads; results do not depend on it."""

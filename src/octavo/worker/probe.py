@@ -2,7 +2,8 @@
 
 TGI warms up with its largest prefill at every start; octavo computes the bytes from shapes and starts at once. The
 probe is for whoever wants the measured figure instead: it runs one step of `max_num_batched_tokens`, halves the size
-where memory does not suffice, and keeps the result in the user's cache directory, by model, dtype, device and limits.
+where memory does not suffice, and keeps the result in the user's cache directory, by model, number formats, device and
+limits.
 """
 
 from __future__ import annotations

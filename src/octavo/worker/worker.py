@@ -82,6 +82,7 @@ class Worker:
             seed=seed,
             progress=progress,
         )
+        self.quantization = quantization
         self.kv_dtype = str(self.model.dtype).removeprefix("torch.")
         self._limits = (max_model_len, cache_config, scheduler_config)
         step_bytes = self._step_bytes(directory) if cache_config.probe_largest_batch else 0
@@ -132,7 +133,8 @@ class Worker:
         """Return what the largest step takes besides weights and KV: from a kept probe, or from running one now."""
         max_model_len, cache_config, scheduler_config = self._limits
         limits = (scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs, max_model_len)
-        path = probe_file(directory.resolve(), self.kv_dtype, self.device, self.kernels.name, *limits)
+        formats = (self.kv_dtype, self.quantization)
+        path = probe_file(directory.resolve(), *formats, self.device, self.kernels.name, *limits)
         result = kept_result(path)
         if result is None:
             tokens, seqs = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs

@@ -1,0 +1,84 @@
+// What this processor gives at most: loops that do nothing but multiply in registers, or read memory. Callers take the time.
+#pragma once
+
+#include "parallel.h"
+
+namespace octavo::OCTAVO_ISA {
+
+// Independent sums: enough to hide the latency of one, and few enough for the registers.
+#if defined(OCTAVO_ISA_AVX512)
+constexpr int kChains = 12;
+#elif defined(OCTAVO_ISA_AVX2)
+constexpr int kChains = 5;
+#else
+constexpr int kChains = 2;
+#endif
+constexpr int64_t kPieces = 8;       // of each thread, so that threads of unequal speed end together
+constexpr int64_t kReadStreams = 4;  // per thread
+
+// `rounds` times kChains multiply-adds of 16 float32 lanes, in each of kPieces pieces per thread. Returns how many
+// multiplications and additions that is.
+inline int64_t spin_fma(ThreadPool& pool, int64_t rounds) {
+  pool.reserve_local(sizeof(float) * kLanes);
+  parallel(pool, kPieces * pool.num_threads(), [&](int64_t, int thread) {
+    auto* out = static_cast<float*>(pool.local(thread));
+    const Vec factor = splat(static_cast<float>(rounds) * 1e-30f), term = splat(1.0f);
+    Vec sums[kChains];
+    OCTAVO_UNROLL
+    for (int i = 0; i < kChains; ++i) sums[i] = splat(static_cast<float>(i));
+    for (int64_t round = 0; round < rounds; ++round) {
+      OCTAVO_UNROLL
+      for (int i = 0; i < kChains; ++i) sums[i] = fma(sums[i], factor, term);
+    }
+    OCTAVO_UNROLL
+    for (int i = 1; i < kChains; ++i) sums[0] = sums[0] + sums[i];
+    store(out, sums[0]);
+  });
+  return kPieces * pool.num_threads() * rounds * kChains * kLanes * 2;
+}
+
+// The same of byte products, four to a lane.
+inline int64_t spin_bytes(ThreadPool& pool, int64_t rounds) {
+  pool.reserve_local(sizeof(uint32_t) * 2 * kLanes);
+  parallel(pool, kPieces * pool.num_threads(), [&](int64_t, int thread) {
+    auto* out = static_cast<uint32_t*>(pool.local(thread));
+    store_int(out, splat_int(static_cast<uint32_t>(rounds) & 0x7F7F7F7Fu));
+    store_int(out + kLanes, splat_int(static_cast<uint32_t>(rounds) & 0x3F3F3F3Fu));
+    const IVec w = splat_int(0x01020304u);
+    IVec sums[kChains];
+    OCTAVO_UNROLL
+    for (int i = 0; i < kChains; ++i) sums[i] = splat_int(static_cast<uint32_t>(i));
+    for (int64_t round = 0; round < rounds; ++round) {
+      const IVec x = load_int(out + round % 2 * kLanes);  // a product of constants would be taken out of the loop
+      OCTAVO_UNROLL
+      for (int i = 0; i < kChains; ++i) sums[i] = add_byte_products(sums[i], x, w);
+    }
+    OCTAVO_UNROLL
+    for (int i = 1; i < kChains; ++i) sums[0] = sums[0] + sums[i];
+    store_int(out, sums[0]);
+  });
+  return kPieces * pool.num_threads() * rounds * kChains * kLanes * 8;
+}
+
+// Reads what lies at p, about `bytes` of it, in several streams per thread. Returns how much it was.
+inline int64_t read_memory(ThreadPool& pool, const void* p, int64_t bytes) {
+  const int64_t stream = bytes / (kPieces * pool.num_threads() * kReadStreams) / 64 * 64, piece = stream * kReadStreams;
+  pool.reserve_local(sizeof(float) * kLanes);
+  parallel(pool, kPieces * pool.num_threads(), [&](int64_t index, int thread) {
+    const char* first = static_cast<const char*>(p) + index * piece;
+    IVec sums[kReadStreams];
+    for (auto& sum : sums) sum = splat_int(0);
+    for (int64_t i = 0; i < stream; i += 64) {
+      OCTAVO_UNROLL
+      for (int s = 0; s < kReadStreams; ++s) {
+        __builtin_prefetch(first + s * stream + i + 3072);
+        sums[s] = sums[s] ^ load_int(first + s * stream + i);
+      }
+    }
+    for (int s = 1; s < kReadStreams; ++s) sums[0] = sums[0] ^ sums[s];
+    store_int(pool.local(thread), sums[0]);
+  });
+  return piece * kPieces * pool.num_threads();
+}
+
+}  // namespace octavo::OCTAVO_ISA

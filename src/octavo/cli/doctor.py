@@ -1,0 +1,135 @@
+"""`octavo doctor`: what this machine gives, how much of it the kernels reach, and whether they are exact here."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octavo.cli.command import command
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.doctor import Report
+    from octavo.kernels.limits import Limits
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]",
+        help="A directory in Hugging Face layout or a hub id, for its shapes. Default: the built-in model.",
+        show_default=False,
+    ),
+]
+Isa = Annotated[
+    str,
+    typer.Option(
+        "--isa",
+        metavar="auto|avx512_vnni|avx512|avx2|portable",
+        help="Examine this instruction set instead of the best one, and tell what is lost by it.",
+    ),
+]
+Threads = Annotated[int | None, typer.Option("--num-threads", min=1, help="Default: as many as a server would take.")]
+Precisions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--precision",
+        metavar="float32|bfloat16|float16|int8",
+        help="Examine these weights; may be given again. Default: the checkpoint's, and int8.",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_PRECISIONS = ("float32", "bfloat16", "float16", "int8")
+_ISAS = ("auto", "avx512_vnni", "avx512", "avx2", "portable")
+
+
+@command(
+    "octavo doctor                                the built-in model's shapes on this machine",
+    "octavo doctor ./my-checkpoint --isa avx2     what would be lost without AVX-512",
+)
+def doctor(
+    model: Model = None,
+    isa: Isa = "auto",
+    num_threads: Threads = None,
+    precision: Precisions = None,
+    json_: Json = False,
+) -> None:
+    """Examine this machine: its limits, the kernels' share of them, and whether every row is exact.
+
+    Takes some ten seconds. Exit status 1 when a product depends on what is computed beside it.
+    """
+    if isa not in _ISAS:
+        raise ConfigError(f"isa must be one of {', '.join(_ISAS)}, got {isa!r}")
+    for each in precision or ():
+        if each not in _PRECISIONS:
+            raise ConfigError(f"precision must be one of {', '.join(_PRECISIONS)}, got {each!r}")
+    from octavo.assets import built_in_model_path  # what a command needs, when it runs
+    from octavo.doctor import examine
+    from octavo.models.loader import resolve_model_path
+    from octavo.models.registry import read_architecture
+
+    architecture = read_architecture(built_in_model_path() if model is None else resolve_model_path(model))
+    report = examine(
+        architecture,
+        isa=isa,  # type: ignore[arg-type]  # checked above
+        num_threads=num_threads,
+        precisions=tuple(dict.fromkeys(precision or (architecture.dtype, "int8"))),
+        progress=lambda text: typer.echo(f"\r\x1b[K{text}", nl=False, err=True) if not json_ else None,
+    )
+    if json_:
+        typer.echo(json.dumps(report.to_json()))
+    else:
+        typer.echo("\r\x1b[K", nl=False, err=True)
+        show(report)
+    if not report.is_exact:
+        raise typer.Exit(1)
+
+
+def show(report: Report) -> None:
+    """Print a report for people."""
+    others = [each for each in report.instruction_sets if each != report.isa]
+    typer.echo(f"processor  {report.processor}, {report.num_cores} cores, {report.free_bytes / 2**30:.1f} GiB free")
+    typer.echo(f"versions   Python {report.versions['python']}, torch {report.versions['torch']}")
+    typer.echo(f"kernels    {report.isa} on {report.num_threads} threads, products by {report.products_by}", nl=False)
+    typer.echo(f" (also here: {', '.join(others)})" if others else "")
+    typer.echo(f"limits     {describe(report.limits)}")
+    if report.isa != report.instruction_sets[0]:
+        best, own = report.best_limits, report.limits
+        typer.echo(f"lost       {report.instruction_sets[0]} would give {describe(best)}:")
+        typer.echo(
+            f"           {1 - own.flops / best.flops:.0%} of the float32 and {1 - own.byte_ops / best.byte_ops:.0%} of "
+            "the int8 arithmetic are lost"
+        )
+    typer.echo("")
+    rows = sorted({product.rows for product in report.products})
+    typer.echo(f"{'product':26}{'weights':9}" + "".join(f"{f'{count} rows':>26}" for count in rows))
+    for check in report.checks:
+        found = [each for each in report.products if (each.name, each.precision) == (check.name, check.precision)]
+        shape = f"{check.name} {found[0].in_features} x {found[0].out_features}"
+        cells = (
+            f"{each.ops_per_s / 1e9:.0f} G/s {each.bytes_per_s / 1e9:.1f} GB/s {each.of_limit:4.0%}" for each in found
+        )
+        typer.echo(f"{shape:26}{check.precision:9}" + "".join(f"{cell:>26}" for cell in cells))
+    typer.echo("G/s: operations; %: of the limit that is nearer, arithmetic or memory")
+    typer.echo("")
+    for check in report.checks:
+        if not check.rows_are_independent:
+            typer.echo(f"NOT EXACT  {check.name} {check.precision}: a row depends on the rows beside it")
+        if not check.threads_are_equal:
+            typer.echo(f"NOT EXACT  {check.name} {check.precision}: the number of threads changes the result")
+    if report.is_exact:
+        typer.echo("exact      every row is the same bits alone and in company, on one thread and on all")
+    for precision in dict.fromkeys(check.precision for check in report.checks):
+        worst = max(check.error for check in report.checks if check.precision == precision)
+        note = " (activations are rounded)" if precision == "int8" else ""
+        typer.echo(f"error      {precision}: at most {worst:.1e} of the result{note}")
+
+
+def describe(limits: Limits) -> str:
+    """Say rates in one line."""
+    return (
+        f"{limits.flops / 1e9:.0f} GFLOP/s float32, {limits.byte_ops / 1e9:.0f} GOP/s int8, "
+        f"{limits.bytes_read / 1e9:.1f} GB/s read"
+    )

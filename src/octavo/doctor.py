@@ -1,0 +1,228 @@
+"""Examine this machine with a model's own shapes: what it gives at most, what products reach, whether they are exact.
+
+The compiled CPU kernels only. Weights are random: any values take the same time and the same order of sums.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import platform
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from octavo.errors import ConfigError
+from octavo.kernels.cpu import CpuKernels
+from octavo.kernels.quantization import quantize_weight
+from octavo.worker.memory import free_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from octavo.kernels.cpu import Isa
+    from octavo.kernels.interface import PackedLinear
+    from octavo.kernels.limits import Limits
+    from octavo.models.architecture import Architecture
+
+ROWS = (1, 8, 32, 512)
+_ROUNDS = 7
+_CHECKED_ROWS = 130  # tiles of every height, and more than one block of rows
+_COPIES_BYTES = 192 << 20  # weights are cycled through so much memory, as a model's layers are: no cache keeps them
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One product of a model, measured. of_limit: the larger of its shares of the arithmetic and of the bandwidth."""
+
+    name: str
+    out_features: int
+    in_features: int
+    precision: str
+    rows: int
+    seconds: float
+    ops_per_s: float
+    bytes_per_s: float
+    of_limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Whether the rows of a product are the same bits alone and in company, and on one thread and on all.
+
+    error: the norm of what differs from float64's product of the same weights, relative to that product. For int8 it is
+    that of rounding the activations.
+    """
+
+    name: str
+    precision: str
+    rows_are_independent: bool
+    threads_are_equal: bool
+    error: float
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the law of exactness holds."""
+        return self.rows_are_independent and self.threads_are_equal
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an examination found. best_limits: those of the best instruction set, where another one was asked for."""
+
+    processor: str
+    num_cores: int
+    free_bytes: int
+    versions: dict[str, str]
+    instruction_sets: tuple[str, ...]
+    isa: str
+    num_threads: int
+    products_by: str
+    limits: Limits
+    best_limits: Limits
+    products: list[Product]
+    checks: list[Check]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every check passed."""
+        return all(check.is_exact for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        return {**asdict(self), "is_exact": self.is_exact}
+
+
+def examine(
+    architecture: Architecture,
+    *,
+    isa: Isa = "auto",
+    num_threads: int | None = None,
+    precisions: tuple[str, ...],
+    progress: Callable[[str], None] = lambda _text: None,
+) -> Report:
+    """Measure limits and products, and check exactness. Takes some ten seconds; needs about 500 MB.
+
+    precisions: dtypes of the weights, or "int8". progress is told what is being done. Raises `ConfigError` where there
+    are no compiled kernels, or none for `isa`.
+    """
+    if importlib.util.find_spec("octavo._kernels") is None:
+        raise ConfigError(
+            "octavo was installed without its compiled kernels: plain torch serves, there is nothing to examine"
+        )
+    try:
+        kernels, one_thread = CpuKernels(isa, num_threads=num_threads), CpuKernels(isa, num_threads=1)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    best = kernels if isa == "auto" else CpuKernels(num_threads=num_threads)
+    before = torch.get_num_threads()
+    torch.set_num_threads(kernels.num_threads if not kernels.has_own_threads else 1)
+    try:
+        progress("limits of the machine")
+        limits = kernels.measure_limits()
+        best_limits = limits if best.isa == kernels.isa else best.measure_limits()
+        products: list[Product] = []
+        checks = []
+        for name, (width, depth) in layer_shapes(architecture).items():
+            for precision in precisions:
+                progress(f"{precision} {name}")
+                checks.append(_check(name, width, depth, precision, kernels, one_thread))
+                products += _measure(name, width, depth, precision, kernels, limits)
+    finally:
+        torch.set_num_threads(before)
+    return Report(
+        processor=_processor_name(),
+        num_cores=os.cpu_count() or 1,
+        free_bytes=free_bytes(torch.device("cpu")),
+        versions={"python": platform.python_version(), "torch": torch.__version__},
+        instruction_sets=kernels.instruction_sets,
+        isa=kernels.isa,
+        num_threads=kernels.num_threads,
+        products_by="oneDNN (bfloat16) and octavo" if kernels.uses_onednn else "octavo",
+        limits=limits,
+        best_limits=best_limits,
+        products=products,
+        checks=checks,
+    )
+
+
+def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
+    """Return (out_features, in_features) of each kind of product, fused as the model computes them."""
+    q_rows = architecture.num_heads * architecture.head_dim
+    kv_rows = architecture.num_kv_heads * architecture.head_dim
+    hidden, intermediate = architecture.hidden_size, architecture.intermediate_size
+    return {
+        "qkv": (q_rows + 2 * kv_rows, hidden),
+        "o": (hidden, q_rows),
+        "gate_up": (2 * intermediate, hidden),
+        "down": (hidden, intermediate),
+        "lm_head": (architecture.vocab_size, hidden),
+    }
+
+
+def _pack(kernels: CpuKernels, weight: Tensor, precision: str, name: str) -> PackedLinear:
+    stored = quantize_weight(weight) if precision == "int8" else weight.to(_DTYPES[precision])
+    return kernels.pack_linear(stored, float32_out=name == "lm_head")
+
+
+def _rows(precision: str, count: int, depth: int) -> Tensor:
+    x = torch.randn(count, depth, generator=torch.Generator().manual_seed(1))
+    return x if precision in {"float32", "float16"} else x.to(torch.bfloat16)
+
+
+def _check(name: str, width: int, depth: int, precision: str, kernels: CpuKernels, one_thread: CpuKernels) -> Check:
+    width = min(width, 8192)  # columns do not know of each other
+    weight = torch.randn(width, depth, generator=torch.Generator().manual_seed(0))
+    x, wide = _rows(precision, _CHECKED_ROWS, depth), name == "lm_head"
+    packed, other = (_pack(each, weight, precision, name) for each in (kernels, one_thread))
+
+    def multiply(rows: Tensor) -> Tensor:
+        return kernels.linear(rows, packed, float32_out=wide)
+
+    whole = multiply(x)
+    parts = [slice(count) for count in (1, 2, 3, 7, 13, 33)] + [slice(-count, None) for count in (1, 5, 29)]
+    independent = all(torch.equal(multiply(x[part]), whole[part]) for part in parts)
+    equal = torch.equal(one_thread.linear(x, other, float32_out=wide), whole)
+    if precision == "int8":
+        weight = kernels.embedding(torch.arange(width), packed, torch.float32)
+    sums = x.double() @ weight.to(_DTYPES.get(precision, torch.float32)).double().T
+    error = ((whole.double() - sums).norm() / sums.norm()).item()
+    return Check(name, precision, independent, equal, error)
+
+
+def _measure(
+    name: str, width: int, depth: int, precision: str, kernels: CpuKernels, limits: Limits
+) -> Iterator[Product]:
+    weight = torch.randn(width, depth)
+    first = _pack(kernels, weight, precision, name)
+    others = (_pack(kernels, weight, precision, name) for _ in range(_COPIES_BYTES // first.num_bytes - 1))
+    copies = itertools.cycle([first, *others])
+    peak = limits.byte_ops if precision == "int8" else limits.flops
+    for rows in ROWS[:-1] if name == "lm_head" else ROWS:
+        x, count = _rows(precision, rows, depth), 8 if rows <= 32 and name != "lm_head" else 1
+        times = []
+        for _ in range(_ROUNDS):
+            start = time.perf_counter()
+            for _ in range(count):
+                kernels.linear(x, next(copies), float32_out=name == "lm_head")
+            times.append((time.perf_counter() - start) / count)
+        seconds = statistics.median(times)
+        ops, read = 2 * rows * width * depth / seconds, first.num_bytes / seconds
+        share = max(ops / peak, read / limits.bytes_read)
+        yield Product(name, width, depth, precision, rows, seconds, ops, read, share)
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

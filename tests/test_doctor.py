@@ -1,0 +1,93 @@
+"""`octavo doctor`: true figures, a verdict that can fail, and clear errors."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+from alone_and_crowd import needs_kernels
+from typer.testing import CliRunner
+
+from octavo.cli import app
+
+pytestmark = needs_kernels
+
+
+@pytest.fixture
+def doctor(monkeypatch):
+    """Run it on little memory: (exit status, standard output)."""
+    cpu = pytest.importorskip("octavo.kernels.cpu")
+    module = pytest.importorskip("octavo.doctor")
+    monkeypatch.setattr(module, "_COPIES_BYTES", 1 << 20)
+    little = functools.partialmethod(cpu.CpuKernels.measure_limits, num_bytes=1 << 22, rounds=1)
+    monkeypatch.setattr(cpu.CpuKernels, "measure_limits", little)
+
+    def run(*arguments):
+        result = CliRunner().invoke(app, ["doctor", *arguments], prog_name="octavo")
+        return result.exit_code, result.stdout, result.stderr
+
+    return run
+
+
+def test_the_report(doctor):
+    status, text, _ = doctor("--json", "--num-threads", "2")
+    report = json.loads(text)
+    assert status == 0
+    assert report["is_exact"]
+    assert report["isa"] == report["instruction_sets"][0]
+    assert report["num_threads"] == 2
+    assert {check["precision"] for check in report["checks"]} == {"bfloat16", "int8"}
+    assert {product["name"] for product in report["products"]} == {"qkv", "o", "gate_up", "down", "lm_head"}
+    for product in report["products"]:
+        work = 2 * product["rows"] * product["out_features"] * product["in_features"]
+        assert product["ops_per_s"] == pytest.approx(work / product["seconds"])
+        peak = report["limits"]["byte_ops" if product["precision"] == "int8" else "flops"]
+        shares = product["ops_per_s"] / peak, product["bytes_per_s"] / report["limits"]["bytes_read"]
+        assert product["of_limit"] == pytest.approx(max(shares))
+    assert all(0 < check["error"] < 0.02 for check in report["checks"])
+
+
+def test_another_instruction_set_tells_what_is_lost(doctor):
+    status, text, _ = doctor("--isa", "portable", "--precision", "float32")
+    assert status == 0
+    assert "kernels    portable" in text
+    assert "arithmetic are lost" in text
+    assert "float32: at most" in text
+    assert "int8:" not in text
+
+
+def test_a_kernel_that_is_not_exact_is_found(doctor, monkeypatch):
+    from octavo.kernels.cpu import CpuKernels
+
+    honest = CpuKernels.linear
+
+    def linear(self, x, packed, *, float32_out=False):
+        return honest(self, x, packed, float32_out=float32_out) + (1.0 if x.shape[0] == 13 else 0.0)
+
+    monkeypatch.setattr(CpuKernels, "linear", linear)
+    status, text, _ = doctor()
+    assert status == 1
+    assert "NOT EXACT  qkv bfloat16: a row depends on the rows beside it" in text
+    assert "exact      every row" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--isa", "avx9"], "isa must be one of auto, avx512_vnni"),
+        (["--precision", "int3"], "precision must be one of float32"),
+        (["/nowhere"], "/nowhere does not exist"),
+    ],
+)
+def test_bad_input(doctor, arguments, message):
+    status, _, error = doctor(*arguments)
+    assert status == 1
+    assert message in error
+
+
+def test_torch_keeps_its_threads(doctor):
+    before = torch.get_num_threads()
+    doctor("--precision", "int8")
+    assert torch.get_num_threads() == before
