@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import secrets
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from octavo.journal.format import (
     REQUEST_DEFAULTS,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 FLUSH_EVERY_US = 1_000_000
+MAX_LINES = 1000
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -76,14 +78,15 @@ class RecordingScheduler:
         self._scheduler = scheduler
         self._clock = clock
         self._file = open_journal(path, "w")
-        weakref.finalize(self, self._file.close)
+        self._lines: list[str] = []
+        weakref.finalize(self, _finish, self._file, self._lines)
         self._key = secrets.token_bytes(32)
         self._unfinished: dict[str, _Unfinished] = {}
         self._replaced: dict[str, _Unfinished] = {}
         self._num_arrivals = 0
         self._last_time = self._last_flush = clock.microseconds
         self.seconds = 0.0
-        self._broken = False
+        self._is_broken = False
         self._write({"journal": VERSION, "start": clock.microseconds, **header})
 
     def __getattr__(self, name: str) -> Any:
@@ -195,7 +198,9 @@ class RecordingScheduler:
 
     def close(self) -> None:
         """Write what is left and close the file."""
-        self._file.close()
+        if not self._file.closed:
+            self._flush()
+            self._file.close()
 
     def _note_endings(self, outputs: list[EngineCoreOutput], *, of_step: bool) -> None:
         """Write what was generated. What a step tells of an id that was given away meanwhile is about the first one."""
@@ -216,16 +221,34 @@ class RecordingScheduler:
         self._write_line(_encode(line) + "\n")
 
     def _write_line(self, line: str) -> None:
-        if self._broken:
-            return
-        try:
-            self._file.write(line)
-            if self._clock.microseconds - self._last_flush > FLUSH_EVERY_US:
-                self._last_flush = self._clock.microseconds
-                self._file.flush()
-        except OSError:  # a full disk must not end the engine
-            self._broken = True
-            logger.exception("the journal cannot be written any more; it ends here")
+        self._lines.append(line)
+        if len(self._lines) >= MAX_LINES or self._clock.microseconds - self._last_flush > FLUSH_EVERY_US:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write what was gathered: one write for many lines costs a step less than many writes."""
+        self._last_flush = self._clock.microseconds
+        if not self._is_broken:
+            try:
+                _write_out(self._file, self._lines)
+            except OSError:  # a full disk must not end the engine
+                self._is_broken = True
+                logger.exception("the journal cannot be written any more; it ends here")
+        self._lines.clear()
+
+
+def _write_out(file: IO[str], lines: list[str]) -> None:
+    file.write("".join(lines))
+    lines.clear()
+    file.flush()
+
+
+def _finish(file: IO[str], lines: list[str]) -> None:
+    """Leave nothing unwritten when the recorder goes away without having been closed."""
+    if not file.closed:
+        with contextlib.suppress(OSError):
+            _write_out(file, lines)
+        file.close()
 
 
 def describe(scheduler: Scheduler, **more: Any) -> dict[str, Any]:
