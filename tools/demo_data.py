@@ -399,7 +399,7 @@ def task_weights(phase: int) -> dict[str, float]:
         "subtract": 2.5,
         "times": 1.0,
         "compare": 0.7,
-        "sort_words": 2.5,
+        "sort_words": 3.5,
         "sort_numbers": 1.5,
         "reverse": 2.0,
         "count": 1.5,
@@ -414,7 +414,8 @@ def task_weights(phase: int) -> dict[str, float]:
     }
     late = early | {
         "times": 0.7,
-        "sort_words": 3.0,
+        "sort_words": 4.5,
+        "sort_drill": 1.5,
         "sort_numbers": 3.0,
         "reverse": 1.0,
         "count": 1.0,
@@ -430,7 +431,7 @@ def task_weights(phase: int) -> dict[str, float]:
         "add": 2.0,
         "subtract": 3.5,
         "times": 0.5,
-        "sort_words": 5.0,
+        "sort_words": 6.0,
         "sort_numbers": 2.0,
         "reverse": 1.5,
         "count": 1.2,

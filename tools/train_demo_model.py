@@ -13,7 +13,7 @@ import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import demo_data
 import torch
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 EPILOG = """
 examples:
-  python tools/train_demo_model.py                      train both models (an hour with --threads 2)
+  python tools/train_demo_model.py                      train both models (50 minutes on two cores)
   python tools/train_demo_model.py --resume             go on after an interruption
   python tools/train_demo_model.py --steps 300 --model main --work build/trial --output build/trial
                                                         a short trial that leaves the packaged model alone
@@ -68,7 +68,34 @@ def shape_of(name: str) -> Shape:
     """The dimensions of the `main` or the `draft` model."""
     if name == "main":
         return Shape(hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, intermediate=384, steps=4000)
-    return Shape(hidden=128, layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=192, steps=2000)
+    return Shape(hidden=128, layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=192, steps=1600)
+
+
+class RMSNorm(torch.autograd.Function):
+    """y = x / rms(x) * weight over the last dimension; torch's own takes two thirds longer on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Keep the normed rows and their scale for the way back."""
+        square_mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square().div_(x.shape[-1])
+        scale = square_mean.add_(eps).rsqrt_()
+        normed = x * scale
+        ctx.save_for_backward(normed, scale, weight)
+        weighted: Tensor = normed * weight
+        return weighted
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Project the gradient on what leaves the root mean square as it is."""
+        normed, scale, weight = ctx.saved_tensors
+        inner = grads[0] * normed
+        along = (inner @ weight).div_(-normed.shape[-1]).unsqueeze(-1)
+        return torch.addcmul(grads[0] * weight, normed, along).mul_(scale), inner.flatten(0, -2).sum(0), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise the last dimension of x."""
+    return cast("Tensor", RMSNorm.apply(x, weight, eps))  # type: ignore[no-untyped-call]
 
 
 class Layer(nn.Module):
@@ -92,16 +119,16 @@ class Layer(nn.Module):
         """Add attention and the gated MLP to the residual stream."""
         shape = self.shape
         rows, length, _ = x.shape
-        normed = F.rms_norm(x, (shape.hidden,), self.input_norm, shape.eps)
+        normed = rms_norm(x, self.input_norm, shape.eps)
         q, k, v = torch.split(F.linear(normed, self.qkv), self.split, dim=-1)
         q = q.reshape(rows, length, shape.heads, shape.head_dim)
         k = k.reshape(rows, length, shape.kv_heads, shape.head_dim)
         v = v.reshape(rows, length, shape.kv_heads, shape.head_dim).transpose(1, 2)
-        q = rotate(F.rms_norm(q, (shape.head_dim,), self.q_norm, shape.eps), cos, sin).transpose(1, 2)
-        k = rotate(F.rms_norm(k, (shape.head_dim,), self.k_norm, shape.eps), cos, sin).transpose(1, 2)
+        q = rotate(rms_norm(q, self.q_norm, shape.eps), cos, sin).transpose(1, 2)
+        k = rotate(rms_norm(k, self.k_norm, shape.eps), cos, sin).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + F.linear(mixed.transpose(1, 2).reshape(rows, length, -1), self.o)
-        normed = F.rms_norm(x, (shape.hidden,), self.post_norm, shape.eps)
+        normed = rms_norm(x, self.post_norm, shape.eps)
         gate, up = F.linear(normed, self.gate_up).chunk(2, dim=-1)
         return x + F.linear(F.silu(gate) * up, self.down)
 
@@ -130,7 +157,7 @@ class Trunk(nn.Module):
         x = F.embedding(tokens, self.embedding)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return F.rms_norm(x, (self.shape.hidden,), self.norm, self.shape.eps)
+        return rms_norm(x, self.norm, self.shape.eps)
 
 
 class Muon:
@@ -246,12 +273,8 @@ def phase_of(step: int, steps: int) -> int:
 
 
 def schedule(step: int, steps: int) -> float:
-    """Learning-rate factor: short warm-up, one, straight falls in the first two phases, and again in the last."""
-    done = step / steps
-    first = min(1.0, 1.25 * (1 - done * 20 / 13))
-    second = 0.8654 * (1 - done * 20 / 17)
-    third = 2.0 * (1 - done)
-    return min(1.0, (step + 1) / 50) * max(0.01, (first, second, third)[phase_of(step, steps)])
+    """Learning-rate factor: a short warm-up, one for a sixth of the steps, then a straight fall to nearly zero."""
+    return min(1.0, (step + 1) / 50) * max(0.01, min(1.0, 1.2 * (1 - step / steps)))
 
 
 class Trainer:
@@ -431,7 +454,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoints in the work folder")
     parser.add_argument(
-        "--threads", type=int, default=1, help="threads; part of what makes weights reproducible (default 1)"
+        "--threads", type=int, default=2, help="threads; part of what makes weights reproducible (default 2)"
     )
     parser.add_argument("--rate", type=float, default=0.02, help="Muon's peak learning rate (default 0.02)")
     parser.add_argument("--questions", type=int, default=20, help="held-out questions per task while training")
