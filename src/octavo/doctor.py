@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 ROWS = (1, 8, 32, 512)
 _ROUNDS = 7
-_CHECKED_ROWS = 130  # tiles of every height, and more than one block of rows
+_CHECKED_ROWS = 400  # more than one block of rows of either kind of product (csrc/linear.h, csrc/linear_int8.h)
 _COPIES_BYTES = 192 << 20  # weights are cycled through so much memory, as a model's layers are: no cache keeps them
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -188,7 +188,7 @@ def _check(name: str, width: int, depth: int, precision: str, kernels: CpuKernel
         return kernels.linear(rows, packed, float32_out=wide)
 
     whole = multiply(x)
-    parts = [slice(count) for count in (1, 2, 3, 7, 13, 33)] + [slice(-count, None) for count in (1, 5, 29)]
+    parts = [slice(count) for count in (*range(1, 30), 65)] + [slice(-count, None) for count in (1, 5, 29, 130)]
     independent = all(torch.equal(multiply(x[part]), whole[part]) for part in parts)
     equal = torch.equal(one_thread.linear(x, other, float32_out=wide), whole)
     if precision == "int8":

@@ -78,7 +78,7 @@ MUTANTS = [
     Mutant("a hash is believed without its tokens", "S17", _POOL, "        if block is None or (block.token_ids, block.parent, block.extra_keys) != (token_ids, parent, extra_keys):", "        if block is None:"),
     Mutant("an evicted block can still be found", "F14", _POOL, "        del self._index[block.hash]\n", "        pass\n"),
     Mutant("admitted in a step that preempted", "B4", _SCHEDULER, "        reason = WaitReason.PREEMPTING if plan.preempted else plan.held_up", "        reason = plan.held_up"),
-    Mutant("prompts do not give way", "E3", _SCHEDULER, "        return [request for request in self.running if is_prefill(request) and rank(request) > first]", "        return []"),
+    Mutant("prompts do not give way", "E3", _SCHEDULER, "        return [request for request in self.running[first:] if is_prefill(request)]", "        return []"),
     Mutant("a prompt that gave way is overtaken", "E3", _SCHEDULER, "            if before is not None and rank(self.waiting.peek_request()) > rank(before):", "            if False:"),
     Mutant("who found no block is overtaken", "E3", "policy.py", "        if request.request_id not in plan.num_tokens:\n            return\n", "        pass\n"),
     Mutant("no seat is counted", "F28", _SCHEDULER, "        return len(self.running) + len(self.loads) + self.room.num_parked < self.config.max_num_seqs", "        return len(self.running) + len(self.loads) <= self.config.max_num_seqs"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -76,15 +77,21 @@ def doctor(
         isa=isa,  # type: ignore[arg-type]  # checked above
         num_threads=num_threads,
         precisions=tuple(dict.fromkeys(precision or (architecture.dtype, "int8"))),
-        progress=lambda text: typer.echo(f"\r\x1b[K{text}", nl=False, err=True) if not json_ else None,
+        progress=_show_progress,
     )
     if json_:
         typer.echo(json.dumps(report.to_json()))
     else:
-        typer.echo("\r\x1b[K", nl=False, err=True)
+        _show_progress("")
         show(report)
     if not report.is_exact:
         raise typer.Exit(1)
+
+
+def _show_progress(text: str) -> None:
+    """Write over the line before, on a terminal only."""
+    if sys.stderr.isatty():
+        typer.echo(f"\r\x1b[K{text}", nl=False, err=True)
 
 
 def show(report: Report) -> None:

@@ -7,7 +7,7 @@ a chunk of one, a prefix hit a head start, a preemption a step back.
 from __future__ import annotations
 
 import heapq
-from bisect import insort
+from bisect import bisect, insort
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -241,7 +241,6 @@ class Scheduler:
         """Decide who gets how many tokens of the next step: the running first, then the waiting in order.
 
         Only a prompt that runs gives way to a more important newcomer, where ranks are fixed.
-
         Nobody is admitted in a step that preempted somebody, and nobody is preempted in one that admitted somebody.
         """
         self._step += 1
@@ -269,8 +268,8 @@ class Scheduler:
         if not self.policy.ranks_are_fixed or not self.waiting or not self._has_seat():
             return []
         rank = self.policy.rank
-        first = rank(self.waiting.peek_request())
-        return [request for request in self.running if is_prefill(request) and rank(request) > first]
+        first = bisect(self.running, rank(self.waiting.peek_request()), key=rank)
+        return [request for request in self.running[first:] if is_prefill(request)]
 
     def _tell_outranked(self, plan: StepPlan, outranked: list[Request]) -> None:
         for request in outranked:
@@ -319,7 +318,7 @@ class Scheduler:
 
     def _stall(self, request: Request, plan: StepPlan) -> None:
         """Let a running request wait for blocks; alone, with nobody to wait for, it has filled the cache and ends."""
-        plan.has_stalled = True
+        plan.held_up = plan.held_up or WaitReason.NO_BLOCKS
         self._emit(events.RequestStalled, request.request_id)
         if len(self.running) == 1 and not self.kv_cache_manager.num_transfers:
             self._finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -332,7 +331,6 @@ class Scheduler:
         before: admit only those who are more important than this running request.
         """
         reason = WaitReason.PREEMPTING if plan.preempted else plan.held_up
-        reason = reason or (WaitReason.NO_BLOCKS if plan.has_stalled else None)
         rank = self.policy.rank
         while self.waiting and reason is None:
             if before is not None and rank(self.waiting.peek_request()) > rank(before):

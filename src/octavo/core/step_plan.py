@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class StepPlan:
     """Budget is in tokens. `num_tokens` is in the order in which the rows of the batch will stand.
 
-    held_up: why nobody may be admitted in this step. has_stalled: somebody who runs found no block.
+    held_up: why nobody may be admitted any more in this step. has_admitted: so nobody may be preempted in it.
     """
 
     budget: int
@@ -25,7 +25,6 @@ class StepPlan:
     preempted: dict[str, Request] = field(default_factory=dict)
     held_up: WaitReason | None = None
     has_admitted: bool = False
-    has_stalled: bool = False
 
     def give(self, request: Request, count: int, block_ids: list[int]) -> None:
         """Schedule `count` tokens."""
