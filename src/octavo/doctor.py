@@ -109,7 +109,7 @@ def examine(
     precisions: tuple[str, ...],
     progress: Callable[[str], None] = lambda _text: None,
 ) -> Report:
-    """Measure limits and products, and check exactness. Takes some ten seconds; needs about 500 MB.
+    """Measure limits and products, and check exactness: 20 s and 1.5 GB with the shapes of a 0.5B model on two cores.
 
     precisions: dtypes of the weights, or "int8". progress is told what is being done. Raises `ConfigError` where there
     are no compiled kernels, or none for `isa`.
