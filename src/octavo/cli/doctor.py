@@ -59,7 +59,8 @@ def doctor(
 ) -> None:
     """Examine this machine: its limits, the kernels' share of them, and whether every row is exact.
 
-    Takes 15 to 20 seconds with the shapes of a small model on two cores. Exit status 1 when a product depends on what is computed beside it.
+    Takes 15 to 20 seconds with the shapes of a small model on two cores. Exit status 1 when a product depends on what
+    is computed beside it.
     """
     if isa not in _ISAS:
         raise ConfigError(f"isa must be one of {', '.join(_ISAS)}, got {isa!r}")
