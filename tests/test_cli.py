@@ -17,8 +17,9 @@ import tokenizers
 from fakes import TEXT, FakeExecutor, answer_text, make_engine
 from typer.testing import CliRunner
 
-from octavo.cli import app
+from octavo.cli import Octavo, app
 from octavo.cli.chat import _read_line
+from octavo.cli.command import LazyCommand
 from octavo.cli.engine_options import EngineOptions, parse_size
 from octavo.cli.workloads import make_workloads, read_workloads
 from octavo.config import SchedulingPolicy
@@ -72,6 +73,29 @@ def test_help_imports_no_rich() -> None:
         "from octavo.cli import app; app(['--help'], standalone_mode=False); import sys; print('rich' in sys.modules)"
     )
     assert python(code).splitlines()[-1] == "False"
+
+
+def test_help_imports_no_command() -> None:
+    code = (
+        "from octavo.cli import Octavo, app; app(['--help'], standalone_mode=False); import sys; "
+        "print('LOADED', sorted({command.module for command in Octavo.lazy_commands} & set(sys.modules)))"
+    )
+    assert python(code).splitlines()[-1] == "LOADED []"
+
+
+@pytest.mark.parametrize("command", Octavo.lazy_commands, ids=lambda command: command.name)
+def test_the_help_of_all_says_what_each_command_says_of_itself(command: LazyCommand) -> None:
+    """The help shows summaries of commands that it does not import."""
+    own = command.load()
+    assert (own.name, own.help.partition("\n\n")[0].replace("\n", " ")) == (command.name, command.summary)
+    assert f"  {command.name} " in run("--help").output
+
+
+def test_a_mistyped_command_is_answered_with_the_nearest() -> None:
+    result = run("generat")
+    assert result.exit_code == 2
+    assert "No such command 'generat'" in result.output
+    assert "Did you mean 'generate'" in result.output
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

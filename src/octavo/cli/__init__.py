@@ -1,4 +1,4 @@
-"""The command line: one module per command. Nothing heavy is imported before a command runs."""
+"""The command line: one module per command, imported when that command is run or asked for its help."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from octavo.cli import bench, chat, doctor, generate, journal, models, serve
-from octavo.cli.command import GroupedCommand, show_examples
+from octavo.cli.command import LazyCommand, LazyGroup, make_app, show_examples
 
 EPILOG = show_examples(
     "octavo chat                                     talk to the built-in model; nothing is downloaded",
@@ -16,14 +15,39 @@ EPILOG = show_examples(
     "octavo COMMAND --help                           all options of a command",
 )
 
-app = typer.Typer(
+
+class Octavo(LazyGroup):
+    """What octavo can do, in the order of its help."""
+
+    lazy_commands = (
+        LazyCommand("generate", "octavo.cli.generate", "Answer one prompt as it is written, or many together."),
+        LazyCommand("chat", "octavo.cli.chat", "Talk to a model; it remembers what was said before."),
+        LazyCommand("serve", "octavo.cli.serve", "Serve a model through the OpenAI API."),
+        LazyCommand("models", "octavo.cli.models", "List the architectures octavo knows, and checkpoints found here."),
+        LazyCommand(
+            "doctor",
+            "octavo.cli.doctor",
+            "Examine this machine: its limits, the kernels' share of them, and whether every row is exact.",
+        ),
+        LazyCommand("bench", "octavo.cli.bench", "Measure speed on this machine."),
+        LazyCommand(
+            "replay", "octavo.cli.journal", "Repeat a recorded run and compare every decision of the scheduler."
+        ),
+        LazyCommand("explain", "octavo.cli.journal", "Say in plain words where a request's time went."),
+        LazyCommand(
+            "trace",
+            "octavo.cli.journal",
+            "Write a timeline that opens in Perfetto (https://ui.perfetto.dev) or chrome://tracing.",
+        ),
+    )
+
+
+app = make_app(
     name="octavo",
+    cls=Octavo,
     help="Run and serve large language models: many requests at once, the same tokens whatever the schedule.",
     epilog=EPILOG,
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,  # rich's help cuts option names on narrow terminals, and takes 0.2 s to import
-    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -43,21 +67,6 @@ def octavo(
     ] = False,
 ) -> None:
     """Take the options that belong to no command."""
-
-
-_COMMANDS = (
-    generate.generate,
-    chat.chat,
-    serve.serve,
-    models.models,
-    doctor.doctor,
-    journal.replay,
-    journal.explain,
-    journal.trace,
-)
-for _command in _COMMANDS:
-    app.command(cls=GroupedCommand, epilog=_command.epilog)(_command.run)
-app.add_typer(bench.app)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.command import GroupedCommand, command
+from octavo.cli.command import command, make_app
 from octavo.cli.engine_options import EngineOptions
 from octavo.errors import ConfigError
 
@@ -47,7 +47,7 @@ Only = Annotated[
 Repeat = Annotated[int, typer.Option(min=1, help="Run each this often; medians are reported.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-app = typer.Typer(name="bench", help="Measure speed on this machine.", no_args_is_help=True)
+bench = make_app(name="bench", help="Measure speed on this machine.", no_args_is_help=True)
 _COLUMNS = {
     "workload": "workload",
     "runs": "runs",
@@ -80,7 +80,7 @@ def latency(
 
 
 for _command in (throughput, latency):
-    app.command(cls=GroupedCommand, epilog=_command.epilog)(_command.run)
+    _command.add_to(bench)
 
 
 def _bench(options: EngineOptions, file: Path | None, names: Sequence[Workload], repeat: int, *, as_json: bool) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, get_type_hints
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from octavo.errors import OctavoError
 
@@ -35,9 +37,67 @@ class GroupedCommand(TyperCommand):
                     formatter.write_dl(records)
 
 
+class LazyCommand(NamedTuple):
+    """A command before it is imported: its name, the module that has it under that name, its help's first sentence."""
+
+    name: str
+    module: str
+    summary: str
+
+    def load(self) -> Any:
+        """Import it and make it a command for typer to run."""
+        found: Command | typer.Typer = getattr(import_module(self.module), self.name)
+        return typer.main.get_command(found if isinstance(found, typer.Typer) else found.add_to(make_app()))
+
+
+class LazyGroup(TyperGroup):
+    """Imports a command when it is run or asked for its help; the group's own help needs none of them.
+
+    Turning every option of every command into typer's own objects took half of the time of `octavo --help`.
+    """
+
+    lazy_commands: ClassVar[tuple[LazyCommand, ...]]
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Loaded(self.lazy_commands)  # type: ignore[assignment]  # typer only reads it
+
+    def list_commands(self, _ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        """Return the names in the order of the help."""
+        return list(self.commands)
+
+    def format_commands(self, _ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        """Write the names and summaries, as they stand in the table."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(command.name, command.summary) for command in self.lazy_commands])
+
+
+class _Loaded(Mapping[str, Any]):
+    """Commands by name, each imported when it is looked up for the first time."""
+
+    def __init__(self, commands: tuple[LazyCommand, ...]) -> None:
+        self._lazy = {command.name: command for command in commands}
+        self._load = functools.cache(lambda name: self._lazy[name].load())
+
+    def __getitem__(self, name: str) -> Any:
+        return self._load(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lazy)
+
+    def __len__(self) -> int:
+        return len(self._lazy)
+
+
 def show_examples(*examples: str) -> str:
     """Lay examples out below a help text, one a line."""
     return "\n".join(["\b", "Examples:", *(f"  {example}" for example in examples)])
+
+
+def make_app(**settings: Any) -> typer.Typer:
+    """Make a typer application that shows its help as all of octavo's do."""
+    # rich's help cuts option names on narrow terminals, and takes 0.2 s to import
+    return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, **settings)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,6 +106,11 @@ class Command:
 
     run: Callable[..., None]
     epilog: str
+
+    def add_to(self, app: typer.Typer) -> typer.Typer:
+        """Make it a command of `app`, under the function's name, and return `app`."""
+        app.command(cls=GroupedCommand, epilog=self.epilog)(self.run)
+        return app
 
 
 def command(*examples: str) -> Callable[[Callable[..., None]], Command]:
