@@ -18,7 +18,7 @@ import torch
 
 from octavo.kernels import AttentionBatch, SamplingRows
 from octavo.kernels.cpu import CpuKernels
-from octavo.kernels.quantization import quantize_weight
+from octavo.kernels.quantization import quantize_int4, quantize_int8
 from octavo.kernels.reference import ReferenceKernels
 
 if TYPE_CHECKING:
@@ -74,11 +74,11 @@ LAYERS = {
 
 
 def linear_cases(kernels: Kernels) -> Iterator[Case]:
-    """The products of a layer and of lm_head: bfloat16 weights, and int8 ones (activations are rounded on the way)."""
+    """The products of a layer and of lm_head: of bfloat16 weights, and of int8 and int4 ones."""
     for layer, (depth, width) in LAYERS.items():
         wide = layer == "lm_head"
         weight = torch.randn(width, depth, dtype=torch.bfloat16)
-        for name, stored in (("linear", weight), ("int8", quantize_weight(weight))):
+        for name, stored in (("linear", weight), ("int8", quantize_int8(weight)), ("int4", quantize_int4(weight))):
             copies = 1 if kernels.name == "reference" else max(1, COPIES_BYTES // stored.nbytes)
             packed = [kernels.pack_linear(stored, float32_out=wide) for _ in range(copies)]
             for rows in (1, 2, 4, 8, 16, 32) if wide else (1, 2, 4, 8, 16, 32, 128, 512):

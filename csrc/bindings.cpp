@@ -77,20 +77,24 @@ class KernelSet {
   void set_num_threads(int num_threads) { pool_.set_num_threads(num_threads); }
   void shutdown() { pool_.shutdown(); }
 
-  void pack_weight(Address weight, int dtype, int64_t n, int64_t k, int64_t stride, Address scales, Address packed) {
+  void pack_weight(Address weight, int dtype, int64_t n, int64_t k, int64_t stride, Address scales, Address zeros,
+                   int64_t group_size, int scale_dtype, Address packed) {
     ThreadPool::Session session(pool_);
-    table_.pack_weight(pool_, at<void>(weight), DType(dtype), n, k, stride, at<float>(scales), at<void>(packed));
+    table_.pack_weight(pool_, {at<void>(weight), DType(dtype), n, k, stride, at<void>(scales), at<uint8_t>(zeros),
+                               {group_size, DType(scale_dtype), zeros != 0}, at<void>(packed)});
   }
 
   void linear(Address x, int x_dtype, int64_t x_stride, int64_t rows, Address weight, int weight_dtype, int64_t n,
-              int64_t k, Address bias, Address out, int out_dtype) {
+              int64_t k, Address bias, Address out, int out_dtype, int64_t group_size, int scale_dtype, bool has_zeros) {
     ThreadPool::Session session(pool_);
     table_.linear(pool_, {at<void>(x), DType(x_dtype), x_stride, rows, at<void>(weight), DType(weight_dtype), n, k,
-                          at<float>(bias), at<void>(out), DType(out_dtype)});
+                          at<float>(bias), at<void>(out), DType(out_dtype),
+                          {group_size, DType(scale_dtype), has_zeros}});
   }
 
   void embedding(Address ids, int64_t count, Address packed, int weight_dtype, int64_t n, int64_t k, Address out,
                  int out_dtype) {
+    if (DType(weight_dtype) == DType::kInt4) throw std::invalid_argument("an embedding of int4 is not read by row");
     for (int64_t i = 0; i < count; ++i) {
       const int64_t id = at<int64_t>(ids)[i];
       if (id < 0 || id >= n) {

@@ -13,7 +13,14 @@ namespace octavo {
 constexpr int kPanelColumns = 32;  // columns of a packed weight that stand together
 
 // Packed weight: [ceil(n / 32)] panels, zero padded. float32 and float16: [k][32]; bfloat16: [ceil(k / 2)][32][2]; int8:
-// [ceil(k / 4)][32][4], and behind all panels float32 scales and int32 sums of the columns, [ceil(n / 32) * 32] each.
+// [ceil(k / 4)][32][4], and behind all panels float32 scales and int32 sums of the columns, [ceil(n / 32) * 32] each. int4:
+// groups of k, each with scales [32] and perhaps zero points, then [ceil(k / 8)][32][4] bytes of two values (linear_int4.h).
+struct Int4Format {
+  int64_t group_size;  // k that share a scale: a multiple of 32, or all of them
+  DType scale_dtype;   // float32, bfloat16 or float16
+  bool has_zeros;      // zero points of each group, else all are 8
+};
+
 struct LinearArgs {
   const void* x;  // [rows, k], float32 or bfloat16
   DType x_dtype;
@@ -26,6 +33,20 @@ struct LinearArgs {
   const float* bias;  // [ceil(n / 32) * 32] or null
   void* out;          // [rows, n], contiguous, float32 or bfloat16
   DType out_dtype;
+  Int4Format int4;  // of an int4 weight
+};
+
+// A weight before it is packed.
+struct PackArgs {
+  const void* weight;  // [n, k]; int4: one value of 0 .. 15 a byte
+  DType dtype;
+  int64_t n;
+  int64_t k;
+  int64_t stride;
+  const void* scales;    // int8: float32 [n]; int4: [n, groups] of int4.scale_dtype
+  const uint8_t* zeros;  // int4: [n, groups] or null
+  Int4Format int4;
+  void* packed;
 };
 
 struct NormArgs {
@@ -99,8 +120,7 @@ struct SampleArgs {
 };
 
 struct KernelTable {
-  void (*pack_weight)(ThreadPool&, const void* weight, DType, int64_t n, int64_t k, int64_t stride, const float* scales,
-                      void* packed);
+  void (*pack_weight)(ThreadPool&, const PackArgs&);
   void (*linear)(ThreadPool&, const LinearArgs&);
   void (*embedding)(ThreadPool&, const int64_t* ids, int64_t count, const void* packed, DType weight_dtype, int64_t n,
                     int64_t k, void* out, DType out_dtype);

@@ -1,7 +1,7 @@
 // Weights into panels, and rows back out of them.
 #pragma once
 
-#include "linear_int8.h"
+#include "linear_int4.h"
 
 namespace octavo::OCTAVO_ISA {
 
@@ -13,24 +13,27 @@ OCTAVO_INLINE int64_t panel_offset(int64_t column, int64_t k) {
 }
 
 template <class W>
-void pack_weight_of(ThreadPool& pool, const W* weight, int64_t n, int64_t k, int64_t stride, W* packed) {
-  parallel(pool, divide_up(n, kPanelColumns), [&](int64_t panel, int) {
-    W* out = packed + panel * panel_size<W>(k);
+void pack_weight_of(ThreadPool& pool, const PackArgs& args) {
+  const auto* weight = static_cast<const W*>(args.weight);
+  const int64_t k = args.k;
+  parallel(pool, divide_up(args.n, kPanelColumns), [&](int64_t panel, int) {
+    W* out = static_cast<W*>(args.packed) + panel * panel_size<W>(k);
     std::memset(static_cast<void*>(out), 0, static_cast<size_t>(panel_size<W>(k)) * sizeof(W));
-    const int64_t columns = smaller(int64_t{kPanelColumns}, n - panel * kPanelColumns);
+    const int64_t columns = smaller(int64_t{kPanelColumns}, args.n - panel * kPanelColumns);
     for (int64_t first = 0; first < k; first += 64) {  // a cache line or more of every column at a time
       const int64_t last = smaller(k, first + 64);
       for (int64_t column = 0; column < columns; ++column) {
-        const W* row = weight + (panel * kPanelColumns + column) * stride;
+        const W* row = weight + (panel * kPanelColumns + column) * args.stride;
         for (int64_t i = first; i < last; ++i) out[panel_offset<W>(column, i)] = row[i];
       }
     }
   });
 }
 
-inline void pack_int8_weight(ThreadPool& pool, const int8_t* weight, int64_t n, int64_t k, int64_t stride,
-                             const float* scales, int8_t* packed) {
-  const int64_t panels = divide_up(n, kPanelColumns), size = byte_groups(k) * kGroupBytes;
+inline void pack_int8_weight(ThreadPool& pool, const PackArgs& args) {
+  const int64_t n = args.n, panels = divide_up(n, kPanelColumns), size = byte_groups(args.k) * kGroupBytes;
+  const auto* weight = static_cast<const int8_t*>(args.weight);
+  auto* packed = static_cast<int8_t*>(args.packed);
   auto* packed_scales = reinterpret_cast<float*>(packed + panels * size);
   auto* packed_sums = reinterpret_cast<int32_t*>(packed_scales + panels * kPanelColumns);
   parallel(pool, panels, [&](int64_t panel, int) {
@@ -39,29 +42,56 @@ inline void pack_int8_weight(ThreadPool& pool, const int8_t* weight, int64_t n, 
     for (int64_t column = 0; column < kPanelColumns; ++column) {
       const int64_t row = panel * kPanelColumns + column;
       int32_t sum = 0;
-      for (int64_t i = 0; row < n && i < k; ++i) {
-        out[i / 4 * kGroupBytes + column * 4 + i % 4] = weight[row * stride + i];
-        sum += weight[row * stride + i];
+      for (int64_t i = 0; row < n && i < args.k; ++i) {
+        const int8_t value = weight[row * args.stride + i];
+        out[i / 4 * kGroupBytes + column * 4 + i % 4] = value;
+        sum += value;
       }
-      packed_scales[row] = row < n ? scales[row] : 0.0f;
+      packed_scales[row] = row < n ? static_cast<const float*>(args.scales)[row] : 0.0f;
       packed_sums[row] = sum;
     }
   });
 }
 
-// scales: of the rows of an int8 weight; null for the others.
-inline void pack_weight(ThreadPool& pool, const void* weight, DType dtype, int64_t n, int64_t k, int64_t stride,
-                        const float* scales, void* packed) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return pack_weight_of(pool, static_cast<const float*>(weight), n, k, stride, static_cast<float*>(packed));
-    case DType::kBFloat16:
-      return pack_weight_of(pool, static_cast<const bf16*>(weight), n, k, stride, static_cast<bf16*>(packed));
-    case DType::kFloat16:
-      return pack_weight_of(pool, static_cast<const f16*>(weight), n, k, stride, static_cast<f16*>(packed));
-    case DType::kInt8:
-      return pack_int8_weight(pool, static_cast<const int8_t*>(weight), n, k, stride, scales,
-                              static_cast<int8_t*>(packed));
+inline void pack_int4_weight(ThreadPool& pool, const PackArgs& args) {
+  const NibbleWeight layout(args.packed, args.int4, args.k);
+  const auto* weight = static_cast<const uint8_t*>(args.weight);
+  const auto* scales = static_cast<const uint8_t*>(args.scales);
+  const int64_t scale_size = layout.scale_bytes / kPanelColumns;
+  parallel(pool, divide_up(args.n, kPanelColumns), [&](int64_t panel, int) {
+    uint8_t* out = static_cast<uint8_t*>(args.packed) + panel * layout.panel_bytes;
+    std::memset(out, 0, static_cast<size_t>(layout.panel_bytes));
+    for (int64_t group = 0; group < layout.groups; ++group) {
+      const int64_t first = group * layout.group, last = smaller(args.k, first + layout.group);
+      for (int64_t column = 0; column < smaller(int64_t{kPanelColumns}, args.n - panel * kPanelColumns); ++column) {
+        const int64_t row = panel * kPanelColumns + column;
+        std::memcpy(out + column * scale_size, scales + (row * layout.groups + group) * scale_size,
+                    static_cast<size_t>(scale_size));
+        if (layout.has_zeros) {
+          const float zero = args.zeros[row * layout.groups + group];
+          uint32_t bits;
+          std::memcpy(&bits, &zero, sizeof(bits));
+          const auto upper = static_cast<uint16_t>(bits >> 16);  // whole numbers up to 256 are bfloat16 as they are
+          std::memcpy(out + layout.scale_bytes + column * 2, &upper, 2);
+        }
+        uint8_t* words = out + layout.head_bytes + column * 4;
+        for (int64_t i = first; i < last; ++i) {
+          const int64_t byte = (i - first) / kNibbleDepth * kNibbleBytes + i % 4;
+          words[byte] = static_cast<uint8_t>(words[byte] | weight[row * args.stride + i] << (i % kNibbleDepth / 4 * 4));
+        }
+      }
+      out += layout.head_bytes + layout.group / kNibbleDepth * kNibbleBytes;
+    }
+  });
+}
+
+inline void pack_weight(ThreadPool& pool, const PackArgs& args) {
+  switch (args.dtype) {
+    case DType::kFloat32: return pack_weight_of<float>(pool, args);
+    case DType::kBFloat16: return pack_weight_of<bf16>(pool, args);
+    case DType::kFloat16: return pack_weight_of<f16>(pool, args);
+    case DType::kInt8: return pack_int8_weight(pool, args);
+    case DType::kInt4: return pack_int4_weight(pool, args);
   }
 }
 
@@ -123,6 +153,7 @@ inline void embedding(ThreadPool& pool, const int64_t* ids, int64_t count, const
         return int8_embedding_of(pool, ids, count, ByteWeight(packed, n, k), k, static_cast<float*>(out));
       }
       return int8_embedding_of(pool, ids, count, ByteWeight(packed, n, k), k, static_cast<bf16*>(out));
+    case DType::kInt4: return;  // refused before
   }
 }
 

@@ -39,6 +39,9 @@ OCTAVO_INLINE Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_
 
 OCTAVO_INLINE IVec operator+(IVec a, IVec b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 OCTAVO_INLINE IVec operator-(IVec a, IVec b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
+OCTAVO_INLINE IVec operator*(IVec a, IVec b) {  // the lower halves
+  return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)};
+}
 OCTAVO_INLINE IVec operator^(IVec a, IVec b) { return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)}; }
 OCTAVO_INLINE IVec operator&(IVec a, IVec b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
 OCTAVO_INLINE IVec operator|(IVec a, IVec b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
@@ -80,6 +83,13 @@ OCTAVO_INLINE __m256i add_byte_products(__m256i sum, __m256i x, __m256i w) {
 }
 OCTAVO_INLINE IVec add_byte_products(IVec sum, IVec x, IVec w) {
   return {add_byte_products(sum.lo, x.lo, w.lo), add_byte_products(sum.hi, x.hi, w.hi)};
+}
+// Each 32-bit lane: sum + the four products of its bytes; w is 0 .. 15, x is signed.
+OCTAVO_INLINE __m256i add_nibble_products(__m256i sum, __m256i w, __m256i x) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+}
+OCTAVO_INLINE IVec add_nibble_products(IVec sum, IVec w, IVec x) {
+  return {add_nibble_products(sum.lo, w.lo, x.lo), add_nibble_products(sum.hi, w.hi, x.hi)};
 }
 // The lowest byte of each lane.
 OCTAVO_INLINE void store_bytes(void* p, IVec a) {

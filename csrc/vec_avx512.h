@@ -32,6 +32,7 @@ OCTAVO_INLINE Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 
 OCTAVO_INLINE IVec operator+(IVec a, IVec b) { return {_mm512_add_epi32(a.v, b.v)}; }
 OCTAVO_INLINE IVec operator-(IVec a, IVec b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+OCTAVO_INLINE IVec operator*(IVec a, IVec b) { return {_mm512_mullo_epi32(a.v, b.v)}; }  // the lower halves
 OCTAVO_INLINE IVec operator^(IVec a, IVec b) { return {_mm512_xor_si512(a.v, b.v)}; }
 OCTAVO_INLINE IVec operator&(IVec a, IVec b) { return {_mm512_and_si512(a.v, b.v)}; }
 OCTAVO_INLINE IVec operator|(IVec a, IVec b) { return {_mm512_or_si512(a.v, b.v)}; }
@@ -71,6 +72,14 @@ OCTAVO_INLINE IVec add_byte_products(IVec sum, IVec x, IVec w) {  // |w| times x
   return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
 }
 #endif
+// Each 32-bit lane: sum + the four products of its bytes; w is 0 .. 15, x is signed.
+OCTAVO_INLINE IVec add_nibble_products(IVec sum, IVec w, IVec x) {
+#if defined(OCTAVO_ISA_VNNI)
+  return {_mm512_dpbusd_epi32(sum.v, w.v, x.v)};
+#else
+  return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(_mm512_maddubs_epi16(w.v, x.v), _mm512_set1_epi16(1)))};
+#endif
+}
 // The lowest byte of each lane.
 OCTAVO_INLINE void store_bytes(void* p, IVec a) {
   _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));

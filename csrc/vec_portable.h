@@ -44,6 +44,7 @@ OCTAVO_INLINE Vec min(Vec a, Vec b) { return {a.v < b.v ? a.v : b.v}; }
 
 OCTAVO_INLINE IVec operator+(IVec a, IVec b) { return {a.v + b.v}; }
 OCTAVO_INLINE IVec operator-(IVec a, IVec b) { return {a.v - b.v}; }
+OCTAVO_INLINE IVec operator*(IVec a, IVec b) { return {a.v * b.v}; }  // the lower halves
 OCTAVO_INLINE IVec operator^(IVec a, IVec b) { return {a.v ^ b.v}; }
 OCTAVO_INLINE IVec operator&(IVec a, IVec b) { return {a.v & b.v}; }
 OCTAVO_INLINE IVec operator|(IVec a, IVec b) { return {a.v | b.v}; }
@@ -85,6 +86,8 @@ OCTAVO_INLINE IVec add_byte_products(IVec sum, IVec x, IVec w) {
                               signed_byte<2>(x) * signed_byte<2>(w) + signed_byte<3>(x) * signed_byte<3>(w);
   return {sum.v + reinterpret_cast<uint16lanes>(products)};
 }
+// The same; w is 0 .. 15, x is signed.
+OCTAVO_INLINE IVec add_nibble_products(IVec sum, IVec w, IVec x) { return add_byte_products(sum, x, w); }
 // The lowest byte of each lane.
 OCTAVO_INLINE void store_bytes(void* p, IVec a) {
   auto* bytes = static_cast<uint8_t*>(p);

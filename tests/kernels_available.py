@@ -8,5 +8,5 @@ COMPILED = importlib.util.find_spec("octavo._kernels") is not None
 
 
 def precision(name):
-    """Return what a `ModelConfig` takes for a number format: that of activations and weights, or int8 weights."""
-    return {"dtype": "bfloat16", "quantization": "int8"} if name == "int8" else {"dtype": name}
+    """Return what a `ModelConfig` takes for a number format: that of activations and weights, or of rounded weights."""
+    return {"dtype": "bfloat16", "quantization": name} if name in {"int8", "int4"} else {"dtype": name}

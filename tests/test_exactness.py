@@ -149,7 +149,7 @@ def alone(checkpoint):
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_compiled_kernels_are_exact(checkpoint, alone, schedule, dtype):
     engine = make_engine(checkpoint, dtype, schedule, "cpu")

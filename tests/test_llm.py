@@ -108,7 +108,7 @@ def test_vllms_other_arguments(checkpoint):
     [
         ({"model": "/no/such/path"}, ModelError, "/no/such/path"),
         ({"dtype": "float8"}, ConfigError, "dtype"),
-        ({"quantization": "awq"}, ConfigError, "quantization must be one of int8"),
+        ({"quantization": "awq"}, ConfigError, "quantization must be one of int8, int4"),
         ({"seed": "x"}, ConfigError, "seed"),
         ({"max_model_len": 0}, ConfigError, "max_model_len"),
         ({"max_model_len": 100_000}, ConfigError, "max_model_len"),

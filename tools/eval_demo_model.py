@@ -28,7 +28,7 @@ examples:
   python tools/eval_demo_model.py                                    100 questions per task through octavo
   python tools/eval_demo_model.py --min-overall 0.90 --min-task 0.75 exit 1 when the model falls short
   python tools/eval_demo_model.py --backend transformers --show 3    compare, and print three mistakes per task
-  python tools/eval_demo_model.py --quantization int8                what rounding the weights costs
+  python tools/eval_demo_model.py --quantization int4                what rounding the weights costs
 """
 MAX_TOKENS = 64
 
@@ -171,7 +171,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=100, help="held-out questions per task (default 100)")
     parser.add_argument("--seed", type=int, default=0, help="which held-out questions (default 0)")
     parser.add_argument("--backend", choices=sorted(backends()), default="octavo", help="who answers (default octavo)")
-    parser.add_argument("--quantization", choices=("int8",), help="how octavo rounds the weights (default: not)")
+    parser.add_argument("--quantization", choices=("int8", "int4"), help="how octavo rounds the weights (default: not)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--show", type=int, default=0, help="print up to this many mistakes per task")
     parser.add_argument("--min-overall", type=float, default=0.0, help="exit 1 below this overall share, as 0.90")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "int4")
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
@@ -64,7 +64,9 @@ class ModelConfig:
     model: a directory in Hugging Face layout, a hub id, or None for the built-in demo model.
     dtype: "auto" takes the checkpoint's. max_model_len None takes the checkpoint's.
     quantization: "int8" rounds weights as they are loaded, one scale per output feature, and multiplies them with
-    activations rounded to int8, one scale per token (W8A8); None leaves weights as they are.
+    activations rounded to int8, one scale per token (W8A8). "int4" rounds those of the layers to four bits, one scale
+    per 32 input features (W4A8), and embeddings and lm_head to int8. None leaves weights as they are. Weights that are
+    integers in the checkpoint stay what they are in any case.
     seed: the seeds of requests without one are drawn from it and their arrival number.
     generation_config: "auto" honours the checkpoint's generation_config.json, "vllm" (the name vLLM gave it) ignores
     its sampling defaults.

@@ -19,7 +19,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.kernels.cpu import CpuKernels
-from octavo.kernels.quantization import quantize_weight
+from octavo.kernels.quantization import quantize_int4, quantize_int8
 from octavo.worker.memory import free_bytes
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.kernels.cpu import Isa
-    from octavo.kernels.interface import PackedLinear
     from octavo.kernels.limits import Limits
+    from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
 
 ROWS = (1, 8, 32, 512)
@@ -58,8 +58,8 @@ class Product:
 class Check:
     """Whether the rows of a product are the same bits alone and in company, and on one thread and on all.
 
-    error: the norm of what differs from float64's product of the same weights, relative to that product. For int8 it is
-    that of rounding the activations.
+    error: the norm of what differs from float64's product of the same weights, relative to that product. For int8
+    and int4 it is that of rounding the activations.
     """
 
     name: str
@@ -111,8 +111,8 @@ def examine(
 ) -> Report:
     """Measure limits and products, and check exactness: 20 s and 1.5 GB with the shapes of a 0.5B model on two cores.
 
-    precisions: dtypes of the weights, or "int8". progress is told what is being done. Raises `ConfigError` where there
-    are no compiled kernels, or none for `isa`.
+    precisions: dtypes of the weights, "int8", or "int4" (without lm_head, which is int8 then). progress is told what is
+    being done. Raises `ConfigError` where there are no compiled kernels, or none for `isa`.
     """
     if importlib.util.find_spec("octavo._kernels") is None:
         raise ConfigError(
@@ -133,6 +133,8 @@ def examine(
         checks = []
         for name, (width, depth) in layer_shapes(architecture).items():
             for precision in precisions:
+                if precision == "int4" and name == "lm_head":
+                    continue  # it is int8 then
                 progress(f"{precision} {name}")
                 checks.append(_check(name, width, depth, precision, kernels, one_thread))
                 products += _measure(name, width, depth, precision, kernels, limits)
@@ -168,9 +170,10 @@ def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
     }
 
 
-def _pack(kernels: CpuKernels, weight: Tensor, precision: str, name: str) -> PackedLinear:
-    stored = quantize_weight(weight) if precision == "int8" else weight.to(_DTYPES[precision])
-    return kernels.pack_linear(stored, float32_out=name == "lm_head")
+def _stored(weight: Tensor, precision: str) -> Tensor | QuantizedWeight:
+    if precision in _DTYPES:
+        return weight.to(_DTYPES[precision])
+    return quantize_int8(weight) if precision == "int8" else quantize_int4(weight)
 
 
 def _rows(precision: str, count: int, depth: int) -> Tensor:
@@ -182,7 +185,8 @@ def _check(name: str, width: int, depth: int, precision: str, kernels: CpuKernel
     width = min(width, 8192)  # columns do not know of each other
     weight = torch.randn(width, depth, generator=torch.Generator().manual_seed(0))
     x, wide = _rows(precision, _CHECKED_ROWS, depth), name == "lm_head"
-    packed, other = (_pack(each, weight, precision, name) for each in (kernels, one_thread))
+    stored = _stored(weight, precision)
+    packed, other = (each.pack_linear(stored, float32_out=wide) for each in (kernels, one_thread))
 
     def multiply(rows: Tensor) -> Tensor:
         return kernels.linear(rows, packed, float32_out=wide)
@@ -191,9 +195,8 @@ def _check(name: str, width: int, depth: int, precision: str, kernels: CpuKernel
     parts = [slice(count) for count in (*range(1, 30), 65)] + [slice(-count, None) for count in (1, 5, 29, 130)]
     independent = all(torch.equal(multiply(x[part]), whole[part]) for part in parts)
     equal = torch.equal(one_thread.linear(x, other, float32_out=wide), whole)
-    if precision == "int8":
-        weight = kernels.embedding(torch.arange(width), packed, torch.float32)
-    sums = x.double() @ weight.to(_DTYPES.get(precision, torch.float32)).double().T
+    meant = stored if isinstance(stored, torch.Tensor) else stored.dequantize()
+    sums = x.double() @ meant.double().T
     error = ((whole.double() - sums).norm() / sums.norm()).item()
     return Check(name, precision, independent, equal, error)
 
@@ -202,17 +205,18 @@ def _measure(
     name: str, width: int, depth: int, precision: str, kernels: CpuKernels, limits: Limits
 ) -> Iterator[Product]:
     weight = torch.randn(width, depth)
-    first = _pack(kernels, weight, precision, name)
-    others = (_pack(kernels, weight, precision, name) for _ in range(_COPIES_BYTES // first.num_bytes - 1))
+    stored, wide = _stored(weight, precision), name == "lm_head"
+    first = kernels.pack_linear(stored, float32_out=wide)
+    others = (kernels.pack_linear(stored, float32_out=wide) for _ in range(_COPIES_BYTES // first.num_bytes - 1))
     copies = itertools.cycle([first, *others])
-    peak = limits.byte_ops if precision == "int8" else limits.flops
-    for rows in ROWS[:-1] if name == "lm_head" else ROWS:
-        x, count = _rows(precision, rows, depth), 8 if rows <= 32 and name != "lm_head" else 1
+    peak = limits.flops if precision in _DTYPES else limits.byte_ops
+    for rows in ROWS[:-1] if wide else ROWS:
+        x, count = _rows(precision, rows, depth), 8 if rows <= 32 and not wide else 1
         times = []
         for _ in range(_ROUNDS):
             start = time.perf_counter()
             for _ in range(count):
-                kernels.linear(x, next(copies), float32_out=name == "lm_head")
+                kernels.linear(x, next(copies), float32_out=wide)
             times.append((time.perf_counter() - start) / count)
         seconds = statistics.median(times)
         ops, read = 2 * rows * width * depth / seconds, first.num_bytes / seconds

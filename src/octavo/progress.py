@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class LoadingProgress:
-    """A bar of bytes while weights are packed; entering it returns the callback that the loader wants."""
+    """A bar of bytes while weights are packed or written; entering it returns the callback that the loader wants."""
 
-    def __init__(self) -> None:
-        self._progress = _bar(TextColumn("loading weights"), BarColumn(), DownloadColumn())
+    def __init__(self, text: str = "loading weights") -> None:
+        self._progress = _bar(TextColumn(text), BarColumn(), DownloadColumn())
         self._task = self._progress.add_task("", total=None)
 
     def __enter__(self) -> Callable[[int, int], None]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_backends import ISAS, compiled_kernels
 
-from octavo.kernels.quantization import QuantizedWeight, quantize_rows, quantize_weight
+from octavo.kernels.quantization import Int8Weight, quantize_int8, quantize_rows
 from octavo.kernels.reference import ReferenceKernels
 
 FLOATS = [torch.float32, torch.bfloat16]
@@ -28,7 +28,7 @@ def assert_same_bits(result, expected):
 def test_every_instruction_set_gives_the_bits_of_the_reference(compiled, generator, x_dtype, shape):
     rows, depth, width = shape
     x = random(generator, rows, depth, dtype=x_dtype) * 10
-    weight, bias = quantize_weight(random(generator, width, depth)), random(generator, width)
+    weight, bias = quantize_int8(random(generator, width, depth)), random(generator, width)
     for biases in (bias, None):
         packed, plain = compiled.pack_linear(weight, biases), ReferenceKernels().pack_linear(weight, biases)
         for float32_out in (True, False):
@@ -44,7 +44,7 @@ def test_the_largest_sums_do_not_overflow(compiled, depth):
     values = torch.full((40, depth), 127, dtype=torch.int8)
     values[1::3] = -127
     values[2::3] = -128  # what other programs' checkpoints may hold
-    weight = QuantizedWeight(values, torch.ones(40))
+    weight = Int8Weight(values, torch.ones(40))
     expected = ReferenceKernels().linear(x, ReferenceKernels().pack_linear(weight))
     assert torch.equal(compiled.linear(x, compiled.pack_linear(weight)), expected)
     assert expected[0, 0] == torch.tensor(127.0 * 127 * depth).float() * (torch.tensor(5.0) / 127)
@@ -60,7 +60,7 @@ def test_rows_of_zeros_tiny_and_broken_numbers(kernels, generator):
     x[6] *= 1e30
     x[7] = -0.3
     x[7, 0] = 127.0
-    weight = quantize_weight(random(generator, 33, 70))
+    weight = quantize_int8(random(generator, 33, 70))
     result = kernels.linear(x, kernels.pack_linear(weight))
     assert_same_bits(result, ReferenceKernels().linear(x, ReferenceKernels().pack_linear(weight)))
     assert torch.equal(result.isnan().all(dim=1), torch.tensor([False, False, False, True, True, True, False, False]))
@@ -72,7 +72,7 @@ def test_rows_of_zeros_tiny_and_broken_numbers(kernels, generator):
 
 @pytest.mark.parametrize(("depth", "width"), [(896, 160), (4864, 96), (123, 33)])
 def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, depth, width):
-    packed = compiled.pack_linear(quantize_weight(random(generator, width, depth)), random(generator, width))
+    packed = compiled.pack_linear(quantize_int8(random(generator, width, depth)), random(generator, width))
     x = random(generator, 130, depth, dtype=torch.bfloat16)
     x[0] *= 3
     alone = torch.cat([compiled.linear(x[i : i + 1], packed, float32_out=True) for i in range(130)])
@@ -83,14 +83,14 @@ def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, depth, wid
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_threads_do_not_change_a_bit(isa, generator):
-    weight, x = quantize_weight(random(generator, 300, 200)), random(generator, 40, 200)
+    weight, x = quantize_int8(random(generator, 300, 200)), random(generator, 40, 200)
     results = [k.linear(x, k.pack_linear(weight)) for k in (compiled_kernels(isa), compiled_kernels(isa, 1))]
     assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
 def test_embedding_gives_the_rounded_rows_back(kernels, generator, out_dtype):
-    weight = quantize_weight(random(generator, 100, 45))
+    weight = quantize_int8(random(generator, 100, 45))
     ids = torch.tensor([99, 0, 31, 32, 99, 64])
     expected = (weight.values[ids].float() * weight.scales[ids].unsqueeze(1)).to(out_dtype)
     assert torch.equal(kernels.embedding(ids, kernels.pack_linear(weight, float32_out=True), out_dtype), expected)
@@ -98,7 +98,7 @@ def test_embedding_gives_the_rounded_rows_back(kernels, generator, out_dtype):
 
 def test_strided_rows(kernels, generator):
     x = random(generator, 6, 200)[:, 50:150]
-    weight = quantize_weight(random(generator, 40, 300)[:, 20:120])
+    weight = quantize_int8(random(generator, 40, 300)[:, 20:120])
     assert torch.equal(
         kernels.linear(x, kernels.pack_linear(weight)), kernels.linear(x.contiguous(), kernels.pack_linear(weight))
     )
@@ -110,7 +110,7 @@ def test_rounding_is_symmetric_to_nearest_even_and_the_largest_is_127(generator)
     assert values.tolist() == [[127, 0, 2, 0, -2, -127], [0] * 6]
     assert scales.tolist() == [1.0, 0.0]
     weight = random(generator, 50, 80, dtype=torch.bfloat16)
-    rounded = quantize_weight(weight)
+    rounded = quantize_int8(weight)
     assert (rounded.values.abs().amax(dim=1) == 127).all()
     error = (rounded.values * rounded.scales.unsqueeze(1) - weight.float()).abs()
     assert (error <= rounded.scales.unsqueeze(1) * 0.5001).all()
@@ -119,7 +119,7 @@ def test_rounding_is_symmetric_to_nearest_even_and_the_largest_is_127(generator)
 def test_the_error_is_that_of_rounding_alone(fastest, generator):
     x, weight = random(generator, 64, 512), random(generator, 256, 512)
     exact = x.double() @ weight.double().T
-    result = fastest.linear(x, fastest.pack_linear(quantize_weight(weight))).double()
+    result = fastest.linear(x, fastest.pack_linear(quantize_int8(weight))).double()
     relative = (result - exact).norm() / exact.norm()
     # Uniform rounding to steps of amax / 127 in both factors: two independent errors of step / sqrt(12).
     steps = torch.tensor([(each.double().abs().amax(dim=1) / 127).square().mean().sqrt() for each in (x, weight)])
@@ -128,5 +128,5 @@ def test_the_error_is_that_of_rounding_alone(fastest, generator):
 
 
 def test_bytes_are_those_of_the_padded_panels(fastest):
-    packed = fastest.pack_linear(quantize_weight(torch.ones(33, 5)))
+    packed = fastest.pack_linear(quantize_int8(torch.ones(33, 5)))
     assert packed.num_bytes == 64 * (8 + 4 + 4)

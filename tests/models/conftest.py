@@ -52,3 +52,8 @@ def prompt_logits():
         return model.compute_logits(torch.cat(hidden))
 
     return compute
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(0)

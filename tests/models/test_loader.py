@@ -44,7 +44,7 @@ def packed_bytes(model):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_bytes_computed_are_bytes_allocated(name, tied, dtype, quantization, tmp_path):
     path = write_checkpoint(tmp_path, tiny_config(name, tie_word_embeddings=tied, **BIASED))
     model = load(path, dtype, quantization=quantization)
@@ -79,14 +79,17 @@ def test_sharded_equals_whole(tmp_path, prompt_logits):
 
 
 @pytest.mark.skipif(not COMPILED and not kernels_required(), reason="octavo was installed without compiled kernels")
+@pytest.mark.parametrize(("quantization", "error"), [("int8", 0.05), ("int4", 0.35)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_int8_is_near_the_checkpoint_and_the_same_in_both_backends(name, tmp_path, prompt_logits):
+def test_integers_are_near_the_checkpoint_and_the_same_in_both_backends(
+    name, quantization, error, tmp_path, prompt_logits
+):
     cpu = pytest.importorskip("octavo.kernels.cpu")
     path = write_checkpoint(tmp_path, tiny_config(name, tie_word_embeddings=True, **BIASED), std=0.1)
-    options = {"dtype": "float32", "device": CPU, "max_model_len": 64, "quantization": "int8"}
+    options = {"dtype": "float32", "device": CPU, "max_model_len": 64, "quantization": quantization}
     compiled = load_model(path, read_architecture(path), cpu.CpuKernels(num_threads=1), **options)
-    exact, plain = prompt_logits(load(path), PROMPT), prompt_logits(load(path, quantization="int8"), PROMPT)
-    assert 0 < (plain - exact).norm() < 0.05 * exact.norm()
+    exact, plain = prompt_logits(load(path), PROMPT), prompt_logits(load(path, quantization=quantization), PROMPT)
+    assert 0 < (plain - exact).norm() < error * exact.norm()
     torch.testing.assert_close(prompt_logits(compiled, PROMPT), plain, rtol=0, atol=0.02 * exact.abs().max().item())
 
 

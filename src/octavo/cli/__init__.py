@@ -29,6 +29,9 @@ class Octavo(LazyGroup):
             "octavo.cli.doctor",
             "Examine this machine: its limits, the kernels' share of them, and whether every row is exact.",
         ),
+        LazyCommand(
+            "quantize", "octavo.cli.quantize", "Write a copy of a checkpoint with its weights rounded to int8 or int4."
+        ),
         LazyCommand("bench", "octavo.cli.bench", "Measure speed on this machine."),
         LazyCommand(
             "replay", "octavo.cli.journal", "Repeat a recorded run and compare every decision of the scheduler."

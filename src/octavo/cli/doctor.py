@@ -36,13 +36,13 @@ Precisions = Annotated[
     list[str] | None,
     typer.Option(
         "--precision",
-        metavar="float32|bfloat16|float16|int8",
+        metavar="float32|bfloat16|float16|int8|int4",
         help="Examine these weights; may be given again. Default: the checkpoint's, and int8.",
         show_default=False,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_PRECISIONS = ("float32", "bfloat16", "float16", "int8")
+_PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4")
 _ISAS = ("auto", "avx512_vnni", "avx512", "avx2", "portable")
 
 
@@ -131,7 +131,7 @@ def show(report: Report) -> None:
         typer.echo("exact      every row is the same bits alone and in company, on one thread and on all")
     for precision in dict.fromkeys(check.precision for check in report.checks):
         worst = max(check.error for check in report.checks if check.precision == precision)
-        note = " (activations are rounded)" if precision == "int8" else ""
+        note = " (activations are rounded)" if precision in {"int8", "int4"} else ""
         typer.echo(f"error      {precision}: at most {worst:.1e} of the result{note}")
 
 

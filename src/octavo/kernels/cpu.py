@@ -8,13 +8,19 @@ from __future__ import annotations
 import time
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
 from octavo.kernels.interface import AttentionBatch, PackedLinear, SamplingRows
 from octavo.kernels.limits import Limits
-from octavo.kernels.quantization import MAX_IN_FEATURES, QuantizedWeight
+from octavo.kernels.quantization import (
+    GROUP_MULTIPLE,
+    MAX_IN_FEATURES,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,8 +30,7 @@ if TYPE_CHECKING:
 Isa = Literal["auto", "avx512_vnni", "avx512", "avx2", "portable"]
 LinearBackend = Literal["auto", "packed", "onednn"]
 
-_DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}  # csrc/types.h
-_DEPTHS = {torch.bfloat16: 2, torch.int8: 4}  # consecutive values of a column that stand together in a panel
+_DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}  # csrc/types.h
 _PANEL_COLUMNS = 32  # as in csrc/kernels.h
 _ATTENTION_ROWS = 112  # as in csrc/attention.h
 
@@ -99,7 +104,7 @@ class CpuKernels:
     ) -> PackedLinear:
         """Pack a weight into panels of 32 columns, or for oneDNN."""
         may_use_onednn = self.uses_onednn and not float32_out
-        if may_use_onednn and not isinstance(weight, QuantizedWeight) and weight.dtype == torch.bfloat16:
+        if may_use_onednn and isinstance(weight, torch.Tensor) and weight.dtype == torch.bfloat16:
             one_dnn = _OneDnnWeight.pack(weight, bias)
             if self._accepts(one_dnn, weight.shape):
                 num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
@@ -121,7 +126,10 @@ class CpuKernels:
         return storage.multiply(x, torch.float32 if float32_out else x.dtype)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any) -> Tensor:
-        """Return rows of the unpacked weight; it must have been packed with `float32_out`, as oneDNN hides its own."""
+        """Return rows of the unpacked weight; it must have been packed with `float32_out`, as oneDNN hides its own.
+
+        int4 weights are not read by row.
+        """
         storage = packed.storage
         assert isinstance(storage, _PanelWeight)
         ids = token_ids.contiguous()
@@ -226,32 +234,35 @@ class _PanelWeight:
     kernel_set: Any
     data: Tensor  # uint8
     dtype_number: int
+    int4: _Int4Format
     bias: Tensor | None
     out_features: int
     in_features: int
 
     @classmethod
     def pack(cls, module: Any, kernel_set: Any, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> _PanelWeight:
-        values, scales = (weight.values, weight.scales) if isinstance(weight, QuantizedWeight) else (weight, None)
+        values = weight if isinstance(weight, torch.Tensor) else weight.values
+        scales = None if isinstance(weight, torch.Tensor) else weight.scales.contiguous()
+        zeros = weight.zeros.contiguous() if isinstance(weight, Int4Weight) and weight.zeros is not None else None
+        int4 = _Int4Format.of(weight) if isinstance(weight, Int4Weight) else _NO_INT4
         values = values.detach() if values.stride(1) == 1 else values.detach().contiguous()
         out_features, in_features = values.shape
-        assert scales is None or (scales.is_contiguous() and in_features <= MAX_IN_FEATURES)
+        assert scales is None or in_features <= MAX_IN_FEATURES
         columns = -(-out_features // _PANEL_COLUMNS) * _PANEL_COLUMNS
-        together = _DEPTHS.get(values.dtype, 1)
-        column_bytes = -(-in_features // together) * together * values.element_size()
-        data = torch.empty(columns * (column_bytes + (0 if scales is None else 8)), dtype=torch.uint8)
+        data = torch.empty(columns * _column_bytes(weight, in_features), dtype=torch.uint8)
         assert data.data_ptr() % 64 == 0
         module.advise_huge_pages(data.data_ptr(), data.nbytes)
         number = _DTYPE_NUMBERS[values.dtype]
         kernel_set.pack_weight(
             values.data_ptr(), number, out_features, in_features, values.stride(0),
-            0 if scales is None else scales.data_ptr(), data.data_ptr(),
+            0 if scales is None else scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(), int4.group_size,
+            int4.scale_dtype, data.data_ptr(),
         )  # fmt: skip
         padded = None
         if bias is not None:
             padded = torch.zeros(columns)
             padded[:out_features] = bias.detach()
-        return cls(kernel_set, data, number, padded, out_features, in_features)
+        return cls(kernel_set, data, number, int4, padded, out_features, in_features)
 
     def multiply(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         assert x.stride(1) == 1
@@ -260,9 +271,38 @@ class _PanelWeight:
         self.kernel_set.linear(
             x.data_ptr(), _DTYPE_NUMBERS[x.dtype], x.stride(0), x.shape[0], self.data.data_ptr(), self.dtype_number,
             self.out_features, self.in_features, 0 if self.bias is None else self.bias.data_ptr(), out.data_ptr(),
-            _DTYPE_NUMBERS[out_dtype],
+            _DTYPE_NUMBERS[out_dtype], *self.int4,
         )  # fmt: skip
         return out
+
+
+class _Int4Format(NamedTuple):
+    """How the kernels are told of an int4 weight (csrc/kernels.h)."""
+
+    group_size: int
+    scale_dtype: int
+    has_zeros: bool
+
+    @classmethod
+    def of(cls, weight: Int4Weight) -> _Int4Format:
+        group_size = min(weight.group_size, weight.shape[1])
+        assert group_size % GROUP_MULTIPLE == 0 or group_size == weight.shape[1]
+        return cls(group_size, _DTYPE_NUMBERS[weight.scales.dtype], weight.zeros is not None)
+
+
+_NO_INT4 = _Int4Format(0, 0, has_zeros=False)
+
+
+def _column_bytes(weight: Tensor | QuantizedWeight, in_features: int) -> int:
+    """Bytes of one column of a panel: its values padded to whole words, its scales and what else belongs to it."""
+    if isinstance(weight, Int4Weight):
+        num_groups = weight.scales.shape[1]
+        head_bytes = weight.scales.element_size() + (0 if weight.zeros is None else 2)
+        return -(-in_features // 8) * 4 + num_groups * head_bytes
+    if isinstance(weight, Int8Weight):
+        return -(-in_features // 4) * 4 + 8  # a float32 scale, the int32 sum of the column
+    together = 2 if weight.dtype == torch.bfloat16 else 1
+    return -(-in_features // together) * together * weight.element_size()
 
 
 @dataclass(frozen=True, slots=True)

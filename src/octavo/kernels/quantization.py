@@ -1,7 +1,9 @@
 """Integers for weights and activations: what the quantized kernels compute, said once, in torch.
 
-W8A8: a weight has one scale per output feature, a row of activations one of its own, found on the way. Both are
-symmetric: the largest magnitude stands at 127. Sums of integers are exact, so every backend gives the same bits.
+Activations are rounded to int8 on the way, one scale per row, the largest magnitude at 127. Weights are int8 with one
+scale per output feature (W8A8), or int4 with one scale, and perhaps a zero point, per group of input features (W4A8).
+Sums of integers are exact, and the groups of an int4 weight are added in a fixed order, so every backend gives the same
+bits.
 """
 
 from __future__ import annotations
@@ -12,17 +14,21 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
 MAX_IN_FEATURES = 1 << 16  # more products of two bytes could overflow a 32-bit sum
+GROUP_MULTIPLE = 32  # of the size of a group, unless one group spans all input features
+INT4_ZERO = 8  # what stands for zero in an int4 weight without zero points
+_INT4_MAX = 15
 _VALUES_AT_ONCE = 1 << 20  # of a weight, in float32 or float64
 _LEAST_MAGNITUDE = 1e-30  # a row whose values are all smaller is zero
+_CLIPPINGS = (1.0, 0.92, 0.84, 0.76)  # of a group's largest magnitude: tried, and the least squared error wins
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedWeight:
+class Int8Weight:
     """A weight of integers: weight[i, j] is values[i, j] * scales[i].
 
     values int8 [out_features, in_features]; scales float32 [out_features].
@@ -38,18 +44,113 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and scales."""
+        """Bytes that it takes packed, without padding."""
         return self.values.nbytes + self.scales.nbytes
 
+    def dequantize(self) -> Tensor:
+        """Return the weight that this stands for, in float32."""
+        return self.values.float() * self.scales.unsqueeze(1)
 
-def quantize_weight(weight: Tensor) -> QuantizedWeight:
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """A weight of integers in groups: weight[i, j] is (values[i, j] - zeros[i, j // size]) * scales[i, j // size].
+
+    values uint8 [out_features, in_features], each 0 .. 15; scales bfloat16, float16 or float32 [out_features, groups];
+    zeros uint8 [out_features, groups], each 0 .. 16, or None where all are 8; group_size a multiple of 32, or
+    in_features or more.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group_size: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """(out_features, in_features)."""
+        return self.values.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes packed, without padding: half a byte a value, two for each zero point."""
+        return self.values.numel() // 2 + self.scales.nbytes + (0 if self.zeros is None else 2 * self.zeros.numel())
+
+    def dequantize(self) -> Tensor:
+        """Return the weight that this stands for, in float32."""
+        group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
+        zeros = torch.full_like(self.scales, INT4_ZERO) if self.zeros is None else self.zeros
+        return (self.values.float() - zeros.float()[:, group]) * self.scales.float()[:, group]
+
+
+QuantizedWeight = Int8Weight | Int4Weight
+
+
+def quantize_int8(weight: Tensor) -> Int8Weight:
     """Round a weight [out_features, in_features] of any floating type to int8, one scale per output feature."""
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     for part in _parts(weight):
         rounded, scales[part] = quantize_rows(weight[part])
         values[part] = rounded.to(torch.int8)
-    return QuantizedWeight(values, scales)
+    return Int8Weight(values, scales)
+
+
+def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE) -> Int4Weight:
+    """Round a weight [out_features, in_features] of any floating type to int4, a bfloat16 scale per group.
+
+    A group's value of largest magnitude m is to become -8; a few smaller m, which clip it, are tried as well, and that
+    with the least squared error is taken. Values that are no numbers become 8, that is zero.
+    """
+    out_features, in_features = weight.shape
+    num_groups = -(-in_features // group_size)
+    values = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(out_features, num_groups, dtype=torch.bfloat16, device=weight.device)
+    for part in _parts(weight):
+        wide = torch.nan_to_num(weight[part].float(), nan=0.0)
+        padded = torch.nn.functional.pad(wide, (0, num_groups * group_size - in_features))
+        groups = padded.view(-1, num_groups, group_size)
+        extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
+        least = best = best_scale = None
+        for clipping in _CLIPPINGS:
+            scale = (extreme * (-clipping / INT4_ZERO)).to(torch.bfloat16)
+            rounded = _round_to_nibbles(groups, scale.float())
+            error = ((rounded - INT4_ZERO) * scale.float() - groups).square().sum(dim=2, keepdim=True)
+            if least is None or best is None or best_scale is None:
+                least, best, best_scale = error, rounded, scale
+            else:
+                is_better = error < least
+                least = torch.where(is_better, error, least)
+                best = torch.where(is_better, rounded, best)
+                best_scale = torch.where(is_better, scale, best_scale)
+        assert best is not None
+        assert best_scale is not None
+        values[part] = best.view(padded.shape)[:, :in_features].to(torch.uint8)
+        scales[part] = best_scale.squeeze(2)
+    return Int4Weight(values, scales, None, group_size)
+
+
+def _round_to_nibbles(groups: Tensor, scale: Tensor) -> Tensor:
+    """Return the whole numbers 0 .. 15 whose multiples of the scale, less 8, are nearest; of a group of zeros, 8."""
+    inverse = torch.where(scale.abs() >= _LEAST_MAGNITUDE, 1.0 / scale, 0.0)
+    return (groups * inverse).round_().add_(INT4_ZERO).clamp_(0, _INT4_MAX)
+
+
+def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Put weights of one kind and equal width below one another."""
+    values = torch.cat([weight.values for weight in weights])
+    scales = torch.cat([weight.scales for weight in weights])
+    first = weights[0]
+    if isinstance(first, Int8Weight):
+        return Int8Weight(values, scales)
+    groups = [weight for weight in weights if isinstance(weight, Int4Weight)]
+    if all(weight.zeros is None for weight in groups):
+        return Int4Weight(values, scales, None, first.group_size)
+    zeros = [
+        torch.full(weight.scales.shape, INT4_ZERO, dtype=torch.uint8) if weight.zeros is None else weight.zeros
+        for weight in groups
+    ]
+    return Int4Weight(values, scales, torch.cat(zeros), first.group_size)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,7 +167,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(is_finite.unsqueeze(1), (wide * inverse.unsqueeze(1)).round(), 0.0), scales
 
 
-def linear_int8(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Return x @ weight.T + bias of quantized rows: float(integer sum) * (row's scale * column's scale) + bias."""
     values, scales = quantize_rows(x)
     values = values.double()
@@ -75,6 +176,27 @@ def linear_int8(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out_dty
         # Whole numbers below 2^53 are exact; a sum of nothing but -0.0 becomes the integers' 0.
         sums = (values @ weight.values[part].double().T).float() + 0.0
         scaled = sums * (scales.unsqueeze(1) * weight.scales[part])
+        out[:, part] = (scaled if bias is None else scaled + bias[part].float()).to(out_dtype)
+    return out
+
+
+def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Return x @ weight.T + bias of quantized rows: sum(float(a group's integer sum) * its scale) * row's scale + bias.
+
+    Groups are added in their order, and every operation is rounded to float32.
+    """
+    values, row_scales = quantize_rows(x)
+    values = values.double()
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
+    for part in _parts(weight.values):
+        centered = weight.values[part].double()
+        total = torch.zeros(x.shape[0], centered.shape[0], device=x.device)
+        for group, first in enumerate(range(0, weight.shape[1], weight.group_size)):
+            columns = slice(first, first + weight.group_size)
+            zero = INT4_ZERO if weight.zeros is None else weight.zeros[part, group].double().unsqueeze(1)
+            sums = (values[:, columns] @ (centered[:, columns] - zero).T).float() + 0.0
+            total = total + sums * weight.scales[part, group].float()
+        scaled = total * row_scales.unsqueeze(1)
         out[:, part] = (scaled if bias is None else scaled + bias[part].float()).to(out_dtype)
     return out
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from octavo.kernels.interface import AttentionBatch, PackedLinear, SamplingRows
 from octavo.kernels.noise import gumbel_noise
-from octavo.kernels.quantization import QuantizedWeight, linear_int8
+from octavo.kernels.quantization import Int4Weight, Int8Weight, QuantizedWeight, linear_int4, linear_int8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,8 +42,10 @@ class ReferenceKernels:
         """Return x @ weight.T + bias."""
         weight, bias = packed.storage, packed.bias
         out_dtype = torch.float32 if float32_out else x.dtype
-        if isinstance(weight, QuantizedWeight):
+        if isinstance(weight, Int8Weight):
             return linear_int8(x, weight, bias, out_dtype)
+        if isinstance(weight, Int4Weight):
+            return linear_int4(x, weight, bias, out_dtype)
         if weight.dtype == x.dtype == out_dtype and (bias is None or bias.dtype == x.dtype):
             return F.linear(x, weight, bias)
         wide = x.float()
@@ -53,7 +55,8 @@ class ReferenceKernels:
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any) -> Tensor:
         """Return rows of the weight."""
         weight = packed.storage
-        if isinstance(weight, QuantizedWeight):
+        assert not isinstance(weight, Int4Weight)
+        if isinstance(weight, Int8Weight):
             return (weight.values[token_ids].float() * weight.scales[token_ids].unsqueeze(1)).to(dtype)
         return F.embedding(token_ids, weight).to(dtype)
 

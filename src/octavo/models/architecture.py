@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.models.rope_config import RopeConfig, read_rope
+from octavo.models.stored_quantization import StoredQuantization, StoredTensor, read_stored_quantization
 
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+INT4_GROUP_SIZE = 32  # of weights that are rounded as they are loaded
 _MAX_HEAD_DIM = 256  # what the compiled kernels' buffers hold
 _ACTIVATIONS = ("silu", "swish")  # two names of one function
 
@@ -24,6 +26,7 @@ class Architecture:
     sliding_window  one entry per layer: tokens a position sees, itself included, or None for all
     dtype           of the checkpoint as its config says ("float32", "bfloat16" or "float16")
     eos_token_ids   as config.json says; generation_config.json and the tokenizer may add to them
+    stored          how weights are stored that are integers already, or None
     """
 
     name: str
@@ -46,6 +49,7 @@ class Architecture:
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    stored: StoredQuantization | None = None
 
     @property
     def max_context_tokens(self) -> int:
@@ -64,15 +68,29 @@ class Architecture:
     def weight_bytes(self, dtype: str, norm_dtype: str | None = None, quantization: str | None = None) -> int:
         """Bytes of all weights in `dtype`; norm weights are kept in `norm_dtype` (that of the activations).
 
-        quantization "int8": matrices take a byte a weight, and four for the scale of each row.
+        quantization: how matrices are rounded that are not stored as integers. An int8 matrix takes a byte a weight,
+        and four for the scale of each row; an int4 one half a byte, and two for each scale and zero point.
         """
         total = 0
         for name, shape in self.tensor_shapes().items():
-            if quantization is not None and len(shape) == 2:
+            bits, groups, zeros = self._rounding(name, shape, quantization)
+            if bits == 8:
                 total += math.prod(shape) + 4 * shape[0]
+            elif bits == 4:
+                total += math.prod(shape) // 2 + 2 * shape[0] * groups * (2 if zeros else 1)
             else:
                 total += math.prod(shape) * DTYPE_BYTES[(norm_dtype or dtype) if is_norm(name) else dtype]
         return total
+
+    def _rounding(self, name: str, shape: tuple[int, ...], quantization: str | None) -> tuple[int | None, int, bool]:
+        """Return (bits, scales of a row, whether there are zero points) of a tensor; bits None: not rounded."""
+        if len(shape) != 2:
+            return None, 0, False
+        if self.stored is not None and self.stored.covers(name.removesuffix(".weight")):
+            return self.stored.bits, self.stored.num_groups(shape[1]), self.stored.has_zeros
+        if quantization == "int4" and not is_vocabulary(name):
+            return 4, -(-shape[1] // INT4_GROUP_SIZE), False
+        return (None if quantization is None else 8), 1, False
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of keys and values that one token keeps over all layers."""
@@ -92,6 +110,17 @@ class Architecture:
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (vocab, hidden)
         return shapes
+
+    def stored_tensors(self) -> dict[str, StoredTensor]:
+        """Name and form of every tensor in the files: as `tensor_shapes`, or as the integers are stored."""
+        tensors: dict[str, StoredTensor] = {}
+        for name, shape in self.tensor_shapes().items():
+            module = name.removesuffix(".weight")
+            if len(shape) == 2 and self.stored is not None and self.stored.covers(module):
+                tensors |= self.stored.tensors(module, *shape)
+            else:
+                tensors[name] = StoredTensor(shape)  # a bias that is needed, even if integers come with optional ones
+        return tensors
 
     def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
         hidden, intermediate = self.hidden_size, self.intermediate_size
@@ -114,6 +143,11 @@ class Architecture:
             shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (self.head_dim,)
         shapes["post_attention_layernorm.weight"] = (hidden,)
         return shapes
+
+
+def is_vocabulary(tensor_name: str) -> bool:
+    """Whether a tensor has a row for each token: it stays int8 among int4, and is read by row as an embedding."""
+    return tensor_name in {"model.embed_tokens.weight", "lm_head.weight"}
 
 
 def is_norm(tensor_name: str) -> bool:
@@ -174,6 +208,7 @@ def read_decoder(
         dtype=_read_dtype(config),
         bos_token_id=next(iter(config.token_ids("bos_token_id")), None),
         eos_token_ids=config.token_ids("eos_token_id"),
+        stored=read_stored_quantization(config),
     )
 
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_DTYPES = ("F32", "F16", "BF16", "F64")
+    from octavo.models.stored_quantization import StoredTensor
+
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Tensors that some checkpoints carry and that are computed anew here.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
@@ -42,24 +43,26 @@ class CheckpointFiles:
                     )
                 self._file_of[name] = (path, file)
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise unless the files hold exactly the tensors of `shapes`; known leftovers are ignored.
+    def check(self, expected: Mapping[str, StoredTensor]) -> None:
+        """Raise unless the files hold exactly the tensors of `expected`; known leftovers are ignored.
 
         A checkpoint with tied embeddings may carry an lm_head.weight as well: it is the same matrix.
         """
-        missing = [name for name in shapes if name not in self._file_of]
+        missing = [name for name, each in expected.items() if not each.is_optional and name not in self._file_of]
         if missing:
             raise ModelError(
                 f"{self.directory}: {_some(missing)} missing from the weights though config.json asks for it; "
                 "the download is incomplete or config.json belongs to another model"
             )
-        extra = [name for name in self._file_of if name not in shapes and not _IGNORED.search(name)]
+        extra = [name for name in self._file_of if name not in expected and not _IGNORED.search(name)]
         if unexpected := [name for name in extra if name != "lm_head.weight"]:
             raise ModelError(
                 f"{self.directory}: {_some(unexpected)} in the weights though config.json does not ask for it; "
                 "octavo would ignore it and give wrong tokens"
             )
-        for name, shape in shapes.items():
+        for name, (shape, dtypes, _) in expected.items():
+            if name not in self._file_of:
+                continue
             path, file = self._file_of[name]
             stored = file.get_slice(name)
             if tuple(stored.get_shape()) != shape:
@@ -68,11 +71,15 @@ class CheckpointFiles:
                     f"{path}: {name} has shape {found}, but config.json asks for {list(shape)}; "
                     "the two belong to different models"
                 )
-            if stored.get_dtype() not in _DTYPES:
+            if stored.get_dtype() not in dtypes:
                 raise ModelError(
-                    f"{path}: {name} is stored as {stored.get_dtype()}; octavo loads {', '.join(_DTYPES)}, "
-                    "no quantized weights yet"
+                    f"{path}: {name} is stored as {stored.get_dtype()}, but {', '.join(dtypes)} is expected; quantized "
+                    "weights need their quantization_config in config.json"
                 )
+
+    def find(self, name: str) -> Tensor | None:
+        """Return a tensor as `tensor` does, or None where there is none of that name."""
+        return self.tensor(name) if name in self._file_of else None
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor that aliases the file's pages: copy it before the file may change."""

@@ -16,8 +16,6 @@ _MISSING = object()
 # Keys that change what the model computes and that no family here implements. A value among the harmless ones is as
 # good as no key at all; any other value would silently give other tokens, so it is refused.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
-    "compression_config": (None,),
     "attn_logit_softcapping": (None, 0),
     "final_logit_softcapping": (None, 0),
     "logit_scale": (None, 1),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from octavo.errors import ModelError
-from octavo.kernels.quantization import quantize_weight
-from octavo.models.architecture import is_norm
+from octavo.kernels.quantization import fuse_quantized, quantize_int4, quantize_int8
+from octavo.models.architecture import INT4_GROUP_SIZE, is_norm, is_vocabulary
 from octavo.models.checkpoint import CheckpointFiles
 from octavo.models.layers import CausalLM, ModelContext
+from octavo.models.quantized_weights import read_quantized
 from octavo.models.random_weights import RandomWeights
 from octavo.models.registry import find_family
 from octavo.models.rope import make_cos_sin
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.kernels.interface import Kernels, PackedLinear
+    from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -91,7 +95,8 @@ def load_model(
     """Read and pack all weights of a checkpoint.
 
     dtype: "float32", "bfloat16" or "float16", of the packed weights. load_format "dummy" makes random weights from
-    `seed` and reads no file. quantization "int8" rounds the weights of all products, see `octavo.kernels.quantization`.
+    `seed` and reads no file. quantization: "int8" or "int4" rounds weights that are not integers in the checkpoint, see
+    `octavo.kernels.quantization`; with "int4" embeddings and lm_head are int8.
     progress(done, total) is called after each tensor, in bytes of weights in `dtype`.
     Peak memory is that of the packed weights and the largest fused matrix. Raises `ModelError`.
     """
@@ -101,11 +106,13 @@ def load_model(
         source = RandomWeights(shapes, _TORCH_DTYPES[dtype], seed)
     else:
         files = CheckpointFiles(directory)
-        files.check(shapes)
+        files.check(architecture.stored_tensors())
         source = files
     computed = activation_dtype(dtype, device)
-    total = architecture.weight_bytes(dtype, str(computed).removeprefix("torch."))
-    packer = _Packer(source, shapes, kernels, _TORCH_DTYPES[dtype], quantization, computed, device, total, progress)
+    total = replace(architecture, stored=None).weight_bytes(dtype, str(computed).removeprefix("torch."))
+    packer = _Packer(
+        source, architecture, kernels, _TORCH_DTYPES[dtype], quantization, computed, device, total, progress
+    )
     context = ModelContext(
         architecture=architecture,
         kernels=kernels,
@@ -122,7 +129,7 @@ class _Packer:
     def __init__(
         self,
         source: TensorSource,
-        shapes: dict[str, tuple[int, ...]],
+        architecture: Architecture,
         kernels: Kernels,
         dtype: torch.dtype,
         quantization: str | None,
@@ -132,7 +139,8 @@ class _Packer:
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self.source = source
-        self.shapes = shapes
+        self.shapes = architecture.tensor_shapes()
+        self.stored = architecture.stored
         self.kernels = kernels
         self.dtype = dtype
         self.quantization = quantization
@@ -143,11 +151,46 @@ class _Packer:
         self.progress = progress or (lambda _done, _total: None)
 
     def linear(self, *names: str, bias: bool = False, float32_out: bool = False) -> PackedLinear:
-        weight = self._fuse([f"{name}.weight" for name in names])
+        weight = self._weight(names)
         fused_bias = self._fuse([f"{name}.bias" for name in names]) if bias else None
+        if not bias and self.stored is not None:
+            self._refuse_biases(names)
+        return self.kernels.pack_linear(weight, fused_bias, float32_out=float32_out)
+
+    def _weight(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
+        """Return the fused weight of linear layers: as it is stored, or rounded now."""
+        covered = [name for name in names if self.stored is not None and self.stored.covers(name)]
+        if covered and len(covered) < len(names):
+            raise ModelError(
+                f"{', '.join(covered)} is stored as integers, but not {', '.join(set(names) - set(covered))}; octavo "
+                "computes them together and cannot mix them"
+            )
+        if covered:
+            return fuse_quantized([self._integers(name) for name in names])
+        weight = self._fuse([f"{name}.weight" for name in names])
         if self.quantization is None:
-            return self.kernels.pack_linear(weight, fused_bias, float32_out=float32_out)
-        return self.kernels.pack_linear(quantize_weight(weight), fused_bias, float32_out=float32_out)
+            return weight
+        return self._round(weight, 8 if is_vocabulary(f"{names[0]}.weight") or self.quantization == "int8" else 4)
+
+    def _integers(self, name: str) -> QuantizedWeight:
+        """Read a weight that is stored as integers; dummy weights are rounded to the same format."""
+        assert self.stored is not None
+        shape = self.shapes[f"{name}.weight"]
+        self._count(math.prod(shape) * self.dtype.itemsize)
+        if isinstance(self.source, CheckpointFiles):
+            return read_quantized(self.stored, name, (shape[0], shape[1]), self.source.find)
+        return self._round(self.source.tensor(f"{name}.weight"), self.stored.bits, self.stored.group_size or shape[1])
+
+    def _round(self, weight: Tensor, bits: int, group_size: int = INT4_GROUP_SIZE) -> QuantizedWeight:
+        return quantize_int8(weight) if bits == 8 else quantize_int4(weight, group_size)
+
+    def _refuse_biases(self, names: tuple[str, ...]) -> None:
+        """Raise for a bias that came with integers and that the model does not add: some programs write zeros."""
+        if isinstance(self.source, CheckpointFiles):
+            for name in names:
+                bias = self.source.find(f"{name}.bias")
+                if bias is not None and bool(bias.any()):
+                    raise ModelError(f"{name}.bias is not zero, but config.json has no such bias")
 
     def norm(self, name: str) -> Tensor:
         return self._fuse([name])
@@ -159,6 +202,9 @@ class _Packer:
         fused = torch.empty((sum(rows), *self.shapes[names[0]][1:]), dtype=dtype, device=self.device)
         for part, name in zip(fused.split_with_sizes(rows), names, strict=True):
             part.copy_(self.source.tensor(name))
-            self.done_bytes += part.nbytes
-            self.progress(self.done_bytes, self.total_bytes)
+            self._count(part.nbytes)
         return fused
+
+    def _count(self, num_bytes: int) -> None:
+        self.done_bytes += num_bytes
+        self.progress(self.done_bytes, self.total_bytes)

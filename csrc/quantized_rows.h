@@ -1,0 +1,147 @@
+// Activations for the products of integers: rows of signed bytes with one float32 scale each, found on the way.
+//
+// A row's scale is its largest magnitude / 127, and its values are rounded to the nearest even multiple. A row with a value
+// that is no number, or infinite, gets the scale NaN: what is computed from it is NaN.
+#pragma once
+
+#include "linear.h"
+
+namespace octavo::OCTAVO_ISA {
+
+constexpr uint32_t kInfinityBits = 0x7F800000u;
+constexpr float kLeastMagnitude = 1e-30f;     // a row whose values are all smaller is zero
+constexpr int64_t kBlockBytes = 512 * 1024;   // quantized rows that are multiplied together: they stay in L2
+
+// How a product wants its rows.
+struct ByteLayout {
+  int64_t words;   // of four k each, in a row; bytes beyond k are zero
+  uint32_t offset; // added to every byte
+  int64_t group;   // consecutive k whose bytes are summed up, without the offset; a multiple of kLanes, or 0: no sums
+  int64_t groups;  // sums of a row
+};
+
+// Some rows as a product reads them.
+struct ByteTile {
+  uint8_t* bytes;  // [words][rows][4]
+  float* scales;   // [rows]
+  int32_t* sums;   // [groups][rows]
+  int64_t first;   // row of the output
+};
+
+// The largest magnitude of a row; infinite or NaN if any of its values is. As integers, magnitudes compare like floats, and
+// what is no number is the largest.
+template <class X>
+float largest_magnitude(const X* row, int64_t k) {
+  IVec largest = splat_int(0);
+  for (int64_t i = 0; i < k; i += kLanes) {
+    largest = max_signed(largest, as_int(load_first(row + i, k - i)) & splat_int(0x7FFFFFFFu));
+  }
+  uint32_t lanes[kLanes], most = 0;
+  store_int(lanes, largest);
+  for (const uint32_t lane : lanes) most = larger(most, lane);
+  float result;
+  std::memcpy(&result, &most, sizeof(result));
+  return result;
+}
+
+OCTAVO_INLINE int32_t sum_of_lanes(IVec a) {
+  int32_t lanes[kLanes], sum = 0;
+  store_int(lanes, a);
+  for (const int32_t lane : lanes) sum += lane;
+  return sum;
+}
+
+// `m` rows from row tile.first on.
+template <class X>
+void quantize_rows_of(const LinearArgs& args, const ByteLayout& layout, int64_t m, const ByteTile& tile) {
+  for (int64_t r = 0; r < m; ++r) {
+    const X* row = static_cast<const X*>(args.x) + (tile.first + r) * args.x_stride;
+    const float magnitude = largest_magnitude(row, args.k);
+    uint32_t magnitude_bits;
+    std::memcpy(&magnitude_bits, &magnitude, sizeof(magnitude_bits));
+    const bool is_finite = magnitude_bits < kInfinityBits;
+    tile.scales[r] = is_finite ? magnitude / 127.0f : __builtin_nanf("");
+    const Vec inverse = splat(is_finite && magnitude >= kLeastMagnitude ? 127.0f / magnitude : 0.0f);
+    IVec sum = splat_int(0);
+    for (int64_t i = 0; i < layout.words * 4; i += kLanes) {
+      const IVec values = to_int(load_first(row + i, larger(int64_t{0}, args.k - i)) * inverse);
+      uint32_t words[kLanes / 4];
+      store_bytes(words, values + splat_int(layout.offset));
+      const int64_t count = smaller(int64_t{kLanes / 4}, layout.words - i / 4);
+      for (int64_t j = 0; j < count; ++j) std::memcpy(tile.bytes + ((i / 4 + j) * m + r) * 4, &words[j], 4);
+      if (layout.group == 0) continue;
+      sum = sum + values;
+      const int64_t next = i + kLanes;
+      if (next % layout.group == 0 || next >= layout.words * 4) {
+        tile.sums[i / layout.group * m + r] = sum_of_lanes(sum);
+        sum = splat_int(0);
+      }
+    }
+  }
+}
+
+inline void quantize_rows(const LinearArgs& args, const ByteLayout& layout, int64_t m, const ByteTile& tile) {
+  if (args.x_dtype == DType::kFloat32) {
+    quantize_rows_of<float>(args, layout, m, tile);
+  } else {
+    quantize_rows_of<bf16>(args, layout, m, tile);
+  }
+}
+
+// How many panels M rows take at once: as many streams from memory as there are registers for.
+constexpr int panels_at_once(int rows, int vecs, int most_sums) {
+  const int count = most_sums / (rows * vecs);
+  return count < 1 ? 1 : count > 4 ? 4 : count;
+}
+
+// Weight::multiply<M> for 1 .. Weight::kRows rows.
+template <class Weight>
+struct TileFunctions {
+  using Function = void (*)(const LinearArgs&, const Weight&, const ByteTile&, int64_t first, int64_t count);
+  Function of_rows[Weight::kRows + 1];
+  constexpr TileFunctions() : TileFunctions(std::make_integer_sequence<int, Weight::kRows>()) {}
+  template <int... I>
+  constexpr explicit TileFunctions(std::integer_sequence<int, I...>)
+      : of_rows{nullptr, Weight::template multiply<I + 1>...} {}
+};
+
+// The product with a weight of integers, in blocks of rows that stay in cache, each of tiles of nearly equal height.
+//
+// Weight: kRows, the tallest tile; group_panels(rows), panels that a tile of so many rows takes at once; layout(), of the
+// rows it wants; multiply<M>(args, weight, tile, first, count), panels first .. first + count for a tile of M rows.
+template <class Weight>
+void linear_of_integers(ThreadPool& pool, const LinearArgs& args) {
+  if (args.rows == 0) return;
+  static constexpr TileFunctions<Weight> kMultiply;
+  const Weight weight(args);
+  const ByteLayout layout = weight.layout();
+  const int64_t row_bytes = layout.words * 4, panels = divide_up(args.n, kPanelColumns);
+  const int64_t most_rows = larger(int64_t{Weight::kRows}, kBlockBytes / row_bytes / Weight::kRows * Weight::kRows);
+  const int64_t blocks = divide_up(args.rows, most_rows), block_rows = divide_up(args.rows, blocks);
+  const int64_t tiles = divide_up(block_rows, Weight::kRows), tile_rows = divide_up(block_rows, tiles);
+  const int64_t group = tiles == 1 ? Weight::group_panels(static_cast<int>(tile_rows)) : 1;
+  const int64_t bytes_size = divide_up(block_rows * row_bytes, 64) * 64;
+  auto* bytes = static_cast<uint8_t*>(
+      pool.shared(static_cast<size_t>(bytes_size + block_rows * 4 * (1 + layout.groups))));
+  auto* scales = reinterpret_cast<float*>(bytes + bytes_size);
+  auto* sums = reinterpret_cast<int32_t*>(scales + block_rows);
+  for (int64_t first = 0; first < args.rows; first += block_rows) {
+    const int64_t rows = smaller(block_rows, args.rows - first);
+    const auto tile_at = [&](int64_t row) {
+      return ByteTile{bytes + row * row_bytes, scales + row, sums + row * layout.groups, first + row};
+    };
+    parallel(pool, divide_up(rows, tile_rows), [&](int64_t tile, int) {
+      const int64_t row = tile * tile_rows;
+      quantize_rows(args, layout, smaller(tile_rows, rows - row), tile_at(row));
+    });
+    parallel(pool, divide_up(panels, group), [&](int64_t task, int) {
+      const int64_t panel = task * group;
+      for (int64_t row = 0; row < rows; row += tile_rows) {
+        kMultiply.of_rows[smaller(tile_rows, rows - row)](args, weight, tile_at(row), panel,
+                                                          smaller(group, panels - panel));
+      }
+    });
+  }
+}
+
+}  // namespace octavo::OCTAVO_ISA

@@ -1,0 +1,151 @@
+"""A checkpoint with rounded weights from one without: what `octavo quantize` does.
+
+Written in the layouts of compressed-tensors, which vLLM and transformers read as well. Embeddings, lm_head and norms
+stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors.torch import save_file
+
+from octavo.errors import ModelError
+from octavo.kernels.quantization import GROUP_MULTIPLE, quantize_int4, quantize_int8
+from octavo.models.architecture import is_vocabulary
+from octavo.models.checkpoint import CheckpointFiles
+from octavo.models.config_file import ConfigFile
+from octavo.models.quantized_weights import describe_stored, stored_tensors
+from octavo.models.registry import read_architecture
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from octavo.models.architecture import Architecture
+
+MAX_SHARD_BYTES = 4 << 30
+_INDEX = "model.safetensors.index.json"
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
+
+
+def quantize_checkpoint(
+    source: Path,
+    destination: Path,
+    precision: str,
+    *,
+    group_size: int = GROUP_MULTIPLE,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> int:
+    """Write a rounded copy of a checkpoint into a new or empty directory; return the bytes of its weights.
+
+    precision: "int8" (a scale per output feature) or "int4" (one per `group_size` input features). Everything that is
+    no weight is copied. progress(done, total) counts the bytes of the source's weights. Raises `ModelError` for a
+    source that cannot be read or is rounded already, and for a destination that holds something.
+    """
+    architecture = read_architecture(source)
+    if architecture.stored is not None:
+        raise ModelError(f"{source} is quantized already ({architecture.stored.layout})")
+    if group_size % GROUP_MULTIPLE or group_size < 1:
+        raise ModelError(f"group_size must be a multiple of {GROUP_MULTIPLE}, got {group_size}")
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ModelError(f"{destination} exists already; name a new directory")
+    files = CheckpointFiles(source)
+    files.check(architecture.stored_tensors())
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{destination.name}-", dir=destination.parent) as unfinished:
+        written = Path(unfinished)
+        num_bytes = _write_weights(architecture, files, written, precision, group_size, max_shard_bytes, progress)
+        config = ConfigFile.read(source / "config.json").values
+        config["quantization_config"] = describe_stored(precision, group_size, ["lm_head"])
+        (written / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        _copy_the_rest(source, written)
+        destination.mkdir(exist_ok=True)
+        for path in written.iterdir():
+            path.rename(destination / path.name)
+    return num_bytes
+
+
+def _write_weights(
+    architecture: Architecture,
+    files: CheckpointFiles,
+    directory: Path,
+    precision: str,
+    group_size: int,
+    max_shard_bytes: int,
+    progress: Callable[[int, int], None],
+) -> int:
+    writer = _ShardWriter(directory, max_shard_bytes)
+    total, done = (
+        architecture.weight_bytes(architecture.dtype),
+        0,
+    )  # a file may hold other dtypes: then it is about that
+    for name, shape in architecture.tensor_shapes().items():
+        tensor = files.tensor(name)
+        if len(shape) == 2 and not is_vocabulary(name):
+            rounded = quantize_int8(tensor) if precision == "int8" else quantize_int4(tensor, group_size)
+            writer.add(stored_tensors(name.removesuffix(".weight"), rounded))
+        else:
+            writer.add({name: tensor.clone()})
+        done += tensor.nbytes
+        progress(min(done, total), total)
+    return writer.finish()
+
+
+def _copy_the_rest(source: Path, directory: Path) -> None:
+    """Copy tokenizer, chat templates, generation_config.json, licence: every plain file that holds no weights."""
+    for path in source.iterdir():
+        if path.is_file() and path.name not in {_INDEX, "config.json"} and path.suffix not in _WEIGHT_SUFFIXES:
+            shutil.copyfile(path, directory / path.name)
+    if (templates := source / "additional_chat_templates").is_dir():
+        shutil.copytree(templates, directory / templates.name)
+
+
+class _ShardWriter:
+    """Collects tensors into files of at most so many bytes, named and indexed as Hugging Face does."""
+
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        self._directory = directory
+        self._max_bytes = max_bytes
+        self._shard: dict[str, Tensor] = {}
+        self._shard_of: dict[str, int] = {}
+        self._num_shards = 0
+        self._num_bytes = 0
+
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if self._shard and size + sum(tensor.nbytes for tensor in self._shard.values()) > self._max_bytes:
+            self._write()
+        self._shard |= tensors
+        self._num_bytes += size
+
+    def finish(self) -> int:
+        """Write the rest, give the files their names, and return the bytes of all tensors."""
+        self._write()
+        names = [f"model-{number + 1:05}-of-{self._num_shards:05}.safetensors" for number in range(self._num_shards)]
+        if self._num_shards == 1:
+            names = ["model.safetensors"]
+        for number, name in enumerate(names):
+            self._path(number).rename(self._directory / name)
+        if self._num_shards > 1:
+            index = {
+                "metadata": {"total_size": self._num_bytes},
+                "weight_map": {name: names[number] for name, number in self._shard_of.items()},
+            }
+            (self._directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        return self._num_bytes
+
+    def _write(self) -> None:
+        self._shard_of |= dict.fromkeys(self._shard, self._num_shards)
+        save_file(self._shard, self._path(self._num_shards), metadata={"format": "pt"})
+        self._num_shards += 1
+        self._shard = {}
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"part-{number}.tmp"

@@ -1,0 +1,137 @@
+"""Weights of integers as checkpoints store them: read for the kernels, and written as compressed-tensors does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from octavo.errors import ModelError
+from octavo.kernels.quantization import INT4_ZERO, Int4Weight, Int8Weight, QuantizedWeight
+from octavo.models.stored_quantization import StoredLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from octavo.models.stored_quantization import StoredQuantization
+
+_VALUES_A_WORD = 8
+_NIBBLE = 15
+# AWQ's kernels want columns 0, 2, 4, 6, 1, 3, 5, 7 of eight from the lowest bits up: where column j stands.
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def read_quantized(
+    stored: StoredQuantization, module: str, shape: tuple[int, int], tensor: Callable[[str], Tensor | None]
+) -> QuantizedWeight:
+    """Return the weight [out_features, in_features] of a linear layer.
+
+    tensor(name) returns a tensor of `stored.tensors(module, ...)`, or None for an optional one that is missing. Raises
+    `ModelError` for what would be computed wrongly.
+    """
+
+    def required(name: str) -> Tensor:
+        found = tensor(f"{module}.{name}")
+        assert found is not None
+        return found
+
+    if stored.layout == StoredLayout.INT8:
+        return Int8Weight(required("weight").clone(), required("weight_scale").flatten().float())
+    _refuse_reordered(stored, module, tensor)
+    out_features, in_features = shape
+    zeros: Tensor | None = None
+    match stored.layout:
+        case StoredLayout.PACKED:
+            values = unpack_nibbles(required("weight_packed"), dim=1)[:, :in_features]
+            scales = required("weight_scale")
+            if stored.has_zeros:
+                zeros = unpack_nibbles(required("weight_zero_point"), dim=0)[:out_features]
+        case StoredLayout.GPTQ:
+            values = unpack_nibbles(required("qweight"), dim=0)[:in_features].T
+            scales = required("scales").T
+            zeros = unpack_nibbles(required("qzeros"), dim=1)[:, :out_features].T + stored.zero_offset
+        case StoredLayout.AWQ:
+            values, zeros = (
+                _in_order(unpack_nibbles(required(name), dim=1))[:, :out_features].T for name in ("qweight", "qzeros")
+            )
+            scales = required("scales").T
+    if zeros is not None and bool((zeros == INT4_ZERO).all()):
+        zeros = None
+    size = stored.group_size or in_features
+    scales = scales.float() if scales.dtype == torch.float64 else scales
+    return Int4Weight(values.contiguous(), scales.contiguous(), None if zeros is None else zeros.contiguous(), size)
+
+
+def _refuse_reordered(stored: StoredQuantization, module: str, tensor: Callable[[str], Tensor | None]) -> None:
+    """Raise where input features are not in their order."""
+    name = {StoredLayout.PACKED: "weight_g_idx", StoredLayout.GPTQ: "g_idx"}.get(stored.layout)
+    index = None if name is None else tensor(f"{module}.{name}")
+    if index is not None:
+        expected = torch.arange(len(index)) // (stored.group_size or len(index))
+        if not torch.equal(index.long(), expected):
+            raise ModelError(f"{module}.{name} reorders input features (act-order), which octavo does not compute yet")
+
+
+def _in_order(values: Tensor) -> Tensor:
+    """Undo AWQ's order of columns."""
+    places = torch.tensor(_AWQ_PLACES)
+    return values.view(values.shape[0], -1, _VALUES_A_WORD)[:, :, places].reshape(values.shape)
+
+
+def unpack_nibbles(words: Tensor, dim: int) -> Tensor:
+    """Return the eight values 0 .. 15 of each int32, the lowest bits first, as uint8 along `dim` of two dimensions."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    if dim == 1:
+        return ((words.unsqueeze(2) >> shifts) & _NIBBLE).to(torch.uint8).flatten(1)
+    return ((words.unsqueeze(1) >> shifts.unsqueeze(1)) & _NIBBLE).to(torch.uint8).flatten(0, 1)
+
+
+def pack_nibbles(values: Tensor) -> Tensor:
+    """Return uint8 [rows, columns] of 0 .. 15 as int32 [rows, ceil(columns / 8)], the lowest bits first."""
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % _VALUES_A_WORD))
+    pairs = padded[:, ::2] | padded[:, 1::2] << 4  # two values a byte, and a little-endian word is four bytes
+    return pairs.contiguous().view(torch.int32)
+
+
+def stored_tensors(module: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """Return the tensors that hold a weight in compressed-tensors' layouts "int-quantized" and "pack-quantized"."""
+    if isinstance(weight, Int8Weight):
+        return {f"{module}.weight": weight.values, f"{module}.weight_scale": weight.scales.unsqueeze(1)}
+    assert weight.zeros is None
+    return {
+        f"{module}.weight_packed": pack_nibbles(weight.values),
+        f"{module}.weight_scale": weight.scales,
+        f"{module}.weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def describe_stored(precision: str, group_size: int, ignored: list[str]) -> dict[str, Any]:
+    """Return the quantization_config of config.json for what `stored_tensors` returns. precision: "int8" or "int4"."""
+    is_int8 = precision == "int8"
+    weights = {
+        "num_bits": 8 if is_int8 else 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "channel" if is_int8 else "group",
+        "group_size": None if is_int8 else group_size,
+        "dynamic": False,
+        "actorder": None,
+    }
+    activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": str(StoredLayout.INT8 if is_int8 else StoredLayout.PACKED),
+        "kv_cache_scheme": None,
+        "ignore": ignored,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": activations if is_int8 else None,
+                "output_activations": None,
+            }
+        },
+    }

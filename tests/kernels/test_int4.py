@@ -1,0 +1,142 @@
+"""int4 weights in groups times int8 activations: exact sums, groups added in order, the same bits everywhere."""
+
+import pytest
+import torch
+from kernel_backends import ISAS, compiled_kernels
+from test_quantized import assert_same_bits, random
+
+from octavo.kernels.quantization import Int4Weight, quantize_int4
+from octavo.kernels.reference import ReferenceKernels
+
+FLOATS = [torch.float32, torch.bfloat16]
+# rows, in_features, out_features, group size; groups that end early, and one group over everything
+SHAPES = [(1, 1, 1, 32), (5, 123, 123, 32), (3, 64, 33, 64), (9, 257, 40, 128), (33, 300, 70, 300), (130, 520, 65, 96)]
+
+
+def weight_of(generator, out_features, in_features, group_size, scale_dtype=torch.bfloat16, *, zeros=True):
+    """Return a weight whose values, scales and zero points are all drawn."""
+    num_groups = -(-in_features // group_size)
+    return Int4Weight(
+        torch.randint(0, 16, (out_features, in_features), generator=generator, dtype=torch.uint8),
+        random(generator, out_features, num_groups, dtype=scale_dtype),
+        torch.randint(0, 17, (out_features, num_groups), generator=generator, dtype=torch.uint8) if zeros else None,
+        group_size,
+    )
+
+
+def reference(x, weight, bias=None, **options):
+    return ReferenceKernels().linear(x, ReferenceKernels().pack_linear(weight, bias), **options)
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
+def test_every_instruction_set_gives_the_bits_of_the_reference(compiled, generator, x_dtype, shape, scale_dtype, zeros):
+    rows, depth, width, group_size = shape
+    x = random(generator, rows, depth, dtype=x_dtype) * 10
+    weight, bias = weight_of(generator, width, depth, group_size, scale_dtype, zeros=zeros), random(generator, width)
+    for biases in (bias, None):
+        packed = compiled.pack_linear(weight, biases)
+        for float32_out in (True, False):
+            result = compiled.linear(x, packed, float32_out=float32_out)
+            assert_same_bits(result, reference(x, weight, biases, float32_out=float32_out))
+
+
+def test_the_reference_computes_what_the_weight_stands_for(generator):
+    x, weight = random(generator, 20, 256), weight_of(generator, 50, 256, 64)
+    exact = x.double() @ weight.dequantize().double().T
+    assert (reference(x, weight).double() - exact).norm() / exact.norm() < 0.01  # the rounding of activations
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("group_size", [128, 65536])
+def test_the_largest_sums_do_not_overflow(compiled, group_size, sign):
+    depth = 65536
+    x = torch.full((3, depth), 5.0)
+    x[1] = -5.0
+    x[2, ::2] = -5.0
+    weight = Int4Weight(
+        torch.full((40, depth), 15 if sign > 0 else 0, dtype=torch.uint8),
+        torch.ones(40, depth // group_size, dtype=torch.float16),
+        torch.full((40, depth // group_size), 0 if sign > 0 else 15, dtype=torch.uint8),
+        group_size,
+    )
+    assert torch.equal(compiled.linear(x, compiled.pack_linear(weight)), reference(x, weight))
+    assert sign * reference(x, weight)[0, 0] > 4.9e6 * 0.99
+
+
+def test_rows_of_zeros_tiny_and_broken_numbers(kernels, generator):
+    x = random(generator, 6, 70)
+    x[1] = 0
+    x[2] *= 1e-35
+    x[3, 5] = torch.nan
+    x[4, 69] = torch.inf
+    weight = weight_of(generator, 33, 70, 32)
+    result = kernels.linear(x, kernels.pack_linear(weight))
+    assert_same_bits(result, reference(x, weight))
+    assert torch.equal(result.isnan().all(dim=1), torch.tensor([False, False, False, True, True, False]))
+    assert torch.equal(result.isnan().any(dim=1), result.isnan().all(dim=1))
+    assert not result[1:3].any()
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize(("depth", "width", "group_size"), [(896, 160, 128), (4864, 96, 32), (123, 33, 32)])
+def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, depth, width, group_size, zeros):
+    weight = weight_of(generator, width, depth, group_size, zeros=zeros)
+    packed = compiled.pack_linear(weight, random(generator, width))
+    x = random(generator, 130, depth, dtype=torch.bfloat16)
+    x[0] *= 3
+    alone = torch.cat([compiled.linear(x[i : i + 1], packed, float32_out=True) for i in range(130)])
+    for rows in (*range(2, 16), 24, 25, 36, 37, 130):
+        assert torch.equal(compiled.linear(x[:rows], packed, float32_out=True), alone[:rows]), rows
+    assert torch.equal(compiled.linear(x[97:], packed, float32_out=True), alone[97:])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_threads_do_not_change_a_bit(isa, generator):
+    weight, x = weight_of(generator, 300, 200, 32), random(generator, 40, 200)
+    results = [k.linear(x, k.pack_linear(weight)) for k in (compiled_kernels(isa), compiled_kernels(isa, 1))]
+    assert torch.equal(*results)
+
+
+def test_strided_rows_and_none(kernels, generator):
+    x, weight = random(generator, 6, 200)[:, 50:150], weight_of(generator, 40, 100, 32)
+    packed = kernels.pack_linear(weight)
+    assert torch.equal(kernels.linear(x, packed), kernels.linear(x.contiguous(), packed))
+    assert kernels.linear(x[:0], packed).shape == (0, 40)
+
+
+def test_an_embedding_of_int4_is_refused(compiled, generator):
+    packed = compiled.pack_linear(weight_of(generator, 40, 64, 32), float32_out=True)
+    with pytest.raises(ValueError, match="int4"):
+        compiled.embedding(torch.tensor([1]), packed, torch.float32)
+
+
+def test_rounding_keeps_what_sixteen_values_hold():
+    values = torch.arange(-8.0, 8.0).repeat(4)
+    weight = torch.stack([values * 0.25, values * -3, torch.zeros(64)])
+    weight[2, 7] = torch.nan
+    rounded = quantize_int4(weight)
+    assert rounded.zeros is None
+    assert torch.equal(rounded.dequantize()[:2], weight[:2])
+    assert not rounded.dequantize()[2].any()
+
+
+def test_rounding_takes_the_scale_of_least_error(generator):
+    weight = random(generator, 64, 256)
+    rounded = quantize_int4(weight)
+    groups, best = weight.view(64, 8, 32), rounded.dequantize().view(64, 8, 32)
+    extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
+    for share in (1.0, 0.92, 0.84, 0.76):
+        scale = (extreme * -share / 8).bfloat16().float()
+        plain = ((groups / scale).round() + 8).clamp(0, 15)
+        errors = ((plain - 8) * scale - groups).square().sum(dim=2)
+        assert ((best - groups).square().sum(dim=2) <= errors * 1.001).all()
+    largest_only = ((groups / (extreme / -8)).round().clamp(-8, 7) * (extreme / -8) - groups).square().sum()
+    assert (best - groups).square().sum() < 0.97 * largest_only
+
+
+def test_bytes_are_those_of_the_padded_panels(fastest, generator):
+    assert fastest.pack_linear(weight_of(generator, 33, 70, 32, zeros=False)).num_bytes == 64 * (36 + 3 * 2)
+    assert fastest.pack_linear(weight_of(generator, 33, 70, 32)).num_bytes == 64 * (36 + 3 * 4)

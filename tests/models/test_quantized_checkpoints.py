@@ -1,0 +1,422 @@
+"""Checkpoints of integers: those of other programs read as they mean them, ours read by others, and every refusal."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from compressed_tensors.compressors import IntQuantizationCompressor, PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from octavo.errors import ModelError
+from octavo.kernels.quantization import Int4Weight, Int8Weight, quantize_int4, quantize_int8
+from octavo.kernels.reference import ReferenceKernels
+from octavo.models.loader import load_model
+from octavo.models.quantize_checkpoint import quantize_checkpoint
+from octavo.models.quantized_weights import pack_nibbles, unpack_nibbles
+from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.models.registry import read_architecture
+
+CPU = torch.device("cpu")
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+MODULE = "model.layers.1.mlp.down_proj"  # 64 x 160
+INT8_ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def load(path, **options):
+    architecture = read_architecture(path)
+    options = {"dtype": "float32", "device": CPU, "max_model_len": 64} | options
+    return load_model(path, architecture, ReferenceKernels(), **options)
+
+
+def plain_checkpoint(path, name="Qwen2ForCausalLM", **changes):
+    return write_checkpoint(path, tiny_config(name, **changes), std=0.1)
+
+
+def linear_names(tensors):
+    return [name.removesuffix(".weight") for name in tensors if "proj.weight" in name]
+
+
+def rewrite(path, tensors, quantization_config):
+    """Replace a checkpoint's tensors and say how they are stored."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = quantization_config
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def weight_of(model, module):
+    """What the engine multiplies with, dequantized: the part of a fused weight that belongs to `module`."""
+    layer = model.layers[int(module.split(".")[2])]
+    part = module.rpartition(".")[2]
+    fused, names = {
+        "qkv": (layer.attention.qkv, ("q_proj", "k_proj", "v_proj")),
+        "o": (layer.attention.o, ("o_proj",)),
+        "gate_up": (layer.mlp.gate_up, ("gate_proj", "up_proj")),
+        "down": (layer.mlp.down, ("down_proj",)),
+    }[{"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "o", "down_proj": "down"}.get(part, "gate_up")]
+    weight = fused.storage
+    wide = weight.dequantize() if isinstance(weight, Int4Weight) else weight.values * weight.scales.unsqueeze(1)
+    shapes = model.architecture.tensor_shapes()
+    prefix = module.rpartition(".")[0]
+    sizes = [shapes[f"{prefix}.{name}.weight"][0] for name in names]
+    return dict(zip(names, wide.split(sizes), strict=True))[part]
+
+
+# --- what other programs write
+
+
+def scheme_of(bits, group_size, *, symmetric):
+    weights = QuantizationArgs(
+        num_bits=bits,
+        type="int",
+        symmetric=symmetric,
+        strategy="channel" if group_size is None else "group",
+        group_size=group_size,
+    )
+    activations = QuantizationArgs(**INT8_ACTIVATIONS) if bits == 8 else None
+    return QuantizationScheme(targets=["Linear"], weights=weights, input_activations=activations)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "symmetric"), [(8, None, True), (4, 32, True), (4, None, True), (4, 32, False)]
+)
+def test_what_compressed_tensors_writes_is_read_as_it_means_it(bits, group_size, symmetric, tmp_path, generator):
+    path = plain_checkpoint(tmp_path)
+    scheme = scheme_of(bits, group_size, symmetric=symmetric)
+    compressor = IntQuantizationCompressor if bits == 8 else PackedQuantizationCompressor
+    tensors, meant = load_file(path / "model.safetensors"), {}
+    for module in linear_names(tensors):
+        weight = tensors.pop(f"{module}.weight")
+        groups = 1 if group_size is None else weight.shape[1] // group_size
+        state = {
+            "weight": weight,
+            "weight_scale": (torch.rand(weight.shape[0], groups, generator=generator) + 0.5) * 0.3 / 2 ** (bits - 1),
+            "weight_zero_point": torch.zeros(weight.shape[0], groups, dtype=torch.int8)
+            if symmetric
+            else torch.randint(-8, 8, (weight.shape[0], groups), generator=generator, dtype=torch.int8),
+        }
+        compressed = compressor.compress(state, scheme)
+        meant[module] = compressor.decompress(dict(compressed), scheme)["weight"]
+        tensors |= {f"{module}.{name}": tensor for name, tensor in compressed.items()}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if bits == 8 else "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": json.loads(scheme.model_dump_json())},
+        "ignore": ["lm_head"],
+    }
+    rewrite(path, tensors, config)
+    model = load(path)
+    for module, expected in meant.items():
+        torch.testing.assert_close(weight_of(model, module), expected, rtol=1e-6, atol=0)
+
+
+def pack_words(values, dim, order=range(8)):
+    """Eight values of 0 .. 15 along `dim` in one int32; value order[i] stands in bits 4 i and up."""
+    values = values.long() if dim == 1 else values.long().T
+    words = sum(values[:, each::8] << 4 * i for i, each in enumerate(order))
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    return words if dim == 1 else words.T
+
+
+def grouped(weight, group_size, generator, *, zeros=True):
+    """Values, scales and zero points to store, drawn."""
+    groups = weight.shape[1] // group_size
+    return (
+        torch.randint(0, 16, weight.shape, generator=generator),
+        (torch.rand(weight.shape[0], groups, generator=generator) * 0.02).half(),
+        torch.randint(1, 16, (weight.shape[0], groups), generator=generator)
+        if zeros
+        else torch.full((weight.shape[0], groups), 8),
+    )
+
+
+def gptq_checkpoint(path, generator, *, sym=False, checkpoint_format="gptq", **config):
+    """As GPTQModel writes it: words along in_features, scales [groups, out_features], zero points less one."""
+    plain_checkpoint(path)
+    tensors, meant = load_file(path / "model.safetensors"), {}
+    for module in linear_names(tensors):
+        weight = tensors.pop(f"{module}.weight")
+        values, scales, zeros = grouped(weight, 32, generator, zeros=not sym)
+        meant[module] = (values - zeros.repeat_interleave(32, 1)) * scales.float().repeat_interleave(32, 1)
+        tensors |= {
+            f"{module}.qweight": pack_words(values.T, 0),
+            f"{module}.qzeros": pack_words(zeros.T - (1 if checkpoint_format == "gptq" else 0), 1),
+            f"{module}.scales": scales.T,
+            f"{module}.g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // 32,
+        }
+        tensors.setdefault(f"{module}.bias", torch.zeros(weight.shape[0], dtype=torch.float16))
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": sym}
+    rewrite(path, tensors, settings | {"checkpoint_format": checkpoint_format} | config)
+    return meant
+
+
+def awq_checkpoint(path, generator, **config):
+    """As AutoAWQ writes it: words along out_features, whose columns stand in the order 0 2 4 6 1 3 5 7."""
+    plain_checkpoint(path)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors, meant = load_file(path / "model.safetensors"), {}
+    for module in linear_names(tensors):
+        values, scales, zeros = grouped(tensors.pop(f"{module}.weight"), 32, generator)
+        meant[module] = (values - zeros.repeat_interleave(32, 1)) * scales.float().repeat_interleave(32, 1)
+        tensors |= {
+            f"{module}.qweight": pack_words(values.T, 1, order),
+            f"{module}.qzeros": pack_words(zeros.T, 1, order),
+            f"{module}.scales": scales.T,
+        }
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    rewrite(path, tensors, settings | config)
+    return meant
+
+
+@pytest.mark.parametrize("sym", [True, False])
+@pytest.mark.parametrize("checkpoint_format", ["gptq", "gptq_v2"])
+def test_gptq(checkpoint_format, sym, tmp_path, generator):
+    meant = gptq_checkpoint(tmp_path, generator, sym=sym, checkpoint_format=checkpoint_format)
+    model = load(tmp_path)
+    for module, expected in meant.items():
+        torch.testing.assert_close(weight_of(model, module), expected, rtol=0, atol=0)
+    assert (model.layers[0].mlp.down.storage.zeros is None) == sym
+
+
+def test_awq(tmp_path, generator):
+    meant = awq_checkpoint(tmp_path, generator)
+    model = load(tmp_path)
+    for module, expected in meant.items():
+        torch.testing.assert_close(weight_of(model, module), expected, rtol=0, atol=0)
+
+
+def test_words_of_nibbles():
+    values = torch.arange(40, dtype=torch.uint8).view(2, 20) % 16
+    words = pack_nibbles(values)
+    assert words.shape == (2, 3)
+    assert torch.equal(unpack_nibbles(words, dim=1)[:, :20], values)
+    assert torch.equal(unpack_nibbles(words.T.contiguous(), dim=0)[:20], values.T)
+    assert torch.equal(words, pack_words(torch.nn.functional.pad(values, (0, 4)), 1))
+
+
+# --- what octavo writes
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("precision", "group_size"), [("int8", 32), ("int4", 32), ("int4", 64)])
+def test_transformers_reads_what_octavo_writes(precision, group_size, tied, tmp_path):
+    source = plain_checkpoint(
+        tmp_path / "plain", "LlamaForCausalLM", tie_word_embeddings=tied, intermediate_size=192, dtype="bfloat16"
+    )
+    (source / "generation_config.json").write_text('{"temperature": 0.5}')
+    quantize_checkpoint(source, tmp_path / "rounded", precision, group_size=group_size)
+    assert (tmp_path / "rounded" / "generation_config.json").read_text() == '{"temperature": 0.5}'
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "rounded", dtype=torch.bfloat16)
+    model, plain = load(tmp_path / "rounded"), load_file(source / "model.safetensors")
+    with torch.no_grad():
+        theirs(torch.tensor([PROMPT]))  # it decompresses when it runs
+    for module in linear_names(plain):
+        ours = weight_of(model, module)
+        torch.testing.assert_close(ours.bfloat16(), theirs.get_submodule(module).weight, rtol=1e-2, atol=0)
+        error = (ours - plain[f"{module}.weight"].float()).norm() / plain[f"{module}.weight"].float().norm()
+        assert error < (0.01 if precision == "int8" else 0.12)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_quantized_copy_gives_the_tokens_of_rounding_at_load(precision, tmp_path, prompt_logits):
+    source = plain_checkpoint(tmp_path / "plain", tie_word_embeddings=True, attention_bias=True)
+    quantize_checkpoint(source, tmp_path / "rounded", precision, max_shard_bytes=20_000)
+    assert len(list((tmp_path / "rounded").glob("model-*-of-*.safetensors"))) > 2
+    rounded = load(tmp_path / "rounded", quantization="int8")  # embeddings and lm_head
+    now = load(source, quantization=precision)
+    assert torch.equal(prompt_logits(rounded, PROMPT), prompt_logits(now, PROMPT))
+
+
+def test_bytes_of_quantized_checkpoints(tmp_path, generator):
+    gptq_checkpoint(tmp_path / "gptq", generator)
+    source = plain_checkpoint(tmp_path / "plain")
+    for precision in ("int8", "int4"):
+        quantize_checkpoint(source, tmp_path / precision, precision)
+    for name in ("gptq", "int8", "int4"):
+        for quantization in (None, "int8", "int4"):
+            model = load(tmp_path / name, dtype="bfloat16", quantization=quantization)
+            linears = [model.embed_tokens, model.lm_head]
+            norms = [model.layers[0].input_norm, *model.norms]
+            for layer in model.layers:
+                linears += [layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
+                norms.append(layer.post_attention_norm)
+            num_bytes = sum(linear.num_bytes for linear in linears) + sum(norm.nbytes for norm in norms)
+            scales = sum(  # float16 and bfloat16 take two bytes, and so it is computed; these are float32
+                weight.scales.nbytes // 2
+                for linear in linears
+                if isinstance(weight := linear.storage, Int4Weight) and weight.scales.dtype == torch.float32
+            )
+            assert num_bytes - scales == model.architecture.weight_bytes("bfloat16", "bfloat16", quantization)
+
+
+def test_dummy_weights_of_a_quantized_checkpoint(tmp_path, generator):
+    gptq_checkpoint(tmp_path, generator)
+    (tmp_path / "model.safetensors").unlink()
+    model = load(tmp_path, load_format="dummy")
+    assert isinstance(model.layers[0].mlp.down.storage, Int4Weight)
+    assert model.layers[0].mlp.down.storage.group_size == 32
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quant_method": "fp8"}, ["quant_method = 'fp8'", "compressed-tensors, gptq, awq"]),
+        ({"quant_method": "gptq", "bits": 8}, ["bits = 8"]),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 16}, ["group_size = 16", "multiple of 32"]),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}, ["desc_act", "reorder"]),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, ["checkpoint_format = 'marlin'"]),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ["version = 'gemv'"]),
+        ({"quant_method": "awq", "w_bit": 3}, ["w_bit = 3"]),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, ["format = 'float-quantized'"]),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, ["config_groups"]),
+    ],
+)
+def test_unknown_formats_are_refused_by_name(config, words, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("Qwen2ForCausalLM", quantization_config=config)))
+    with pytest.raises(ModelError) as caught:
+        read_architecture(tmp_path)
+    for word in ["quantization_config", *words]:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "words"),
+    [
+        (("config_groups", "group_0", "weights", "num_bits"), 3, ["num_bits"]),
+        (("config_groups", "group_0", "weights", "type"), "float", ["type = 'float'"]),
+        (("config_groups", "group_0", "weights", "strategy"), "tensor", ["weights", "per channel"]),
+        (("config_groups", "group_0", "weights", "symmetric"), False, ["weights", "symmetric"]),
+        (("config_groups", "group_0", "weights", "actorder"), "group", ["actorder = 'group'"]),
+        (("config_groups", "group_0", "input_activations", "dynamic"), False, ["input_activations", "on the way"]),
+        (("config_groups", "group_0", "input_activations"), None, ["input_activations"]),
+        (("config_groups", "group_0", "targets"), ["re:.*q_proj"], ["targets"]),
+        (("config_groups", "group_1"), {"targets": ["Linear"]}, ["config_groups", "one scheme"]),
+        (("ignore",), ["re:("], ["ignore", "regular expression"]),
+        (("kv_cache_scheme",), {"num_bits": 8}, ["kv_cache_scheme"]),
+        (("sparsity_config",), {"format": "sparse-24-bitmask"}, ["sparsity_config.format"]),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, tuple) else None,
+)
+def test_schemes_that_octavo_does_not_compute_are_refused_by_name(keys, value, words, tmp_path):
+    quantize_checkpoint(plain_checkpoint(tmp_path / "plain"), tmp_path / "int8", "int8")
+    path = tmp_path / "int8" / "config.json"
+    config = json.loads(path.read_text())
+    inner = config["quantization_config"]
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    path.write_text(json.dumps(config))
+    with pytest.raises(ModelError) as caught:
+        read_architecture(path.parent)
+    for word in ["quantization_config", *words]:
+        assert word in str(caught.value)
+
+
+def test_reordered_input_features_are_refused(tmp_path, generator):
+    gptq_checkpoint(tmp_path, generator)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{MODULE}.g_idx"] = tensors[f"{MODULE}.g_idx"].flip(0)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"down_proj\.g_idx reorders"):
+        load(tmp_path)
+
+
+def test_a_bias_that_the_model_does_not_add_is_refused(tmp_path, generator):
+    gptq_checkpoint(tmp_path, generator)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{MODULE}.bias"][3] = 0.5
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"down_proj\.bias is not zero"):
+        load(tmp_path)
+
+
+def test_layers_that_are_computed_together_must_be_stored_alike(tmp_path):
+    source = plain_checkpoint(tmp_path / "plain")
+    quantize_checkpoint(source, tmp_path / "int8", "int8")
+    tensors = load_file(tmp_path / "int8" / "model.safetensors")
+    name = "model.layers.0.self_attn.k_proj"
+    del tensors[f"{name}.weight_scale"]
+    tensors[f"{name}.weight"] = load_file(source / "model.safetensors")[f"{name}.weight"]
+    config = json.loads((tmp_path / "int8" / "config.json").read_text())["quantization_config"]
+    rewrite(tmp_path / "int8", tensors, config | {"ignore": ["lm_head", name]})
+    with pytest.raises(ModelError, match="cannot mix"):
+        load(tmp_path / "int8")
+    whole = [f"model.layers.0.self_attn.{each}_proj" for each in "qkv"]
+    quantize_checkpoint(source, tmp_path / "again", "int8")
+    tensors = load_file(tmp_path / "again" / "model.safetensors")
+    for name in whole:
+        del tensors[f"{name}.weight_scale"]
+        tensors[f"{name}.weight"] = load_file(source / "model.safetensors")[f"{name}.weight"]
+    rewrite(tmp_path / "again", tensors, config | {"ignore": ["lm_head", r"re:.*layers\.0\.self_attn\.[qkv]_proj"]})
+    model = load(tmp_path / "again")
+    assert isinstance(model.layers[0].attention.qkv.storage, torch.Tensor)
+    assert isinstance(model.layers[1].attention.qkv.storage, Int8Weight)
+
+
+def test_tensors_missing_or_misshapen_are_named(tmp_path):
+    quantize_checkpoint(plain_checkpoint(tmp_path / "plain"), tmp_path / "int4", "int4")
+    file = tmp_path / "int4" / "model.safetensors"
+    tensors = load_file(file)
+
+    def refused(changed, *words):
+        save_file(changed, file)
+        with pytest.raises(ModelError) as caught:
+            load(tmp_path / "int4")
+        for word in words:
+            assert word in str(caught.value)
+
+    name = f"{MODULE}.weight_packed"
+    refused({key: value for key, value in tensors.items() if key != name}, name, "missing")
+    refused(tensors | {name: tensors[name][:, 1:].contiguous()}, name, "[64, 19]", "[64, 20]")
+    refused(tensors | {name: tensors[name].float()}, name, "F32", "I32")
+    refused(tensors | {f"{MODULE}.weight": torch.zeros(64, 160)}, f"{MODULE}.weight", "does not ask")
+
+
+def test_quantize_loses_nothing(tmp_path):
+    source = plain_checkpoint(tmp_path / "plain")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "precious").write_text("data")
+    with pytest.raises(ModelError, match="exists already"):
+        quantize_checkpoint(source, tmp_path / "full", "int8")
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["precious"]
+    quantize_checkpoint(source, tmp_path / "int8", "int8")
+    with pytest.raises(ModelError, match="quantized already"):
+        quantize_checkpoint(tmp_path / "int8", tmp_path / "twice", "int4")
+    with pytest.raises(ModelError, match="group_size"):
+        quantize_checkpoint(source, tmp_path / "odd", "int4", group_size=48)
+    broken = shutil.copytree(source, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:-9])
+    with pytest.raises(ModelError, match="truncated"):
+        quantize_checkpoint(broken, tmp_path / "never", "int8")
+
+    def interrupted(done, total):
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(source, tmp_path / "stopped", "int8", progress=interrupted)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "full", "int8", "plain"]
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_progress_and_bytes(precision, tmp_path):
+    source = plain_checkpoint(tmp_path / "plain")
+    calls = []
+    num_bytes = quantize_checkpoint(source, tmp_path / "out", precision, progress=lambda *call: calls.append(call))
+    assert calls == sorted(calls)
+    assert calls[-1][0] == calls[-1][1]
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
+        assert num_bytes == sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118 - not a mapping
+    down = load_file(source / "model.safetensors")[f"{MODULE}.weight"]
+    expected = quantize_int8(down) if precision == "int8" else quantize_int4(down)
+    stored = load(tmp_path / "out").layers[1].mlp.down.storage
+    assert torch.equal(stored.values, expected.values)
+    assert torch.equal(stored.scales, expected.scales)
