@@ -53,7 +53,7 @@ struct NibbleWeight {
   explicit NibbleWeight(const LinearArgs& args) : NibbleWeight(args.weight, args.int4, args.k) {}
 
   static constexpr int group_panels(int rows) { return panels_at_once(rows, kPanelVecs, kNibbleSums); }
-  ByteLayout layout() const { return {depth / 4, 0, group, groups}; }
+  ByteLayout layout() const { return {depth / 4, 0, group, groups, has_zeros ? -1 : -8}; }
 
   // The scales of the columns from `column` on; head: of a group.
   OCTAVO_INLINE Vec load_scales(const uint8_t* head, int column) const {
@@ -65,7 +65,7 @@ struct NibbleWeight {
   }
 
   OCTAVO_INLINE IVec load_zeros(const uint8_t* head, int column) const {
-    return has_zeros ? to_int(load(reinterpret_cast<const bf16*>(head + scale_bytes) + column)) : splat_int(8);
+    return to_int(load(reinterpret_cast<const bf16*>(head + scale_bytes) + column));
   }
 
   template <int M>
@@ -111,11 +111,16 @@ OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& 
     IVec sums[P][M][V];
     OCTAVO_UNROLL
     for (int p = 0; p < P; ++p) {
+      __builtin_prefetch(head + p * weight.panel_bytes + kPrefetchBytes);
       OCTAVO_UNROLL
       for (int v = 0; v < V; ++v) {
-        const IVec zero = weight.load_zeros(head + p * weight.panel_bytes, (vec + v) * kLanes);
+        const IVec zero = weight.has_zeros ? weight.load_zeros(head + p * weight.panel_bytes, (vec + v) * kLanes)
+                                           : splat_int(1);
         OCTAVO_UNROLL
-        for (int m = 0; m < M; ++m) sums[p][m][v] = splat_int(0) - zero * splat_int(static_cast<uint32_t>(row_sums[m]));
+        for (int m = 0; m < M; ++m) {
+          const IVec row_sum = splat_int(static_cast<uint32_t>(row_sums[m]));
+          sums[p][m][v] = weight.has_zeros ? zero * row_sum : row_sum;
+        }
       }
     }
     const uint8_t* end = w + smaller(weight.depth - k, weight.group) / kNibbleDepth * kNibbleBytes;

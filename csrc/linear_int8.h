@@ -38,7 +38,7 @@ struct ByteWeight {
   explicit ByteWeight(const LinearArgs& args) : ByteWeight(args.weight, args.n, args.k) {}
 
   static constexpr int group_panels(int rows) { return panels_at_once(rows, kPanelVecs, kByteSums); }
-  ByteLayout layout() const { return {panel_bytes / kGroupBytes, kByteOffset, 0, 0}; }
+  ByteLayout layout() const { return {panel_bytes / kGroupBytes, kByteOffset, 0, 0, 0}; }
 
   template <int M>
   static void multiply(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t first,

@@ -18,6 +18,7 @@ struct ByteLayout {
   uint32_t offset; // added to every byte
   int64_t group;   // consecutive k whose bytes are summed up, without the offset; a multiple of kLanes, or 0: no sums
   int64_t groups;  // sums of a row
+  int32_t factor;  // of the sums
 };
 
 // Some rows as a product reads them.
@@ -73,7 +74,7 @@ void quantize_rows_of(const LinearArgs& args, const ByteLayout& layout, int64_t 
       sum = sum + values;
       const int64_t next = i + kLanes;
       if (next % layout.group == 0 || next >= layout.words * 4) {
-        tile.sums[i / layout.group * m + r] = sum_of_lanes(sum);
+        tile.sums[i / layout.group * m + r] = sum_of_lanes(sum) * layout.factor;
         sum = splat_int(0);
       }
     }
