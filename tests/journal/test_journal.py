@@ -402,8 +402,11 @@ def test_the_timeline_has_a_lane_for_every_request(make_core, tmp_path):
     recorded.core.run()
     recorded.core.scheduler.finish_requests([], RequestStatus.FINISHED_ABORTED)
     trace = chrome_trace(recorded.close())
-    lanes = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
-    assert lanes == {"r0", "r1", "r2", "r3"}
+    lanes = {e["args"]["name"]: (e["pid"], e["tid"]) for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert set(lanes) == {"steps", "request r0", "request r1", "request r2", "request r3"}
+    assert len(set(lanes.values())) == 5
+    for pid, tid in list(lanes.values())[1:]:
+        assert tid not in {0, pid}  # what Perfetto folds into one lane, the main thread of a process
     spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert all(e["dur"] > 0 and e["ts"] >= 0 for e in spans)
     assert sum(e["name"].startswith("step") for e in spans) == len(recorded.core.log.of_type(StepScheduled)) > 0

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from octavo.journal.replay import Replay
 
 _BATCH, _REQUESTS = 1, 2
+_FIRST_LANE = 100  # Perfetto puts thread 0, and a thread numbered like its process, into one lane: the main thread
 
 
 def chrome_trace(replay: Replay) -> dict[str, Any]:
@@ -37,6 +38,7 @@ def chrome_trace(replay: Replay) -> dict[str, Any]:
         {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
         for pid, name in ((_BATCH, "batch"), (_REQUESTS, "requests"))
     ]
+    out.append({"ph": "M", "pid": _BATCH, "tid": _BATCH, "name": "thread_name", "args": {"name": "steps"}})
     begun: events.StepScheduled | None = None
     for event in stream:
         if isinstance(event, events.StepScheduled):
@@ -47,10 +49,10 @@ def chrome_trace(replay: Replay) -> dict[str, Any]:
             out.append({"ph": "C", "pid": _BATCH, "name": "KV cache", "ts": microseconds(event.time), "args": use})
         elif isinstance(event, (events.StepCompleted, events.StepFailed)) and begun is not None:
             name = f"step {begun.step}: {begun.num_tokens} tokens"
-            out.append(span(_BATCH, 0, name, begun.time, event.time, tokens=dict(begun.num_scheduled_tokens)))
+            out.append(span(_BATCH, _BATCH, name, begun.time, event.time, tokens=dict(begun.num_scheduled_tokens)))
             begun = None
-    for lane, (request_id, life) in enumerate(intervals(stream, replay.end_time).items()):
-        label = {"name": request_id}
+    for lane, (request_id, life) in enumerate(intervals(stream, replay.end_time).items(), _FIRST_LANE):
+        label = {"name": f"request {request_id}"}
         out.append({"ph": "M", "pid": _REQUESTS, "tid": lane, "name": "thread_name", "args": label})
         out += [span(_REQUESTS, lane, each.phase, each.start, each.end) for each in life]
     return {"traceEvents": out, "displayTimeUnit": "ms"}
