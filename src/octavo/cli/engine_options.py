@@ -134,7 +134,7 @@ class EngineOptions:
             help="Round the weights to integers as they are loaded: int8 halves their memory (of bfloat16), and on a "
             "CPU with VNNI it is 1.6 to 3 times as fast; int4 (embeddings and lm_head in int8) takes less again and "
             "changes answers more. On plain torch (a GPU today) they save memory only. Checkpoints that are quantized "
-            "already need no option.",
+            "already need no option. Default: as in the checkpoint.",
         ),
     ] = None
     max_model_len: Annotated[
