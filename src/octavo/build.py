@@ -66,6 +66,7 @@ def build_engine(
         device_config=_device_config(config),
         load_format=model_config.load_format,
         quantization=model_config.quantization,
+        packed_cache_bytes=model_config.packed_cache_bytes,
         seed=model_config.seed,
         progress=progress,
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
 QUANTIZATIONS = ("int8", "int4")
+DEFAULT_PACKED_CACHE_BYTES = 16 << 30
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
@@ -67,6 +68,8 @@ class ModelConfig:
     activations rounded to int8, one scale per token (W8A8). "int4" rounds those of the layers to four bits, one scale
     per 32 input features (W4A8), and embeddings and lm_head to int8. None leaves weights as they are. Weights that are
     integers in the checkpoint stay what they are in any case.
+    packed_cache_bytes: how much disk packed weights may take in the user's cache directory, so that the next start need
+    not pack them again; the longest unused go first; 0 keeps none.
     seed: the seeds of requests without one are drawn from it and their arrival number.
     generation_config: "auto" honours the checkpoint's generation_config.json, "vllm" (the name vLLM gave it) ignores
     its sampling defaults.
@@ -76,6 +79,7 @@ class ModelConfig:
     tokenizer: str | None = None
     dtype: str = "auto"
     quantization: str | None = None
+    packed_cache_bytes: int = DEFAULT_PACKED_CACHE_BYTES
     max_model_len: int | None = None
     seed: int = 0
     skip_tokenizer_init: bool = False
@@ -90,6 +94,7 @@ class ModelConfig:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(dtype, dtype))
         _at_least("max_model_len", self.max_model_len, 1, may_be_none=True)
+        _at_least("packed_cache_bytes", self.packed_cache_bytes, 0)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
         if self.quantization is not None:

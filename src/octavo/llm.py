@@ -10,6 +10,7 @@ from octavo.compatibility import accept_arguments
 from octavo.config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_SEQS,
+    DEFAULT_PACKED_CACHE_BYTES,
     CacheConfig,
     DeviceConfig,
     EngineConfig,
@@ -85,6 +86,7 @@ class LLM:
         skip_tokenizer_init: bool = False,
         dtype: str = "auto",
         quantization: str | None = None,
+        packed_cache_bytes: int = DEFAULT_PACKED_CACHE_BYTES,
         seed: int | None = 0,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
@@ -117,6 +119,7 @@ class LLM:
                     skip_tokenizer_init=skip_tokenizer_init,
                     dtype=dtype,
                     quantization=quantization,
+                    packed_cache_bytes=packed_cache_bytes,
                     seed=seed or 0,
                     max_model_len=max_model_len,
                     load_format=load_format,

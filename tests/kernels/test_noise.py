@@ -12,7 +12,7 @@ SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF, 42]
 
 def compiled_noise(kernels, seed, position, sample_index, first, count):
     out = torch.empty(count)
-    kernels._set.gumbel_noise(seed, position, sample_index, first, count, out.data_ptr())
+    kernels.kernel_set.gumbel_noise(seed, position, sample_index, first, count, out.data_ptr())
     return out
 
 

@@ -13,6 +13,7 @@ from octavo.assets import BUILT_IN_MODEL
 from octavo.config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_SEQS,
+    DEFAULT_PACKED_CACHE_BYTES,
     AdmissionRule,
     BatchingMode,
     CacheConfig,
@@ -137,6 +138,16 @@ class EngineOptions:
             "already need no option. Default: as in the checkpoint.",
         ),
     ] = None
+    packed_cache_bytes: Annotated[
+        int,
+        typer.Option(
+            metavar="SIZE",
+            parser=parse_size,
+            rich_help_panel=_MODEL,
+            help="Disk that packed weights may take in ~/.cache/octavo, so that the next start need not pack them "
+            "again; the longest unused go first; 0: keep none.",
+        ),
+    ] = DEFAULT_PACKED_CACHE_BYTES
     max_model_len: Annotated[
         int | None,
         typer.Option(
@@ -402,6 +413,7 @@ class EngineOptions:
                 tokenizer=self.tokenizer,
                 dtype=self.dtype,
                 quantization=self.quantization,
+                packed_cache_bytes=self.packed_cache_bytes,
                 max_model_len=self.max_model_len,
                 seed=self.seed,
                 load_format=self.load_format,

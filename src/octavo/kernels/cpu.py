@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from octavo.kernels.interface import AttentionBatch, PackedLinear, SamplingRows
+from octavo.kernels.interface import AttentionBatch, KeptLinear, PackedLinear, SamplingRows
 from octavo.kernels.limits import Limits
 from octavo.kernels.quantization import (
     GROUP_MULTIPLE,
     MAX_IN_FEATURES,
     Int4Weight,
-    Int8Weight,
     QuantizedWeight,
 )
 
@@ -44,6 +43,7 @@ class CpuKernels:
     """
 
     name = "cpu"
+    layout = "panels 1"  # to be counted up when csrc/kernels.h says something else of a packed weight
 
     def __init__(self, isa: Isa = "auto", linear: LinearBackend = "auto", num_threads: int | None = None) -> None:
         from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
@@ -53,8 +53,8 @@ class CpuKernels:
         self.uses_onednn = linear == "onednn" or (linear == "auto" and bool(_kernels.multiplies_bfloat16()))
         self.has_own_threads = not self.uses_onednn
         self._verdicts: dict[tuple[int | bool, ...], bool] = {}
-        self._set = _kernels.KernelSet(self.isa, num_threads or torch.get_num_threads())
-        weakref.finalize(self, self._set.shutdown)
+        self.kernel_set = _kernels.KernelSet(self.isa, num_threads or torch.get_num_threads())
+        weakref.finalize(self, self.kernel_set.shutdown)
 
     @property
     def instruction_sets(self) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ class CpuKernels:
     @property
     def num_threads(self) -> int:
         """Threads that share each operation, the caller's included."""
-        return int(self._set.num_threads)
+        return int(self.kernel_set.num_threads)
 
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int
@@ -90,14 +90,14 @@ class CpuKernels:
             return max(rates)
 
         return Limits(
-            flops=best(lambda: int(self._set.spin_fma(1 << 19))),
-            byte_ops=best(lambda: int(self._set.spin_bytes(1 << 19))),
-            bytes_read=best(lambda: int(self._set.read_memory(data.data_ptr(), num_bytes))),
+            flops=best(lambda: int(self.kernel_set.spin_fma(1 << 19))),
+            byte_ops=best(lambda: int(self.kernel_set.spin_bytes(1 << 19))),
+            bytes_read=best(lambda: int(self.kernel_set.read_memory(data.data_ptr(), num_bytes))),
         )
 
     def set_num_threads(self, num_threads: int) -> None:
         """Change the number of threads; results do not depend on it."""
-        self._set.set_num_threads(num_threads)
+        self.kernel_set.set_num_threads(num_threads)
 
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, float32_out: bool = False
@@ -109,9 +109,38 @@ class CpuKernels:
             if self._accepts(one_dnn, weight.shape):
                 num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
                 return PackedLinear(weight.shape[0], weight.shape[1], one_dnn, bias, num_bytes)
-        panels = _PanelWeight.pack(self._module, self._set, weight, bias)
-        num_bytes = panels.data.nbytes + (0 if panels.bias is None else panels.bias.nbytes)
-        return PackedLinear(weight.shape[0], weight.shape[1], panels, bias, num_bytes)
+        return _PanelWeight.pack(self, weight, bias).as_linear()
+
+    def keep_linear(self, packed: PackedLinear) -> KeptLinear | None:
+        """Return the panels; oneDNN's layout is opaque, so None of it."""
+        storage = packed.storage
+        if not isinstance(storage, _PanelWeight):
+            return None
+        numbers = {
+            "out_features": storage.out_features,
+            "in_features": storage.in_features,
+            "dtype_number": storage.dtype_number,
+            "group_size": storage.int4.group_size,
+            "scale_dtype": storage.int4.scale_dtype,
+            "has_zeros": int(storage.int4.has_zeros),
+        }
+        return KeptLinear(storage.data, storage.bias, numbers)
+
+    def restore_linear(self, kept: KeptLinear) -> PackedLinear:
+        """Return a weight of panels that were kept."""
+        numbers = kept.numbers
+        int4 = _Int4Format(numbers["group_size"], numbers["scale_dtype"], bool(numbers["has_zeros"]))
+        shape = (numbers["out_features"], numbers["in_features"])
+        if kept.data.nbytes != _packed_bytes(numbers["dtype_number"], *shape, int4):
+            raise ValueError(f"{kept.data.nbytes} bytes are no packed weight of {shape[0]} x {shape[1]}")
+        return _PanelWeight(self.kernel_set, kept.data, numbers["dtype_number"], int4, kept.bias, *shape).as_linear()
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return memory aligned to cache lines, on huge pages where the system gives them."""
+        data = torch.empty(num_bytes, dtype=torch.uint8)
+        assert data.data_ptr() % 64 == 0
+        self._module.advise_huge_pages(data.data_ptr(), num_bytes)
+        return data
 
     def _accepts(self, weight: _OneDnnWeight, shape: torch.Size) -> bool:
         """Whether a weight passes its self-check; asked once per kind, as oneDNN chooses its way without the values."""
@@ -134,7 +163,7 @@ class CpuKernels:
         assert isinstance(storage, _PanelWeight)
         ids = token_ids.contiguous()
         out = torch.empty(ids.numel(), packed.in_features, dtype=dtype)
-        self._set.embedding(
+        self.kernel_set.embedding(
             ids.data_ptr(), ids.numel(), storage.data.data_ptr(), storage.dtype_number, packed.out_features,
             packed.in_features, out.data_ptr(), _DTYPE_NUMBERS[dtype],
         )  # fmt: skip
@@ -154,7 +183,7 @@ class CpuKernels:
         assert x.is_contiguous()
         out = torch.empty_like(x)
         size = x.shape[-1]
-        self._set.rms_norm(
+        self.kernel_set.rms_norm(
             x.data_ptr(), 0 if residual is None else residual.data_ptr(), weight.data_ptr(),
             _DTYPE_NUMBERS[weight.dtype], out.data_ptr(), _DTYPE_NUMBERS[x.dtype], x.numel() // size, size, eps,
         )  # fmt: skip
@@ -166,7 +195,7 @@ class CpuKernels:
         """Rotate q in place; write rotated k and v into their slots."""
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
         assert cos_sin.is_contiguous()
-        self._set.rope_and_write_kv(
+        self.kernel_set.rope_and_write_kv(
             q.data_ptr(), q.stride()[:2], k.data_ptr(), k.stride()[:2], v.data_ptr(), v.stride()[:2],
             cos_sin.data_ptr(), batch.positions.data_ptr(), batch.slot_mapping.data_ptr(),
             k_cache.data_ptr(), k_cache.stride()[:2], v_cache.data_ptr(), v_cache.stride()[:2],
@@ -182,7 +211,7 @@ class CpuKernels:
         assert q.dtype == k_cache.dtype == v_cache.dtype
         assert k_cache.stride()[2:] == v_cache.stride()[2:] == (head_dim, 1)
         out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype)
-        self._set.paged_attention(
+        self.kernel_set.paged_attention(
             q.data_ptr(), q.stride()[:2], k_cache.data_ptr(), k_cache.stride()[:2], v_cache.data_ptr(),
             v_cache.stride()[:2], out.data_ptr(), _DTYPE_NUMBERS[q.dtype], batch.query_start.data_ptr(),
             batch.block_tables.data_ptr(), batch.block_tables.stride(0), batch.positions.data_ptr(),
@@ -195,7 +224,7 @@ class CpuKernels:
         assert gate_up.is_contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(rows, size, dtype=gate_up.dtype)
-        self._set.silu_and_mul(gate_up.data_ptr(), out.data_ptr(), _DTYPE_NUMBERS[gate_up.dtype], rows, size)
+        self.kernel_set.silu_and_mul(gate_up.data_ptr(), out.data_ptr(), _DTYPE_NUMBERS[gate_up.dtype], rows, size)
         return out
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -203,7 +232,7 @@ class CpuKernels:
         assert logits.dtype == torch.float32
         assert logits.is_contiguous()
         out = torch.empty(logits.shape[0], dtype=torch.int64)
-        self._set.sample(
+        self.kernel_set.sample(
             logits.data_ptr(), logits.shape[0], logits.shape[1], rows.temperature.data_ptr(), rows.top_k.data_ptr(),
             rows.top_p.data_ptr(), rows.min_p.data_ptr(), rows.seed.data_ptr(), rows.sample_index.data_ptr(),
             rows.position.data_ptr(), out.data_ptr(),
@@ -217,7 +246,9 @@ class CpuKernels:
         assert 0 < k <= values.shape[1]
         largest = torch.empty(values.shape[0], k)
         ids = torch.empty(values.shape[0], k, dtype=torch.int64)
-        self._set.top_tokens(values.data_ptr(), values.shape[0], values.shape[1], k, largest.data_ptr(), ids.data_ptr())
+        self.kernel_set.top_tokens(
+            values.data_ptr(), values.shape[0], values.shape[1], k, largest.data_ptr(), ids.data_ptr()
+        )
         return largest, ids
 
 
@@ -240,7 +271,7 @@ class _PanelWeight:
     in_features: int
 
     @classmethod
-    def pack(cls, module: Any, kernel_set: Any, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> _PanelWeight:
+    def pack(cls, kernels: CpuKernels, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> _PanelWeight:
         values = weight if isinstance(weight, torch.Tensor) else weight.values
         scales = None if isinstance(weight, torch.Tensor) else weight.scales.contiguous()
         zeros = weight.zeros.contiguous() if isinstance(weight, Int4Weight) and weight.zeros is not None else None
@@ -249,11 +280,9 @@ class _PanelWeight:
         out_features, in_features = values.shape
         assert scales is None or in_features <= MAX_IN_FEATURES
         columns = -(-out_features // _PANEL_COLUMNS) * _PANEL_COLUMNS
-        data = torch.empty(columns * _column_bytes(weight, in_features), dtype=torch.uint8)
-        assert data.data_ptr() % 64 == 0
-        module.advise_huge_pages(data.data_ptr(), data.nbytes)
         number = _DTYPE_NUMBERS[values.dtype]
-        kernel_set.pack_weight(
+        data = kernels.allocate(_packed_bytes(number, out_features, in_features, int4))
+        kernels.kernel_set.pack_weight(
             values.data_ptr(), number, out_features, in_features, values.stride(0),
             0 if scales is None else scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(), int4.group_size,
             int4.scale_dtype, data.data_ptr(),
@@ -262,7 +291,11 @@ class _PanelWeight:
         if bias is not None:
             padded = torch.zeros(columns)
             padded[:out_features] = bias.detach()
-        return cls(kernel_set, data, number, int4, padded, out_features, in_features)
+        return cls(kernels.kernel_set, data, number, int4, padded, out_features, in_features)
+
+    def as_linear(self) -> PackedLinear:
+        num_bytes = self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return PackedLinear(self.out_features, self.in_features, self, self.bias, num_bytes)
 
     def multiply(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         assert x.stride(1) == 1
@@ -293,16 +326,18 @@ class _Int4Format(NamedTuple):
 _NO_INT4 = _Int4Format(0, 0, has_zeros=False)
 
 
-def _column_bytes(weight: Tensor | QuantizedWeight, in_features: int) -> int:
-    """Bytes of one column of a panel: its values padded to whole words, its scales and what else belongs to it."""
-    if isinstance(weight, Int4Weight):
-        num_groups = weight.scales.shape[1]
-        head_bytes = weight.scales.element_size() + (0 if weight.zeros is None else 2)
-        return -(-in_features // 8) * 4 + num_groups * head_bytes
-    if isinstance(weight, Int8Weight):
-        return -(-in_features // 4) * 4 + 8  # a float32 scale, the int32 sum of the column
-    together = 2 if weight.dtype == torch.bfloat16 else 1
-    return -(-in_features // together) * together * weight.element_size()
+def _packed_bytes(dtype_number: int, out_features: int, in_features: int, int4: _Int4Format) -> int:
+    """Bytes of all panels: of each column its values, padded to whole words, its scales and what else belongs to it."""
+    columns = -(-out_features // _PANEL_COLUMNS) * _PANEL_COLUMNS
+    dtype = next(dtype for dtype, number in _DTYPE_NUMBERS.items() if number == dtype_number)
+    if dtype == torch.uint8:
+        scale_bytes = 4 if int4.scale_dtype == _DTYPE_NUMBERS[torch.float32] else 2
+        groups = -(-in_features // int4.group_size)
+        return columns * (-(-in_features // 8) * 4 + groups * (scale_bytes + (2 if int4.has_zeros else 0)))
+    if dtype == torch.int8:
+        return columns * (-(-in_features // 4) * 4 + 8)  # a float32 scale, the int32 sum of the column
+    together = 2 if dtype == torch.bfloat16 else 1
+    return columns * -(-in_features // together) * together * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,18 @@ class PackedLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptLinear:
+    """A packed weight as it can be kept on disk: made by `Kernels.keep_linear`, taken by `Kernels.restore_linear`.
+
+    data uint8 [num_bytes]; bias float32 or None; numbers: what else the backend must know, as JSON can hold it.
+    """
+
+    data: Tensor
+    bias: Tensor | None
+    numbers: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """What attention needs to know of a ragged batch. Tokens of one sequence stand together, in order of position.
 
@@ -92,6 +104,26 @@ class Kernels(Protocol):
         (float16 weights meet float32 ones); or it is quantized, and then activations are, too, as they come.
         float32_out: it will be multiplied with `float32_out`, or read by `embedding` (an lm_head, tied or not).
         """
+        ...
+
+    @property
+    def layout(self) -> str | None:
+        """The name and version of the layout that weights are packed into, or None: they are not to be kept on disk."""
+        ...
+
+    def keep_linear(self, packed: PackedLinear) -> KeptLinear | None:
+        """Return what `restore_linear` makes the same weight of, an alias, or None for what cannot be kept."""
+        ...
+
+    def restore_linear(self, kept: KeptLinear) -> PackedLinear:
+        """Return the packed weight that was kept, in memory from `allocate`.
+
+        Raises `ValueError` where the bytes are not those of such a weight, `KeyError` where a number is missing.
+        """
+        ...
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return uint8 [num_bytes] of undefined content, as this backend wants the memory of a packed weight."""
         ...
 
     def linear(self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False) -> Tensor:

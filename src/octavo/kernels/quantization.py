@@ -51,6 +51,10 @@ class Int8Weight:
         """Return the weight that this stands for, in float32."""
         return self.values.float() * self.scales.unsqueeze(1)
 
+    def to(self, device: torch.device) -> Int8Weight:
+        """Return it on a device."""
+        return Int8Weight(self.values.to(device), self.scales.to(device))
+
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
@@ -81,6 +85,11 @@ class Int4Weight:
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
         zeros = torch.full_like(self.scales, INT4_ZERO) if self.zeros is None else self.zeros
         return (self.values.float() - zeros.float()[:, group]) * self.scales.float()[:, group]
+
+    def to(self, device: torch.device) -> Int4Weight:
+        """Return it on a device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return Int4Weight(self.values.to(device), self.scales.to(device), zeros, self.group_size)
 
 
 QuantizedWeight = Int8Weight | Int4Weight
@@ -147,7 +156,7 @@ def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     if all(weight.zeros is None for weight in groups):
         return Int4Weight(values, scales, None, first.group_size)
     zeros = [
-        torch.full(weight.scales.shape, INT4_ZERO, dtype=torch.uint8) if weight.zeros is None else weight.zeros
+        torch.full_like(weight.scales, INT4_ZERO, dtype=torch.uint8) if weight.zeros is None else weight.zeros
         for weight in groups
     ]
     return Int4Weight(values, scales, torch.cat(zeros), first.group_size)

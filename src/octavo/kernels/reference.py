@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from octavo.kernels.interface import AttentionBatch, PackedLinear, SamplingRows
+from octavo.kernels.interface import AttentionBatch, KeptLinear, PackedLinear, SamplingRows
 from octavo.kernels.noise import gumbel_noise
 from octavo.kernels.quantization import Int4Weight, Int8Weight, QuantizedWeight, linear_int4, linear_int8
 
@@ -37,6 +37,21 @@ class ReferenceKernels:
         del float32_out
         num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         return PackedLinear(weight.shape[0], weight.shape[1], weight, bias, num_bytes)
+
+    layout = None
+
+    def keep_linear(self, packed: PackedLinear) -> KeptLinear | None:
+        """Keep nothing: weights are used as the checkpoint has them."""
+        del packed
+        return None
+
+    def restore_linear(self, kept: KeptLinear) -> PackedLinear:
+        """Refuse: nothing was kept."""
+        raise NotImplementedError
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return plain memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def linear(self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False) -> Tensor:
         """Return x @ weight.T + bias."""

@@ -35,6 +35,10 @@ class Weights(Protocol):
         """Return the weight of an RMS norm in the activations' dtype."""
         ...
 
+    def skip(self, *names: str, bias: bool = False) -> None:
+        """Tell that these linear layers come from elsewhere: they count as loaded."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContext:

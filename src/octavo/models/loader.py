@@ -13,8 +13,9 @@ import torch
 from octavo.errors import ModelError
 from octavo.kernels.quantization import fuse_quantized, quantize_int4, quantize_int8
 from octavo.models.architecture import INT4_GROUP_SIZE, is_norm, is_vocabulary
-from octavo.models.checkpoint import CheckpointFiles
+from octavo.models.checkpoint import CheckpointFiles, find_weight_files
 from octavo.models.layers import CausalLM, ModelContext
+from octavo.models.packed_cache import KeptWeights, PackedCache, identify
 from octavo.models.quantized_weights import read_quantized
 from octavo.models.random_weights import RandomWeights
 from octavo.models.registry import find_family
@@ -90,6 +91,7 @@ def load_model(
     load_format: str = "auto",
     quantization: str | None = None,
     seed: int = 0,
+    packed_cache: PackedCache | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> CausalLM:
     """Read and pack all weights of a checkpoint.
@@ -97,6 +99,7 @@ def load_model(
     dtype: "float32", "bfloat16" or "float16", of the packed weights. load_format "dummy" makes random weights from
     `seed` and reads no file. quantization: "int8" or "int4" rounds weights that are not integers in the checkpoint, see
     `octavo.kernels.quantization`; with "int4" embeddings and lm_head are int8.
+    packed_cache: where packed weights are kept for the next start, and found again; None for nowhere.
     progress(done, total) is called after each tensor, in bytes of weights in `dtype`.
     Peak memory is that of the packed weights and the largest fused matrix. Raises `ModelError`.
     """
@@ -113,14 +116,22 @@ def load_model(
     packer = _Packer(
         source, architecture, kernels, _TORCH_DTYPES[dtype], quantization, computed, device, total, progress
     )
+    kept = None
+    if packed_cache is not None and load_format != "dummy" and kernels.layout is not None:
+        formats = (kernels.layout, dtype, quantization)
+        identity = identify([directory / "config.json", *find_weight_files(directory)], *formats)
+        kept = KeptWeights(packed_cache, packed_cache.path(directory, *formats), identity, kernels, packer)
     context = ModelContext(
         architecture=architecture,
         kernels=kernels,
-        weights=packer,
+        weights=kept or packer,
         dtype=computed,
         cos_sin=make_cos_sin(architecture.rope, architecture.head_dim, max_model_len).to(device),
     )
-    return find_family(architecture.name).build(context)
+    model = find_family(architecture.name).build(context)
+    if kept is not None:
+        kept.finish()
+    return model
 
 
 class _Packer:
@@ -178,7 +189,7 @@ class _Packer:
         shape = self.shapes[f"{name}.weight"]
         self._count(math.prod(shape) * self.dtype.itemsize)
         if isinstance(self.source, CheckpointFiles):
-            return read_quantized(self.stored, name, (shape[0], shape[1]), self.source.find)
+            return read_quantized(self.stored, name, (shape[0], shape[1]), self.source.find).to(self.device)
         return self._round(self.source.tensor(f"{name}.weight"), self.stored.bits, self.stored.group_size or shape[1])
 
     def _round(self, weight: Tensor, bits: int, group_size: int = INT4_GROUP_SIZE) -> QuantizedWeight:
@@ -194,6 +205,11 @@ class _Packer:
 
     def norm(self, name: str) -> Tensor:
         return self._fuse([name])
+
+    def skip(self, *names: str, bias: bool = False) -> None:
+        kinds = ("weight", "bias") if bias else ("weight",)
+        num_values = sum(math.prod(self.shapes[f"{name}.{kind}"]) for name in names for kind in kinds)
+        self._count(num_values * self.dtype.itemsize)
 
     def _fuse(self, names: list[str]) -> Tensor:
         """Copy tensors of equal width below one another; never an alias of the file."""

@@ -13,6 +13,7 @@ import torch
 from octavo.errors import ConfigError, ExecutionError
 from octavo.kernels import create_kernels
 from octavo.models.loader import load_model
+from octavo.models.packed_cache import PackedCache
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from octavo.worker.kv_cache import PagedKVCache
@@ -63,6 +64,7 @@ class Worker:
         device_config: DeviceConfig,
         load_format: str = "auto",
         quantization: str | None = None,
+        packed_cache_bytes: int = 0,
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -79,6 +81,7 @@ class Worker:
             max_model_len=max_model_len,
             load_format=load_format,
             quantization=quantization,
+            packed_cache=PackedCache(packed_cache_bytes) if packed_cache_bytes else None,
             seed=seed,
             progress=progress,
         )

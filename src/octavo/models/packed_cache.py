@@ -1,0 +1,270 @@
+"""Packed weights kept on disk: a later start reads them as they are, without rounding and packing them again.
+
+One file per checkpoint, number formats and layout, in safetensors' format (anyone can look into it; it holds no code),
+in the user's cache directory. It is used only if it was made from the very files that the checkpoint holds now, and
+every tensor is checked against its BLAKE2b digest as it is read. What does not agree is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from octavo.config import cache_directory
+from octavo.kernels.interface import KeptLinear
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from octavo.kernels.interface import Kernels, PackedLinear
+    from octavo.models.layers import Weights
+
+logger = logging.getLogger(__name__)
+
+LEAST_BYTES = 64 << 20  # smaller models are packed in no time
+_READERS = 2
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16  # of each file of the checkpoint
+_SUFFIX = ".packed.safetensors"
+
+
+def identify(files: Iterable[Path], *formats: object) -> str:
+    """Return a digest of what packed weights are made from: the files as they are now, and the formats asked for.
+
+    Of each file its size, its time of change, its beginning and 64 KiB at 64 places are looked at.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps([str(each) for each in formats]).encode())
+    for path in sorted(files):
+        stat = path.stat()
+        digest.update(f"{path.name}/{stat.st_size}/{stat.st_mtime_ns}".encode())
+        with path.open("rb") as file:
+            for index in range(_SAMPLES):
+                file.seek(index * stat.st_size // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+class PackedCache:
+    """The directory of kept weights: at most `max_bytes`, the longest unused go first."""
+
+    def __init__(self, max_bytes: int, directory: Path | None = None) -> None:
+        self.max_bytes = max_bytes
+        self.directory = directory or cache_directory() / "packed"
+
+    def path(self, checkpoint: Path, *formats: object) -> Path:
+        """Return where the weights of a checkpoint in these formats are kept."""
+        name = json.dumps([str(checkpoint.resolve()), *(str(each) for each in formats)])
+        readable = "".join(c if c.isalnum() or c in "-._" else "-" for c in checkpoint.resolve().name)[:60]
+        return self.directory / f"{readable}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}{_SUFFIX}"
+
+    def make_room(self, num_bytes: int, for_path: Path) -> bool:
+        """Remove what must go for a file of `num_bytes`; return False, and remove nothing, where it cannot fit."""
+        if num_bytes > self.max_bytes:
+            return False
+        self.directory.mkdir(parents=True, exist_ok=True)
+        kept = sorted(self.directory.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
+        kept = [path for path in kept if path != for_path]
+        total = num_bytes + sum(path.stat().st_size for path in kept)
+        while total > self.max_bytes:
+            oldest = kept.pop(0)
+            total -= oldest.stat().st_size
+            oldest.unlink(missing_ok=True)
+        return shutil.disk_usage(self.directory).free > 2 * num_bytes
+
+
+class KeptWeights:
+    """`Weights` that come from a kept file where it has them, and from a checkpoint where it has not.
+
+    identity: of `identify`. `finish` writes the file if it could not serve everything.
+    """
+
+    def __init__(self, cache: PackedCache, path: Path, identity: str, kernels: Kernels, source: Weights) -> None:
+        self._cache = cache
+        self._path = path
+        self._identity = identity
+        self._kernels = kernels
+        self._source = source
+        self._packed: dict[str, KeptLinear] = {}
+        self._is_complete = True  # everything asked for so far can be kept
+        self._reader = _Reader.open(path, identity, kernels)
+
+    def linear(self, *names: str, bias: bool = False, float32_out: bool = False) -> PackedLinear:
+        """Return a packed weight: see `octavo.models.layers.Weights`."""
+        name = "+".join(names)
+        if self._reader is not None:
+            try:
+                kept = self._reader.take(name)
+                self._source.skip(*names, bias=bias)
+                return self._kernels.restore_linear(kept)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                logger.warning("%s cannot be used (%s); weights are packed again", self._path, error)
+                self._reader.close()
+                self._reader = None
+                self._is_complete = False  # what was taken before is not collected; the next start writes the file
+                self._path.unlink(missing_ok=True)
+        packed = self._source.linear(*names, bias=bias, float32_out=float32_out)
+        entry = self._kernels.keep_linear(packed)
+        if entry is None:
+            self._is_complete = False
+        else:
+            self._packed[name] = entry
+        return packed
+
+    def norm(self, name: str) -> Tensor:
+        """Return the weight of a norm, from the checkpoint."""
+        return self._source.norm(name)
+
+    def skip(self, *names: str, bias: bool = False) -> None:
+        """Tell that these linear layers come from elsewhere."""
+        self._source.skip(*names, bias=bias)
+
+    def finish(self) -> None:
+        """Write the file, if all weights were packed now; a failure is told and harms nothing."""
+        if self._reader is not None:
+            self._reader.close()
+            with suppress(OSError):
+                os.utime(self._path)  # used just now
+            return
+        packed, self._packed = self._packed, {}
+        num_bytes = sum(entry.data.nbytes for entry in packed.values())
+        if not packed or not self._is_complete or num_bytes < LEAST_BYTES:
+            return
+        try:
+            if self._cache.make_room(num_bytes, self._path):
+                _write(self._path, self._identity, packed)
+                logger.info("packed weights are kept in %s (%d MB)", self._path, num_bytes // 10**6)
+        except OSError as error:
+            logger.warning("packed weights cannot be kept in %s: %s", self._path, error)
+
+
+class _Reader:
+    """Reads a kept file tensor by tensor, a few ahead, each checked."""
+
+    @classmethod
+    def open(cls, path: Path, identity: str, kernels: Kernels) -> _Reader | None:
+        """Return a reader, or None where there is no file, or one of another identity."""
+        try:
+            file = os.open(path, os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            header, start = _read_header(file)
+            metadata = header.pop("__metadata__")
+            if metadata["identity"] != identity:
+                os.close(file)
+                return None
+            return cls(file, start, header, json.loads(metadata["linears"]), kernels)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s cannot be read (%s); weights are packed again", path, error)
+            os.close(file)
+            return None
+
+    def __init__(
+        self, file: int, start: int, tensors: dict[str, Any], linears: dict[str, dict[str, Any]], kernels: Kernels
+    ) -> None:
+        self._file = file
+        self._start = start
+        self._tensors = tensors
+        self._linears = linears
+        self._kernels = kernels
+        self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="octavo-read")
+        self._names = list(linears)
+        self._begun: dict[str, Future[KeptLinear]] = {}
+
+    def take(self, name: str) -> KeptLinear:
+        """Return a weight and begin to read those behind it. Raises `ValueError` for what is not as it was written."""
+        index = self._names.index(name)
+        for ahead in self._names[index : index + 1 + 2 * _READERS]:
+            if ahead not in self._begun:
+                self._begun[ahead] = self._pool.submit(self._read_linear, ahead)
+        return self._begun[name].result()
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._begun.clear()
+        os.close(self._file)
+
+    def _read_linear(self, name: str) -> KeptLinear:
+        linear = self._linears[name]
+        bias = None
+        if linear["bias"] is not None:
+            bias = self._read(f"{name}.bias", linear["bias"]).view(torch.float32)
+        return KeptLinear(self._read(f"{name}.data", linear["data"]), bias, linear["numbers"])
+
+    def _read(self, name: str, expected: str) -> Tensor:
+        first, last = self._tensors[name]["data_offsets"]
+        data = self._kernels.allocate(last - first)
+        view = _bytes_of(data)
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._file, [view[done:]], self._start + first + done)
+            if count == 0:
+                raise ValueError(f"{name} is cut off")
+            done += count
+        if hashlib.blake2b(view, digest_size=16).hexdigest() != expected:
+            raise ValueError(f"{name} is damaged")
+        return data
+
+
+def _read_header(file: int) -> tuple[dict[str, Any], int]:
+    size = int.from_bytes(os.pread(file, 8, 0), "little")
+    if not 0 < size <= os.fstat(file).st_size - 8:
+        raise ValueError("it is cut off")
+    header = json.loads(os.pread(file, size, 8))
+    if not isinstance(header, dict):
+        raise TypeError("its header is no object")
+    return header, 8 + size
+
+
+def _write(path: Path, identity: str, packed: dict[str, KeptLinear]) -> None:
+    """Write a file of safetensors' format beside `path`, then put it in its place."""
+    tensors: dict[str, Tensor] = {}
+    for name, entry in packed.items():
+        tensors[f"{name}.data"] = entry.data
+        if entry.bias is not None:
+            tensors[f"{name}.bias"] = entry.bias.view(torch.uint8)
+    with ThreadPoolExecutor(_READERS) as pool:
+        digests = dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
+    linears = {
+        name: {"numbers": entry.numbers, "data": digests[f"{name}.data"], "bias": digests.get(f"{name}.bias")}
+        for name, entry in packed.items()
+    }
+    header: dict[str, Any] = {"__metadata__": {"identity": identity, "linears": json.dumps(linears)}}
+    offset = 0
+    for name, tensor in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [tensor.nbytes], "data_offsets": [offset, offset + tensor.nbytes]}
+        offset += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 64)
+    number, unfinished = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for tensor in tensors.values():
+                file.write(_bytes_of(tensor))
+        Path(unfinished).replace(path)
+    except BaseException:
+        with suppress(OSError):
+            Path(unfinished).unlink()
+        raise
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.blake2b(_bytes_of(tensor), digest_size=16).hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.numpy()
+    return memoryview(array)

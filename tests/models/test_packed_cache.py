@@ -1,0 +1,233 @@
+"""Packed weights on disk: the same bits as packing anew, made again where anything does not agree, within a limit."""
+
+import json
+import os
+
+import pytest
+import torch
+from kernels_available import COMPILED
+from safetensors import safe_open
+
+from octavo.config import kernels_required
+from octavo.kernels.reference import ReferenceKernels
+from octavo.models import packed_cache
+from octavo.models.loader import load_model
+from octavo.models.packed_cache import PackedCache, identify
+from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.models.registry import read_architecture
+
+pytestmark = pytest.mark.skipif(
+    not COMPILED and not kernels_required(), reason="octavo was installed without compiled kernels"
+)
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+FORMATS = [("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4"), ("float16", None)]
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return write_checkpoint(tmp_path / "model", tiny_config("Qwen2ForCausalLM", attention_bias=True), std=0.1)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(packed_cache, "LEAST_BYTES", 0)
+    return PackedCache(1 << 30, tmp_path / "kept")
+
+
+@pytest.fixture
+def packs(monkeypatch):
+    """Count the weights that are packed, not read."""
+    cpu = pytest.importorskip("octavo.kernels.cpu")
+    counts = []
+    pack = cpu.CpuKernels.pack_linear
+    monkeypatch.setattr(
+        cpu.CpuKernels, "pack_linear", lambda *args, **options: (counts.append(1), pack(*args, **options))[1]
+    )
+    return counts
+
+
+def load(path, cache, dtype="bfloat16", quantization=None, **options):
+    from octavo.kernels.cpu import CpuKernels
+
+    return load_model(
+        path, read_architecture(path), CpuKernels(linear="packed", num_threads=1), dtype=dtype,
+        device=torch.device("cpu"), max_model_len=64, quantization=quantization, packed_cache=cache, **options,
+    )  # fmt: skip
+
+
+def kept_files(cache):
+    return sorted(cache.directory.glob("*"))
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), FORMATS)
+def test_what_is_read_is_what_was_packed(dtype, quantization, checkpoint, cache, packs, prompt_logits):
+    expected = prompt_logits(load(checkpoint, None, dtype, quantization), PROMPT)
+    packs.clear()
+    calls = []
+    first = load(checkpoint, cache, dtype, quantization)
+    assert len(packs) == 2 * 4 + 2
+    packs.clear()
+    second = load(checkpoint, cache, dtype, quantization, progress=lambda *call: calls.append(call))
+    assert packs == []
+    assert calls[-1][0] == calls[-1][1]
+    assert len(kept_files(cache)) == 1
+    for model in (first, second):
+        assert torch.equal(prompt_logits(model, PROMPT), expected)
+    assert second.lm_head.storage.data.data_ptr() % 64 == 0
+
+
+def test_formats_and_checkpoints_do_not_meet(checkpoint, cache, tmp_path, packs):
+    other = write_checkpoint(tmp_path / "other" / "model", tiny_config("Qwen2ForCausalLM", attention_bias=True), seed=1)
+    for path in (checkpoint, other):
+        for dtype, quantization in FORMATS:
+            load(path, cache, dtype, quantization)
+    assert len(kept_files(cache)) == 2 * len(FORMATS)
+    packs.clear()
+    for path in (checkpoint, other):
+        for dtype, quantization in FORMATS:
+            load(path, cache, dtype, quantization)
+    assert packs == []
+
+
+def change_config(checkpoint):
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+
+
+def change_weights(checkpoint):
+    """Other weights of the same size and time."""
+    file = checkpoint / "model.safetensors"
+    stat = file.stat()
+    data = bytearray(file.read_bytes())
+    data[-1000:] = bytes(1000)
+    file.write_bytes(data)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def touch(checkpoint):
+    os.utime(checkpoint / "model.safetensors", (1, 1))
+
+
+@pytest.mark.parametrize("change", [change_config, change_weights, touch])
+def test_a_changed_checkpoint_is_packed_again(change, checkpoint, cache, packs, prompt_logits):
+    load(checkpoint, cache)
+    change(checkpoint)
+    packs.clear()
+    again = load(checkpoint, cache)
+    assert len(packs) == 10
+    assert torch.equal(prompt_logits(again, PROMPT), prompt_logits(load(checkpoint, None), PROMPT))
+    packs.clear()
+    load(checkpoint, cache)
+    assert packs == []
+    assert len(kept_files(cache)) == 1
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def empty(file):
+    file.write_bytes(b"")
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def no_json(file):
+    data = bytearray(file.read_bytes())
+    data[8:12] = b"oops"
+    file.write_bytes(data)
+
+
+def other_numbers(file):
+    file.write_bytes(file.read_bytes().replace(b'\\"in_features\\": 64', b'\\"in_features\\": 66'))
+
+
+def no_numbers(file):
+    file.write_bytes(file.read_bytes().replace(b'\\"dtype_number\\"', b'\\"dtype_nonsen\\"'))
+
+
+@pytest.mark.parametrize("damage", [cut, empty, flip, no_json, other_numbers, no_numbers])
+def test_a_damaged_file_is_told_and_made_again(damage, checkpoint, cache, packs, prompt_logits, caplog):
+    expected = prompt_logits(load(checkpoint, cache), PROMPT)
+    (file,) = kept_files(cache)
+    before = file.read_bytes()
+    damage(file)
+    assert file.read_bytes() != before
+    packs.clear()
+    assert torch.equal(prompt_logits(load(checkpoint, cache), PROMPT), expected)
+    assert packs
+    assert "packed again" in caplog.text
+    for _ in range(2):  # one start may be needed to write what the damaged file had served in part
+        packs.clear()
+        assert torch.equal(prompt_logits(load(checkpoint, cache), PROMPT), expected)
+    assert packs == []
+    assert kept_files(cache) == [file]
+
+
+def test_the_longest_unused_go_first(tmp_path, cache, packs):
+    paths = [write_checkpoint(tmp_path / f"m{i}", tiny_config("LlamaForCausalLM"), seed=i) for i in range(4)]
+    load(paths[0], cache)
+    size = kept_files(cache)[0].stat().st_size
+    small = PackedCache(3 * size + 1000, cache.directory)
+    for index, path in enumerate(paths[:3]):
+        load(path, small)
+        os.utime(small.path(path, "panels 1", "bfloat16", None), (index + 1, index + 1))
+    load(paths[0], small)  # used: now it is the youngest
+    load(paths[3], small)
+    packs.clear()
+    for index in (0, 2, 3):
+        load(paths[index], small)
+    assert packs == []
+    load(paths[1], small)
+    assert packs
+
+
+def test_what_cannot_be_kept_harms_nothing(checkpoint, cache, tmp_path, prompt_logits, caplog, monkeypatch):
+    expected = prompt_logits(load(checkpoint, None), PROMPT)
+    assert torch.equal(prompt_logits(load(checkpoint, PackedCache(1000, cache.directory)), PROMPT), expected)
+    assert kept_files(cache) == []
+    blocked = tmp_path / "file"
+    blocked.write_text("no directory")
+    assert torch.equal(prompt_logits(load(checkpoint, PackedCache(1 << 30, blocked)), PROMPT), expected)
+    assert "cannot be kept" in caplog.text
+    monkeypatch.setattr(packed_cache.shutil, "disk_usage", lambda _path: type("Usage", (), {"free": 1000}))
+    load(checkpoint, cache)
+    assert kept_files(cache) == []
+    monkeypatch.undo()
+    load(checkpoint, cache)  # below the least size
+    assert kept_files(cache) == []
+
+
+def test_dummy_weights_and_other_backends_are_not_kept(checkpoint, cache):
+    load(checkpoint, cache, load_format="dummy")
+    load_model(
+        checkpoint, read_architecture(checkpoint), ReferenceKernels(), dtype="float32", device=torch.device("cpu"),
+        max_model_len=64, packed_cache=cache,
+    )  # fmt: skip
+    assert kept_files(cache) == []
+
+
+def test_others_can_look_into_the_file(checkpoint, cache):
+    load(checkpoint, cache)
+    with safe_open(kept_files(cache)[0], framework="pt") as file:
+        names = set(file.keys())
+        attention = "model.layers.0.self_attn."
+        assert f"{attention}q_proj+{attention}k_proj+{attention}v_proj.bias" in names
+        assert set(file.metadata()) == {"identity", "linears"}
+
+
+def test_identity_looks_at_the_whole_of_a_file(tmp_path):
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(64 * 1000))
+    before, stat = identify([file], "a"), file.stat()
+    assert before == identify([file], "a") != identify([file], "b")
+    for place in (0, 1, 31_999, 63_999):
+        data = bytearray(64 * 1000)
+        data[place] = 1
+        file.write_bytes(data)
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        assert identify([file], "a") != before
