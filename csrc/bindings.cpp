@@ -15,6 +15,7 @@
 #endif
 
 #include "kernels.h"
+#include "program.h"
 
 namespace nb = nanobind;
 
@@ -68,6 +69,95 @@ const KernelTable& table_of(const std::string& isa) {
   throw std::invalid_argument("no kernels for instruction set '" + isa + "' on this processor");
 }
 
+void check_ids(const int64_t* ids, int64_t count, int64_t n) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (ids[i] < 0 || ids[i] >= n) {
+      throw std::out_of_range("token id " + std::to_string(ids[i]) + " is outside the vocabulary of " +
+                              std::to_string(n));
+    }
+  }
+}
+
+// --- arguments as Python gives them: the same for a call that is made and for one that is recorded -----------------------
+
+LinearArgs linear_args(Address x, int x_dtype, int64_t x_stride, int64_t rows, Address weight, int weight_dtype,
+                       int64_t n, int64_t k, Address bias, Address out, int out_dtype, int64_t group_size,
+                       int scale_dtype, bool has_zeros) {
+  return {at<void>(x),    DType(x_dtype), x_stride,         rows, at<void>(weight), DType(weight_dtype), n, k,
+          at<float>(bias), at<void>(out),  DType(out_dtype), {group_size, DType(scale_dtype), has_zeros}};
+}
+
+EmbeddingArgs embedding_args(Address ids, int64_t count, Address packed, int weight_dtype, int64_t n, int64_t k,
+                             Address out, int out_dtype) {
+  return {at<int64_t>(ids), count, at<void>(packed), DType(weight_dtype), n, k, at<void>(out), DType(out_dtype)};
+}
+
+NormArgs norm_args(Address x, Address residual, Address weight, int weight_dtype, Address out, int dtype, int64_t rows,
+                   int64_t size, double eps, int64_t together, int64_t x_stride) {
+  return {at<void>(x),  at<void>(residual), at<void>(weight), DType(weight_dtype), at<void>(out), DType(dtype), rows,
+          size, static_cast<float>(eps), together, x_stride};
+}
+
+GateArgs gate_args(Address gate_up, Address out, int dtype, int64_t rows, int64_t size) {
+  return {at<void>(gate_up), at<void>(out), DType(dtype), rows, size};
+}
+
+RopeArgs rope_args(Address q, Strides q_strides, Address k, Strides k_strides, Address v, Strides v_strides,
+                   Address cos_sin, Address positions, Address slot_mapping, Address k_cache, Strides k_cache_strides,
+                   Address v_cache, Strides v_cache_strides, int dtype, int64_t tokens, int64_t num_heads,
+                   int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {
+  return {at<void>(q),
+          at<void>(k),
+          at<void>(v),
+          {q_strides.first, q_strides.second},
+          {k_strides.first, k_strides.second},
+          {v_strides.first, v_strides.second},
+          at<float>(cos_sin),
+          at<int64_t>(positions),
+          at<int64_t>(slot_mapping),
+          at<void>(k_cache),
+          at<void>(v_cache),
+          {k_cache_strides.first, k_cache_strides.second},
+          {v_cache_strides.first, v_cache_strides.second},
+          DType(dtype),
+          tokens,
+          num_heads,
+          num_kv_heads,
+          head_dim,
+          block_size};
+}
+
+AttentionArgs attention_args(Address q, Strides q_strides, Address k_cache, Strides k_cache_strides, Address v_cache,
+                             Strides v_cache_strides, Address out, int dtype, Address query_start, Address block_tables,
+                             int64_t block_table_stride, Address positions, int64_t num_seqs, int64_t num_heads,
+                             int64_t num_kv_heads, int64_t head_dim, int64_t block_size, double scale, int64_t window) {
+  return {at<void>(q),
+          {q_strides.first, q_strides.second},
+          at<void>(k_cache),
+          at<void>(v_cache),
+          {k_cache_strides.first, k_cache_strides.second},
+          {v_cache_strides.first, v_cache_strides.second},
+          at<void>(out),
+          DType(dtype),
+          at<int32_t>(query_start),
+          at<int32_t>(block_tables),
+          block_table_stride,
+          at<int64_t>(positions),
+          num_seqs,
+          num_heads,
+          num_kv_heads,
+          head_dim,
+          block_size,
+          static_cast<float>(scale),
+          window};
+}
+
+StepArgs step_args(Address token_ids, int64_t num_tokens, Address positions, Address slot_mapping, Address query_start,
+                   Address block_tables, int64_t block_table_stride, int64_t num_seqs) {
+  return {at<int64_t>(token_ids), num_tokens, at<int64_t>(positions), at<int64_t>(slot_mapping),
+          at<int32_t>(query_start), at<int32_t>(block_tables), block_table_stride, num_seqs};
+}
+
 // The kernels of one instruction set and the threads they run on.
 class KernelSet {
  public:
@@ -84,90 +174,46 @@ class KernelSet {
                                {group_size, DType(scale_dtype), zeros != 0}, at<void>(packed)});
   }
 
-  void linear(Address x, int x_dtype, int64_t x_stride, int64_t rows, Address weight, int weight_dtype, int64_t n,
-              int64_t k, Address bias, Address out, int out_dtype, int64_t group_size, int scale_dtype, bool has_zeros) {
+  void linear(const LinearArgs& args) {
     ThreadPool::Session session(pool_);
-    table_.linear(pool_, {at<void>(x), DType(x_dtype), x_stride, rows, at<void>(weight), DType(weight_dtype), n, k,
-                          at<float>(bias), at<void>(out), DType(out_dtype),
-                          {group_size, DType(scale_dtype), has_zeros}});
+    table_.linear(pool_, args);
   }
 
-  void embedding(Address ids, int64_t count, Address packed, int weight_dtype, int64_t n, int64_t k, Address out,
-                 int out_dtype) {
-    if (DType(weight_dtype) == DType::kInt4) throw std::invalid_argument("an embedding of int4 is not read by row");
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t id = at<int64_t>(ids)[i];
-      if (id < 0 || id >= n) {
-        throw std::out_of_range("token id " + std::to_string(id) + " is outside the vocabulary of " + std::to_string(n));
-      }
-    }
+  void embedding(const EmbeddingArgs& args) {
+    if (args.weight_dtype == DType::kInt4) throw std::invalid_argument("an embedding of int4 is not read by row");
+    check_ids(args.ids, args.count, args.n);
     ThreadPool::Session session(pool_);
-    table_.embedding(pool_, at<int64_t>(ids), count, at<void>(packed), DType(weight_dtype), n, k, at<void>(out),
-                     DType(out_dtype));
+    table_.embedding(pool_, args.ids, args.count, args.packed, args.weight_dtype, args.n, args.k, args.out,
+                     args.out_dtype);
   }
 
-  void rms_norm(Address x, Address residual, Address weight, int weight_dtype, Address out, int dtype, int64_t rows,
-                int64_t size, double eps) {
+  void rms_norm(const NormArgs& args) {
     ThreadPool::Session session(pool_);
-    table_.rms_norm(pool_, {at<void>(x), at<void>(residual), at<void>(weight), DType(weight_dtype), at<void>(out),
-                            DType(dtype), rows, size, static_cast<float>(eps)});
+    table_.rms_norm(pool_, args);
   }
 
-  void silu_and_mul(Address gate_up, Address out, int dtype, int64_t rows, int64_t size) {
+  void silu_and_mul(const GateArgs& args) {
     ThreadPool::Session session(pool_);
-    table_.silu_and_mul(pool_, at<void>(gate_up), at<void>(out), DType(dtype), rows, size);
+    table_.silu_and_mul(pool_, args.gate_up, args.out, args.dtype, args.rows, args.size);
   }
 
-  void rope_and_write_kv(Address q, Strides q_strides, Address k, Strides k_strides, Address v, Strides v_strides,
-                         Address cos_sin, Address positions, Address slot_mapping, Address k_cache,
-                         Strides k_cache_strides, Address v_cache, Strides v_cache_strides, int dtype, int64_t tokens,
-                         int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {
+  void rope_and_write_kv(const RopeArgs& args) {
     ThreadPool::Session session(pool_);
-    table_.rope_and_write_kv(pool_, {at<void>(q),
-                                     at<void>(k),
-                                     at<void>(v),
-                                     {q_strides.first, q_strides.second},
-                                     {k_strides.first, k_strides.second},
-                                     {v_strides.first, v_strides.second},
-                                     at<float>(cos_sin),
-                                     at<int64_t>(positions),
-                                     at<int64_t>(slot_mapping),
-                                     at<void>(k_cache),
-                                     at<void>(v_cache),
-                                     {k_cache_strides.first, k_cache_strides.second},
-                                     {v_cache_strides.first, v_cache_strides.second},
-                                     DType(dtype),
-                                     tokens,
-                                     num_heads,
-                                     num_kv_heads,
-                                     head_dim,
-                                     block_size});
+    table_.rope_and_write_kv(pool_, args);
   }
 
-  void paged_attention(Address q, Strides q_strides, Address k_cache, Strides k_cache_strides, Address v_cache,
-                       Strides v_cache_strides, Address out, int dtype, Address query_start, Address block_tables,
-                       int64_t block_table_stride, Address positions, int64_t num_seqs, int64_t num_heads,
-                       int64_t num_kv_heads, int64_t head_dim, int64_t block_size, double scale, int64_t window) {
+  void paged_attention(const AttentionArgs& args) {
     ThreadPool::Session session(pool_);
-    table_.paged_attention(pool_, {at<void>(q),
-                                   {q_strides.first, q_strides.second},
-                                   at<void>(k_cache),
-                                   at<void>(v_cache),
-                                   {k_cache_strides.first, k_cache_strides.second},
-                                   {v_cache_strides.first, v_cache_strides.second},
-                                   at<void>(out),
-                                   DType(dtype),
-                                   at<int32_t>(query_start),
-                                   at<int32_t>(block_tables),
-                                   block_table_stride,
-                                   at<int64_t>(positions),
-                                   num_seqs,
-                                   num_heads,
-                                   num_kv_heads,
-                                   head_dim,
-                                   block_size,
-                                   static_cast<float>(scale),
-                                   window});
+    table_.paged_attention(pool_, args);
+  }
+
+  // A program without calls yet, for the batch that they will be made with.
+  Program begin_program(const StepArgs& recorded) { return {table_, recorded}; }
+
+  void run(Program& program, const StepArgs& step) {
+    check_ids(step.token_ids, step.num_tokens, program.vocab_size());
+    ThreadPool::Session session(pool_);
+    program.run(pool_, step);
   }
 
   void sample(Address logits, int64_t rows, int64_t vocab, Address temperature, Address top_k, Address top_p,
@@ -219,28 +265,72 @@ void advise_huge_pages(Address address, int64_t bytes) {
 #endif
 }
 
+// A method that makes a call at once, and one that adds it to a program, of the function that reads its arguments.
+template <auto kArgs, class Args, class... Values>
+auto call_of(void (KernelSet::*method)(const Args&), Args (*)(Values...)) {
+  return [method](KernelSet& set, Values... values) { (set.*method)(kArgs(values...)); };
+}
+
+template <auto kArgs, class Args>
+auto calling(void (KernelSet::*method)(const Args&)) {
+  return call_of<kArgs>(method, kArgs);
+}
+
+template <auto kArgs, class Args, class... Values>
+auto addition_of(Args (*)(Values...)) {
+  return [](Program& program, Values... values) { program.add(kArgs(values...)); };
+}
+
+template <auto kArgs>
+auto adding() {
+  return addition_of<kArgs>(kArgs);
+}
+
+Program begin_program(KernelSet& set, Address token_ids, int64_t num_tokens, Address positions, Address slot_mapping,
+                      Address query_start, Address block_tables, int64_t block_table_stride, int64_t num_seqs) {
+  return set.begin_program(step_args(token_ids, num_tokens, positions, slot_mapping, query_start, block_tables,
+                                     block_table_stride, num_seqs));
+}
+
+void run_program(KernelSet& set, Program& program, Address token_ids, int64_t num_tokens, Address positions,
+                 Address slot_mapping, Address query_start, Address block_tables, int64_t block_table_stride,
+                 int64_t num_seqs) {
+  set.run(program, step_args(token_ids, num_tokens, positions, slot_mapping, query_start, block_tables,
+                             block_table_stride, num_seqs));
+}
+
 }  // namespace
 }  // namespace octavo
 
 NB_MODULE(_kernels, m) {
-  using octavo::KernelSet;
+  using namespace octavo;
   m.doc() = "Compiled CPU kernels of octavo.";
   using Released = nb::call_guard<nb::gil_scoped_release>;
   m.def("instruction_sets", &octavo::instruction_sets, "What this processor can run, best first.");
   m.def("multiplies_bfloat16", &octavo::multiplies_bfloat16);
   m.def("advise_huge_pages", &octavo::advise_huge_pages);
+  nb::class_<Program>(m, "Program")
+      .def_prop_ro("size", &Program::size)
+      .def("linear", adding<linear_args>())
+      .def("embedding", adding<embedding_args>())
+      .def("rms_norm", adding<norm_args>())
+      .def("silu_and_mul", adding<gate_args>())
+      .def("rope_and_write_kv", adding<rope_args>())
+      .def("paged_attention", adding<attention_args>());
   nb::class_<KernelSet>(m, "KernelSet")
       .def(nb::init<const std::string&, int>())
       .def_prop_ro("num_threads", &KernelSet::num_threads)
       .def("set_num_threads", &KernelSet::set_num_threads, Released())
       .def("shutdown", &KernelSet::shutdown, Released())
       .def("pack_weight", &KernelSet::pack_weight, Released())
-      .def("linear", &KernelSet::linear, Released())
-      .def("embedding", &KernelSet::embedding, Released())
-      .def("rms_norm", &KernelSet::rms_norm, Released())
-      .def("silu_and_mul", &KernelSet::silu_and_mul, Released())
-      .def("rope_and_write_kv", &KernelSet::rope_and_write_kv, Released())
-      .def("paged_attention", &KernelSet::paged_attention, Released())
+      .def("linear", calling<linear_args>(&KernelSet::linear), Released())
+      .def("embedding", calling<embedding_args>(&KernelSet::embedding), Released())
+      .def("rms_norm", calling<norm_args>(&KernelSet::rms_norm), Released())
+      .def("silu_and_mul", calling<gate_args>(&KernelSet::silu_and_mul), Released())
+      .def("rope_and_write_kv", calling<rope_args>(&KernelSet::rope_and_write_kv), Released())
+      .def("paged_attention", calling<attention_args>(&KernelSet::paged_attention), Released())
+      .def("begin_program", &begin_program, nb::keep_alive<0, 1>())
+      .def("run", &run_program, Released())
       .def("sample", &KernelSet::sample, Released())
       .def("top_tokens", &KernelSet::top_tokens, Released())
       .def("spin_fma", &KernelSet::spin_fma, Released())

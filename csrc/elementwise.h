@@ -36,7 +36,8 @@ void rms_norm_of(ThreadPool& pool, const NormArgs& args) {
     for (int64_t row = first; row < last; ++row) {
       const int64_t at = row * args.size;
       T* residual = args.residual == nullptr ? nullptr : static_cast<T*>(args.residual) + at;
-      norm_row(static_cast<const T*>(args.x) + at, residual, static_cast<const W*>(args.weight),
+      const int64_t x_at = row / args.together * args.x_stride + row % args.together * args.size;
+      norm_row(static_cast<const T*>(args.x) + x_at, residual, static_cast<const W*>(args.weight),
                static_cast<T*>(args.out) + at, args.size, args.eps);
     }
   });

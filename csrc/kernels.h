@@ -50,8 +50,8 @@ struct PackArgs {
 };
 
 struct NormArgs {
-  const void* x;   // [rows, size], contiguous
-  void* residual;  // [rows, size] or null: x is added to it, and the sum is normalized
+  const void* x;   // [rows / together, together, size], the last two dimensions contiguous
+  void* residual;  // [rows, size], contiguous, or null: x is added to it, and the sum is normalized
   const void* weight;
   DType weight_dtype;
   void* out;
@@ -59,6 +59,8 @@ struct NormArgs {
   int64_t rows;
   int64_t size;
   float eps;
+  int64_t together;  // rows of x that stand together: the heads of a token
+  int64_t x_stride;  // from one such group to the next
 };
 
 struct RopeArgs {

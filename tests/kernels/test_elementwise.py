@@ -27,6 +27,9 @@ def test_rms_norm_of_heads(kernels, generator):
     weight = torch.randn(48, generator=generator)
     flat = kernels.rms_norm(x.view(12, 48), weight, 1e-6)
     assert torch.equal(kernels.rms_norm(x, weight, 1e-6), flat.view(3, 4, 48))
+    parts = torch.cat([x, x + 1], dim=1)  # heads of a fused projection: tokens are further apart
+    assert torch.equal(kernels.rms_norm(parts[:, :4], weight, 1e-6), flat.view(3, 4, 48))
+    assert kernels.rms_norm(parts[:0, :4], weight, 1e-6).shape == (0, 4, 48)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ from octavo.kernels.quantization import (
     Int4Weight,
     QuantizedWeight,
 )
+from octavo.kernels.recording import NotRecordableError, RecordedForward, Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +55,8 @@ class CpuKernels:
         self.has_own_threads = not self.uses_onednn
         self._verdicts: dict[tuple[int | bool, ...], bool] = {}
         self.kernel_set = _kernels.KernelSet(self.isa, num_threads or torch.get_num_threads())
+        self._calls: Any = self.kernel_set  # a recorder, while a forward pass is recorded
+        self._empty: Callable[..., Tensor] = torch.empty
         weakref.finalize(self, self.kernel_set.shutdown)
 
     @property
@@ -133,7 +136,7 @@ class CpuKernels:
         shape = (numbers["out_features"], numbers["in_features"])
         if kept.data.nbytes != _packed_bytes(numbers["dtype_number"], *shape, int4):
             raise ValueError(f"{kept.data.nbytes} bytes are no packed weight of {shape[0]} x {shape[1]}")
-        return _PanelWeight(self.kernel_set, kept.data, numbers["dtype_number"], int4, kept.bias, *shape).as_linear()
+        return _PanelWeight(kept.data, numbers["dtype_number"], int4, kept.bias, *shape).as_linear()
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Return memory aligned to cache lines, on huge pages where the system gives them."""
@@ -151,8 +154,42 @@ class CpuKernels:
 
     def linear(self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False) -> Tensor:
         """Return x @ weight.T + bias."""
-        storage: _Weight = packed.storage
-        return storage.multiply(x, torch.float32 if float32_out else x.dtype)
+        out_dtype = torch.float32 if float32_out else x.dtype
+        storage = packed.storage
+        if isinstance(storage, _OneDnnWeight):
+            assert out_dtype == x.dtype
+            return storage.multiply(x)
+        assert x.stride(1) == 1
+        assert x.shape[1] == packed.in_features
+        out = self._empty(x.shape[0], packed.out_features, dtype=out_dtype)
+        self._calls.linear(
+            x.data_ptr(), _DTYPE_NUMBERS[x.dtype], x.stride(0), x.shape[0], storage.data.data_ptr(),
+            storage.dtype_number, packed.out_features, packed.in_features,
+            0 if storage.bias is None else storage.bias.data_ptr(), out.data_ptr(), _DTYPE_NUMBERS[out_dtype],
+            *storage.int4,
+        )  # fmt: skip
+        return out
+
+    def record_forward(
+        self,
+        forward: Callable[[Tensor, AttentionBatch], Tensor],
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        max_tokens: int,
+    ) -> tuple[Tensor, RecordedForward | None]:
+        """Run a forward pass and record it for later steps; see `octavo.kernels.recording`."""
+        if self.uses_onednn:
+            return forward(token_ids, batch), None
+        recorder = Recorder(self.kernel_set, token_ids, batch, max_tokens, self.allocate)
+        self._calls, self._empty = recorder, recorder.empty
+        try:
+            with recorder.views_only:
+                hidden = forward(token_ids, batch)
+        except NotRecordableError:
+            hidden = None
+        finally:
+            self._calls, self._empty = self.kernel_set, torch.empty
+        return (forward(token_ids, batch), None) if hidden is None else (hidden, recorder.finish(hidden))
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any) -> Tensor:
         """Return rows of the unpacked weight; it must have been packed with `float32_out`, as oneDNN hides its own.
@@ -161,10 +198,10 @@ class CpuKernels:
         """
         storage = packed.storage
         assert isinstance(storage, _PanelWeight)
-        ids = token_ids.contiguous()
-        out = torch.empty(ids.numel(), packed.in_features, dtype=dtype)
-        self.kernel_set.embedding(
-            ids.data_ptr(), ids.numel(), storage.data.data_ptr(), storage.dtype_number, packed.out_features,
+        assert token_ids.is_contiguous()
+        out = self._empty(token_ids.numel(), packed.in_features, dtype=dtype)
+        self._calls.embedding(
+            token_ids.data_ptr(), token_ids.numel(), storage.data.data_ptr(), storage.dtype_number, packed.out_features,
             packed.in_features, out.data_ptr(), _DTYPE_NUMBERS[dtype],
         )  # fmt: skip
         return out
@@ -180,12 +217,13 @@ class CpuKernels:
         return self._norm(x, residual, weight, eps)
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        assert x.is_contiguous()
-        out = torch.empty_like(x)
-        size = x.shape[-1]
-        self.kernel_set.rms_norm(
+        size, together = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+        assert x[0].is_contiguous() if x.dim() == 3 and x.shape[0] else x.is_contiguous()
+        out = self._empty(*x.shape, dtype=x.dtype)
+        self._calls.rms_norm(
             x.data_ptr(), 0 if residual is None else residual.data_ptr(), weight.data_ptr(),
             _DTYPE_NUMBERS[weight.dtype], out.data_ptr(), _DTYPE_NUMBERS[x.dtype], x.numel() // size, size, eps,
+            together, x.stride(0) if x.dim() > 1 else size,
         )  # fmt: skip
         return out
 
@@ -195,7 +233,7 @@ class CpuKernels:
         """Rotate q in place; write rotated k and v into their slots."""
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
         assert cos_sin.is_contiguous()
-        self.kernel_set.rope_and_write_kv(
+        self._calls.rope_and_write_kv(
             q.data_ptr(), q.stride()[:2], k.data_ptr(), k.stride()[:2], v.data_ptr(), v.stride()[:2],
             cos_sin.data_ptr(), batch.positions.data_ptr(), batch.slot_mapping.data_ptr(),
             k_cache.data_ptr(), k_cache.stride()[:2], v_cache.data_ptr(), v_cache.stride()[:2],
@@ -210,8 +248,8 @@ class CpuKernels:
         assert q.stride(2) == 1
         assert q.dtype == k_cache.dtype == v_cache.dtype
         assert k_cache.stride()[2:] == v_cache.stride()[2:] == (head_dim, 1)
-        out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype)
-        self.kernel_set.paged_attention(
+        out = self._empty(num_tokens, num_heads * head_dim, dtype=q.dtype)
+        self._calls.paged_attention(
             q.data_ptr(), q.stride()[:2], k_cache.data_ptr(), k_cache.stride()[:2], v_cache.data_ptr(),
             v_cache.stride()[:2], out.data_ptr(), _DTYPE_NUMBERS[q.dtype], batch.query_start.data_ptr(),
             batch.block_tables.data_ptr(), batch.block_tables.stride(0), batch.positions.data_ptr(),
@@ -223,8 +261,8 @@ class CpuKernels:
         """Return silu(gate) * up."""
         assert gate_up.is_contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty(rows, size, dtype=gate_up.dtype)
-        self.kernel_set.silu_and_mul(gate_up.data_ptr(), out.data_ptr(), _DTYPE_NUMBERS[gate_up.dtype], rows, size)
+        out = self._empty(rows, size, dtype=gate_up.dtype)
+        self._calls.silu_and_mul(gate_up.data_ptr(), out.data_ptr(), _DTYPE_NUMBERS[gate_up.dtype], rows, size)
         return out
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -252,17 +290,10 @@ class CpuKernels:
         return largest, ids
 
 
-class _Weight(Protocol):
-    """What `CpuKernels` keeps as a packed weight."""
-
-    def multiply(self, x: Tensor, out_dtype: torch.dtype) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _PanelWeight:
     """Our own layout (csrc/kernels.h): panels of 32 columns, zero padded; the bias in float32, padded likewise."""
 
-    kernel_set: Any
     data: Tensor  # uint8
     dtype_number: int
     int4: _Int4Format
@@ -291,22 +322,11 @@ class _PanelWeight:
         if bias is not None:
             padded = torch.zeros(columns)
             padded[:out_features] = bias.detach()
-        return cls(kernels.kernel_set, data, number, int4, padded, out_features, in_features)
+        return cls(data, number, int4, padded, out_features, in_features)
 
     def as_linear(self) -> PackedLinear:
         num_bytes = self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
         return PackedLinear(self.out_features, self.in_features, self, self.bias, num_bytes)
-
-    def multiply(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
-        assert x.stride(1) == 1
-        assert x.shape[1] == self.in_features
-        out = torch.empty(x.shape[0], self.out_features, dtype=out_dtype)
-        self.kernel_set.linear(
-            x.data_ptr(), _DTYPE_NUMBERS[x.dtype], x.stride(0), x.shape[0], self.data.data_ptr(), self.dtype_number,
-            self.out_features, self.in_features, 0 if self.bias is None else self.bias.data_ptr(), out.data_ptr(),
-            _DTYPE_NUMBERS[out_dtype], *self.int4,
-        )  # fmt: skip
-        return out
 
 
 class _Int4Format(NamedTuple):
@@ -351,8 +371,8 @@ class _OneDnnWeight:
     def pack(cls, weight: Tensor, bias: Tensor | None) -> _OneDnnWeight:
         return cls(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None), bias)  # noqa: SLF001
 
-    def multiply(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
-        assert x.dtype == out_dtype == torch.bfloat16
+    def multiply(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.bfloat16
         if x.shape[0] == 1:  # a single row may take another path, with another order of sums
             return self._multiply(x.expand(2, -1).contiguous())[:1]
         return self._multiply(x)
@@ -365,7 +385,7 @@ class _OneDnnWeight:
         """Whether rows come out the same alone, in small and odd batches, behind others and among 512, here."""
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(512, in_features, generator=generator).to(torch.bfloat16)
-        whole = self.multiply(x, x.dtype)
+        whole = self.multiply(x)
         first = [slice(rows) for rows in (1, 2, 3, 5, 7, 8, 9, 32, 65)]
         last = [slice(-rows, None) for rows in (1, 3, 9, 33)]
-        return all(torch.equal(self.multiply(x[rows], x.dtype), whole[rows]) for rows in first + last)
+        return all(torch.equal(self.multiply(x[rows]), whole[rows]) for rows in first + last)

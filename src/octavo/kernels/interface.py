@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from octavo.kernels.quantization import QuantizedWeight
@@ -138,8 +140,24 @@ class Kernels(Protocol):
         """Return rows of the unpacked weight: int64 [num_tokens] -> [num_tokens, in_features] in `dtype`."""
         ...
 
+    def record_forward(
+        self,
+        forward: Callable[[Tensor, AttentionBatch], Tensor],
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        max_tokens: int,
+    ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
+        """Run a forward pass; return its result, and a faster way to do the same for any batch of up to `max_tokens`.
+
+        That way returns the same bits, in memory that its next call overwrites. None: there is none.
+        """
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019); contiguous, of any shape."""
+        """Return x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019).
+
+        x is contiguous, or [num_tokens, num_heads, head_dim] with a free token stride; the result is contiguous.
+        """
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

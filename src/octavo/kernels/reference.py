@@ -16,6 +16,8 @@ from octavo.kernels.noise import gumbel_noise
 from octavo.kernels.quantization import Int4Weight, Int8Weight, QuantizedWeight, linear_int4, linear_int8
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 _SAMPLE_ROWS = 8
@@ -74,6 +76,17 @@ class ReferenceKernels:
         if isinstance(weight, Int8Weight):
             return (weight.values[token_ids].float() * weight.scales[token_ids].unsqueeze(1)).to(dtype)
         return F.embedding(token_ids, weight).to(dtype)
+
+    def record_forward(
+        self,
+        forward: Callable[[Tensor, AttentionBatch], Tensor],
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        max_tokens: int,
+    ) -> tuple[Tensor, None]:
+        """Record nothing: torch computes, call by call."""
+        del max_tokens
+        return forward(token_ids, batch), None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return x / rms(x) * weight."""

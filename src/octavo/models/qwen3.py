@@ -48,5 +48,4 @@ class NormedAttention(Attention):
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Normalize [num_tokens, num_heads, head_dim] per head."""
-        q = self.kernels.rms_norm(q.contiguous(), self.q_norm, self.eps)
-        return q, self.kernels.rms_norm(k.contiguous(), self.k_norm, self.eps)
+        return self.kernels.rms_norm(q, self.q_norm, self.eps), self.kernels.rms_norm(k, self.k_norm, self.eps)

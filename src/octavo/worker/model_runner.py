@@ -12,7 +12,9 @@ from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
 from octavo.worker.sampler import Sampler, SampleTask
 
 if TYPE_CHECKING:
-    from octavo.kernels.interface import Kernels
+    from collections.abc import Callable
+
+    from octavo.kernels.interface import AttentionBatch, Kernels
     from octavo.models.layers import CausalLM
     from octavo.scheduler_output import SchedulerOutput
     from octavo.worker.kv_cache import PagedKVCache
@@ -22,9 +24,20 @@ class ModelRunner:
     """Runs steps on one device. The stages are methods, so that a reader or a test can walk through them."""
 
     def __init__(
-        self, model: CausalLM, kernels: Kernels, kv_cache: PagedKVCache, *, max_num_seqs: int, max_model_len: int
+        self,
+        model: CausalLM,
+        kernels: Kernels,
+        kv_cache: PagedKVCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
     ) -> None:
         self.model = model
+        self.kernels = kernels
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self._faster_forward: Callable[[torch.Tensor, AttentionBatch], torch.Tensor] | None = None
+        self._is_recorded = False
         self.kv_cache = kv_cache
         self.sampler = Sampler(kernels)
         self.batch = InputBatch(
@@ -47,8 +60,23 @@ class ModelRunner:
         return self.sample(scheduled.step, inputs, hidden, prompt_logprobs)
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
-        """Return hidden states [num_tokens, hidden]; writes this step's KV."""
-        return self.model.forward(inputs.token_ids, inputs.attention, self.kv_cache)
+        """Return hidden states [num_tokens, hidden]; writes this step's KV. They last until the next call.
+
+        The first step, that of the warm-up, is recorded where the kernels can.
+        """
+        token_ids, batch = inputs.token_ids, inputs.attention
+        if self._faster_forward is not None and token_ids.shape[0] <= self.max_num_batched_tokens:
+            return self._faster_forward(token_ids, batch)
+        if self._is_recorded:
+            return self._plain_forward(token_ids, batch)
+        self._is_recorded = True
+        hidden, self._faster_forward = self.kernels.record_forward(
+            self._plain_forward, token_ids, batch, max(self.max_num_batched_tokens, token_ids.shape[0])
+        )
+        return hidden
+
+    def _plain_forward(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        return self.model.forward(token_ids, batch, self.kv_cache)
 
     def sample(
         self,

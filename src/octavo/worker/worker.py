@@ -129,6 +129,7 @@ class Worker:
             self.kernels,
             kv_cache,
             max_num_seqs=scheduler_config.max_num_seqs,
+            max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
             max_model_len=max_model_len,
         )
 

@@ -1,0 +1,184 @@
+"""A recorded forward pass gives the bits of the model's own code; what it would leave out is not recorded."""
+
+import pytest
+import torch
+from kernel_backends import ISAS, compiled_kernels
+
+from octavo.kernels.interface import AttentionBatch
+from octavo.kernels.quantization import quantize_int8
+from octavo.kernels.reference import ReferenceKernels
+from octavo.models.loader import load_model
+from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.models.registry import FAMILIES, read_architecture
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_TOKENS = 16, 24, 96
+# Tokens of each sequence that a step computes: decodes, chunks, both, the largest step.
+STEPS = [[1], [1, 1, 1], [5], [20, 1, 7], [1] * 9, [40, 56], [3, 1, 30]]
+FORMATS = [("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4")]
+
+
+def step_of(lengths, generator, starts):
+    """Token ids and batch of a step: sequence i continues at starts[i], in blocks of its own."""
+    counts = torch.tensor(lengths)
+    query_start = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int()
+    first = torch.tensor(starts[: len(lengths)])
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+    positions = torch.arange(sum(lengths)) - query_start[:-1].long()[rows] + first[rows]
+    tables = torch.arange(NUM_BLOCKS, dtype=torch.int32)[: len(lengths) * 2].view(len(lengths), 2).contiguous()
+    if max(starts[i] + n for i, n in enumerate(lengths)) > 2 * BLOCK_SIZE:
+        tables = torch.arange(NUM_BLOCKS, dtype=torch.int32).view(4, 6)[: len(lengths)].contiguous()
+    blocks = tables[rows, positions // BLOCK_SIZE].long()
+    batch = AttentionBatch(
+        query_start=query_start,
+        seq_lens=(first + counts).int(),
+        block_tables=tables,
+        positions=positions,
+        slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+    )
+    return torch.randint(0, 512, (sum(lengths),), generator=generator), batch
+
+
+class Cache:
+    def __init__(self, model):
+        architecture = model.architecture
+        shape = (NUM_BLOCKS, architecture.num_kv_heads, BLOCK_SIZE, architecture.head_dim)
+        self.layers = [
+            (torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype))
+            for _ in range(architecture.num_layers)
+        ]
+
+    def layer(self, index):
+        return self.layers[index]
+
+
+def load(path, kernels, dtype, quantization):
+    return load_model(
+        path, read_architecture(path), kernels, dtype=dtype, device=torch.device("cpu"), max_model_len=96,
+        quantization=quantization,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), FORMATS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_step_gives_the_bits_of_the_models_own_code(name, dtype, quantization, tmp_path, compiled, generator):
+    path = write_checkpoint(tmp_path, tiny_config(name, attention_bias=True), std=0.1)
+    model = load(path, compiled, dtype, quantization)
+    plain, recorded = Cache(model), Cache(model)
+    with torch.inference_mode():
+        ids, batch = step_of([4, 2], generator, [0, 0])
+        first, again = compiled.record_forward(
+            lambda ids, batch: model.forward(ids, batch, recorded), ids, batch, MAX_TOKENS
+        )
+        assert torch.equal(first, model.forward(ids, batch, plain))
+        assert again.num_calls == 2 + model.architecture.num_layers * (11 if model.architecture.qk_norm else 9)
+        assert again.max_tokens == MAX_TOKENS
+        starts = [0] * 9
+        for lengths in STEPS:
+            ids, batch = step_of(lengths, generator, starts)
+            assert torch.equal(again(ids, batch), model.forward(ids, batch, plain)), lengths
+            starts = [3, 1, 2, 5, 0, 7, 1, 1, 4] if len(lengths) > 3 else [2, 0, 1] + [0] * 6
+        for ours, theirs in zip(recorded.layers, plain.layers, strict=True):
+            assert torch.equal(ours[0], theirs[0])
+            assert torch.equal(ours[1], theirs[1])
+
+
+def hold_views(kernels, weights):
+    """A forward pass that reads early results late, through views whose tensors it has let go."""
+    wide, narrow, table, ones = weights
+
+    def forward(ids, _batch):
+        x = kernels.embedding(ids, table, torch.float32)
+        left, right = kernels.linear(x, wide).split_with_sizes((64, 64), dim=1)  # a view outlives its tensor
+        first = kernels.linear(left, narrow)
+        second = kernels.rms_norm(kernels.linear(right, narrow), ones, 1e-6)
+        third = kernels.linear(kernels.linear(second, narrow), narrow)
+        kernels.add_rms_norm(first, third, ones, 1e-6)
+        return kernels.add_rms_norm(second, third, ones, 1e-6)
+
+    return forward
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_buffer_is_not_used_again_while_anything_refers_to_it(isa, generator):
+    kernels = compiled_kernels(isa)
+    make = lambda *shape: torch.randn(*shape, generator=generator) / 8  # noqa: E731
+    weights = (
+        kernels.pack_linear(make(128, 64)),
+        kernels.pack_linear(make(64, 64)),
+        kernels.pack_linear(make(100, 64), float32_out=True),
+        torch.ones(64),
+    )
+    forward = hold_views(kernels, weights)
+    with torch.inference_mode():
+        ids, batch = step_of([3], generator, [0])
+        ids %= 100
+        first, again = kernels.record_forward(forward, ids, batch, MAX_TOKENS)
+        assert torch.equal(first, forward(ids, batch))
+        for lengths in ([1], [7, 9], [90]):
+            ids, batch = step_of(lengths, generator, [0, 0])
+            ids %= 100
+            assert torch.equal(again(ids, batch), forward(ids, batch))
+
+
+def test_what_torch_computes_is_not_recorded(compiled, generator):
+    table = compiled.pack_linear(torch.randn(512, 64, generator=generator), float32_out=True)
+
+    def forward(ids, _batch):
+        return compiled.embedding(ids, table, torch.float32) * 2
+
+    ids, batch = step_of([3], generator, [0])
+    hidden, again = compiled.record_forward(forward, ids, batch, MAX_TOKENS)
+    assert again is None
+    assert torch.equal(hidden, forward(ids, batch))
+    assert torch.equal(compiled.embedding(ids, table, torch.float32) * 2, hidden)  # nothing of the recorder is left
+
+
+def test_an_array_of_another_batch_is_refused(compiled, generator):
+    table = compiled.pack_linear(torch.randn(512, 64, generator=generator), float32_out=True)
+    ids, batch = step_of([3], generator, [0])
+    other = ids.clone()
+    for array, problem in ((other, "not the batch's"), (ids[1:], "no multiple")):
+        with pytest.raises(ValueError, match=problem):
+            compiled.record_forward(
+                lambda _ids, _batch, array=array: compiled.embedding(array, table, torch.float32),
+                ids, batch, MAX_TOKENS,
+            )  # fmt: skip
+    assert compiled.embedding(ids, table, torch.float32).shape == (3, 64)
+
+
+def test_an_id_outside_the_vocabulary_changes_nothing(compiled, generator):
+    table = compiled.pack_linear(torch.randn(512, 64, generator=generator), float32_out=True)
+    ids, batch = step_of([3], generator, [0])
+    _, again = compiled.record_forward(
+        lambda ids, _batch: compiled.embedding(ids, table, torch.float32), ids, batch, MAX_TOKENS
+    )
+    before = again(ids, batch).clone()
+    with pytest.raises(IndexError, match="vocabulary"):
+        again(torch.tensor([1, 512, 3]), batch)
+    assert torch.equal(again(ids, batch), before)
+
+
+def test_other_backends_record_nothing(generator):
+    kernels = ReferenceKernels()
+    table = kernels.pack_linear(torch.randn(512, 64, generator=generator), float32_out=True)
+    ids, batch = step_of([3], generator, [0])
+    hidden, again = kernels.record_forward(
+        lambda ids, _batch: kernels.embedding(ids, table, torch.float32), ids, batch, MAX_TOKENS
+    )
+    assert again is None
+    assert hidden.shape == (3, 64)
+
+
+def test_quantized_rows_stay_in_their_memory(fastest, generator):
+    """The largest step has many times the rows of the recorded one: nothing is written beyond a buffer."""
+    weight = fastest.pack_linear(quantize_int8(torch.randn(96, 64, generator=generator)))
+    table = fastest.pack_linear(torch.randn(512, 64, generator=generator), float32_out=True)
+
+    def forward(ids, _batch):
+        return fastest.linear(fastest.embedding(ids, table, torch.bfloat16), weight)
+
+    ids, batch = step_of([1], generator, [0])
+    _, again = fastest.record_forward(forward, ids, batch, MAX_TOKENS)
+    ids, batch = step_of([40, 56], generator, [0, 0])
+    assert torch.equal(again(ids, batch), forward(ids, batch))
