@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from typing import TYPE_CHECKING
 
 from kernels_available import COMPILED
@@ -13,7 +15,13 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where no compiler is at hand octavo warns that plain torch serves; every other warning stays an error."""
+    """Keep the user's cache directory out of it; and where no compiler is at hand octavo warns that plain torch serves.
+
+    Every other warning stays an error.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="octavo-tests-")
+    os.environ["XDG_CACHE_HOME"] = folder.name
+    config.add_cleanup(folder.cleanup)
     if not COMPILED and not kernels_required():
         config.addinivalue_line(
             "filterwarnings", "ignore:octavo was installed without its compiled kernels:RuntimeWarning"

@@ -20,7 +20,7 @@ from octavo.kernels.quantization import (
     Int4Weight,
     QuantizedWeight,
 )
-from octavo.kernels.recording import NotRecordableError, RecordedForward, Recorder
+from octavo.kernels.recording import NotRecordableError, RecordedForward, Recorder, Rehearsal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -180,16 +180,22 @@ class CpuKernels:
         """Run a forward pass and record it for later steps; see `octavo.kernels.recording`."""
         if self.uses_onednn:
             return forward(token_ids, batch), None
-        recorder = Recorder(self.kernel_set, token_ids, batch, max_tokens, self.allocate)
-        self._calls, self._empty = recorder, recorder.empty
+        rehearsal = Rehearsal(token_ids.shape[0], max_tokens)
         try:
-            with recorder.views_only:
-                hidden = forward(token_ids, batch)
+            self._empty = rehearsal.empty
+            with rehearsal.views_only:
+                kept = forward(token_ids, batch)  # while the plan is made, as the result of every step is
+            offsets, num_bytes = rehearsal.plan()
+            del kept
+            recorder = Recorder(self.kernel_set, token_ids, batch, max_tokens, offsets, self.allocate(num_bytes))
+            self._calls, self._empty = recorder, recorder.empty
+            hidden = forward(token_ids, batch)
         except NotRecordableError:
-            hidden = None
+            self._empty = torch.empty
+            return forward(token_ids, batch), None
         finally:
             self._calls, self._empty = self.kernel_set, torch.empty
-        return (forward(token_ids, batch), None) if hidden is None else (hidden, recorder.finish(hidden))
+        return hidden, recorder.finish(hidden)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any) -> Tensor:
         """Return rows of the unpacked weight; it must have been packed with `float32_out`, as oneDNN hides its own.

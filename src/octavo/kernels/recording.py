@@ -1,8 +1,8 @@
 """A forward pass of the compiled CPU kernels, recorded once and run again for other tokens without Python in between.
 
 The model's own code runs once; every kernel call that it makes is noted with its addresses (csrc/program.h), as a CUDA
-graph notes kernel launches. Buffers between the calls are sized for the largest step and used again as soon as nothing
-refers to them. From then on a step is one call: between two kernels Python takes longer than a small kernel does.
+graph notes kernel launches. Results between the calls have room for the largest step, and those that never live at the
+same time share memory. From then on a step is one call: between two kernels Python takes longer than a small kernel.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import math
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,20 +22,65 @@ if TYPE_CHECKING:
 
     from octavo.kernels.interface import AttentionBatch
 
-_aten = torch.ops.aten
-_VIEWS = frozenset(
-    (_aten.view, _aten.split_with_sizes, _aten.slice, _aten.select, _aten.unsqueeze, _aten.detach, _aten.alias)
-)
+_ALIGNMENT = 64  # bytes: a cache line
+# What a forward pass may ask of a tensor while it is recorded: views, and what a tensor is like.
+_VIEWS = frozenset({"view", "split_with_sizes", "split", "select", "unsqueeze", "transpose"})
+_QUESTIONS = frozenset({"__get__", "data_ptr", "stride", "is_contiguous", "numel", "dim", "size", "__len__"})
 
 
 class NotRecordableError(Exception):
     """The forward pass computes something with torch itself, which a recording would leave out."""
 
 
+class Rehearsal:
+    """Watches how long each result of a forward pass lives, so that those that never meet share memory.
+
+    empty: what the kernels allocate their results with meanwhile.
+    """
+
+    def __init__(self, num_tokens: int, max_tokens: int) -> None:
+        self._num_tokens, self._max_tokens = num_tokens, max_tokens
+        self._sizes: list[int] = []  # of each result, with room for the rows of the largest step
+        self._ends: dict[int, int] = {}  # which result is the first that is made after this one is let go
+        self.views_only = _ViewsOnly()
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Return a tensor of undefined content."""
+        index, size = len(self._sizes), math.prod(shape) * dtype.itemsize
+        self._sizes.append(-(-size // self._num_tokens) * self._max_tokens)
+        # The array lives as long as any view of the tensor does.
+        array = np.empty(size, dtype=np.uint8)
+        weakref.finalize(array, self._let_go, index).atexit = False
+        return torch.from_numpy(array).view(dtype).view(shape)
+
+    def _let_go(self, index: int) -> None:
+        self._ends[index] = len(self._sizes)
+
+    def plan(self) -> tuple[list[int], int]:
+        """Return where each result begins in one piece of memory, and its bytes: the largest are placed first."""
+        never = len(self._sizes)
+        offsets: dict[int, int] = {}
+        for index in sorted(range(never), key=lambda i: (-self._sizes[i], i)):
+            begin, end = index, self._ends.get(index, never)
+            meets = sorted(
+                (offsets[other], self._sizes[other])
+                for other in offsets
+                if other < end and begin < self._ends.get(other, never)
+            )
+            offset = 0
+            for first, size in meets:
+                if offset + self._sizes[index] <= first:
+                    break
+                offset = max(offset, -(-(first + size) // _ALIGNMENT) * _ALIGNMENT)
+            offsets[index] = offset
+        total = max((offset + self._sizes[index] for index, offset in offsets.items()), default=0)
+        return [offsets[index] for index in range(never)], total
+
+
 class Recorder:
     """Stands in for the compiled module's `KernelSet` while a forward pass runs: makes each call and notes it.
 
-    empty: what the kernels allocate their results with meanwhile.
+    offsets: of a `Rehearsal` of the same pass, into memory.
     """
 
     def __init__(
@@ -43,15 +89,14 @@ class Recorder:
         token_ids: Tensor,
         batch: AttentionBatch,
         max_tokens: int,
-        allocate: Callable[[int], Tensor],
+        offsets: list[int],
+        memory: Tensor,
     ) -> None:
         self._set = kernel_set
-        self._num_tokens, self._max_tokens = token_ids.shape[0], max_tokens
-        self._allocate = allocate
+        self._max_tokens = max_tokens
         self._program = kernel_set.begin_program(*_step(token_ids, batch))
-        self._blocks: dict[int, Tensor] = {}  # all there are, by address
-        self._free: dict[int, list[Tensor]] = {}  # by size
-        self.views_only = _ViewsOnly()  # type: ignore[no-untyped-call]
+        self._offsets = iter(offsets)
+        self._memory = memory
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         """Return the kernel of that name, which is noted when it is called."""
@@ -64,25 +109,15 @@ class Recorder:
         return call_and_add
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of undefined content in a buffer that has room for the rows of the largest step."""
-        with _disable_current_modes():
-            return self._empty(shape, dtype)
-
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        size = math.prod(shape) * dtype.itemsize
-        room = -(-size // self._num_tokens) * self._max_tokens
-        block = self._free[room].pop() if self._free.get(room) else self._allocate(room)
-        self._blocks[block.data_ptr()] = block
-        # The array lives as long as any view of the tensor does; then the buffer is free for the next result.
-        array = block.numpy()[:size]
-        weakref.finalize(array, self._free.setdefault(room, []).append, block)
-        return torch.from_numpy(array).view(dtype).view(shape)
+        """Return a tensor of undefined content at its place."""
+        offset = next(self._offsets)
+        return self._memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def finish(self, hidden: Tensor) -> RecordedForward:
         """Return what was recorded; hidden: the result of the forward pass."""
-        block = self._blocks[hidden.data_ptr()]
-        result = block[: self._max_tokens * hidden[0].nbytes].view(hidden.dtype).view(self._max_tokens, -1)
-        return RecordedForward(self._set, self._program, result, list(self._blocks.values()))
+        first = hidden.data_ptr() - self._memory.data_ptr()
+        rows = self._memory[first : first + self._max_tokens * hidden[0].nbytes]
+        return RecordedForward(self._set, self._program, rows.view(hidden.dtype).view(self._max_tokens, -1))
 
 
 class RecordedForward:
@@ -91,11 +126,10 @@ class RecordedForward:
     The result is overwritten by the next call. num_tokens may be anything up to max_tokens.
     """
 
-    def __init__(self, kernel_set: Any, program: Any, result: Tensor, buffers: list[Tensor]) -> None:
+    def __init__(self, kernel_set: Any, program: Any, result: Tensor) -> None:
         self._set = kernel_set
         self._program = program
-        self._result = result
-        self._buffers = buffers  # the program has their addresses only
+        self._result = result  # and with it all memory that the program has addresses of
 
     @property
     def max_tokens(self) -> int:
@@ -129,11 +163,18 @@ def _step(token_ids: Tensor, batch: AttentionBatch) -> tuple[int, ...]:
     )
 
 
-class _ViewsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ViewsOnly(TorchFunctionMode):
     """Lets torch make views and nothing else: what it computed would be missing from the recording."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        if func.overloadpacket not in _VIEWS:
-            raise NotRecordableError(str(func))
+        name = getattr(func, "__name__", str(func))
+        if name not in _VIEWS and name not in _QUESTIONS and not (name == "__getitem__" and _is_plain(args[1])):
+            raise NotRecordableError(name)
         return func(*args, **(kwargs or {}))
+
+
+def _is_plain(index: Any) -> bool:
+    """Whether an index makes a view: whole numbers and slices."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(part, int | slice) for part in parts)
