@@ -202,6 +202,17 @@ def test_what_cannot_be_kept_harms_nothing(checkpoint, cache, tmp_path, prompt_l
     assert kept_files(cache) == []
 
 
+def test_what_a_killed_process_left_is_removed(checkpoint, cache):
+    cache.directory.mkdir()
+    (cache.directory / "old.tmp").write_text("half")
+    os.utime(cache.directory / "old.tmp", (1, 1))
+    (cache.directory / "new.tmp").write_text("being written")
+    load(checkpoint, cache)
+    assert {path.suffix for path in kept_files(cache)} == {".tmp", ".safetensors"}
+    assert (cache.directory / "new.tmp").exists()
+    assert len(kept_files(cache)) == 2
+
+
 def test_dummy_weights_and_other_backends_are_not_kept(checkpoint, cache):
     load(checkpoint, cache, load_format="dummy")
     load_model(

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +38,7 @@ LEAST_BYTES = 64 << 20  # smaller models are packed in no time
 _READERS = 2
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16  # of each file of the checkpoint
 _SUFFIX = ".packed.safetensors"
+_ABANDONED_S = 3600.0
 
 
 def identify(files: Iterable[Path], *formats: object) -> str:
@@ -74,6 +76,9 @@ class PackedCache:
         if num_bytes > self.max_bytes:
             return False
         self.directory.mkdir(parents=True, exist_ok=True)
+        for unfinished in self.directory.glob("*.tmp"):  # of processes that were killed
+            if unfinished.stat().st_mtime < time.time() - _ABANDONED_S:
+                unfinished.unlink(missing_ok=True)
         kept = sorted(self.directory.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
         kept = [path for path in kept if path != for_path]
         total = num_bytes + sum(path.stat().st_size for path in kept)
