@@ -271,7 +271,6 @@ def test_dummy_weights_of_a_quantized_checkpoint(tmp_path, generator):
         ({"quant_method": "fp8"}, ["quant_method = 'fp8'", "compressed-tensors, gptq, awq"]),
         ({"quant_method": "gptq", "bits": 8}, ["bits = 8"]),
         ({"quant_method": "gptq", "bits": 4, "group_size": 16}, ["group_size = 16", "multiple of 32"]),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}, ["desc_act", "reorder"]),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, ["checkpoint_format = 'marlin'"]),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ["version = 'gemv'"]),
         ({"quant_method": "awq", "w_bit": 3}, ["w_bit = 3"]),
@@ -301,6 +300,8 @@ def test_unknown_formats_are_refused_by_name(config, words, tmp_path):
         (("config_groups", "group_1"), {"targets": ["Linear"]}, ["config_groups", "one scheme"]),
         (("ignore",), ["re:("], ["ignore", "regular expression"]),
         (("kv_cache_scheme",), {"num_bits": 8}, ["kv_cache_scheme"]),
+        (("transform_config",), {"config_groups": {"R1": {"type": "hadamard"}}}, ["transform_config", "rotate"]),
+        (("quantization_status",), "calibration", ["quantization_status"]),
         (("sparsity_config",), {"format": "sparse-24-bitmask"}, ["sparsity_config.format"]),
     ],
     ids=lambda value: ".".join(value) if isinstance(value, tuple) else None,
@@ -327,6 +328,23 @@ def test_reordered_input_features_are_refused(tmp_path, generator):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"down_proj\.g_idx reorders"):
         load(tmp_path)
+
+
+def test_act_order_that_changes_nothing_is_read(tmp_path, generator):
+    meant = gptq_checkpoint(tmp_path, generator, desc_act=True)
+    torch.testing.assert_close(weight_of(load(tmp_path), MODULE), meant[MODULE], rtol=0, atol=0)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[f"{MODULE}.g_idx"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"down_proj\.g_idx missing"):
+        load(tmp_path)
+
+
+def test_older_programs_call_a_finished_checkpoint_frozen(tmp_path):
+    quantize_checkpoint(plain_checkpoint(tmp_path / "plain"), tmp_path / "int8", "int8")
+    path = tmp_path / "int8" / "config.json"
+    path.write_text(path.read_text().replace('"compressed"', '"frozen"'))
+    load(tmp_path / "int8")
 
 
 def test_a_bias_that_the_model_does_not_add_is_refused(tmp_path, generator):
@@ -404,6 +422,33 @@ def test_quantize_loses_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         quantize_checkpoint(source, tmp_path / "stopped", "int8", progress=interrupted)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "full", "int8", "plain"]
+
+
+def test_quantize_into_an_empty_directory_that_exists(tmp_path, monkeypatch):
+    """It may be a mount point: nothing can be renamed into it from outside."""
+    source = plain_checkpoint(tmp_path / "plain")
+    for name in ("tf_model.h5", "pytorch_model.bin", "pytorch_model.bin.index.json", "flax_model.msgpack"):
+        (source / name).write_text("weights of others")
+    for name in ("tokenizer.json", "LICENSE.txt", "chat_template.jinja", "tokenizer.model"):
+        (source / name).write_text("text")
+    (tmp_path / "mount").mkdir()
+    before = set(tmp_path.iterdir())
+    seen = []
+    quantize_checkpoint(
+        source, tmp_path / "mount", "int8", progress=lambda *_: seen.append(set(tmp_path.iterdir()) == before)
+    )
+    assert all(seen)
+    assert {path.name for path in (tmp_path / "mount").iterdir()} == {
+        "config.json", "model.safetensors", "tokenizer.json", "LICENSE.txt", "chat_template.jinja", "tokenizer.model",
+    }  # fmt: skip
+
+    def full(*_args, **_options):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("octavo.models.quantize_checkpoint.save_file", full)
+    with pytest.raises(ModelError, match="cannot be written: No space left"):
+        quantize_checkpoint(source, tmp_path / "full", "int8")
+    assert not (tmp_path / "full").exists()
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])

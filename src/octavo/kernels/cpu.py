@@ -44,7 +44,6 @@ class CpuKernels:
     """
 
     name = "cpu"
-    layout = "panels 1"  # to be counted up when csrc/kernels.h says something else of a packed weight
 
     def __init__(self, isa: Isa = "auto", linear: LinearBackend = "auto", num_threads: int | None = None) -> None:
         from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
@@ -77,6 +76,14 @@ class CpuKernels:
         padded_dim = -(-head_dim // _PANEL_COLUMNS) * _PANEL_COLUMNS
         rows = max(_ATTENTION_ROWS, num_heads)
         return self.num_threads * 4 * (128 * padded_dim + rows * (3 * padded_dim + 68))
+
+    @property
+    def layout(self) -> str:
+        """To be counted up when csrc/kernels.h says something else of a packed weight.
+
+        Who multiplies belongs to it: what another machine packed must not decide which kernel serves on this one.
+        """
+        return "panels 1 and oneDNN" if self.uses_onednn else "panels 1"
 
     def measure_limits(self, num_bytes: int = 512 << 20, rounds: int = 3) -> Limits:
         """Measure what this instruction set gives on these threads, the best of some rounds; takes about a second."""
@@ -136,6 +143,8 @@ class CpuKernels:
         shape = (numbers["out_features"], numbers["in_features"])
         if kept.data.nbytes != _packed_bytes(numbers["dtype_number"], *shape, int4):
             raise ValueError(f"{kept.data.nbytes} bytes are no packed weight of {shape[0]} x {shape[1]}")
+        if kept.bias is not None and len(kept.bias) != -(-shape[0] // _PANEL_COLUMNS) * _PANEL_COLUMNS:
+            raise ValueError(f"{len(kept.bias)} values are no packed bias of {shape[0]}")
         return _PanelWeight(kept.data, numbers["dtype_number"], int4, kept.bias, *shape).as_linear()
 
     def allocate(self, num_bytes: int) -> Tensor:

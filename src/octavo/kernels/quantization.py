@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+ROUNDING_VERSION = (
+    1  # to be counted up when the same weight is rounded to other values: weights kept on disk are old then
+)
 MAX_IN_FEATURES = 1 << 16  # more products of two bytes could overflow a 32-bit sum
 GROUP_MULTIPLE = 32  # of the size of a group, unless one group spans all input features
 INT4_ZERO = 8  # what stands for zero in an int4 weight without zero points

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from octavo.errors import ModelError
-from octavo.kernels.quantization import fuse_quantized, quantize_int4, quantize_int8
+from octavo.kernels.quantization import ROUNDING_VERSION, fuse_quantized, quantize_int4, quantize_int8
 from octavo.models.architecture import INT4_GROUP_SIZE, is_norm, is_vocabulary
 from octavo.models.checkpoint import CheckpointFiles, find_weight_files
 from octavo.models.layers import CausalLM, ModelContext
 from octavo.models.packed_cache import KeptWeights, PackedCache, identify
-from octavo.models.quantized_weights import read_quantized
+from octavo.models.quantized_weights import READING_VERSION, read_quantized
 from octavo.models.random_weights import RandomWeights
 from octavo.models.registry import find_family
 from octavo.models.rope import make_cos_sin
@@ -119,7 +119,8 @@ def load_model(
     kept = None
     if packed_cache is not None and load_format != "dummy" and kernels.layout is not None:
         formats = (kernels.layout, dtype, quantization)
-        identity = identify([directory / "config.json", *find_weight_files(directory)], *formats)
+        versions = (ROUNDING_VERSION, READING_VERSION)
+        identity = identify([directory / "config.json", *find_weight_files(directory)], *formats, *versions)
         kept = KeptWeights(packed_cache, packed_cache.path(directory, *formats), identity, kernels, packer)
     context = ModelContext(
         architecture=architecture,
@@ -128,9 +129,13 @@ def load_model(
         dtype=computed,
         cos_sin=make_cos_sin(architecture.rope, architecture.head_dim, max_model_len).to(device),
     )
-    model = find_family(architecture.name).build(context)
-    if kept is not None:
-        kept.finish()
+    try:
+        model = find_family(architecture.name).build(context)
+        if kept is not None:
+            kept.finish()
+    finally:
+        if kept is not None:
+            kept.close()
     return model
 
 
@@ -190,7 +195,8 @@ class _Packer:
         self._count(math.prod(shape) * self.dtype.itemsize)
         if isinstance(self.source, CheckpointFiles):
             return read_quantized(self.stored, name, (shape[0], shape[1]), self.source.find).to(self.device)
-        return self._round(self.source.tensor(f"{name}.weight"), self.stored.bits, self.stored.group_size or shape[1])
+        weight = self.source.tensor(f"{name}.weight").to(self.device)
+        return self._round(weight, self.stored.bits, self.stored.group_size or shape[1])
 
     def _round(self, weight: Tensor, bits: int, group_size: int = INT4_GROUP_SIZE) -> QuantizedWeight:
         return quantize_int8(weight) if bits == 8 else quantize_int4(weight, group_size)

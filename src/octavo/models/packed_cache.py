@@ -39,6 +39,7 @@ _READERS = 2
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16  # of each file of the checkpoint
 _SUFFIX = ".packed.safetensors"
 _ABANDONED_S = 3600.0
+_IN_USE_S = 86400.0
 
 
 def identify(files: Iterable[Path], *formats: object) -> str:
@@ -72,21 +73,33 @@ class PackedCache:
         return self.directory / f"{readable}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}{_SUFFIX}"
 
     def make_room(self, num_bytes: int, for_path: Path) -> bool:
-        """Remove what must go for a file of `num_bytes`; return False, and remove nothing, where it cannot fit."""
-        if num_bytes > self.max_bytes:
-            return False
+        """Remove what must go for a file of `num_bytes`; return False, and remove nothing, where it cannot fit.
+
+        What was used within a day stays: models that take turns must not drive each other out at every start.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
-        for unfinished in self.directory.glob("*.tmp"):  # of processes that were killed
-            if unfinished.stat().st_mtime < time.time() - _ABANDONED_S:
-                unfinished.unlink(missing_ok=True)
-        kept = sorted(self.directory.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
-        kept = [path for path in kept if path != for_path]
-        total = num_bytes + sum(path.stat().st_size for path in kept)
-        while total > self.max_bytes:
-            oldest = kept.pop(0)
-            total -= oldest.stat().st_size
-            oldest.unlink(missing_ok=True)
-        return shutil.disk_usage(self.directory).free > 2 * num_bytes
+        now = time.time()
+        ages: dict[Path, tuple[float, int]] = {}
+        for path in self.directory.iterdir():
+            with suppress(FileNotFoundError):  # another process may clear up, too
+                ages[path] = (now - path.stat().st_mtime, path.stat().st_size)
+        for path, (age, _) in ages.items():
+            if path.suffix == ".tmp" and age > _ABANDONED_S:  # of a process that was killed
+                path.unlink(missing_ok=True)
+        kept = {path: each for path, each in ages.items() if path.name.endswith(_SUFFIX) and path != for_path}
+        too_much = num_bytes + sum(size for _, size in kept.values()) - self.max_bytes
+        going: list[Path] = []
+        for path, (age, size) in sorted(kept.items(), key=lambda item: -item[1][0]):
+            if too_much <= 0 or age < _IN_USE_S:
+                break
+            going.append(path)
+            too_much -= size
+        freed = sum(kept[path][1] for path in going)
+        if too_much > 0 or shutil.disk_usage(self.directory).free + freed <= 2 * num_bytes:
+            return False
+        for path in going:
+            path.unlink(missing_ok=True)
+        return True
 
 
 class KeptWeights:
@@ -113,12 +126,12 @@ class KeptWeights:
                 kept = self._reader.take(name)
                 self._source.skip(*names, bias=bias)
                 return self._kernels.restore_linear(kept)
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever does not agree is made anew
                 logger.warning("%s cannot be used (%s); weights are packed again", self._path, error)
-                self._reader.close()
-                self._reader = None
+                self.close()
                 self._is_complete = False  # what was taken before is not collected; the next start writes the file
-                self._path.unlink(missing_ok=True)
+                with suppress(OSError):
+                    self._path.unlink(missing_ok=True)
         packed = self._source.linear(*names, bias=bias, float32_out=float32_out)
         entry = self._kernels.keep_linear(packed)
         if entry is None:
@@ -138,7 +151,6 @@ class KeptWeights:
     def finish(self) -> None:
         """Write the file, if all weights were packed now; a failure is told and harms nothing."""
         if self._reader is not None:
-            self._reader.close()
             with suppress(OSError):
                 os.utime(self._path)  # used just now
             return
@@ -152,6 +164,12 @@ class KeptWeights:
                 logger.info("packed weights are kept in %s (%d MB)", self._path, num_bytes // 10**6)
         except OSError as error:
             logger.warning("packed weights cannot be kept in %s: %s", self._path, error)
+
+    def close(self) -> None:
+        """Let go of the file and of what was read ahead; a second call changes nothing."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
 
 class _Reader:
@@ -170,8 +188,10 @@ class _Reader:
             if metadata["identity"] != identity:
                 os.close(file)
                 return None
+            if _digest_text(metadata["linears"]) != metadata["digest"]:
+                raise ValueError("its header is damaged")  # noqa: TRY301
             return cls(file, start, header, json.loads(metadata["linears"]), kernels)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever does not agree is made anew
             logger.warning("%s cannot be read (%s); weights are packed again", path, error)
             os.close(file)
             return None
@@ -187,14 +207,15 @@ class _Reader:
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="octavo-read")
         self._names = list(linears)
         self._begun: dict[str, Future[KeptLinear]] = {}
+        self._num_begun = 0
 
     def take(self, name: str) -> KeptLinear:
         """Return a weight and begin to read those behind it. Raises `ValueError` for what is not as it was written."""
         index = self._names.index(name)
-        for ahead in self._names[index : index + 1 + 2 * _READERS]:
-            if ahead not in self._begun:
-                self._begun[ahead] = self._pool.submit(self._read_linear, ahead)
-        return self._begun[name].result()
+        for ahead in self._names[self._num_begun : index + 1 + 2 * _READERS]:
+            self._begun[ahead] = self._pool.submit(self._read_linear, ahead)
+            self._num_begun += 1
+        return self._begun.pop(name).result()
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -246,17 +267,19 @@ def _write(path: Path, identity: str, packed: dict[str, KeptLinear]) -> None:
         name: {"numbers": entry.numbers, "data": digests[f"{name}.data"], "bias": digests.get(f"{name}.bias")}
         for name, entry in packed.items()
     }
-    header: dict[str, Any] = {"__metadata__": {"identity": identity, "linears": json.dumps(linears)}}
+    text = json.dumps(linears)
+    metadata = {"identity": identity, "linears": text, "digest": _digest_text(text)}
+    header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for name, tensor in tensors.items():
         header[name] = {"dtype": "U8", "shape": [tensor.nbytes], "data_offsets": [offset, offset + tensor.nbytes]}
         offset += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 64)
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 64)
     number, unfinished = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(number, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
+            file.write(len(head).to_bytes(8, "little") + head)
             for tensor in tensors.values():
                 file.write(_bytes_of(tensor))
         Path(unfinished).replace(path)
@@ -268,6 +291,10 @@ def _write(path: Path, identity: str, packed: dict[str, KeptLinear]) -> None:
 
 def _digest(tensor: Tensor) -> str:
     return hashlib.blake2b(_bytes_of(tensor), digest_size=16).hexdigest()
+
+
+def _digest_text(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

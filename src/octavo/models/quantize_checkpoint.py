@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from octavo.errors import ModelError
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_SHARD_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
+_TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", ".tiktoken")  # .model: SentencePiece's
 
 
 def quantize_checkpoint(
@@ -58,17 +59,22 @@ def quantize_checkpoint(
         raise ModelError(f"{destination} exists already; name a new directory")
     files = CheckpointFiles(source)
     files.check(architecture.stored_tensors())
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{destination.name}-", dir=destination.parent) as unfinished:
-        written = Path(unfinished)
-        num_bytes = _write_weights(architecture, files, written, precision, group_size, max_shard_bytes, progress)
-        config = ConfigFile.read(source / "config.json").values
-        config["quantization_config"] = describe_stored(precision, group_size, ["lm_head"])
-        (written / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        _copy_the_rest(source, written)
-        destination.mkdir(exist_ok=True)
-        for path in written.iterdir():
-            path.rename(destination / path.name)
+    config = ConfigFile.read(source / "config.json").values
+    config["quantization_config"] = describe_stored(precision, group_size, ["lm_head"])
+    try:
+        # Beside or inside the destination, so that what is finished need only be renamed; config.json comes last.
+        folder = destination if destination.exists() else destination.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{destination.name}-", dir=folder) as unfinished:
+            written = Path(unfinished)
+            num_bytes = _write_weights(architecture, files, written, precision, group_size, max_shard_bytes, progress)
+            _copy_the_rest(source, written)
+            destination.mkdir(exist_ok=True)
+            for path in written.iterdir():
+                path.rename(destination / path.name)
+            (destination / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{destination} cannot be written: {error}") from error
     return num_bytes
 
 
@@ -99,9 +105,10 @@ def _write_weights(
 
 
 def _copy_the_rest(source: Path, directory: Path) -> None:
-    """Copy tokenizer, chat templates, generation_config.json, licence: every plain file that holds no weights."""
+    """Copy tokenizer, chat templates, generation_config.json, licence and notes; weights in any layout stay behind."""
     for path in source.iterdir():
-        if path.is_file() and path.name not in {_INDEX, "config.json"} and path.suffix not in _WEIGHT_SUFFIXES:
+        is_text = path.suffix in _TEXT_SUFFIXES or path.name.startswith(("LICENSE", "NOTICE", "USE_POLICY"))
+        if path.is_file() and is_text and path.name != "config.json" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, directory / path.name)
     if (templates := source / "additional_chat_templates").is_dir():
         shutil.copytree(templates, directory / templates.name)

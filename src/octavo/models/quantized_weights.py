@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from octavo.models.stored_quantization import StoredQuantization
 
+READING_VERSION = (
+    1  # to be counted up when the same checkpoint is read as other values: weights kept on disk are old then
+)
 _VALUES_A_WORD = 8
 _NIBBLE = 15
 # AWQ's kernels want columns 0, 2, 4, 6, 1, 3, 5, 7 of eight from the lowest bits up: where column j stands.

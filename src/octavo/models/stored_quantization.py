@@ -45,6 +45,7 @@ class StoredQuantization:
     group_size   input features that share a scale, or None: all of them
     has_zeros    each group has a zero point
     zero_offset  what is to be added to stored zero points (GPTQ stores one less)
+    may_reorder  input features may stand in another order: the files say whether they do
     ignored      linear layers that are stored as they are: names, their last parts, or "re:" and a regular expression
     """
 
@@ -53,6 +54,7 @@ class StoredQuantization:
     group_size: int | None
     has_zeros: bool
     zero_offset: int = 0
+    may_reorder: bool = False
     ignored: tuple[str, ...] = ()
 
     def covers(self, module: str) -> bool:
@@ -88,7 +90,7 @@ class StoredQuantization:
                     "qweight": StoredTensor((words, out_features), _INT32),
                     "qzeros": StoredTensor(zero_shape, _INT32),
                     "scales": StoredTensor((groups, out_features)),
-                    "g_idx": StoredTensor((in_features,), _INT32, is_optional=True),
+                    "g_idx": StoredTensor((in_features,), _INT32, is_optional=not self.may_reorder),
                     # Written for every layer by some programs, all zero; read so that another one is not ignored.
                     "bias": StoredTensor((out_features,), is_optional=True),
                 }
@@ -118,8 +120,10 @@ def read_stored_quantization(config: ConfigFile) -> StoredQuantization | None:
 
 def _read_compressed_tensors(section: ConfigFile) -> StoredQuantization:
     _allow(section, "format", ("int-quantized", "pack-quantized"))
-    _allow(section, "quantization_status", ("compressed",), default="compressed")
+    _allow(section, "quantization_status", ("compressed", "frozen"), default="compressed")
     _refuse(section, "kv_cache_scheme", "octavo has no quantized KV cache yet")
+    if section.values.get("transform_config"):
+        raise section.error("transform_config", "octavo does not rotate activations")
     if (sparsity := section.section("sparsity_config")) is not None:
         _allow(sparsity, "format", ("dense",))
     groups = section.section("config_groups")
@@ -161,8 +165,6 @@ def _check_activations(group: ConfigFile) -> None:
 
 def _read_gptq(section: ConfigFile) -> StoredQuantization:
     _allow_bits(section)
-    if section.flag("desc_act", default=False) and not section.flag("static_groups", default=False):
-        raise section.error("desc_act", "octavo does not reorder input features yet; quantize without it")
     if section.values.get("dynamic"):
         raise section.error("dynamic", "octavo reads one scheme for all linear layers")
     _allow(section, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
@@ -174,6 +176,7 @@ def _read_gptq(section: ConfigFile) -> StoredQuantization:
         group_size=_group_size(section),
         has_zeros=not section.flag("sym", default=False),
         zero_offset=offset,
+        may_reorder=section.flag("desc_act", default=False),
         ignored=(*ignored, *_names(section, "modules_in_block_to_quantize_except")),
     )
 

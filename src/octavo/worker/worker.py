@@ -81,7 +81,7 @@ class Worker:
             max_model_len=max_model_len,
             load_format=load_format,
             quantization=quantization,
-            packed_cache=PackedCache(packed_cache_bytes) if packed_cache_bytes else None,
+            packed_cache=_packed_cache(packed_cache_bytes),
             seed=seed,
             progress=progress,
         )
@@ -155,6 +155,15 @@ class Worker:
 
     def _torch_threads(self) -> AbstractContextManager[None]:
         return _quiet_torch_threads() if self.kernels.has_own_threads else nullcontext()
+
+
+def _packed_cache(max_bytes: int) -> PackedCache | None:
+    """Return the cache, or None where nothing is to be kept, or where this user has no home to keep it in."""
+    try:
+        return PackedCache(max_bytes) if max_bytes else None
+    except RuntimeError as error:
+        logger.warning("packed weights are not kept: %s; set XDG_CACHE_HOME", error)
+        return None
 
 
 def warm_up(runner: ModelRunner, num_tokens: int, num_seqs: int = 1) -> float:
