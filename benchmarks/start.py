@@ -1,6 +1,6 @@
 """From the start of a process to its first token: without kept weights, and with them (see octavo.models.packed_cache).
 
-    python benchmarks/start.py                                   # qwen2-0.5b as it is, in int8 and in int4
+    python benchmarks/start.py                                   # qwen2-0.5b in int8 and in int4
     python benchmarks/start.py --model ./my-checkpoint --repeat 5
 
 Files are in the page cache: each case runs once more than it is counted.
@@ -22,7 +22,7 @@ PROGRAM = """
 import sys
 from octavo import LLM, SamplingParams
 model, quantization, kept = sys.argv[1:]
-llm = LLM(model, quantization=quantization or None, packed_cache_bytes=int(kept), skip_tokenizer_init=True)
+llm = LLM(model, quantization=quantization, packed_cache_bytes=int(kept), skip_tokenizer_init=True)
 llm.generate([[1] * 32], SamplingParams(max_tokens=1), use_tqdm=False)
 print(int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024)
 """
@@ -45,8 +45,8 @@ def main() -> None:
     print("| weights | not kept | kept | peak memory, kept |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "XDG_CACHE_HOME": folder}
-        for quantization in ("", "int8", "int4"):
-            cells = [quantization or "as in the checkpoint"]
+        for quantization in ("int8", "int4"):
+            cells = [quantization]
             for kept in (0, 1 << 40):
                 runs = [start(arguments.model, quantization, kept, environment) for _ in range(arguments.repeat + 1)]
                 cells.append(f"{statistics.median(seconds for seconds, _ in runs[1:]):.1f} s")

@@ -68,8 +68,8 @@ class ModelConfig:
     activations rounded to int8, one scale per token (W8A8). "int4" rounds those of the layers to four bits, one scale
     per 32 input features (W4A8), and embeddings and lm_head to int8. None leaves weights as they are. Weights that are
     integers in the checkpoint stay what they are in any case.
-    packed_cache_bytes: how much disk packed weights may take in the user's cache directory, so that the next start need
-    not pack them again; the longest unused go first; 0 keeps none.
+    packed_cache_bytes: how much disk rounded weights may take in the user's cache directory, so that the next start
+    need not round and pack them again; the longest unused go first; 0 keeps none.
     seed: the seeds of requests without one are drawn from it and their arrival number.
     generation_config: "auto" honours the checkpoint's generation_config.json, "vllm" (the name vLLM gave it) ignores
     its sampling defaults.

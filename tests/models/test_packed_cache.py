@@ -13,6 +13,7 @@ from octavo.kernels.reference import ReferenceKernels
 from octavo.models import packed_cache
 from octavo.models.loader import load_model
 from octavo.models.packed_cache import PackedCache, identify
+from octavo.models.quantize_checkpoint import quantize_checkpoint
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     not COMPILED and not kernels_required(), reason="octavo was installed without compiled kernels"
 )
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-FORMATS = [("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4"), ("float16", None)]
+FORMATS = [("bfloat16", "int8"), ("float32", "int8"), ("bfloat16", "int4"), ("float16", "int4")]
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def packs(monkeypatch):
     return counts
 
 
-def load(path, cache, dtype="bfloat16", quantization=None, **options):
+def load(path, cache, dtype="bfloat16", quantization="int8", **options):
     from octavo.kernels.cpu import CpuKernels
 
     return load_model(
@@ -74,6 +75,14 @@ def test_what_is_read_is_what_was_packed(dtype, quantization, checkpoint, cache,
     for model in (first, second):
         assert torch.equal(prompt_logits(model, PROMPT), expected)
     assert second.lm_head.storage.data.data_ptr() % 64 == 0
+
+
+def test_a_checkpoint_that_is_quantized_already_is_kept(checkpoint, cache, tmp_path, packs):
+    quantize_checkpoint(checkpoint, tmp_path / "int4", "int4")
+    load(tmp_path / "int4", cache, quantization=None)
+    packs.clear()
+    load(tmp_path / "int4", cache, quantization=None)
+    assert packs == []
 
 
 def test_formats_and_checkpoints_do_not_meet(checkpoint, cache, tmp_path, packs):
@@ -180,7 +189,7 @@ def test_the_longest_unused_go_first(tmp_path, cache, packs):
     small = PackedCache(3 * size + 1000, cache.directory)
     for index, path in enumerate(paths[:3]):
         load(path, small)
-        os.utime(small.path(path, "panels 1", "bfloat16", None), (index + 1, index + 1))
+        os.utime(small.path(path, "panels 1", "bfloat16", "int8"), (index + 1, index + 1))
     load(paths[0], small)  # used: now it is the youngest
     load(paths[3], small)
     packs.clear()
@@ -282,11 +291,12 @@ def test_what_a_killed_process_left_is_removed(checkpoint, cache):
     assert len(kept_files(cache)) == 2
 
 
-def test_dummy_weights_and_other_backends_are_not_kept(checkpoint, cache):
+def test_what_is_as_fast_without_is_not_kept(checkpoint, cache):
+    load(checkpoint, cache, quantization=None)
     load(checkpoint, cache, load_format="dummy")
     load_model(
         checkpoint, read_architecture(checkpoint), ReferenceKernels(), dtype="float32", device=torch.device("cpu"),
-        max_model_len=64, packed_cache=cache,
+        max_model_len=64, quantization="int8", packed_cache=cache,
     )  # fmt: skip
     assert kept_files(cache) == []
 

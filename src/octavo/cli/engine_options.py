@@ -144,8 +144,8 @@ class EngineOptions:
             metavar="SIZE",
             parser=parse_size,
             rich_help_panel=_MODEL,
-            help="Disk that packed weights may take in ~/.cache/octavo, so that the next start need not pack them "
-            "again; the longest unused go first; 0: keep none.",
+            help="Disk that int8 and int4 weights may take in ~/.cache/octavo, so that the next start need not round "
+            "them again; the longest unused go first; 0: keep none.",
         ),
     ] = DEFAULT_PACKED_CACHE_BYTES
     max_model_len: Annotated[

@@ -99,7 +99,7 @@ def load_model(
     dtype: "float32", "bfloat16" or "float16", of the packed weights. load_format "dummy" makes random weights from
     `seed` and reads no file. quantization: "int8" or "int4" rounds weights that are not integers in the checkpoint, see
     `octavo.kernels.quantization`; with "int4" embeddings and lm_head are int8.
-    packed_cache: where packed weights are kept for the next start, and found again; None for nowhere.
+    packed_cache: where rounded weights are kept packed for the next start, and found again; None for nowhere.
     progress(done, total) is called after each tensor, in bytes of weights in `dtype`.
     Peak memory is that of the packed weights and the largest fused matrix. Raises `ModelError`.
     """
@@ -117,7 +117,8 @@ def load_model(
         source, architecture, kernels, _TORCH_DTYPES[dtype], quantization, computed, device, total, progress
     )
     kept = None
-    if packed_cache is not None and load_format != "dummy" and kernels.layout is not None:
+    is_rounded = quantization is not None or architecture.stored is not None  # packing alone is as fast as reading
+    if packed_cache is not None and is_rounded and load_format != "dummy" and kernels.layout is not None:
         formats = (kernels.layout, dtype, quantization)
         versions = (ROUNDING_VERSION, READING_VERSION)
         identity = identify([directory / "config.json", *find_weight_files(directory)], *formats, *versions)

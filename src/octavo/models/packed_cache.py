@@ -1,4 +1,4 @@
-"""Packed weights kept on disk: a later start reads them as they are, without rounding and packing them again.
+"""Rounded weights kept on disk as they are packed: a later start need not round and pack them again.
 
 One file per checkpoint, number formats and layout, in safetensors' format (anyone can look into it; it holds no code),
 in the user's cache directory. It is used only if it was made from the very files that the checkpoint holds now, and
