@@ -183,8 +183,7 @@ class KernelSet {
     if (args.weight_dtype == DType::kInt4) throw std::invalid_argument("an embedding of int4 is not read by row");
     check_ids(args.ids, args.count, args.n);
     ThreadPool::Session session(pool_);
-    table_.embedding(pool_, args.ids, args.count, args.packed, args.weight_dtype, args.n, args.k, args.out,
-                     args.out_dtype);
+    table_.embedding(pool_, args);
   }
 
   void rms_norm(const NormArgs& args) {
@@ -194,7 +193,7 @@ class KernelSet {
 
   void silu_and_mul(const GateArgs& args) {
     ThreadPool::Session session(pool_);
-    table_.silu_and_mul(pool_, args.gate_up, args.out, args.dtype, args.rows, args.size);
+    table_.silu_and_mul(pool_, args);
   }
 
   void rope_and_write_kv(const RopeArgs& args) {

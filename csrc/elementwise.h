@@ -57,11 +57,13 @@ inline void rms_norm(ThreadPool& pool, const NormArgs& args) {
 }
 
 template <class T>
-void silu_and_mul_of(ThreadPool& pool, const T* gate_up, T* out, int64_t rows, int64_t size) {
+void silu_and_mul_of(ThreadPool& pool, const GateArgs& args) {
   const Vec one = splat(1.0f), zero = splat(0.0f);
-  parallel_ranges(pool, rows, divide_up(kLeastElements, size), [&](int64_t first, int64_t last) {
+  const int64_t size = args.size;
+  T* out = static_cast<T*>(args.out);
+  parallel_ranges(pool, args.rows, divide_up(kLeastElements, size), [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
-      const T* gate = gate_up + row * 2 * size;
+      const T* gate = static_cast<const T*>(args.gate_up) + row * 2 * size;
       const T* up = gate + size;
       for (int64_t i = 0; i < size; i += kLanes) {
         const Vec x = load_first(gate + i, size - i);
@@ -72,11 +74,11 @@ void silu_and_mul_of(ThreadPool& pool, const T* gate_up, T* out, int64_t rows, i
   });
 }
 
-inline void silu_and_mul(ThreadPool& pool, const void* gate_up, void* out, DType dtype, int64_t rows, int64_t size) {
-  if (dtype == DType::kFloat32) {
-    silu_and_mul_of(pool, static_cast<const float*>(gate_up), static_cast<float*>(out), rows, size);
+inline void silu_and_mul(ThreadPool& pool, const GateArgs& args) {
+  if (args.dtype == DType::kFloat32) {
+    silu_and_mul_of<float>(pool, args);
   } else {
-    silu_and_mul_of(pool, static_cast<const bf16*>(gate_up), static_cast<bf16*>(out), rows, size);
+    silu_and_mul_of<bf16>(pool, args);
   }
 }
 

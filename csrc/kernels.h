@@ -36,6 +36,17 @@ struct LinearArgs {
   Int4Format int4;  // of an int4 weight
 };
 
+struct EmbeddingArgs {
+  const int64_t* ids;  // [count], inside the vocabulary
+  int64_t count;
+  const void* packed;  // [n, k]; not int4
+  DType weight_dtype;
+  int64_t n;
+  int64_t k;
+  void* out;  // [count, k], contiguous
+  DType out_dtype;
+};
+
 // A weight before it is packed.
 struct PackArgs {
   const void* weight;  // [n, k]; int4: one value of 0 .. 15 a byte
@@ -61,6 +72,14 @@ struct NormArgs {
   float eps;
   int64_t together;  // rows of x that stand together: the heads of a token
   int64_t x_stride;  // from one such group to the next
+};
+
+struct GateArgs {
+  const void* gate_up;  // [rows, 2 * size], contiguous
+  void* out;            // [rows, size]
+  DType dtype;          // of both
+  int64_t rows;
+  int64_t size;
 };
 
 struct RopeArgs {
@@ -124,10 +143,9 @@ struct SampleArgs {
 struct KernelTable {
   void (*pack_weight)(ThreadPool&, const PackArgs&);
   void (*linear)(ThreadPool&, const LinearArgs&);
-  void (*embedding)(ThreadPool&, const int64_t* ids, int64_t count, const void* packed, DType weight_dtype, int64_t n,
-                    int64_t k, void* out, DType out_dtype);
+  void (*embedding)(ThreadPool&, const EmbeddingArgs&);
   void (*rms_norm)(ThreadPool&, const NormArgs&);
-  void (*silu_and_mul)(ThreadPool&, const void* gate_up, void* out, DType, int64_t rows, int64_t size);
+  void (*silu_and_mul)(ThreadPool&, const GateArgs&);
   void (*rope_and_write_kv)(ThreadPool&, const RopeArgs&);
   void (*paged_attention)(ThreadPool&, const AttentionArgs&);
   void (*sample)(ThreadPool&, const SampleArgs&);

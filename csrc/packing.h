@@ -96,64 +96,61 @@ inline void pack_weight(ThreadPool& pool, const PackArgs& args) {
 }
 
 template <class W, class Out>
-void embedding_of(ThreadPool& pool, const int64_t* ids, int64_t count, const W* packed, int64_t k, Out* out) {
-  parallel_ranges(pool, count, 4, [&](int64_t first, int64_t last) {
+void embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
+  const W* packed = static_cast<const W*>(args.packed);
+  const int64_t k = args.k;
+  parallel_ranges(pool, args.count, 4, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
-      const W* panel = packed + ids[row] / kPanelColumns * panel_size<W>(k);
+      const W* panel = packed + args.ids[row] / kPanelColumns * panel_size<W>(k);
+      const int64_t column = args.ids[row] % kPanelColumns;
+      Out* out = static_cast<Out*>(args.out) + row * k;
       for (int64_t i = 0; i < k; i += kLanes) {
         W values[kLanes] = {};
         const int64_t lanes = smaller(int64_t{kLanes}, k - i);
-        for (int64_t j = 0; j < lanes; ++j) values[j] = panel[panel_offset<W>(ids[row] % kPanelColumns, i + j)];
-        store_first(out + row * k + i, load(values), lanes);
+        for (int64_t j = 0; j < lanes; ++j) values[j] = panel[panel_offset<W>(column, i + j)];
+        store_first(out + i, load(values), lanes);
       }
     }
   });
-}
-
-template <class W>
-void embedding_into(ThreadPool& pool, const int64_t* ids, int64_t count, const W* packed, int64_t k, void* out,
-                    DType out_dtype) {
-  if (out_dtype == DType::kFloat32) {
-    embedding_of(pool, ids, count, packed, k, static_cast<float*>(out));
-  } else {
-    embedding_of(pool, ids, count, packed, k, static_cast<bf16*>(out));
-  }
 }
 
 // Rows of an int8 weight: float(value) * scale, rounded to the type of the output.
 template <class Out>
-void int8_embedding_of(ThreadPool& pool, const int64_t* ids, int64_t count, const ByteWeight& weight, int64_t k,
-                       Out* out) {
-  parallel_ranges(pool, count, 4, [&](int64_t first, int64_t last) {
+void int8_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
+  const ByteWeight weight(args.packed, args.n, args.k);
+  const int64_t k = args.k;
+  parallel_ranges(pool, args.count, 4, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
-      const int8_t* panel = weight.panels + ids[row] / kPanelColumns * weight.panel_bytes;
-      const int8_t* column = panel + ids[row] % kPanelColumns * 4;
-      const Vec scale = splat(weight.scales[ids[row]]);
+      const int8_t* panel = weight.panels + args.ids[row] / kPanelColumns * weight.panel_bytes;
+      const int8_t* column = panel + args.ids[row] % kPanelColumns * 4;
+      const Vec scale = splat(weight.scales[args.ids[row]]);
+      Out* out = static_cast<Out*>(args.out) + row * k;
       for (int64_t i = 0; i < k; i += kLanes) {
         float values[kLanes] = {};
         const int64_t lanes = smaller(int64_t{kLanes}, k - i);
         for (int64_t j = 0; j < lanes; ++j) values[j] = column[(i + j) / 4 * kGroupBytes + (i + j) % 4];
-        store_first(out + row * k + i, load(values) * scale, lanes);
+        store_first(out + i, load(values) * scale, lanes);
       }
     }
   });
 }
 
-inline void embedding(ThreadPool& pool, const int64_t* ids, int64_t count, const void* packed, DType weight_dtype,
-                      int64_t n, int64_t k, void* out, DType out_dtype) {
-  switch (weight_dtype) {
-    case DType::kFloat32:
-      return embedding_into(pool, ids, count, static_cast<const float*>(packed), k, out, out_dtype);
-    case DType::kBFloat16:
-      return embedding_into(pool, ids, count, static_cast<const bf16*>(packed), k, out, out_dtype);
-    case DType::kFloat16:
-      return embedding_into(pool, ids, count, static_cast<const f16*>(packed), k, out, out_dtype);
-    case DType::kInt8:
-      if (out_dtype == DType::kFloat32) {
-        return int8_embedding_of(pool, ids, count, ByteWeight(packed, n, k), k, static_cast<float*>(out));
-      }
-      return int8_embedding_of(pool, ids, count, ByteWeight(packed, n, k), k, static_cast<bf16*>(out));
+template <class Out>
+void embedding_into(ThreadPool& pool, const EmbeddingArgs& args) {
+  switch (args.weight_dtype) {
+    case DType::kFloat32: return embedding_of<float, Out>(pool, args);
+    case DType::kBFloat16: return embedding_of<bf16, Out>(pool, args);
+    case DType::kFloat16: return embedding_of<f16, Out>(pool, args);
+    case DType::kInt8: return int8_embedding_of<Out>(pool, args);
     case DType::kInt4: return;  // refused before
+  }
+}
+
+inline void embedding(ThreadPool& pool, const EmbeddingArgs& args) {
+  if (args.out_dtype == DType::kFloat32) {
+    embedding_into<float>(pool, args);
+  } else {
+    embedding_into<bf16>(pool, args);
   }
 }
 

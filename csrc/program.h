@@ -24,25 +24,6 @@ struct StepArgs {
   int64_t num_seqs;
 };
 
-struct EmbeddingArgs {
-  const int64_t* ids;
-  int64_t count;
-  const void* packed;
-  DType weight_dtype;
-  int64_t n;
-  int64_t k;
-  void* out;
-  DType out_dtype;
-};
-
-struct GateArgs {
-  const void* gate_up;
-  void* out;
-  DType dtype;
-  int64_t rows;
-  int64_t size;
-};
-
 class Program {
  public:
   // recorded: the batch that the calls were made with, so that its arrays are known again.
@@ -98,8 +79,9 @@ class Program {
   void check_batch(const GateArgs&) const {}
 
   void execute(ThreadPool& pool, EmbeddingArgs& args, int64_t rows, const StepArgs& step) const {
-    table_.embedding(pool, step.token_ids, rows, args.packed, args.weight_dtype, args.n, args.k, args.out,
-                     args.out_dtype);
+    args.ids = step.token_ids;
+    args.count = rows;
+    table_.embedding(pool, args);
   }
   void execute(ThreadPool& pool, LinearArgs& args, int64_t rows, const StepArgs&) const {
     args.rows = rows;
@@ -110,7 +92,8 @@ class Program {
     table_.rms_norm(pool, args);
   }
   void execute(ThreadPool& pool, GateArgs& args, int64_t rows, const StepArgs&) const {
-    table_.silu_and_mul(pool, args.gate_up, args.out, args.dtype, rows, args.size);
+    args.rows = rows;
+    table_.silu_and_mul(pool, args);
   }
   void execute(ThreadPool& pool, RopeArgs& args, int64_t rows, const StepArgs& step) const {
     args.tokens = rows;

@@ -272,6 +272,10 @@ def test_dummy_weights_of_a_quantized_checkpoint(tmp_path, generator):
         ({"quant_method": "gptq", "bits": 8}, ["bits = 8"]),
         ({"quant_method": "gptq", "bits": 4, "group_size": 16}, ["group_size = 16", "multiple of 32"]),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, ["checkpoint_format = 'marlin'"]),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 32, "modules_in_block_to_quantize": "mlp"},
+            ["modules_in_block_to_quantize = 'mlp'", "list of lists"],
+        ),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ["version = 'gemv'"]),
         ({"quant_method": "awq", "w_bit": 3}, ["w_bit = 3"]),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, ["format = 'float-quantized'"]),
@@ -354,6 +358,23 @@ def test_a_bias_that_the_model_does_not_add_is_refused(tmp_path, generator):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"down_proj\.bias is not zero"):
         load(tmp_path)
+
+
+def test_gptq_of_some_layers_of_a_block(tmp_path, generator):
+    meant = gptq_checkpoint(tmp_path, generator, modules_in_block_to_quantize=[["mlp.gate_proj", "mlp.up_proj"], []])
+    tensors = load_file(tmp_path / "model.safetensors")
+    for module, weight in meant.items():
+        if not module.endswith(("gate_proj", "up_proj")):
+            for name in ("qweight", "qzeros", "scales", "g_idx"):
+                del tensors[f"{module}.{name}"]
+            tensors[f"{module}.weight"] = weight
+        if module.endswith(("o_proj", "down_proj")):
+            del tensors[f"{module}.bias"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    layer = load(tmp_path).layers[0]
+    assert isinstance(layer.mlp.gate_up.storage, Int4Weight)
+    assert torch.equal(layer.mlp.down.storage, meant["model.layers.0.mlp.down_proj"])
+    assert isinstance(layer.attention.qkv.storage, torch.Tensor)
 
 
 def test_layers_that_are_computed_together_must_be_stored_alike(tmp_path):

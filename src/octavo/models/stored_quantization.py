@@ -177,8 +177,18 @@ def _read_gptq(section: ConfigFile) -> StoredQuantization:
         has_zeros=not section.flag("sym", default=False),
         zero_offset=offset,
         may_reorder=section.flag("desc_act", default=False),
-        ignored=(*ignored, *_names(section, "modules_in_block_to_quantize_except")),
+        ignored=(*ignored, *_all_but(section, "modules_in_block_to_quantize")),
     )
+
+
+def _all_but(section: ConfigFile, key: str) -> tuple[str, ...]:
+    """Read optional lists of names as the pattern of all other linear layers of a block."""
+    lists = section.values.get(key) or []
+    names = [name for part in lists for name in part] if isinstance(lists, list) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise section.error(key, "must be a list of lists of names")
+    among = "|".join(re.escape(name) for name in names)
+    return (rf"re:model\.layers\.(?!.*\.(?:{among})$)",) if names else ()
 
 
 def _read_awq(section: ConfigFile) -> StoredQuantization:
