@@ -167,6 +167,13 @@ class KernelSet {
   void set_num_threads(int num_threads) { pool_.set_num_threads(num_threads); }
   void shutdown() { pool_.shutdown(); }
 
+  void round_weight(Address weight, int dtype, int64_t n, int64_t k, int64_t stride, int64_t group_size, Address values,
+                    Address scales) {
+    ThreadPool::Session session(pool_);
+    table_.round_weight(pool_, {at<void>(weight), DType(dtype), n, k, stride, group_size, at<void>(values),
+                                at<void>(scales)});
+  }
+
   void pack_weight(Address weight, int dtype, int64_t n, int64_t k, int64_t stride, Address scales, Address zeros,
                    int64_t group_size, int scale_dtype, Address packed) {
     ThreadPool::Session session(pool_);
@@ -321,6 +328,7 @@ NB_MODULE(_kernels, m) {
       .def_prop_ro("num_threads", &KernelSet::num_threads)
       .def("set_num_threads", &KernelSet::set_num_threads, Released())
       .def("shutdown", &KernelSet::shutdown, Released())
+      .def("round_weight", &KernelSet::round_weight, Released())
       .def("pack_weight", &KernelSet::pack_weight, Released())
       .def("linear", calling<linear_args>(&KernelSet::linear), Released())
       .def("embedding", calling<embedding_args>(&KernelSet::embedding), Released())

@@ -5,14 +5,15 @@
 #include "elementwise.h"
 #include "limits.h"
 #include "packing.h"
+#include "rounding.h"
 #include "sampling.h"
 
 namespace octavo::OCTAVO_ISA {
 
 constexpr KernelTable kTable{
-    pack_weight,       linear,          embedding, rms_norm,   silu_and_mul,
-    rope_and_write_kv, paged_attention, sample,    top_tokens, spin_fma,
-    spin_bytes,        read_memory,     gumbel_noise,
+    round_weight,      pack_weight,     linear,   embedding,  rms_norm, silu_and_mul,
+    rope_and_write_kv, paged_attention, sample,   top_tokens, spin_fma, spin_bytes,
+    read_memory,       gumbel_noise,
 };
 
 }  // namespace octavo::OCTAVO_ISA

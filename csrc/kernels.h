@@ -47,6 +47,18 @@ struct EmbeddingArgs {
   DType out_dtype;
 };
 
+// A weight that is rounded to integers.
+struct RoundArgs {
+  const void* weight;  // [n, k]
+  DType dtype;         // float32, bfloat16 or float16
+  int64_t n;
+  int64_t k;
+  int64_t stride;
+  int64_t group_size;  // int4: k that share a scale; 0: int8
+  void* values;        // int8 or uint8 [n, k], contiguous
+  void* scales;        // int8: float32 [n]; int4: bfloat16 [n, groups]
+};
+
 // A weight before it is packed.
 struct PackArgs {
   const void* weight;  // [n, k]; int4: one value of 0 .. 15 a byte
@@ -141,6 +153,7 @@ struct SampleArgs {
 };
 
 struct KernelTable {
+  void (*round_weight)(ThreadPool&, const RoundArgs&);
   void (*pack_weight)(ThreadPool&, const PackArgs&);
   void (*linear)(ThreadPool&, const LinearArgs&);
   void (*embedding)(ThreadPool&, const EmbeddingArgs&);

@@ -30,6 +30,25 @@ void pack_weight_of(ThreadPool& pool, const PackArgs& args) {
   });
 }
 
+// A column's bytes, four of each word; returns their sum.
+inline int32_t copy_words(const int8_t* values, int64_t k, int8_t* out) {
+  int32_t sum = 0;
+  for (int64_t i = 0; i + 4 <= k; i += 4) std::memcpy(out + i / 4 * kGroupBytes, values + i, 4);
+  std::memcpy(out + k / 4 * kGroupBytes, values + k / 4 * 4, static_cast<size_t>(k % 4));
+  for (int64_t i = 0; i < k; ++i) sum += values[i];
+  return sum;
+}
+
+// Values of 0 .. 15 of a column's group, eight of each word: k and k + 4 share a byte.
+inline void copy_nibbles(const uint8_t* values, int64_t count, uint8_t* out) {
+  for (int64_t i = 0; i < count; i += kNibbleDepth) {
+    uint32_t halves[2] = {0, 0};
+    std::memcpy(halves, values + i, static_cast<size_t>(smaller(kNibbleDepth, count - i)));
+    const uint32_t word = halves[0] | halves[1] << 4;
+    std::memcpy(out + i / kNibbleDepth * kNibbleBytes, &word, 4);
+  }
+}
+
 inline void pack_int8_weight(ThreadPool& pool, const PackArgs& args) {
   const int64_t n = args.n, panels = divide_up(n, kPanelColumns), size = byte_groups(args.k) * kGroupBytes;
   const auto* weight = static_cast<const int8_t*>(args.weight);
@@ -41,14 +60,8 @@ inline void pack_int8_weight(ThreadPool& pool, const PackArgs& args) {
     std::memset(out, 0, static_cast<size_t>(size));
     for (int64_t column = 0; column < kPanelColumns; ++column) {
       const int64_t row = panel * kPanelColumns + column;
-      int32_t sum = 0;
-      for (int64_t i = 0; row < n && i < args.k; ++i) {
-        const int8_t value = weight[row * args.stride + i];
-        out[i / 4 * kGroupBytes + column * 4 + i % 4] = value;
-        sum += value;
-      }
       packed_scales[row] = row < n ? static_cast<const float*>(args.scales)[row] : 0.0f;
-      packed_sums[row] = sum;
+      packed_sums[row] = row < n ? copy_words(weight + row * args.stride, args.k, out + column * 4) : 0;
     }
   });
 }
@@ -74,11 +87,7 @@ inline void pack_int4_weight(ThreadPool& pool, const PackArgs& args) {
           const auto upper = static_cast<uint16_t>(bits >> 16);  // whole numbers up to 256 are bfloat16 as they are
           std::memcpy(out + layout.scale_bytes + column * 2, &upper, 2);
         }
-        uint8_t* words = out + layout.head_bytes + column * 4;
-        for (int64_t i = first; i < last; ++i) {
-          const int64_t byte = (i - first) / kNibbleDepth * kNibbleBytes + i % 4;
-          words[byte] = static_cast<uint8_t>(words[byte] | weight[row * args.stride + i] << (i % kNibbleDepth / 4 * 4));
-        }
+        copy_nibbles(weight + row * args.stride + first, last - first, out + layout.head_bytes + column * 4);
       }
       out += layout.head_bytes + layout.group / kNibbleDepth * kNibbleBytes;
     }

@@ -45,6 +45,22 @@ float largest_magnitude(const X* row, int64_t k) {
   return result;
 }
 
+// A row's values are nearly its integers times `scale`; `inverse` is 0 where all of them are to become zero.
+struct RowScale {
+  float scale;
+  float inverse;
+  bool is_finite;
+};
+
+template <class X>
+RowScale row_scale(const X* row, int64_t k) {
+  const float magnitude = largest_magnitude(row, k);
+  uint32_t bits;
+  std::memcpy(&bits, &magnitude, sizeof(bits));
+  if (bits >= kInfinityBits) return {__builtin_nanf(""), 0.0f, false};
+  return {magnitude / 127.0f, magnitude >= kLeastMagnitude ? 127.0f / magnitude : 0.0f, true};
+}
+
 OCTAVO_INLINE int32_t sum_of_lanes(IVec a) {
   int32_t lanes[kLanes], sum = 0;
   store_int(lanes, a);
@@ -57,12 +73,9 @@ template <class X>
 void quantize_rows_of(const LinearArgs& args, const ByteLayout& layout, int64_t m, const ByteTile& tile) {
   for (int64_t r = 0; r < m; ++r) {
     const X* row = static_cast<const X*>(args.x) + (tile.first + r) * args.x_stride;
-    const float magnitude = largest_magnitude(row, args.k);
-    uint32_t magnitude_bits;
-    std::memcpy(&magnitude_bits, &magnitude, sizeof(magnitude_bits));
-    const bool is_finite = magnitude_bits < kInfinityBits;
-    tile.scales[r] = is_finite ? magnitude / 127.0f : __builtin_nanf("");
-    const Vec inverse = splat(is_finite && magnitude >= kLeastMagnitude ? 127.0f / magnitude : 0.0f);
+    const RowScale found = row_scale(row, args.k);
+    tile.scales[r] = found.scale;
+    const Vec inverse = splat(found.inverse);
     IVec sum = splat_int(0);
     for (int64_t i = 0; i < layout.words * 4; i += kLanes) {
       const IVec values = to_int(load_first(row + i, larger(int64_t{0}, args.k - i)) * inverse);

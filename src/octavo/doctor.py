@@ -141,7 +141,7 @@ def examine(
     finally:
         torch.set_num_threads(before)
     return Report(
-        processor=_processor_name(),
+        processor=processor_name(),
         num_cores=os.cpu_count() or 1,
         free_bytes=free_bytes(torch.device("cpu")),
         versions={"python": platform.python_version(), "torch": torch.__version__},
@@ -224,7 +224,8 @@ def _measure(
         yield Product(name, width, depth, precision, rows, seconds, ops, read, share)
 
 
-def _processor_name() -> str:
+def processor_name() -> str:
+    """Return the name of this machine's processor, as its maker calls it where that is known."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -1,21 +1,59 @@
-"""What weights are rounded to is fixed: kept weights on disk are told from older ones by a version alone."""
-
-import hashlib
+"""Weights rounded to integers: every instruction set gives the bits that torch gives."""
 
 import pytest
 import torch
 
-from octavo.kernels.quantization import ROUNDING_VERSION, quantize_int4, quantize_int8
+from octavo.kernels.quantization import quantize_int4, quantize_int8
+from octavo.kernels.reference import ReferenceKernels
 
-WEIGHT = ((torch.arange(96 * 70, dtype=torch.int64) * 7919 % 2003 - 1001).float() / 512).view(96, 70).bfloat16()
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(1, 1), (5, 31), (3, 64), (70, 33), (33, 4864), (400, 896)]
 
 
-@pytest.mark.parametrize(
-    ("rounded", "digest"),
-    [(quantize_int8(WEIGHT), "a9c2b5e8e15065ff"), (quantize_int4(WEIGHT), "240049daaa033d85")],
-    ids=["int8", "int4"],
-)
-def test_rounded_bytes_change_with_the_version_only(rounded, digest):
-    scales = rounded.scales.float().numpy().tobytes()
-    found = hashlib.blake2b(rounded.values.numpy().tobytes() + scales, digest_size=8).hexdigest()
-    assert (ROUNDING_VERSION, found) == (1, digest), "count ROUNDING_VERSION up, then put the new digest here"
+def weights(generator, shape, dtype):
+    """Rows of common sizes, of zeros, tiny, huge, tied, and with numbers that are none."""
+    weight = torch.randn(*shape, generator=generator) * 0.02
+    weight[::5] *= 1e3
+    weight[1::7] = 0
+    weight[2::7] *= 1e-36
+    weight[3::7] = torch.where(weight[3::7] > 0, 0.25, -0.25)
+    weight[4::11, -1] = torch.nan
+    weight[6::11, 0] = torch.inf
+    weight[8::11, -1] = -torch.inf
+    return weight.to(dtype)
+
+
+def assert_equal(result, expected):
+    assert torch.equal(result.values, expected.values)
+    assert torch.equal(result.scales.nan_to_num(nan=-1.0), expected.scales.nan_to_num(nan=-1.0))
+    assert torch.equal(result.scales.isnan(), expected.scales.isnan())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_int8(compiled, generator, dtype, shape):
+    weight = weights(generator, shape, dtype)
+    assert_equal(compiled.round_weight(weight, 8), quantize_int8(weight))
+
+
+@pytest.mark.parametrize("group_size", [32, 128, 4864])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_int4(compiled, generator, dtype, shape, group_size):
+    weight = weights(generator, shape, dtype)
+    result, expected = compiled.round_weight(weight, 4, group_size), quantize_int4(weight, group_size)
+    assert_equal(result, expected)
+    assert result.group_size == expected.group_size
+    assert result.zeros is expected.zeros is None
+
+
+def test_rows_that_stand_apart(kernels, generator):
+    whole = torch.randn(40, 200, generator=generator)
+    assert_equal(kernels.round_weight(whole[:, 7:107], 8), quantize_int8(whole[:, 7:107].contiguous()))
+    assert_equal(kernels.round_weight(whole.T, 4), quantize_int4(whole.T.contiguous()))
+
+
+def test_the_reference_rounds_as_it_says(generator):
+    weight = weights(generator, (40, 64), torch.bfloat16)
+    assert_equal(ReferenceKernels().round_weight(weight, 8), quantize_int8(weight))
+    assert_equal(ReferenceKernels().round_weight(weight, 4, 64), quantize_int4(weight, 64))

@@ -18,6 +18,7 @@ from octavo.kernels.quantization import (
     GROUP_MULTIPLE,
     MAX_IN_FEATURES,
     Int4Weight,
+    Int8Weight,
     QuantizedWeight,
 )
 from octavo.kernels.recording import NotRecordableError, RecordedForward, Recorder, Rehearsal
@@ -108,6 +109,21 @@ class CpuKernels:
     def set_num_threads(self, num_threads: int) -> None:
         """Change the number of threads; results do not depend on it."""
         self.kernel_set.set_num_threads(num_threads)
+
+    def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
+        """Round a weight to integers of 8 or 4 bits."""
+        weight = weight.detach() if weight.stride(1) == 1 else weight.detach().contiguous()
+        rows, columns = weight.shape
+        if bits == 8:
+            rounded: QuantizedWeight = Int8Weight(torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows))
+        else:
+            scales = torch.empty(rows, -(-columns // group_size), dtype=torch.bfloat16)
+            rounded = Int4Weight(torch.empty(rows, columns, dtype=torch.uint8), scales, None, group_size)
+        self.kernel_set.round_weight(
+            weight.data_ptr(), _DTYPE_NUMBERS[weight.dtype], rows, columns, weight.stride(0),
+            0 if bits == 8 else group_size, rounded.values.data_ptr(), rounded.scales.data_ptr(),
+        )  # fmt: skip
+        return rounded
 
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, float32_out: bool = False

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from octavo.kernels.quantization import GROUP_MULTIPLE
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -95,6 +97,13 @@ class Kernels(Protocol):
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int
     ) -> int:
         """Upper bound of what attention and sampling allocate for themselves while they run."""
+        ...
+
+    def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
+        """Round a weight [out_features, in_features] of any floating type to integers of 8 or 4 bits.
+
+        The same bits as `octavo.kernels.quantization.quantize_int8` and `quantize_int4` give, perhaps sooner.
+        """
         ...
 
     def pack_linear(

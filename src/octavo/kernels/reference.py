@@ -13,7 +13,16 @@ import torch.nn.functional as F  # noqa: N812
 
 from octavo.kernels.interface import AttentionBatch, KeptLinear, PackedLinear, SamplingRows
 from octavo.kernels.noise import gumbel_noise
-from octavo.kernels.quantization import Int4Weight, Int8Weight, QuantizedWeight, linear_int4, linear_int8
+from octavo.kernels.quantization import (
+    GROUP_MULTIPLE,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+    linear_int4,
+    linear_int8,
+    quantize_int4,
+    quantize_int8,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +40,10 @@ class ReferenceKernels:
 
     name = "reference"
     has_own_threads = False
+
+    def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
+        """Round a weight to integers of 8 or 4 bits."""
+        return quantize_int8(weight) if bits == 8 else quantize_int4(weight, group_size)
 
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, float32_out: bool = False

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from octavo.errors import ModelError
-from octavo.kernels.quantization import ROUNDING_VERSION, fuse_quantized, quantize_int4, quantize_int8
+from octavo.kernels.quantization import ROUNDING_VERSION, fuse_quantized
 from octavo.models.architecture import INT4_GROUP_SIZE, is_norm, is_vocabulary
 from octavo.models.checkpoint import CheckpointFiles, find_weight_files
 from octavo.models.layers import CausalLM, ModelContext
@@ -200,7 +200,7 @@ class _Packer:
         return self._round(weight, self.stored.bits, self.stored.group_size or shape[1])
 
     def _round(self, weight: Tensor, bits: int, group_size: int = INT4_GROUP_SIZE) -> QuantizedWeight:
-        return quantize_int8(weight) if bits == 8 else quantize_int4(weight, group_size)
+        return self.kernels.round_weight(weight, bits, group_size)
 
     def _refuse_biases(self, names: tuple[str, ...]) -> None:
         """Raise for a bias that came with integers and that the model does not add: some programs write zeros."""

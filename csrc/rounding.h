@@ -1,0 +1,139 @@
+// Weights rounded to integers: the same bits as octavo.kernels.quantization gives in torch, which says what they are.
+#pragma once
+
+#include <cfloat>
+
+#include "quantized_rows.h"
+
+namespace octavo::OCTAVO_ISA {
+
+constexpr int64_t kLeastRounded = 1 << 16;  // values of a piece of work
+constexpr float kNibbleZero = 8.0f, kMostNibble = 15.0f;
+constexpr float kClippings[] = {-1.0 / 8, -0.92 / 8, -0.84 / 8, -0.76 / 8};  // of a group's extreme: scales to try
+
+OCTAVO_INLINE void store_first_bytes(void* p, IVec values, int64_t count) {
+  if (count >= kLanes) return store_bytes(p, values);
+  uint8_t buffer[kLanes];
+  store_bytes(buffer, values);
+  std::memcpy(p, buffer, static_cast<size_t>(count));
+}
+
+template <class T>
+void round_to_bytes(const T* row, int64_t k, int8_t* out, float* scale) {
+  const RowScale found = row_scale(row, k);
+  *scale = found.scale;
+  if (!found.is_finite) {
+    std::memset(out, 0, static_cast<size_t>(k));
+    return;
+  }
+  for (int64_t i = 0; i < k; i += kLanes) {
+    store_first_bytes(out + i, to_int(load_first(row + i, k - i) * splat(found.inverse)), k - i);
+  }
+}
+
+// Values of a group: what is no number is zero, what is infinite the largest number.
+template <class T>
+OCTAVO_INLINE Vec load_finite(const T* p, int64_t count) {
+  const Vec value = load_first(p, count);
+  const Vec finite = min(splat(FLT_MAX), max(splat(-FLT_MAX), value));
+  return select(is_nan(value), splat(0.0f), finite);
+}
+
+OCTAVO_INLINE Vec magnitude_of(Vec a) { return as_float(as_int(a) & splat_int(0x7FFFFFFFu)); }
+
+// The first value of the largest magnitude of a group, padded with zeros to whole vectors.
+inline float extreme_of(const float* group, int64_t padded) {
+  Vec most = splat(0.0f);
+  for (int64_t i = 0; i < padded; i += kLanes) most = max(most, magnitude_of(load(group + i)));
+  const Vec largest = splat(max_lanes(most));
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    const unsigned found = bits(equal(magnitude_of(load(group + i)), largest));
+    if (found != 0) return group[i + __builtin_ctz(found)];
+  }
+  return 0.0f;  // never
+}
+
+struct NibbleScale {
+  bf16 stored;
+  float scale;
+  float inverse;
+
+  NibbleScale(float extreme, float clipping) {
+    bf16 lanes[kLanes];
+    store(lanes, splat(extreme * clipping));
+    stored = lanes[0];
+    float wide[kLanes];
+    store(wide, load(lanes));
+    scale = wide[0];
+    inverse = std::fabs(scale) >= kLeastMagnitude ? 1.0f / scale : 0.0f;
+  }
+
+  OCTAVO_INLINE Vec round(Vec value) const {
+    const Vec nearest = to_float(to_int(value * splat(inverse))) + splat(kNibbleZero);
+    return min(splat(kMostNibble), max(splat(0.0f), nearest));
+  }
+
+  // The squared error of a group, padded with zeros to whole vectors.
+  float error(const float* group, int64_t padded) const {
+    Vec squares = splat(0.0f);
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      const Vec value = load(group + i);
+      const Vec difference = (round(value) - splat(kNibbleZero)) * splat(scale) - value;
+      squares = squares + difference * difference;
+    }
+    return sum_lanes(squares);
+  }
+};
+
+// `group`: room for `count` values and whole vectors of them.
+template <class T>
+void round_to_nibbles(const T* values, int64_t count, float* group, uint8_t* out, bf16* scale) {
+  const int64_t padded = divide_up(count, kLanes) * kLanes;
+  for (int64_t i = 0; i < padded; i += kLanes) store(group + i, load_finite(values + i, count - i));
+  const float extreme = extreme_of(group, padded);
+  NibbleScale best(extreme, kClippings[0]);
+  float least = best.error(group, padded);
+  for (int tried = 1; tried < 4; ++tried) {
+    const NibbleScale other(extreme, kClippings[tried]);
+    const float error = other.error(group, padded);
+    if (error < least) best = other, least = error;
+  }
+  for (int64_t i = 0; i < count; i += kLanes) {
+    store_first_bytes(out + i, to_int(best.round(load(group + i))), count - i);
+  }
+  *scale = best.stored;
+}
+
+template <class T>
+void round_weight_of(ThreadPool& pool, const RoundArgs& args) {
+  const int64_t k = args.k, size = args.group_size, groups = size == 0 ? 1 : divide_up(k, size);
+  const int64_t rows = larger(int64_t{1}, kLeastRounded / larger(k, int64_t{1}));
+  pool.reserve_local(static_cast<size_t>(divide_up(smaller(size, k), kLanes) * kLanes) * sizeof(float));
+  parallel(pool, divide_up(args.n, rows), [&](int64_t piece, int thread) {
+    for (int64_t n = piece * rows; n < smaller(args.n, (piece + 1) * rows); ++n) {
+      const T* row = static_cast<const T*>(args.weight) + n * args.stride;
+      auto* out = static_cast<uint8_t*>(args.values) + n * k;
+      if (size == 0) {
+        round_to_bytes(row, k, reinterpret_cast<int8_t*>(out), static_cast<float*>(args.scales) + n);
+        continue;
+      }
+      for (int64_t g = 0; g < groups; ++g) {
+        const int64_t at = g * size;
+        round_to_nibbles(row + at, smaller(size, k - at), static_cast<float*>(pool.local(thread)), out + at,
+                         static_cast<bf16*>(args.scales) + n * groups + g);
+      }
+    }
+  });
+}
+
+inline void round_weight(ThreadPool& pool, const RoundArgs& args) {
+  switch (args.dtype) {
+    case DType::kFloat32: return round_weight_of<float>(pool, args);
+    case DType::kBFloat16: return round_weight_of<bf16>(pool, args);
+    case DType::kFloat16: return round_weight_of<f16>(pool, args);
+    case DType::kInt8:
+    case DType::kInt4: return;  // rounded already
+  }
+}
+
+}  // namespace octavo::OCTAVO_ISA
