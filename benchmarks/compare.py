@@ -1,0 +1,172 @@
+"""octavo beside vLLM, OpenVINO GenAI, llama.cpp and transformers: the same checkpoint, requests, threads and memory.
+
+    python benchmarks/compare.py                                  # all: hours, 20 GB of disk
+    python benchmarks/compare.py --precision int8 --engine octavo --engine openvino
+    python benchmarks/compare.py --report --pictures docs         # tables and plots of what was measured so far
+
+Each engine is installed in an environment of its own, by package name. Engines run one after the other, each job in its
+own process, all of a round before the next; every round begins elsewhere, and with the limits of the machine. What was
+measured is kept in --home, a line a job: a run that is stopped goes on where it was, until --rounds of each are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from comparison.engines import ENGINES, PRECISIONS, Engine
+from comparison.limits import Work, best_possible
+from comparison.measuring import RunError, measure, measure_limits
+from comparison.report import draw, ratios, table
+from workloads import FOLDER, prepare
+
+from octavo.doctor import processor_name
+from octavo.models.registry import read_architecture
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+GIB = 2**30
+
+
+class Results:
+    """Lines of JSON: {"engine", "precision", "caching", "round", "machine", "result"} of a job, "limits" of a round."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: list[dict[str, Any]] = []
+        if path.exists():
+            self.records = [json.loads(line) for line in path.read_text().splitlines()]
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Keep a record, at once on disk."""
+        self.records.append(record)
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def has(self, **fields: Any) -> bool:
+        """Whether a record with these fields is there."""
+        return any(fields.items() <= record.items() for record in self.records)
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """Return the records of engines."""
+        return [record for record in self.records if "engine" in record]
+
+    def limits(self) -> dict[str, float]:
+        """Return the medians of the limits of all rounds."""
+        rounds = [record["limits"] for record in self.records if "limits" in record]
+        return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+
+
+def jobs(engines: list[Engine], precisions: list[str], only: str) -> Iterator[tuple[Engine, str, str, bool]]:
+    """Yield (engine, precision, workloads, with prefix cache) of a round."""
+    for precision in precisions:
+        for engine in engines:
+            letters = "".join(letter for letter in only if letter in engine.workloads)
+            if precision in engine.precisions and letters:
+                yield engine, precision, letters, False
+                if "D" in letters:
+                    yield engine, precision, "D", True
+
+
+def measure_round(
+    number: int,
+    results: Results,
+    arguments: argparse.Namespace,
+    engines: list[Engine],
+    checkpoint: Path,
+    workloads: Path,
+) -> None:
+    """Measure what a round lacks."""
+    machine = f"{processor_name()}, {platform.python_version()}"
+    planned = list(jobs(engines, arguments.precision, arguments.only))
+    turn = number * len(planned) // max(arguments.rounds, 1)
+    if not results.has(round=number, kind="limits"):
+        limits = measure_limits(arguments.threads)
+        results.add({"round": number, "kind": "limits", "machine": machine, "limits": limits})
+    for engine, precision, letters, caching in planned[turn:] + planned[:turn]:
+        job = {"engine": engine.name, "precision": precision, "workloads": letters, "caching": caching, "round": number}
+        if results.has(**job):
+            continue
+        start = time.monotonic()
+        try:
+            result = measure(
+                engine,
+                engine.checkpoint(checkpoint, precision),
+                precision,
+                letters,
+                caching=caching,
+                workloads=workloads,
+                threads=arguments.threads,
+                kv_bytes=arguments.kv_gib * GIB,
+                timeout_s=arguments.timeout,
+            )
+        except RunError as error:
+            print(f"round {number} {engine.name} {precision}: {error}", file=sys.stderr, flush=True)
+            continue
+        results.add({**job, "machine": machine, "result": result})
+        shown = {key: round(statistics.median(result[key]), 1) for key in letters}
+        cache = "on" if caching else "off"
+        spent = time.monotonic() - start
+        print(f"round {number} {engine.name} {precision} cache {cache}: {shown} in {spent:.0f} s", file=sys.stderr)
+
+
+def report(results: Results, checkpoint: Path, workloads: Path, pictures: Path | None) -> None:
+    """Print the tables; draw."""
+    work = Work.of(read_architecture(checkpoint))
+    data, limits = json.loads(workloads.read_bytes()), results.limits()
+    best = {precision: best_possible(work, data, precision, limits) for precision in PRECISIONS}
+    print(
+        f"limits: {limits['flops'] / 1e9:.0f} GFLOP/s float32, {limits['byte_ops'] / 1e9:.0f} GOP/s int8, "
+        f"{limits['bytes_read'] / 1e9:.1f} GB/s read\n"
+    )
+    for precision in PRECISIONS:
+        if results.has(precision=precision):
+            print(f"{precision}\n\n{table(results.jobs(), precision, best[precision])}\n")
+    print(f"times as fast\n\n{ratios(results.jobs())}")
+    if pictures is not None:
+        pictures.mkdir(parents=True, exist_ok=True)
+        draw(results.jobs(), best, pictures / f"compare-{checkpoint.name}")
+
+
+def main() -> None:
+    """Install, convert, measure, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [engine.name for engine in ENGINES]
+    parser.add_argument("--shape", default="qwen2-0.5b", help="of tools/make_checkpoint.py (default: %(default)s)")
+    parser.add_argument("--engine", action="append", choices=names, help="again for more (default: all)")
+    parser.add_argument("--precision", action="append", choices=PRECISIONS, help="again for more (default: all)")
+    parser.add_argument("--only", default="ABCD", help="letters of the workloads (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="of every job (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="of every engine (default: %(default)s)")
+    parser.add_argument("--kv-gib", type=int, default=3, help="of every engine's KV cache (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds of one job (default: %(default)s)")
+    parser.add_argument("--home", type=Path, default=FOLDER / "compare", help="environments, results (%(default)s)")
+    parser.add_argument("--pictures", type=Path, help="folder for plots, PNG and SVG; needs matplotlib (default: none)")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    arguments = parser.parse_args()
+    arguments.precision = arguments.precision or list(PRECISIONS)
+    checkpoint, workloads = prepare(arguments.shape)
+    arguments.home = arguments.home.absolute()
+    arguments.home.mkdir(parents=True, exist_ok=True)
+    results = Results(arguments.home / f"{arguments.shape}.jsonl")
+    if not arguments.report:
+        chosen = [engine(arguments.home) for engine in ENGINES if engine.name in (arguments.engine or names)]
+        for engine in chosen:
+            engine.install()
+            for precision in arguments.precision:
+                if precision in engine.precisions:
+                    engine.checkpoint(checkpoint, precision)
+        for number in range(arguments.rounds):
+            measure_round(number, results, arguments, chosen, checkpoint, workloads)
+    report(results, checkpoint, workloads, arguments.pictures)
+
+
+if __name__ == "__main__":
+    main()

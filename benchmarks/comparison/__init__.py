@@ -1,0 +1,1 @@
+"""octavo beside other engines: see benchmarks/compare.py."""

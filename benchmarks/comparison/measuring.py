@@ -1,0 +1,130 @@
+"""One job of one engine in a process of its own, and the memory of all its processes; the limits of the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+sys.path.append(str(Path(__file__).parents[1] / "runners"))
+from protocol import Job
+
+from comparison.engines import RUNNERS
+
+if TYPE_CHECKING:
+    from comparison.engines import Engine
+
+_SAMPLE_S = 1.0
+_LIMITS = """
+import dataclasses, json, sys
+from octavo.kernels.cpu import CpuKernels
+print(json.dumps(dataclasses.asdict(CpuKernels(num_threads=int(sys.argv[1])).measure_limits())))
+"""
+
+
+class RunError(Exception):
+    """A runner failed; its last words are the message."""
+
+
+def measure(
+    engine: Engine, checkpoint: Path, precision: str, only: str, *, caching: bool, workloads: Path, threads: int,
+    kv_bytes: int, timeout_s: float,
+) -> dict[str, Any]:  # fmt: skip
+    """Run one job. Returns what the runner wrote, and "peak_bytes": memory of all its processes, shared pages once.
+
+    Raises `RunError`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result, log = Path(folder) / "result.json", Path(folder) / "log"
+        job = Job(
+            checkpoint=str(checkpoint),
+            quantization=engine.quantization(precision),
+            workloads=str(workloads),
+            only=only,
+            prefix_caching=caching,
+            threads=threads,
+            kv_bytes=kv_bytes,
+            max_model_len=2048,
+            started_at=time.time(),
+            result=str(result),
+            binary=engine.binary,
+        )
+        command = [engine.python, str(RUNNERS / engine.runner), json.dumps(asdict(job))]
+        with log.open("wb") as words:
+            process = subprocess.Popen(
+                command,
+                stdout=words,
+                stderr=words,
+                env=engine.environment(threads, kv_bytes),
+                cwd=folder,
+                start_new_session=True,
+            )
+            watch = _MemoryWatch(process.pid)
+            try:
+                process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                raise RunError(f"did not end within {timeout_s:.0f} s") from None
+            finally:
+                peak = watch.stop()
+                _end_group(process)
+        if not result.exists():
+            raise RunError(log.read_text(errors="replace")[-3000:])
+        return json.loads(result.read_bytes()) | {"peak_bytes": peak}
+
+
+def measure_limits(threads: int) -> dict[str, float]:
+    """Return {"flops", "byte_ops", "bytes_read"} a second, as `octavo doctor` measures them."""
+    result = subprocess.run([sys.executable, "-c", _LIMITS, str(threads)], capture_output=True, text=True, check=True)
+    limits: dict[str, float] = json.loads(result.stdout)
+    return limits
+
+
+class _MemoryWatch:
+    """The largest memory of a process and all its children, looked at once a second."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._peak, self._is_over = pid, 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> int:
+        self._is_over.set()
+        self._thread.join()
+        return self._peak
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(_SAMPLE_S):
+            self._peak = max(self._peak, sum(_memory(process) for process in _tree(self._pid)))
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _memory(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().pss)
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return 0
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End whatever the runner started, and itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

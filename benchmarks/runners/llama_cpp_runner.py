@@ -1,0 +1,84 @@
+"""llama.cpp, through its server: it has no other way of batching continuously. Standard library only."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from protocol import Job, Request, run
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_SLOTS = 32
+_SLOT_TOKENS = 1152  # the longest prompt and its answer
+_START_S = 120
+
+
+class LlamaCpp:
+    """`llama-server` on a free port of this machine."""
+
+    def __init__(self, job: Job) -> None:
+        if job.binary is None:
+            raise ValueError("the job names no llama-server")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.prefix_caching = job.prefix_caching
+        threads = str(job.threads)
+        command = [
+            job.binary, "-m", job.checkpoint, "--host", "127.0.0.1", "--port", str(port), "-t", threads, "-tb", threads,
+            "-np", str(_SLOTS), "-c", str(_SLOTS * _SLOT_TOKENS), "-b", "2048", "-ub", "512", "-fa", "on", "--no-webui",
+        ]  # fmt: skip
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        atexit.register(self.process.kill)
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until it is ready."""
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"llama-server ended with {self.process.returncode}")
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.05)
+            else:
+                return
+        raise TimeoutError(f"llama-server is not ready after {_START_S} s")
+
+    def complete(self, request: Request) -> int:
+        """Answer one."""
+        body: dict[str, Any] = {
+            "prompt": request.prompt,
+            "n_predict": request.out,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "cache_prompt": self.prefix_caching,
+        }
+        message = urllib.request.Request(
+            f"{self.url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(message) as answer:
+                return int(json.load(answer)["tokens_predicted"])
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"llama-server answered {error.code}: {error.read().decode()}") from None
+
+    def generate(self, requests: Sequence[Request]) -> list[int]:
+        """Answer them."""
+        with ThreadPoolExecutor(len(requests)) as threads:
+            return list(threads.map(self.complete, requests))
+
+
+if __name__ == "__main__":
+    run(LlamaCpp)

@@ -1,0 +1,97 @@
+"""What every runner does with its engine: load it, run the workloads, write what it saw. Standard library only.
+
+A runner is a script for the environment of one engine. It is started with a job as JSON (see `Job`) and hands `run` a
+function that opens the engine: an object with `generate`, which answers requests that come at the same moment, greedily
+and each to its exact length, and returns how many tokens each of them got.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Token ids of the prompt, and exactly how many tokens it gets."""
+
+    prompt: list[int]
+    out: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to run.
+
+    checkpoint      in the engine's own format
+    quantization    int8 or int4 where the engine rounds a plain checkpoint itself; else None
+    only            letters of the workloads; D is run with or without the prefix cache, as prefix_caching says
+    prefix_caching  of the engine
+    kv_bytes        for its KV cache, where the engine lets one say so
+    started_at      seconds since the epoch when the process was asked for
+    binary          the engine's program, if it is one
+    """
+
+    checkpoint: str
+    quantization: str | None
+    workloads: str
+    only: str
+    prefix_caching: bool
+    threads: int
+    kv_bytes: int
+    max_model_len: int
+    started_at: float
+    result: str
+    binary: str | None = None
+
+
+class Engine(Protocol):
+    """An engine that is ready."""
+
+    def generate(self, requests: Sequence[Request]) -> list[int]:
+        """Answer requests that come at once; return the numbers of tokens."""
+        ...
+
+
+def run(open_engine: Callable[[Job], Engine]) -> None:
+    """Run the job of the command line; write {"start_s", "A", "B", "C", "D"} to its result file.
+
+    A: decode tokens/s of each stream. B, D: wall seconds of each set. C: prompt tokens/s of each prompt.
+    """
+    job = Job(**json.loads(sys.argv[1]))
+    data = json.loads(Path(job.workloads).read_bytes())
+    engine = open_engine(job)
+    _timed(engine, [Request(prompt=list(range(1000, 1032)), out=1)])
+    result: dict[str, Any] = {"start_s": time.time() - job.started_at}
+    _timed(engine, [Request(prompt=list(range(2000 + i, 2032 + i)), out=8) for i in range(8)])  # first steps are slow
+    if "A" in job.only:
+        result["A"] = [_decode_rate(engine, Request(**item)) for item in data["A"]]
+    if "B" in job.only:
+        result["B"] = [_timed(engine, [Request(**item) for item in data["B"]])]
+    if "C" in job.only:
+        result["C"] = [len(item["prompt"]) / _timed(engine, [Request(**item)]) for item in data["C"]]
+    if "D" in job.only:
+        result["D"] = [_timed(engine, [Request(**item) for item in data["D"][0]])]
+    Path(job.result).write_text(json.dumps(result))
+
+
+def _timed(engine: Engine, requests: Sequence[Request]) -> float:
+    start = time.perf_counter()
+    counts = engine.generate(requests)
+    seconds = time.perf_counter() - start
+    if counts != [request.out for request in requests]:
+        raise RuntimeError(f"the engine gave {counts} tokens where {[request.out for request in requests]} were asked")
+    return seconds
+
+
+def _decode_rate(engine: Engine, request: Request) -> float:
+    """Tokens/s behind the first: the time of the whole answer less that of its first token, asked for alone."""
+    first = _timed(engine, [Request(prompt=request.prompt[::-1], out=1)])  # another prompt: no cache has it
+    return (request.out - 1) / (_timed(engine, [request]) - first)
