@@ -13,7 +13,7 @@ namespace octavo::OCTAVO_ISA {
 
 constexpr int64_t kTilePositions = 64;
 constexpr int64_t kPartitionPositions = 1024;
-constexpr int64_t kChunkRows = 112;  // query rows that share a tile once it is gathered
+constexpr int64_t kChunkRows = 168;  // query rows that share a tile once it is gathered
 constexpr float kMinusInfinity = -__builtin_inff();
 
 constexpr PanelFunctions<1, static_cast<int>(kTilePositions)> kMultiplyWeights;
@@ -168,6 +168,11 @@ struct SeenRange {  // positions of a tile that a row sees
   bool empty() const { return begin >= end; }
 };
 
+OCTAVO_INLINE SeenRange seen_of_tile(const AttentionArgs& args, int64_t position, int64_t tile) {
+  const int64_t begin = smaller(kTilePositions, larger(int64_t{0}, first_seen(args, position) - tile));
+  return {begin, larger(begin, smaller(kTilePositions, position + 1 - tile))};
+}
+
 constexpr int kTileVectors = kTilePositions / kLanes;
 
 // Which lanes of the tile's vectors a row sees.
@@ -251,10 +256,11 @@ inline void attend_rows(const AttentionArgs& args, const AttentionShape& s, cons
                         const AttentionScratch& memory, int64_t row, int64_t rows, int64_t tile) {
   SeenRange seen[kTileRows], common{0, kTilePositions};
   bool any = false;
+  int64_t token = row / s.group, head = row % s.group;
   for (int64_t r = 0; r < rows; ++r) {
-    const int64_t position = args.positions[task.first_token + (row + r) / s.group];
-    seen[r].begin = smaller(kTilePositions, larger(int64_t{0}, first_seen(args, position) - tile));
-    seen[r].end = larger(seen[r].begin, smaller(kTilePositions, position + 1 - tile));
+    if (r == 0 || head == 0) seen[r] = seen_of_tile(args, args.positions[task.first_token + token], tile);
+    if (r > 0 && head != 0) seen[r] = seen[r - 1];
+    if (++head == s.group) head = 0, ++token;
     common = {larger(common.begin, seen[r].begin), smaller(common.end, seen[r].end)};
     any = any || !seen[r].empty();
   }

@@ -56,20 +56,39 @@ inline void rms_norm(ThreadPool& pool, const NormArgs& args) {
   }
 }
 
+// silu(gate) * up for N vectors side by side, so that their chains overlap.
+template <int N, class T>
+OCTAVO_INLINE void gate_vectors(const T* gate, const T* up, T* out) {
+  const Vec one = splat(1.0f), zero = splat(0.0f);
+  Vec x[N], power[N];
+  OCTAVO_UNROLL
+  for (int i = 0; i < N; ++i) {
+    x[i] = load(gate + i * kLanes);
+    power[i] = zero - x[i];
+  }
+  exp(power);
+  OCTAVO_UNROLL
+  for (int i = 0; i < N; ++i) store(out + i * kLanes, x[i] / (one + power[i]) * load(up + i * kLanes));
+}
+
 template <class T>
 void silu_and_mul_of(ThreadPool& pool, const GateArgs& args) {
-  const Vec one = splat(1.0f), zero = splat(0.0f);
+  constexpr int kTogether = 4;
   const int64_t size = args.size;
-  T* out = static_cast<T*>(args.out);
   parallel_ranges(pool, args.rows, divide_up(kLeastElements, size), [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
       const T* gate = static_cast<const T*>(args.gate_up) + row * 2 * size;
       const T* up = gate + size;
-      for (int64_t i = 0; i < size; i += kLanes) {
-        const Vec x = load_first(gate + i, size - i);
-        const Vec silu = x / (one + exp(zero - x));
-        store_first(out + row * size + i, silu * load_first(up + i, size - i), size - i);
-      }
+      T* out = static_cast<T*>(args.out) + row * size;
+      int64_t i = 0;
+      for (; i + kTogether * kLanes <= size; i += kTogether * kLanes) gate_vectors<kTogether>(gate + i, up + i, out + i);
+      for (; i + kLanes <= size; i += kLanes) gate_vectors<1>(gate + i, up + i, out + i);
+      if (i == size) continue;
+      T rest[3][kLanes] = {};
+      std::memcpy(static_cast<void*>(rest[0]), gate + i, static_cast<size_t>(size - i) * sizeof(T));
+      std::memcpy(static_cast<void*>(rest[1]), up + i, static_cast<size_t>(size - i) * sizeof(T));
+      gate_vectors<1>(rest[0], rest[1], rest[2]);
+      std::memcpy(static_cast<void*>(out + i), rest[2], static_cast<size_t>(size - i) * sizeof(T));
     }
   });
 }

@@ -45,23 +45,48 @@ struct ByteWeight {
                        int64_t count);
 };
 
+// Asks for the memory of `rows` x 32 columns of the output, which is about to be written.
+OCTAVO_INLINE void prefetch_output(const LinearArgs& args, int64_t first_row, int64_t rows, int64_t first_column) {
+  const int64_t size = args.out_dtype == DType::kFloat32 ? 4 : 2;
+  char* out = static_cast<char*>(args.out) + (first_row * args.n + first_column) * size;
+  for (int64_t m = 0; m < rows; ++m, out += args.n * size) {
+    __builtin_prefetch(out, 1);
+    if (size == 4) __builtin_prefetch(out + 64, 1);
+  }
+}
+
 // Writes `rows` x 32 columns: scales the sums and adds the bias.
-template <class Out>
+template <class Out, bool kHasBias>
 void write_byte_sums(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t rows,
                      int64_t first_column, const int32_t* sums) {
+  Vec scale[kPanelVecs], bias[kPanelVecs];
+  IVec offset[kPanelVecs];
+  OCTAVO_UNROLL
   for (int v = 0; v < kPanelVecs; ++v) {
-    const int64_t column = first_column + v * kLanes, count = args.n - column;
-    if (count <= 0) break;
-    const Vec scale = load(weight.scales + column);
-    IVec offset = load_int(weight.sums + column);
+    const int64_t column = first_column + v * kLanes;
+    scale[v] = load(weight.scales + column);
     static_assert(kByteOffset == 0 || kByteOffset == 128);
-    offset = kByteOffset == 0 ? splat_int(0) : shift_left<7>(offset);
-    const Vec bias = args.bias == nullptr ? splat(0.0f) : load(args.bias + column);
-    for (int64_t m = 0; m < rows; ++m) {
-      const IVec sum = load_int(sums + m * kPanelColumns + v * kLanes) - offset;
-      Vec value = to_float(sum) * (splat(tile.scales[m]) * scale);
-      if (args.bias != nullptr) value = value + bias;
-      store_first(static_cast<Out*>(args.out) + (tile.first + m) * args.n + column, value, count);
+    offset[v] = kByteOffset == 0 ? splat_int(0) : shift_left<7>(load_int(weight.sums + column));
+    bias[v] = kHasBias ? load(args.bias + column) : splat(0.0f);
+  }
+  const int64_t count = args.n - first_column;
+  Out* out = static_cast<Out*>(args.out) + tile.first * args.n + first_column;
+  const float* row_scale = tile.scales;
+  for (int64_t m = 0; m < rows; ++m, out += args.n) {
+    Vec value[kPanelVecs];
+    OCTAVO_UNROLL
+    for (int v = 0; v < kPanelVecs; ++v) {
+      const IVec sum = load_int(sums + m * kPanelColumns + v * kLanes) - offset[v];
+      value[v] = to_float(sum) * (splat(row_scale[m]) * scale[v]);
+      if (kHasBias) value[v] = value[v] + bias[v];
+    }
+    if (count >= kPanelColumns) {
+      OCTAVO_UNROLL
+      for (int v = 0; v < kPanelVecs; ++v) store(out + v * kLanes, value[v]);
+    } else {
+      for (int v = 0; v < kPanelVecs; ++v) {
+        store_first(out + v * kLanes, value[v], larger(int64_t{0}, count - v * kLanes));
+      }
     }
   }
 }
@@ -80,6 +105,7 @@ void multiply_bytes(const LinearArgs& args, const ByteWeight& weight, const Byte
   }
   const int8_t* w = weight.panels + panel * weight.panel_bytes;
   const uint8_t* x = tile.bytes;
+  for (int p = 0; p < P; ++p) prefetch_output(args, tile.first, M, (panel + p) * kPanelColumns);
   for (int64_t offset = 0; offset < weight.panel_bytes; offset += kGroupBytes) {
     IVec columns[P][kPanelVecs];
     OCTAVO_UNROLL
@@ -114,11 +140,11 @@ void multiply_bytes(const LinearArgs& args, const ByteWeight& weight, const Byte
   }
   for (int p = 0; p < P; ++p) {
     const int64_t column = (panel + p) * kPanelColumns;
-    if (args.out_dtype == DType::kFloat32) {
-      write_byte_sums<float>(args, weight, tile, M, column, stored[p][0]);
-    } else {
-      write_byte_sums<bf16>(args, weight, tile, M, column, stored[p][0]);
-    }
+    const bool is_wide = args.out_dtype == DType::kFloat32, has_bias = args.bias != nullptr;
+    const auto write = is_wide ? has_bias ? write_byte_sums<float, true> : write_byte_sums<float, false>
+                       : has_bias ? write_byte_sums<bf16, true>
+                                  : write_byte_sums<bf16, false>;
+    write(args, weight, tile, M, column, stored[p][0]);
   }
 }
 

@@ -81,8 +81,13 @@ void quantize_rows_of(const LinearArgs& args, const ByteLayout& layout, int64_t 
       const IVec values = to_int(load_first(row + i, larger(int64_t{0}, args.k - i)) * inverse);
       uint32_t words[kLanes / 4];
       store_bytes(words, values + splat_int(layout.offset));
-      const int64_t count = smaller(int64_t{kLanes / 4}, layout.words - i / 4);
-      for (int64_t j = 0; j < count; ++j) std::memcpy(tile.bytes + ((i / 4 + j) * m + r) * 4, &words[j], 4);
+      uint8_t* out = tile.bytes + (i / 4 * m + r) * 4;
+      if (layout.words - i / 4 >= kLanes / 4) {
+        OCTAVO_UNROLL
+        for (int j = 0; j < kLanes / 4; ++j) std::memcpy(out + j * m * 4, &words[j], 4);
+      } else {
+        for (int64_t j = 0; j < layout.words - i / 4; ++j) std::memcpy(out + j * m * 4, &words[j], 4);
+      }
       if (layout.group == 0) continue;
       sum = sum + values;
       const int64_t next = i + kLanes;

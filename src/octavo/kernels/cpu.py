@@ -33,7 +33,7 @@ LinearBackend = Literal["auto", "packed", "onednn"]
 
 _DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}  # csrc/types.h
 _PANEL_COLUMNS = 32  # as in csrc/kernels.h
-_ATTENTION_ROWS = 112  # as in csrc/attention.h
+_ATTENTION_ROWS = 168  # as in csrc/attention.h
 
 
 class CpuKernels:
