@@ -137,6 +137,7 @@ OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& 
       x += M * 8;
       w += kNibbleBytes;
     } while (w != end);
+    asm volatile("" : : "r"(totals) : "memory");  // or GCC keeps the totals in registers, and spills the sums in the loop
     OCTAVO_UNROLL
     for (int p = 0; p < P; ++p) {
       OCTAVO_UNROLL
@@ -150,7 +151,6 @@ OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& 
       }
     }
     row_sums += M;
-    asm volatile("" : : "r"(totals) : "memory");  // or GCC keeps the totals in registers, and spills the sums in the loop
   }
 }
 
@@ -158,15 +158,19 @@ OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& 
 template <int M, int V, class Out>
 OCTAVO_INLINE void write_totals(const LinearArgs& args, const ByteTile& tile, int64_t first_column,
                                 const float* totals) {
-  for (int v = 0; v < V; ++v) {
-    const int64_t column = first_column + v * kLanes, count = args.n - column;
-    if (count <= 0) break;
-    const Vec bias = args.bias == nullptr ? splat(0.0f) : load(args.bias + column);
-    for (int64_t m = 0; m < M; ++m) {
-      Vec value = load(totals + (m * V + v) * kLanes) * splat(tile.scales[m]);
-      if (args.bias != nullptr) value = value + bias;
-      store_first(static_cast<Out*>(args.out) + (tile.first + m) * args.n + column, value, count);
+  const int64_t count = args.n - first_column;
+  if (count <= 0) return;
+  Vec bias[V];
+  for (int v = 0; v < V; ++v) bias[v] = args.bias == nullptr ? splat(0.0f) : load(args.bias + first_column + v * kLanes);
+  Out* out = static_cast<Out*>(args.out) + tile.first * args.n + first_column;
+  for (int64_t m = 0; m < M; ++m, out += args.n) {
+    Vec value[V];
+    OCTAVO_UNROLL
+    for (int v = 0; v < V; ++v) {
+      value[v] = load(totals + (m * V + v) * kLanes) * splat(tile.scales[m]);
+      if (args.bias != nullptr) value[v] = value[v] + bias[v];
     }
+    store_columns(out, value, count);
   }
 }
 
@@ -174,6 +178,7 @@ OCTAVO_INLINE void write_totals(const LinearArgs& args, const ByteTile& tile, in
 template <int M, int P>
 void multiply_nibble_panels(const LinearArgs& args, const NibbleWeight& weight, const ByteTile& tile, int64_t panel) {
   constexpr int V = kNibbleVecs;
+  for (int p = 0; p < P; ++p) prefetch_output(args, tile.first, M, (panel + p) * kPanelColumns);
   for (int vec = 0; vec < kPanelVecs; vec += V) {
     alignas(64) float totals[P * M * V * kLanes] = {};
     multiply_nibbles<M, P, V>(weight, tile, weight.panels + panel * weight.panel_bytes, vec, totals);

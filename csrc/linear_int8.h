@@ -55,6 +55,17 @@ OCTAVO_INLINE void prefetch_output(const LinearArgs& args, int64_t first_row, in
   }
 }
 
+// Stores V vectors of a row, of which `count` columns are there.
+template <int V, class Out>
+OCTAVO_INLINE void store_columns(Out* out, const Vec (&value)[V], int64_t count) {
+  if (count >= V * kLanes) {
+    OCTAVO_UNROLL
+    for (int v = 0; v < V; ++v) store(out + v * kLanes, value[v]);
+  } else {
+    for (int v = 0; v < V; ++v) store_first(out + v * kLanes, value[v], larger(int64_t{0}, count - v * kLanes));
+  }
+}
+
 // Writes `rows` x 32 columns: scales the sums and adds the bias.
 template <class Out, bool kHasBias>
 void write_byte_sums(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t rows,
@@ -80,14 +91,7 @@ void write_byte_sums(const LinearArgs& args, const ByteWeight& weight, const Byt
       value[v] = to_float(sum) * (splat(row_scale[m]) * scale[v]);
       if (kHasBias) value[v] = value[v] + bias[v];
     }
-    if (count >= kPanelColumns) {
-      OCTAVO_UNROLL
-      for (int v = 0; v < kPanelVecs; ++v) store(out + v * kLanes, value[v]);
-    } else {
-      for (int v = 0; v < kPanelVecs; ++v) {
-        store_first(out + v * kLanes, value[v], larger(int64_t{0}, count - v * kLanes));
-      }
-    }
+    store_columns(out, value, count);
   }
 }
 
