@@ -1,6 +1,7 @@
 """Loading: whole and sharded checkpoints, dummy weights, dtypes, bytes, and every kind of broken input."""
 
 import json
+import math
 import pickle
 import subprocess
 import sys
@@ -178,6 +179,45 @@ print((max(peaks) - before) / architecture.weight_bytes("float32"))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0.9 < float(result.stdout) < 1.15
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of_150_mb(tmp_path_factory):
+    config = tiny_config(
+        "LlamaForCausalLM", hidden_size=1024, intermediate_size=4096, num_hidden_layers=5, head_dim=64,
+        num_attention_heads=16, num_key_value_heads=4, dtype="bfloat16",
+    )  # fmt: skip
+    return write_checkpoint(tmp_path_factory.mktemp("large") / "llama", config)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.skipif(not COMPILED or sys.platform != "linux", reason="reads /proc; plain torch works in float64")
+def test_memory_while_loading_and_serving(checkpoint_of_150_mb, quantization):
+    """The files' pages count, too: the peak of loading is near what stays, and that is weights, KV and libraries."""
+    path = checkpoint_of_150_mb
+    code = """
+import json, pathlib, sys
+import torch
+from octavo import LLM, SamplingParams
+def status(key):
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+before = status("VmRSS:")
+llm = LLM(sys.argv[1], quantization=json.loads(sys.argv[2]), dtype="bfloat16", skip_tokenizer_init=True,
+          max_model_len=256, max_num_seqs=16, kv_cache_memory_bytes=64 << 20, packed_cache_bytes=0)
+peak, loaded = status("VmHWM:") - before, status("VmRSS:") - before
+prompts = [[i % 500 + 1] * 200 for i in range(16)]
+llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False), use_tqdm=False)
+print(json.dumps([peak, loaded, status("VmRSS:")]))
+"""
+    command = [sys.executable, "-c", code, str(path), json.dumps(quantization)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak, loaded, serving = json.loads(result.stdout)
+    num_weights = sum(math.prod(shape) for shape in read_architecture(path).tensor_shapes().values())
+    weights = num_weights * {None: 2, "int8": 1, "int4": 4.5 / 8}[quantization]
+    assert 0.9 * weights < loaded
+    assert peak < 1.3 * loaded + (32 << 20), (peak / 1e6, loaded / 1e6)  # so much of the files may stay mapped
+    assert serving < weights + (64 << 20) + 400e6, serving / 1e6
 
 
 def test_weights_missing_unexpected_or_misshapen(tmp_path):

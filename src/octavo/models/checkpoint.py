@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from octavo.errors import ModelError
 from octavo.models.config_file import ConfigFile
+from octavo.models.process_memory import forget_pages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from octavo.models.stored_quantization import StoredTensor
 
+_RESIDENT_BYTES = 32 << 20  # of pages of files that are kept in memory, besides the last tensor
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Tensors that some checkpoints carry and that are computed anew here.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
@@ -26,13 +28,15 @@ _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached
 class CheckpointFiles:
     """Every tensor of a checkpoint by name. Raises `ModelError` for files that are missing, broken or not safetensors.
 
-    The files stay mapped while this object or a tensor from it lives.
+    The files stay mapped while this object or a tensor from it lives. Of what was handed out, only the last pages stay
+    in this process's memory; the system reads others again if they are asked for.
     """
 
-    __slots__ = ("_file_of", "directory")
+    __slots__ = ("_file_of", "_handed_out", "directory")
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._handed_out: list[Tensor] = []
         self._file_of: dict[str, tuple[Path, Any]] = {}
         for path in find_weight_files(directory):
             file = _open(path)
@@ -88,7 +92,16 @@ class CheckpointFiles:
             tensor: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: {name} cannot be read ({error}); download it again") from error
+        if sum(each.nbytes for each in self._handed_out) >= _RESIDENT_BYTES:
+            self.release()
+        self._handed_out.append(tensor)
         return tensor
+
+    def release(self) -> None:
+        """Let the pages of what was handed out go: who reads a tensor again reads them from the file again."""
+        for tensor in self._handed_out:
+            forget_pages(tensor.data_ptr(), tensor.nbytes)
+        self._handed_out.clear()
 
 
 def find_weight_files(directory: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from octavo.models.architecture import INT4_GROUP_SIZE, is_norm, is_vocabulary
 from octavo.models.checkpoint import CheckpointFiles, find_weight_files
 from octavo.models.layers import CausalLM, ModelContext
 from octavo.models.packed_cache import KeptWeights, PackedCache, identify
+from octavo.models.process_memory import return_free_memory
 from octavo.models.quantized_weights import READING_VERSION, read_quantized
 from octavo.models.random_weights import RandomWeights
 from octavo.models.registry import find_family
@@ -137,6 +138,7 @@ def load_model(
     finally:
         if kept is not None:
             kept.close()
+    return_free_memory()
     return model
 
 
@@ -184,10 +186,16 @@ class _Packer:
             )
         if covered:
             return fuse_quantized([self._integers(name) for name in names])
-        weight = self._fuse([f"{name}.weight" for name in names])
+        tensors = [f"{name}.weight" for name in names]
         if self.quantization is None:
-            return weight
-        return self._round(weight, 8 if is_vocabulary(f"{names[0]}.weight") or self.quantization == "int8" else 4)
+            return self._fuse(tensors)
+        weight = self._alias(tensors[0]) if len(tensors) == 1 else None
+        weight = self._fuse(tensors) if weight is None else weight
+        bits = 8 if is_vocabulary(tensors[0]) or self.quantization == "int8" else 4
+        rounded = self._round(weight, bits)
+        if isinstance(self.source, CheckpointFiles):
+            self.source.release()  # before it is packed: the vocabulary's weight is the largest
+        return rounded
 
     def _integers(self, name: str) -> QuantizedWeight:
         """Read a weight that is stored as integers; dummy weights are rounded to the same format."""
@@ -227,6 +235,14 @@ class _Packer:
             part.copy_(self.source.tensor(name))
             self._count(part.nbytes)
         return fused
+
+    def _alias(self, name: str) -> Tensor | None:
+        """Return a tensor as its source holds it, if it needs no change; it is to be rounded, so nobody keeps it."""
+        tensor = self.source.tensor(name)
+        if tensor.dtype != self.dtype or self.device.type != "cpu":
+            return None
+        self._count(tensor.nbytes)
+        return tensor
 
     def _count(self, num_bytes: int) -> None:
         self.done_bytes += num_bytes
