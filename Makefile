@@ -6,6 +6,7 @@
 #   make simulate STEPS=200000 SEED=0   the core against a hash model, with faults: one line of JSON
 #                                       (SEEDS=10 RESUME=FILE: several seeds, kept in FILE, to go on with;
 #                                       COVERAGE=100: fail where three features met less often)
+#   make guard                          has a kernel become slow? shares of what the machine gives in the same run
 #   make mutants                        faults put back on purpose: is each of them seen?
 
 PYTHON ?= python3
@@ -24,7 +25,7 @@ SEED ?= 0
 SEEDS ?= 1
 JOBS ?= 1
 
-.PHONY: demo serve test test-all simulate mutants lint format bench clean
+.PHONY: demo serve test test-all simulate mutants guard lint format bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -49,7 +50,7 @@ test: $(DEV_STAMP)
 	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -n $(WORKERS)
 
 test-all: $(DEV_STAMP)
-	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -n $(WORKERS) -m "slow or not slow"
+	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -n $(WORKERS) -m "not performance"
 
 simulate: $(DEV_STAMP)
 	cd tests && ../$(BIN)/python -m simulation --steps $(STEPS) --seed $(SEED) --seeds $(SEEDS) --jobs $(JOBS) \
@@ -57,6 +58,9 @@ simulate: $(DEV_STAMP)
 
 mutants: $(DEV_STAMP)
 	cd tests && ../$(BIN)/python -m simulation.mutants
+
+guard: $(DEV_STAMP)
+	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -m performance tests/kernels/test_speed.py
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,171 @@
+"""The comparison with other engines: its protocol on a real model, its limits, its tables, and that it goes on."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.models.registry import read_architecture
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from compare import Results, jobs  # noqa: E402
+from comparison.engines import ENGINES, Octavo, Transformers  # noqa: E402
+from comparison.limits import Work, best_possible  # noqa: E402
+from comparison.measuring import RunError, measure  # noqa: E402
+from comparison.report import figure, ratios, table  # noqa: E402
+
+LIMITS = {"flops": 1e12, "byte_ops": 4e12, "bytes_read": 1e11}
+
+
+def workloads():
+    def requests(count, length, out, prefix=()):
+        return [{"prompt": [*prefix, *range(9 + i, 9 + i + length)], "out": out} for i in range(count)]
+
+    return {
+        "A": requests(2, 8, 6),
+        "B": requests(4, 12, 5),
+        "C": requests(2, 64, 1),
+        "D": [requests(3, 4, 3, prefix=range(32))],
+    }
+
+
+@pytest.fixture
+def files(tmp_path):
+    checkpoint = write_checkpoint(
+        tmp_path / "model", tiny_config("Qwen2ForCausalLM", vocab_size=4096, max_position_embeddings=2048)
+    )
+    path = tmp_path / "workloads.json"
+    path.write_text(json.dumps(workloads()))
+    return checkpoint, path
+
+
+class HereTransformers(Transformers):
+    """transformers, which is installed for the tests anyway."""
+
+    python = sys.executable
+
+
+@pytest.mark.parametrize(("engine", "caching"), [(Octavo, False), (Octavo, True), (HereTransformers, False)])
+def test_a_runner_runs_what_it_is_asked_for(engine, caching, files, tmp_path):
+    checkpoint, path = files
+    only = "D" if caching else engine.workloads
+    started = time.monotonic()
+    result = measure(
+        engine(tmp_path), checkpoint, "bf16", only, caching=caching, workloads=path, threads=2, kv_bytes=1 << 24,
+        timeout_s=120,
+    )  # fmt: skip
+    assert set(result) == {"start_s", "peak_bytes", *only}
+    assert all(value > 0 for key in only for value in result[key])
+    assert 0 < result["start_s"] < time.monotonic() - started
+    assert 100e6 < result["peak_bytes"] < 4e9
+
+
+def test_a_runner_that_fails_says_why(files, tmp_path):
+    checkpoint, path = files
+    (checkpoint / "config.json").write_text("{}")
+    with pytest.raises(RunError, match="architectures"):
+        measure(
+            Octavo(tmp_path), checkpoint, "bf16", "A", caching=False, workloads=path, threads=1, kv_bytes=1 << 24,
+            timeout_s=120,
+        )  # fmt: skip
+
+
+def test_an_engine_that_gives_other_lengths_is_not_believed(tmp_path):
+    program = f"""
+import sys; sys.path.insert(0, {str(BENCHMARKS / "runners")!r})
+from protocol import run
+class Lazy:
+    def __init__(self, job): pass
+    def generate(self, requests): return [min(request.out, 3) for request in requests]
+run(Lazy)
+"""
+    path = tmp_path / "workloads.json"
+    path.write_text(json.dumps(workloads()))
+    job = {
+        "checkpoint": "", "quantization": None, "workloads": str(path), "only": "A", "prefix_caching": False,
+        "threads": 1, "kv_bytes": 1, "max_model_len": 64, "started_at": 0.0, "result": str(tmp_path / "result"),
+    }  # fmt: skip
+    result = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(job)], capture_output=True, text=True, check=False
+    )
+    assert "gave [3, 3, 3, 3, 3, 3, 3, 3] tokens" in result.stderr
+    assert not (tmp_path / "result").exists()
+
+
+def test_limits(files):
+    architecture = read_architecture(files[0])
+    work = Work.of(architecture)
+    # q, k, v, o: 64 x (64 + 2 x 32 + 64); gate, up, down: 3 x 64 x 160; two layers
+    assert work == Work(2 * (64 * 192 + 3 * 64 * 160), 4096 * 64)
+    best = best_possible(work, workloads(), "bf16", LIMITS)
+    assert best["A"] == 1e11 / (2 * (work.layers + work.lm_head))
+    assert best["B"] == pytest.approx(2 * (work.layers * 4 * 16 + work.lm_head * 20) / 1e12)
+    assert best["C"] == pytest.approx(64 / (2 * (work.layers * 64 + work.lm_head) / 1e12))
+    assert best["D off"] == pytest.approx(2 * (work.layers * 3 * 38 + work.lm_head * 9) / 1e12)
+    assert best["D on"] == pytest.approx(2 * (work.layers * (3 * 38 - 2 * 32) + work.lm_head * 9) / 1e12)
+    assert best_possible(work, workloads(), "int8", LIMITS)["B"] == pytest.approx(best["B"] / 4)
+    int4 = best_possible(work, workloads(), "int4", LIMITS)
+    assert int4["A"] == pytest.approx(1e11 / (work.layers * 4.5 / 8 + work.lm_head))
+
+
+def record(engine, number, caching=False, **result):
+    result |= {"start_s": 2.0, "peak_bytes": 1e9}
+    return {"engine": engine, "precision": "int8", "caching": caching, "round": number, "result": result}
+
+
+RECORDS = [
+    record("octavo", 0, A=[10.0, 20.0, 30.0], B=[4.0], D=[9.0]),
+    record("octavo", 1, A=[22.0, 24.0, 26.0], B=[5.0], D=[8.0]),
+    record("octavo", 2, A=[1.0, 21.0, 99.0], B=[6.0], D=[7.0]),
+    record("octavo", 0, caching=True, D=[2.0]),
+    record("vllm", 0, A=[7.0], B=[10.0], D=[4.0]),
+]
+
+
+def test_figures_are_medians_of_rounds():
+    found = figure(RECORDS, "octavo", "int8", "A")
+    assert (found.median, found.low, found.high, found.runs) == (21.0, 20.0, 24.0, 3)
+    assert figure(RECORDS, "octavo", "int8", "D off").median == 8.0
+    assert figure(RECORDS, "octavo", "int8", "D on").median == 2.0
+    assert figure(RECORDS, "vllm", "int8", "D on") is None
+    assert figure(RECORDS, "octavo", "bf16", "A") is None
+
+
+def test_tables():
+    best = {"A": 42.0, "B": 2.5, "C": 1000.0, "D off": 4.0, "D on": 1.0}
+    lines = table(RECORDS, "int8", best).splitlines()
+    assert lines[2] == (
+        "| octavo (W8A8) | 21.0 (20.0 to 24.0), 50% | 5.0 (4.0 to 6.0), 50% | - | 8.0 (7.0 to 9.0), 50% | 2.0, 50% "
+        "| 1.00 GB | 2.0 s |"
+    )
+    assert lines[-1].startswith("| limit | 42.0 | 2.5 | 1000 | 4.0 | 1.0")
+    assert ratios(RECORDS).splitlines()[2:] == ["| int8 | vllm | 3.00 | 2.00 | - | 0.50 | - |"]
+
+
+def test_what_was_measured_is_kept(tmp_path):
+    path = tmp_path / "results.jsonl"
+    results = Results(path)
+    results.add({"round": 0, "kind": "limits", "limits": {"flops": 3.0}})
+    results.add({"round": 1, "kind": "limits", "limits": {"flops": 1.0}})
+    results.add(RECORDS[0])
+    again = Results(path)
+    assert again.records == results.records
+    assert again.jobs() == [RECORDS[0]]
+    assert again.limits() == {"flops": 2.0}
+    assert again.has(engine="octavo", precision="int8", round=0)
+    assert not again.has(engine="octavo", precision="int8", round=1)
+
+
+def test_a_round_runs_each_engine_with_and_without_cache(tmp_path):
+    engines = [engine(tmp_path) for engine in ENGINES]
+    planned = [(e.name, p, letters, caching) for e, p, letters, caching in jobs(engines, ["bf16", "int4"], "ACD")]
+    assert planned[:2] == [("octavo", "bf16", "ACD", False), ("octavo", "bf16", "D", True)]
+    assert ("transformers", "bf16", "AC", False) in planned
+    assert not any(name == "transformers" and (p == "int4" or caching) for name, p, _, caching in planned)
+    assert len(planned) == len(set(planned)) == 2 * 4 * 2 + 1
