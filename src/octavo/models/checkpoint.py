@@ -36,7 +36,7 @@ class CheckpointFiles:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._handed_out: list[Tensor] = []
+        self._handed_out: dict[Path, list[Tensor]] = {}
         self._file_of: dict[str, tuple[Path, Any]] = {}
         for path in find_weight_files(directory):
             file = _open(path)
@@ -92,15 +92,15 @@ class CheckpointFiles:
             tensor: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: {name} cannot be read ({error}); download it again") from error
-        if sum(each.nbytes for each in self._handed_out) >= _RESIDENT_BYTES:
+        if sum(each.nbytes for tensors in self._handed_out.values() for each in tensors) >= _RESIDENT_BYTES:
             self.release()
-        self._handed_out.append(tensor)
+        self._handed_out.setdefault(path, []).append(tensor)
         return tensor
 
     def release(self) -> None:
         """Let the pages of what was handed out go: who reads a tensor again reads them from the file again."""
-        for tensor in self._handed_out:
-            forget_pages(tensor.data_ptr(), tensor.nbytes)
+        for path, tensors in self._handed_out.items():
+            forget_pages(path, [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
         self._handed_out.clear()
 
 

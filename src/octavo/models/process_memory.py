@@ -5,15 +5,29 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_MAPS = Path("/proc/self/maps")
 
 
-def forget_pages(address: int, num_bytes: int) -> None:
-    """Take the whole pages within a mapped file's bytes out of this process; the system's cache keeps them."""
-    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    last = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if first < last and (libc := _libc()) is not None:
-        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+def forget_pages(path: Path, parts: Iterable[tuple[int, int]]) -> None:
+    """Take whole pages of parts (address, bytes) of a mapped file out of this process; the system's cache keeps them.
+
+    Only what is known to be a mapping of this very file is touched: other memory would lose its content.
+    """
+    libc = _libc()
+    if libc is None or not _MAPS.exists():
+        return
+    mappings = _mappings(path)
+    for address, num_bytes in parts:
+        first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last and any(begin <= first and last <= end for begin, end in mappings):
+            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 
 
 def return_free_memory() -> None:
@@ -21,6 +35,18 @@ def return_free_memory() -> None:
     trim = getattr(_libc(), "malloc_trim", None)  # glibc's alone
     if trim is not None:
         trim(0)
+
+
+def _mappings(path: Path) -> list[tuple[int, int]]:
+    """Return (begin, end) of every mapping of a file."""
+    name = str(path.resolve())
+    found = []
+    for line in _MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5] == name:
+            begin, end = fields[0].split("-")
+            found.append((int(begin, 16), int(end, 16)))
+    return found
 
 
 def _libc() -> Any:

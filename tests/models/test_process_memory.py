@@ -1,0 +1,51 @@
+"""Pages of a mapped file leave the process and come back; other memory is never touched."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from octavo.models.process_memory import forget_pages, return_free_memory
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def status_bytes(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def test_pages_of_a_file_leave_and_come_back(tmp_path):
+    path = tmp_path / "a file with spaces.safetensors"
+    save_file({"a": torch.arange(8 << 20, dtype=torch.int32)}, path)
+    with safe_open(path, framework="pt") as file:
+        tensor = file.get_tensor("a")
+        expected = int(tensor.sum())
+        before = status_bytes("RssFile:")
+        forget_pages(path, [(tensor.data_ptr(), tensor.nbytes)])
+        assert status_bytes("RssFile:") < before - 0.9 * tensor.nbytes
+        assert int(tensor.sum()) == expected
+
+
+def test_memory_that_is_no_file_keeps_its_content(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(1 << 20)}, path)
+    own = torch.ones(4 << 20)
+    with safe_open(path, framework="pt") as file:
+        mapped = file.get_tensor("a")
+        forget_pages(path, [(own.data_ptr(), own.nbytes), (mapped.data_ptr(), own.nbytes)])
+        forget_pages(tmp_path / "other.safetensors", [(own.data_ptr(), own.nbytes)])
+        assert bool((own == 1).all())
+        assert not mapped.any()
+
+
+def test_free_memory_is_given_back():
+    blocks = [bytearray(60_000) for _ in range(2000)]  # small enough for the heap
+    del blocks[:-1]  # the last one keeps the heap from shrinking on its own
+    before = status_bytes("RssAnon:")
+    return_free_memory()
+    assert status_bytes("RssAnon:") < before - 60e6
+    assert len(blocks) == 1
