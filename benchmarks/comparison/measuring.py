@@ -25,7 +25,7 @@ from comparison.engines import RUNNERS
 if TYPE_CHECKING:
     from comparison.engines import Engine
 
-_SAMPLE_S = 1.0
+_SAMPLE_S = 0.5
 _LIMITS = """
 import dataclasses, json, sys
 from octavo.kernels.cpu import CpuKernels
@@ -91,7 +91,10 @@ def measure_limits(threads: int) -> dict[str, float]:
 
 
 class _MemoryWatch:
-    """The largest memory of a process and all its children, looked at once a second."""
+    """The largest memory of a process and all its children; pages that they share count once.
+
+    They are looked at every half second; what one process held at most, the system remembers itself.
+    """
 
     def __init__(self, pid: int) -> None:
         self._pid, self._peak, self._is_over = pid, 0, threading.Event()
@@ -105,7 +108,9 @@ class _MemoryWatch:
 
     def _watch(self) -> None:
         while not self._is_over.wait(_SAMPLE_S):
-            self._peak = max(self._peak, sum(_memory(process) for process in _tree(self._pid)))
+            held = [_memory(process) for process in _tree(self._pid)]
+            together = sum(own for own, _, _ in held) + max((shared for _, shared, _ in held), default=0)
+            self._peak = max(self._peak, together, *(most for _, _, most in held))
 
 
 def _tree(pid: int) -> list[psutil.Process]:
@@ -116,11 +121,15 @@ def _tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _memory(process: psutil.Process) -> int:
+def _memory(process: psutil.Process) -> tuple[int, int, int]:
+    """Return a process's own bytes, those that others map as well, and the most it ever held."""
     try:
-        return int(process.memory_full_info().pss)
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return 0
+        info = process.memory_full_info()
+        status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+    except (psutil.NoSuchProcess, psutil.ZombieProcess, OSError):
+        return 0, 0, 0
+    peak = next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)
+    return int(info.uss), int(info.rss - info.uss), peak
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

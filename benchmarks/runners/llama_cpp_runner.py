@@ -17,8 +17,8 @@ from protocol import Job, Request, run
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_SLOTS = 32
-_SLOT_TOKENS = 1152  # the longest prompt and its answer
+_SLOTS = 64
+_KV_TOKENS = 24576  # of all requests together, with room: B and D need 18,400 at most
 _START_S = 120
 
 
@@ -36,7 +36,8 @@ class LlamaCpp:
         threads = str(job.threads)
         command = [
             job.binary, "-m", job.checkpoint, "--host", "127.0.0.1", "--port", str(port), "-t", threads, "-tb", threads,
-            "-np", str(_SLOTS), "-c", str(_SLOTS * _SLOT_TOKENS), "-b", "2048", "-ub", "512", "-fa", "on", "--no-webui",
+            "-np", str(_SLOTS), "-c", str(_KV_TOKENS), "--kv-unified", "-b", "2048", "-ub", "512", "-fa", "on",
+            "--cache-ram", "0", "--no-webui",  # no copies of idle requests' KV beside it
         ]  # fmt: skip
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         atexit.register(self.process.kill)

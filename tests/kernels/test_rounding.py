@@ -1,9 +1,11 @@
-"""Weights rounded to integers: every instruction set gives the bits that torch gives."""
+"""Weights rounded to integers: every instruction set gives the bits that torch gives; a version counts them."""
+
+import hashlib
 
 import pytest
 import torch
 
-from octavo.kernels.quantization import quantize_int4, quantize_int8
+from octavo.kernels.quantization import ROUNDING_VERSION, quantize_int4, quantize_int8
 from octavo.kernels.reference import ReferenceKernels
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -57,3 +59,22 @@ def test_the_reference_rounds_as_it_says(generator):
     weight = weights(generator, (40, 64), torch.bfloat16)
     assert_equal(ReferenceKernels().round_weight(weight, 8), quantize_int8(weight))
     assert_equal(ReferenceKernels().round_weight(weight, 4, 64), quantize_int4(weight, 64))
+
+
+@pytest.mark.parametrize(("bits", "digest"), [(8, "a9c2b5e8e15065ff"), (4, "240049daaa033d85")])
+def test_rounded_bytes_change_with_the_version_only(kernels, bits, digest):
+    """Kept weights on disk are told from older ones by the version alone."""
+    weight = ((torch.arange(96 * 70, dtype=torch.int64) * 7919 % 2003 - 1001).float() / 512).view(96, 70).bfloat16()
+    rounded = kernels.round_weight(weight, bits)
+    found = hashlib.blake2b(rounded.values.numpy().tobytes(), digest_size=8)
+    found.update(rounded.scales.float().numpy().tobytes())
+    assert (ROUNDING_VERSION, found.hexdigest()) == (2, digest), (
+        "count ROUNDING_VERSION up, then put the new digest here"
+    )
+
+
+def test_other_floats_are_rounded_and_integers_refused(kernels, generator):
+    weight = torch.randn(40, 70, generator=generator, dtype=torch.float64)
+    assert_equal(kernels.round_weight(weight, 8), quantize_int8(weight))
+    with pytest.raises(ValueError, match="int8"):
+        kernels.round_weight(torch.ones(40, 64, dtype=torch.int8), 8)

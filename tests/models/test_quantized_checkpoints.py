@@ -276,6 +276,14 @@ def test_dummy_weights_of_a_quantized_checkpoint(tmp_path, generator):
             {"quant_method": "gptq", "bits": 4, "group_size": 32, "modules_in_block_to_quantize": "mlp"},
             ["modules_in_block_to_quantize = 'mlp'", "list of lists"],
         ),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 32, "modules_in_block_to_quantize": ["mlp.gate_proj"]},
+            ["modules_in_block_to_quantize = ['mlp.gate_proj']", "list of lists"],
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 32, "modules_in_block_to_quantize": [[1]]},
+            ["modules_in_block_to_quantize = [[1]]", "list of lists"],
+        ),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ["version = 'gemv'"]),
         ({"quant_method": "awq", "w_bit": 3}, ["w_bit = 3"]),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, ["format = 'float-quantized'"]),

@@ -112,7 +112,10 @@ class CpuKernels:
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
         """Round a weight to integers of 8 or 4 bits."""
+        if not weight.is_floating_point():
+            raise ValueError(f"a weight of {weight.dtype} is not rounded")
         weight = weight.detach() if weight.stride(1) == 1 else weight.detach().contiguous()
+        weight = weight.float() if weight.dtype == torch.float64 else weight
         rows, columns = weight.shape
         if bits == 8:
             rounded: QuantizedWeight = Int8Weight(torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows))

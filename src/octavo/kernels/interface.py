@@ -102,7 +102,8 @@ class Kernels(Protocol):
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
         """Round a weight [out_features, in_features] of any floating type to integers of 8 or 4 bits.
 
-        The same bits as `octavo.kernels.quantization.quantize_int8` and `quantize_int4` give, perhaps sooner.
+        The same bits as `octavo.kernels.quantization.quantize_int8` and `quantize_int4` give, perhaps sooner. Raises
+        `ValueError` for a weight of integers.
         """
         ...
 

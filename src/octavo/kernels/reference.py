@@ -43,6 +43,8 @@ class ReferenceKernels:
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
         """Round a weight to integers of 8 or 4 bits."""
+        if not weight.is_floating_point():
+            raise ValueError(f"a weight of {weight.dtype} is not rounded")
         return quantize_int8(weight) if bits == 8 else quantize_int4(weight, group_size)
 
     def pack_linear(

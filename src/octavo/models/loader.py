@@ -42,7 +42,7 @@ class TensorSource(Protocol):
     """Where tensors come from."""
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor; the caller copies it."""
+        """Return one tensor, which may alias the source: nobody writes into it or keeps it."""
         ...
 
 
@@ -143,7 +143,7 @@ def load_model(
 
 
 class _Packer:
-    """The `Weights` of `layers`: copies tensors out of their source, fuses, packs and forgets them."""
+    """The `Weights` of `layers`: takes tensors from their source, fuses, packs and forgets them."""
 
     def __init__(
         self,
@@ -189,8 +189,7 @@ class _Packer:
         tensors = [f"{name}.weight" for name in names]
         if self.quantization is None:
             return self._fuse(tensors)
-        weight = self._alias(tensors[0]) if len(tensors) == 1 else None
-        weight = self._fuse(tensors) if weight is None else weight
+        weight = self._alias(tensors[0]) if len(tensors) == 1 else self._fuse(tensors)
         bits = 8 if is_vocabulary(tensors[0]) or self.quantization == "int8" else 4
         rounded = self._round(weight, bits)
         if isinstance(self.source, CheckpointFiles):
@@ -236,11 +235,9 @@ class _Packer:
             self._count(part.nbytes)
         return fused
 
-    def _alias(self, name: str) -> Tensor | None:
-        """Return a tensor as its source holds it, if it needs no change; it is to be rounded, so nobody keeps it."""
-        tensor = self.source.tensor(name)
-        if tensor.dtype != self.dtype or self.device.type != "cpu":
-            return None
+    def _alias(self, name: str) -> Tensor:
+        """Return a tensor, as its source holds it where that is possible: it is rounded at once, so nobody keeps it."""
+        tensor = self.source.tensor(name).to(self.device, self.dtype)
         self._count(tensor.nbytes)
         return tensor
 

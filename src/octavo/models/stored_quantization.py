@@ -184,11 +184,11 @@ def _read_gptq(section: ConfigFile) -> StoredQuantization:
 def _all_but(section: ConfigFile, key: str) -> tuple[str, ...]:
     """Read optional lists of names as the pattern of all other linear layers of a block."""
     lists = section.values.get(key) or []
-    names = [name for part in lists for name in part] if isinstance(lists, list) else None
-    if names is None or not all(isinstance(name, str) for name in names):
+    are_lists = isinstance(lists, list) and all(isinstance(part, list) for part in lists)
+    if not are_lists or not all(isinstance(name, str) for part in lists for name in part):
         raise section.error(key, "must be a list of lists of names")
-    among = "|".join(re.escape(name) for name in names)
-    return (rf"re:model\.layers\.(?!.*\.(?:{among})$)",) if names else ()
+    among = "|".join(re.escape(name) for part in lists for name in part)
+    return (rf"re:model\.layers\.(?!.*\.(?:{among})$)",) if among else ()
 
 
 def _read_awq(section: ConfigFile) -> StoredQuantization:
