@@ -5,9 +5,9 @@
     python benchmarks/compare.py --report --pictures docs         # tables and plots of what was measured so far
 
 Every other engine is installed in an environment of its own, by package name. Engines run one after the other, each
-job in its own process, all of a round before the next; every round begins elsewhere, and with the machine's limits. What
-was measured is kept in --home, a line a job: a run that is stopped goes on where it was, until --rounds of each are
-there.
+job in its own process, all of a round before the next; every round begins elsewhere, and with the machine's limits.
+What was measured is kept in --home, a line a job: a run that is stopped goes on where it was, until --rounds of each
+are there.
 """
 
 from __future__ import annotations
