@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from octavo.errors import ModelError
 from octavo.models.config_file import ConfigFile
-from octavo.models.process_memory import forget_pages
+from octavo.models.process_memory import forget_pages, return_free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,10 +98,11 @@ class CheckpointFiles:
         return tensor
 
     def release(self) -> None:
-        """Let the pages of what was handed out go: who reads a tensor again reads them from the file again."""
+        """Let go of the pages of what was handed out, and of what was freed: a tensor read again is read anew."""
         for path, tensors in self._handed_out.items():
             forget_pages(path, [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
         self._handed_out.clear()
+        return_free_memory()
 
 
 def find_weight_files(directory: Path) -> list[Path]:
