@@ -60,13 +60,19 @@ class Results:
         return "".join(r["workloads"] for r in self.records if "workloads" in r and fields.items() <= r.items())
 
     def jobs(self) -> list[dict[str, Any]]:
-        """Return the records of engines; of a job that was measured again, with another version say, the last one."""
-        last: dict[tuple[Any, ...], dict[str, Any]] = {}
-        for record in self.records:
-            if "engine" in record:
-                key = (*(record[name] for name in ("engine", "precision", "caching", "round", "workloads")),)
-                last[key] = record
-        return list(last.values())
+        """Return the records of engines; of a workload that was measured again (another version, say) the last."""
+        seen: set[tuple[Any, ...]] = set()
+        kept = []
+        for record in reversed(self.records):
+            if "engine" not in record:
+                continue
+            job = tuple(record[name] for name in ("engine", "precision", "caching", "round"))
+            outdated = [letter for letter in record["workloads"] if (*job, letter) in seen]
+            seen.update((*job, letter) for letter in record["workloads"])
+            if len(outdated) < len(record["workloads"]):
+                result = {key: value for key, value in record["result"].items() if key not in outdated}
+                kept.append(record | {"result": result})
+        return kept[::-1]
 
     def limits(self) -> dict[str, float]:
         """Return the medians of the limits of all rounds."""

@@ -14,9 +14,8 @@ from typing import ClassVar
 
 RUNNERS = Path(__file__).parents[1] / "runners"
 PRECISIONS = ("bf16", "int8", "int4")
-_TORCH = (
-    "torch==2.13.0"  # the build for CPUs where pip finds one: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
-)
+# The build for CPUs where pip finds one: set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+_TORCH = "torch==2.13.0"
 _LLAMA_CPP = "llama-cpp-python==0.3.36"
 _TCMALLOC = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"
 
@@ -41,47 +40,22 @@ class Engine(ABC):
         self.home = home
 
     @property
-    def folder(self) -> Path:
-        """Where its environment is."""
-        return self.home / self.name
-
-    @property
+    @abstractmethod
     def python(self) -> str:
         """The interpreter of its environment."""
-        return str(self.folder / "bin" / "python")
+
+    @abstractmethod
+    def install(self) -> None:
+        """Make its environment where it is missing."""
+
+    @abstractmethod
+    def checkpoint(self, source: Path, precision: str) -> Path:
+        """Return the checkpoint in its format; made where it is missing."""
 
     @property
     def binary(self) -> str | None:
         """Its program, if it is not a Python package."""
         return None
-
-    def install(self) -> None:
-        """Make its environment, once: a file tells that it is whole."""
-        done = self.folder / ".installed"
-        if not done.exists():
-            shutil.rmtree(self.folder, ignore_errors=True)
-            command([sys.executable, "-m", "venv", str(self.folder)])
-            self.install_packages()
-            done.touch()
-
-    @abstractmethod
-    def install_packages(self) -> None:
-        """Install into the new environment."""
-
-    def checkpoint(self, source: Path, precision: str) -> Path:
-        """Return the checkpoint in its format; made where it is missing."""
-        target = self.home / "checkpoints" / f"{self.name}-{source.name}-{precision}"
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-                made = Path(folder) / target.name
-                self.convert(source, precision, made)
-                made.rename(target)
-        return target
-
-    @abstractmethod
-    def convert(self, source: Path, precision: str, target: Path) -> None:
-        """Write the checkpoint to `target`, a file or a folder that does not exist yet."""
 
     def environment(self, threads: int, kv_bytes: int) -> dict[str, str]:
         """Return the variables that it runs with."""
@@ -98,10 +72,6 @@ class Engine(ABC):
         show = [self.python, "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check"]
         found = subprocess.run(show, capture_output=True, text=True, check=True).stdout.splitlines()
         return " ".join(line for line in found if line.split("==")[0] in self.distributions)
-
-    def pip(self, *packages: str) -> None:
-        """Install into its environment."""
-        command([self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages])
 
 
 class Octavo(Engine):
@@ -126,24 +96,63 @@ class Octavo(Engine):
     def install(self) -> None:
         """Nothing: it is installed."""
 
-    def install_packages(self) -> None:
-        """Nothing: it is installed."""
-
     def checkpoint(self, source: Path, precision: str) -> Path:
         """Return the source itself: octavo rounds it on loading."""
         del precision
         return source
-
-    def convert(self, source: Path, precision: str, target: Path) -> None:
-        """Never called."""
-        raise NotImplementedError
 
     def quantization(self, precision: str) -> str | None:
         """Return what it rounds weights to."""
         return None if precision == "bf16" else precision
 
 
-class Vllm(Engine):
+class Peer(Engine):
+    """One of the others, in an environment of its own."""
+
+    @property
+    def folder(self) -> Path:
+        """Where its environment is."""
+        return self.home / self.name
+
+    @property
+    def python(self) -> str:
+        """Return the interpreter of its environment."""
+        return str(self.folder / "bin" / "python")
+
+    def install(self) -> None:
+        """Make its environment, once: a file tells that it is whole."""
+        done = self.folder / ".installed"
+        if not done.exists():
+            shutil.rmtree(self.folder, ignore_errors=True)
+            command([sys.executable, "-m", "venv", str(self.folder)])
+            self.install_packages()
+            done.touch()
+
+    @abstractmethod
+    def install_packages(self) -> None:
+        """Install into the new environment."""
+
+    def pip(self, *packages: str) -> None:
+        """Install into its environment."""
+        command([self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages])
+
+    def checkpoint(self, source: Path, precision: str) -> Path:
+        """Return the checkpoint in its format; made where it is missing."""
+        target = self.home / "checkpoints" / f"{self.name}-{source.name}-{precision}"
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+                made = Path(folder) / target.name
+                self.convert(source, precision, made)
+                made.rename(target)
+        return target
+
+    @abstractmethod
+    def convert(self, source: Path, precision: str, target: Path) -> None:
+        """Write the checkpoint to `target`, a file or a folder that does not exist yet."""
+
+
+class Vllm(Peer):
     """vLLM built for CPUs, on checkpoints that `octavo quantize` writes in the layout of compressed-tensors."""
 
     name = "vllm"
@@ -177,7 +186,7 @@ class Vllm(Engine):
         }
 
 
-class OpenVino(Engine):
+class OpenVino(Peer):
     """OpenVINO GenAI, on checkpoints exported by optimum-intel in an environment of its own."""
 
     name = "openvino"
@@ -210,7 +219,7 @@ class OpenVino(Engine):
         command([optimum, "export", "openvino", "-m", str(source), *task, str(target)])
 
 
-class LlamaCpp(Engine):
+class LlamaCpp(Peer):
     """llama.cpp, built from the sources that llama-cpp-python carries."""
 
     name = "llama.cpp"
@@ -264,7 +273,7 @@ class LlamaCpp(Engine):
             whole.unlink()
 
 
-class Transformers(Engine):
+class Transformers(Peer):
     """transformers, one request after the other: A and C only, as B would take a quarter of an hour."""
 
     name = "transformers"

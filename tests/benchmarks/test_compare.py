@@ -165,6 +165,10 @@ def test_what_was_measured_is_kept(tmp_path):
     newer = RECORDS[0] | {"version": "2"}
     again.add(newer)
     assert Results(path).jobs() == [newer]
+    again.add(record("octavo", 0, B=[3.0]) | {"version": "3"})
+    first, second = Results(path).jobs()
+    assert set(first["result"]) == {"A", "D", "start_s", "peak_bytes"}
+    assert second["result"]["B"] == [3.0]
 
 
 def test_a_round_runs_each_engine_with_and_without_cache(tmp_path):
