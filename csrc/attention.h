@@ -258,8 +258,8 @@ inline void attend_rows(const AttentionArgs& args, const AttentionShape& s, cons
   bool any = false;
   int64_t token = row / s.group, head = row % s.group;
   for (int64_t r = 0; r < rows; ++r) {
-    if (r == 0 || head == 0) seen[r] = seen_of_tile(args, args.positions[task.first_token + token], tile);
-    if (r > 0 && head != 0) seen[r] = seen[r - 1];
+    const bool is_first_head = r == 0 || head == 0;  // the other heads of a token see what it sees
+    seen[r] = is_first_head ? seen_of_tile(args, args.positions[task.first_token + token], tile) : seen[r - 1];
     if (++head == s.group) head = 0, ++token;
     common = {larger(common.begin, seen[r].begin), smaller(common.end, seen[r].end)};
     any = any || !seen[r].empty();
