@@ -69,6 +69,12 @@ def test_generation_config_is_honoured(llm, checkpoint):
     assert plain.get_default_sampling_params() == SamplingParams()
 
 
+def test_the_engine_schedules_as_it_resolved(llm):
+    config = llm.llm_engine.core.scheduler.config
+    assert config.max_num_mixed_prefill_tokens == 16
+    assert config.attention_cost_tokens > 0
+
+
 def test_chat_renders_the_template(llm):
     messages = [{"role": "user", "content": "hi"}]
     (one,) = llm.chat(messages, SamplingParams(max_tokens=2), use_tqdm=False)

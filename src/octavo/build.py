@@ -28,12 +28,17 @@ from octavo.worker.worker import LocalExecutor, Worker, resolve_device
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from octavo.config import DeviceConfig
+    from octavo.config import DeviceConfig, SchedulerConfig
     from octavo.events import EventSink
     from octavo.models.architecture import Architecture
 
 
 logger = logging.getLogger(__name__)
+
+_BITS = {None: 16, "int8": 8, "int4": 4}  # of the weights
+# Seconds of an operation of attention over those of one in a matrix product of weights of so many bits, measured with
+# 512 rows of qwen2-0.5b on a processor with AVX-512 VNNI (benchmarks/curves.py shows what they give).
+_ATTENTION_SLOWNESS = {16: 1.7, 8: 5.2, 4: 3.4}
 
 
 def build_engine(
@@ -56,13 +61,14 @@ def build_engine(
         )
     max_model_len = resolve_max_model_len(model_config, architecture)
     info = _model_info(model_config, directory, architecture, tokenizer, max_model_len)
+    scheduler_config = resolve_scheduler(config.scheduler, architecture, model_config.quantization)
     worker = Worker(
         directory,
         architecture,
         dtype=architecture.dtype if model_config.dtype == "auto" else model_config.dtype,
         max_model_len=max_model_len,
         cache_config=config.cache,
-        scheduler_config=config.scheduler,
+        scheduler_config=scheduler_config,
         device_config=_device_config(config),
         load_format=model_config.load_format,
         quantization=model_config.quantization,
@@ -72,7 +78,7 @@ def build_engine(
     )
     clock = RecordedClock(time.monotonic)
     scheduler = Scheduler(
-        config.scheduler,
+        scheduler_config,
         config.cache,
         num_blocks=worker.kv_cache.num_blocks,
         max_model_len=max_model_len,
@@ -107,6 +113,23 @@ def resolve_max_model_len(model_config: ModelConfig, architecture: Architecture)
     if asked is not None and asked > longest:
         raise ConfigError(f"max_model_len {asked} is more than the {longest} positions this checkpoint was made for")
     return longest if asked is None else asked
+
+
+def resolve_scheduler(config: SchedulerConfig, architecture: Architecture, quantization: str | None) -> SchedulerConfig:
+    """Choose what is left open of how prompts share steps.
+
+    A token attends to all before it, which is slower an operation than the matrix products are: the more so, the
+    narrower the integers that these multiply.
+    """
+    cost, mixed = config.attention_cost_tokens, config.max_num_mixed_prefill_tokens
+    if not config.enable_chunked_prefill:
+        return config  # prompts are not cut
+    if cost is None:
+        bits = _BITS[quantization] if architecture.stored is None else architecture.stored.bits
+        cost = round(1000 * _ATTENTION_SLOWNESS[bits] * architecture.attention_share, 3)
+    if mixed is None:
+        mixed = max(config.max_num_batched_tokens // 4, 1)
+    return replace(config, attention_cost_tokens=cost, max_num_mixed_prefill_tokens=mixed)
 
 
 def _model_info(

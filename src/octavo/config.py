@@ -134,6 +134,10 @@ class SchedulerConfig:
     """Limits of one step and of the queue, the order of requests, and what happens when memory is short.
 
     long_prefill_token_threshold: most tokens one prompt gets in a step; 0 for no such limit.
+    max_num_mixed_prefill_tokens: most tokens that prompts get in a step in which others decode, so that answers keep
+    flowing; 0 for no such limit. attention_cost_tokens: a prompt's token counts as 1 + attention_cost_tokens *
+    position / 1000 tokens of a step's budget, as it attends to all before it; 0: as one. None (both): an engine takes a
+    quarter of max_num_batched_tokens, and what the model's shape says; a scheduler on its own neither.
     enable_chunked_prefill False: a prompt waits until it fits whole; only one larger than the whole budget is cut.
     ageing_s: under `priority`, waiting so long counts as much as one priority number less (None: strict classes);
     under `deadline`, nobody waits behind a request that came so much later (None: only deadlines count).
@@ -157,6 +161,8 @@ class SchedulerConfig:
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
+    max_num_mixed_prefill_tokens: int | None = None
+    attention_cost_tokens: float | None = None
     batching: BatchingMode = BatchingMode.MIXED
     ageing_s: float | None = 60.0
     fair_input_weight: float = 1.0
@@ -177,7 +183,7 @@ class SchedulerConfig:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        for name in ("max_num_waiting", "max_num_waiting_tokens"):
+        for name in ("max_num_waiting", "max_num_waiting_tokens", "max_num_mixed_prefill_tokens"):
             _at_least(name, getattr(self, name), 0, may_be_none=True)
         for name in ("max_batch_total_tokens", "max_batch_prefill_tokens"):
             _at_least(name, getattr(self, name), 1, may_be_none=True)
@@ -185,12 +191,14 @@ class SchedulerConfig:
         _at_least("max_num_preemptions", self.max_num_preemptions, 0)
         for name in ("fair_input_weight", "fair_output_weight", "swap_block_cost_tokens", "waiting_served_ratio"):
             _not_negative(name, getattr(self, name))
-        if self.ageing_s is not None:
-            _not_negative("ageing_s", self.ageing_s)
+        for name in ("ageing_s", "attention_cost_tokens"):
+            if getattr(self, name) is not None:
+                _not_negative(name, getattr(self, name))
         for name, kind in _CHOICES.items():
             object.__setattr__(self, name, _choice(name, kind, getattr(self, name)))
-        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
-            raise ConfigError("long_prefill_token_threshold cuts prompts, which enable_chunked_prefill=False forbids")
+        for name in ("long_prefill_token_threshold", "max_num_mixed_prefill_tokens", "attention_cost_tokens"):
+            if getattr(self, name) and not self.enable_chunked_prefill:
+                raise ConfigError(f"{name} cuts prompts, which enable_chunked_prefill=False forbids")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

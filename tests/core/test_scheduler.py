@@ -77,6 +77,58 @@ def test_decodes_never_wait_for_a_long_prompt(make_core):
             assert scheduled.num_scheduled_tokens["short"] >= 1
 
 
+def test_prompts_get_less_of_a_step_in_which_others_decode(make_core):
+    core = make_core(num_blocks=64, max_num_batched_tokens=16, max_num_mixed_prefill_tokens=4)
+    core.add("a", 6, max_tokens=3)
+    core.add("long", 100)
+    assert core.step().num_scheduled_tokens == {"a": 6, "long": 10}  # nobody decodes yet
+    core.add("b", 3)
+    assert core.step().num_scheduled_tokens == {"a": 1, "long": 4}
+    assert core.step().num_scheduled_tokens == {"a": 1, "long": 4}
+    assert core.step().num_scheduled_tokens == {"long": 16}
+    core.run()
+    idle(core)
+
+
+def test_beside_many_answers_a_prompt_gets_what_is_left_of_the_budget(make_core):
+    core = make_core(num_blocks=64, max_num_batched_tokens=6, max_num_seqs=6, max_num_mixed_prefill_tokens=4)
+    for name in "abcd":
+        core.add(name, 1, max_tokens=20)
+    core.step()
+    core.add("long", 9)
+    assert core.step().num_scheduled_tokens == {"a": 1, "b": 1, "c": 1, "d": 1, "long": 2}
+
+
+def test_a_prompts_token_costs_more_the_more_stand_before_it(make_core):
+    core = make_core(num_blocks=64, max_num_batched_tokens=16, attention_cost_tokens=1000 / 16)
+    core.add("long", 60)
+    counts = [core.step().num_scheduled_tokens["long"] for _ in range(7)]
+    # The first token of a chunk stands at 0, 16, 24, 30, 35, 40, 44: 1, 2, 2.5, 2.9, 3.2, 3.5, 3.75 tokens each.
+    assert counts == [16, 8, 6, 5, 5, 4, 4]
+    core.add("next", 8)
+    assert core.step().num_scheduled_tokens == {"long": 4}  # 4 each, from 48
+    assert core.step().num_scheduled_tokens == {"long": 3, "next": 3}  # 4.25 each: 12.75 of 16
+    core.run()
+    idle(core)
+
+
+def test_a_prompt_goes_on_however_much_its_next_token_costs(make_core):
+    core = make_core(num_blocks=64, max_num_batched_tokens=8, attention_cost_tokens=1000.0)
+    core.add("a", 1, max_tokens=30)
+    core.add("long", 40)
+    counts = [core.step().num_scheduled_tokens for _ in range(20)]
+    assert [count["long"] for count in counts[:4]] == [7, 1, 1, 1]
+    assert all(count["a"] == 1 for count in counts)
+
+
+def test_who_was_cached_to_its_middle_pays_for_what_stands_before_it(make_core):
+    core = make_core(num_blocks=64, max_num_batched_tokens=16, attention_cost_tokens=1000 / 16)
+    core.add("first", list(range(33)))
+    core.run()
+    core.add("second", [*range(32), *range(100, 132)])
+    assert core.step().num_scheduled_tokens == {"second": 5}  # 16 / (1 + 32 / 16)
+
+
 def test_a_short_prompt_behind_a_long_one_shares_the_steps(make_core):
     core = make_core(max_num_batched_tokens=8, long_prefill_token_threshold=5)
     core.add("long", 100)
@@ -106,8 +158,9 @@ def test_unchunked_prompt_waits_until_it_fits_whole(make_core):
     assert core.step().num_scheduled_tokens == {"a": 6}
     assert core.step().num_scheduled_tokens == {"a": 1, "b": 8, "huge": 1}
     assert core.step().num_scheduled_tokens == {"a": 1, "b": 1, "huge": 8}
-    with pytest.raises(ConfigError, match="long_prefill_token_threshold"):
-        make_core(enable_chunked_prefill=False, long_prefill_token_threshold=4)
+    for name in ("long_prefill_token_threshold", "max_num_mixed_prefill_tokens", "attention_cost_tokens"):
+        with pytest.raises(ConfigError, match=name):
+            make_core(enable_chunked_prefill=False, **{name: 4})
 
 
 def test_max_num_seqs(make_core):

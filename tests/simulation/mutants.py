@@ -53,7 +53,7 @@ MUTANTS = [
     Mutant("stale drafts after a preemption", "F19", _SCHEDULER, "        victim.num_computed_tokens = 0\n        victim.spec_token_ids = []", "        victim.num_computed_tokens = 0"),
     Mutant("drafts are kept after the step", "F19", _SCHEDULER, "        request.num_computed_tokens += count - num_rejected\n        request.spec_token_ids = []", "        request.num_computed_tokens += count - num_rejected"),
     Mutant("drafts beyond the end", "F12", _SCHEDULER, "                room = request.max_total_tokens - len(sequence.token_ids) - 1", "                room = 99"),
-    Mutant("a victim's budget is not returned", "B4", "step_plan.py", "        self.budget += self.num_tokens.pop(request.request_id, 0)", "        self.num_tokens.pop(request.request_id, 0)"),
+    Mutant("a victim's budget is not returned", "B4", "step_plan.py", "        self.budget += self.cost.pop(request.request_id, 0)", "        self.cost.pop(request.request_id, 0)"),
     Mutant("a victim stays in the step", "B4", _SCHEDULER, "        plan.take_back(victim)\n", "        pass\n"),
     Mutant("a victim is lost", "F9", _SCHEDULER, "        self.room.put_back(victim)\n", "        pass\n"),
     Mutant("a victim is doubled", "F13", _SCHEDULER, "        self.running.remove(victim)\n", "        pass\n"),
@@ -90,6 +90,9 @@ MUTANTS = [
     Mutant("the most important falls first", "F11", "policy.py", "    return max(candidates, key=rank) if candidates else None", "    return min(running, key=rank)"),
     Mutant("the protected fall, too", "F10", "policy.py", "    candidates = [r for r in running if r is not first and r.num_preemptions < max_preemptions]", "    candidates = [r for r in running if r is not first]"),
     Mutant("the budget is exceeded", "E1", "policy.py", "    if num_remaining <= budget:\n        return num_remaining\n", "    if num_remaining <= budget + 1:\n        return num_remaining\n"),
+    Mutant("a far token costs like a near one", "E1", "policy.py", "        return min(math.ceil(count * (1 + self._per_position * position)), budget)", "        return min(count, budget)"),
+    Mutant("a far token waits for a larger budget", "F9", "policy.py", "        return max(int(budget / (1 + self._per_position * position)), 1)", "        return int(budget / (1 + self._per_position * position))"),
+    Mutant("prompts fill a step in which others decode", "E1", "policy.py", "                plan.lower_budget(num_decoded + self._max_prefill_tokens)", "                pass"),
     Mutant("an ending is told twice", "F20", _SCHEDULER, "        outputs, self._news = self._news, []\n        new_tokens", "        outputs = list(self._news)\n        new_tokens"),
     Mutant("an abort takes a bystander's blocks", "F20", _POOL, "            block.ref_count -= 1\n            if block.ref_count == 0 and", "            block.ref_count = 0\n            if block.ref_count == 0 and"),
 ]  # fmt: skip

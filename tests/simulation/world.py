@@ -91,6 +91,8 @@ class WorldConfig:
     deadline_rate: float = 0.05
     longest_prompt: int = 24
     longest_output: int = 12
+    max_num_mixed_prefill_tokens: int | None = None
+    attention_cost_tokens: float | None = None
 
 
 def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
@@ -131,6 +133,8 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         max_batch_total_tokens=rng.choice([None, rng.randint(20, 60)]),
         max_batch_prefill_tokens=rng.choice([None, rng.randint(4, 20)]),
         max_num_waiting_tokens=rng.choice([None, None, rng.randint(10, 100)]),
+        max_num_mixed_prefill_tokens=rng.choice([None, 0, rng.randint(1, 8)]) if chunked else None,
+        attention_cost_tokens=rng.choice([None, 60.0, 1000.0]) if chunked else None,
     )
 
 
@@ -532,33 +536,49 @@ class World:
             raise SimulationError(f"{total} tokens in a step of {config.max_num_batched_tokens}")
         if len(scheduled.num_scheduled_tokens) > config.max_num_seqs:
             raise SimulationError(f"{len(scheduled.num_scheduled_tokens)} requests in a step")
-        requests = self.scheduler.requests
         prefills = decodes = 0
-        is_cut = False
         fresh = {data.request_id for data in scheduled.scheduled_new_reqs}
         for request_id, count in scheduled.num_scheduled_tokens.items():
             if count <= 0:
                 raise SimulationError(f"{request_id} got {count} tokens")
-            request = requests[request_id]
-            wanted = request.num_tokens - request.num_computed_tokens
-            is_cut |= count < min(wanted, config.long_prefill_token_threshold or wanted)
-            remaining = len(request.sequence.token_ids) - request.num_computed_tokens
-            if remaining > 1 or not request.sequence.num_output_tokens:
+            request = self.scheduler.requests[request_id]
+            if is_prefill(request):
                 prefills += 1
-                if count < remaining:
+                if count < len(request.sequence.token_ids) - request.num_computed_tokens:
                     self.tracked[request_id].features.add("chunk")
             elif request_id not in fresh:
                 decodes += 1  # one that resumes with all but one token saved is as good as either
-        if config.admission == "reservation" and config.max_batch_prefill_tokens is not None:
-            is_cut = False  # newcomers share less than the step's budget
-        if (
-            is_cut
-            and scheduled.step != self.preemption_step
-            and total < config.max_num_batched_tokens - self.num_stalled
-        ):
-            raise SimulationError(f"somebody was cut short in a step of {total} tokens")
         if config.batching == "prefill_first" and prefills and decodes:
             raise SimulationError("a step mixes prompts and answers")
+        if scheduled.step != self.preemption_step:  # whoever fell had tokens of the budget
+            self._check_cost(scheduled)
+
+    def _check_cost(self, scheduled: SchedulerOutput) -> None:
+        """13: tokens cost no more than a step has, and nobody is cut short who could have had one more."""
+        config, budget = self.config, self._budget()
+        is_cut, cut_weight = False, 0.0
+        least = most = 0.0  # a single token is given even if it costs more than there is left; costs are rounded up
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            request, weight = self.scheduler.requests[request_id], 1.0
+            if is_prefill(request) or request_id in self.admitted:
+                weight += (config.attention_cost_tokens or 0.0) * request.num_computed_tokens / 1000
+            least += count * weight if count > 1 else 1
+            most += count * weight + (weight > 1)
+            wanted = request.num_tokens - request.num_computed_tokens
+            if count < min(wanted, config.long_prefill_token_threshold or wanted):
+                is_cut, cut_weight = True, max(weight, cut_weight)
+        if least > budget + 1e-6:
+            raise SimulationError(f"tokens of a cost of {least} in a step of {budget}")
+        shares_less = config.admission == "reservation" and config.max_batch_prefill_tokens is not None
+        if is_cut and not shares_less and most + cut_weight <= budget - self.num_stalled:
+            raise SimulationError(f"somebody was cut short in a step of {budget}, of which {most} were spent")
+
+    def _budget(self) -> int:
+        """What the tokens of a step may cost: less for prompts beside answers."""
+        limit, most = self.config.max_num_mixed_prefill_tokens, self.config.max_num_batched_tokens
+        older = [request for request in self.scheduler.running if request.request_id not in self.admitted]
+        answers = sum(request.num_tokens - request.num_computed_tokens for request in older if not is_prefill(request))
+        return min(most, answers + limit) if limit and answers and self.config.batching == "mixed" else most
 
     def _check_order(self, scheduled: SchedulerOutput) -> None:
         """No running prompt gets of the budget for which a more important newcomer waits, or is overtaken by another."""

@@ -34,6 +34,8 @@ _CACHE = "KV cache"
 _SCHEDULER = "Scheduler"
 _DEVICE = "Device"
 _SAME_NAMES = (  # options that are fields of SchedulerConfig under the same name
+    "max_num_mixed_prefill_tokens",
+    "attention_cost_tokens",
     "ageing_s",
     "fair_input_weight",
     "fair_output_weight",
@@ -192,6 +194,25 @@ class EngineOptions:
             help="Most tokens that one prompt gets in a step; 0 sets no such limit.",
         ),
     ] = 0
+    max_num_mixed_prefill_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            rich_help_panel=_SCHEDULER,
+            help="Most tokens that prompts get in a step beside answers under way, which wait for the whole step; 0 "
+            "sets no such limit. Default: a quarter of max-num-batched-tokens.",
+            show_default=False,
+        ),
+    ] = None
+    attention_cost_tokens: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=_SCHEDULER,
+            help="How much more a prompt's token takes of a step's budget for every 1000 tokens before it. Default: "
+            "what attention costs beside the matrix products in a model of this shape.",
+            show_default=False,
+        ),
+    ] = None
     scheduling_policy: Annotated[
         SchedulingPolicy,
         typer.Option(

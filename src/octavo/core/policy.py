@@ -32,8 +32,9 @@ def num_tokens_to_schedule(
 ) -> int:
     """How many of `num_remaining` tokens a request gets of what is left of a step's budget; 0 when it has to wait.
 
-    threshold: most tokens one request gets in a step, 0 for no such limit. A request that may not be cut waits until
-    it fits whole, unless even an empty step (`whole_budget`) could not take it.
+    budget: in tokens of this request (`num_tokens_within`). threshold: most tokens one request gets in a step, 0 for no
+    such limit. A request that may not be cut waits until it fits whole, unless even an empty step (`whole_budget`)
+    could not take it.
     """
     if threshold:
         num_remaining = min(num_remaining, threshold)
@@ -42,6 +43,30 @@ def num_tokens_to_schedule(
     if not may_be_cut and num_remaining <= whole_budget:
         return 0
     return max(budget, 0)
+
+
+class PromptCost:
+    """What a prompt's tokens take of a step's budget: a token far into a prompt attends to all before it.
+
+    Each token of a chunk counts as 1 + attention_cost_tokens * position / 1000, position that of the chunk's first
+    token: so a long prompt's steps take equally long from its beginning to its end.
+    """
+
+    def __init__(self, attention_cost_tokens: float) -> None:
+        self._per_position = attention_cost_tokens / 1000
+
+    def num_tokens_within(self, budget: int, position: int) -> int:
+        """Return how long a chunk may be that begins at `position`: at least one token, of any budget above 0."""
+        if budget <= 0 or not self._per_position:
+            return budget
+        return max(int(budget / (1 + self._per_position * position)), 1)
+
+    def of_chunk(self, position: int, count: int, budget: int) -> int:
+        """Return what a chunk takes of the budget that it was cut for."""
+        return min(math.ceil(count * (1 + self._per_position * position)), budget)
+
+
+PLAIN_COST = PromptCost(0.0)
 
 
 # --- who goes first ---------------------------------------------------------------------------------------------------
@@ -135,6 +160,11 @@ def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bo
 # --- what shares a step -----------------------------------------------------------------------------------------------
 
 
+def num_remaining_tokens(request: Request) -> int:
+    """How many of a request's tokens, drafts included, are not computed yet."""
+    return len(request.sequence.token_ids) + len(request.spec_token_ids) - request.num_computed_tokens
+
+
 def is_prefill(request: Request) -> bool:
     """Whether more than the newest generated token of a request is still to be computed."""
     sequence = request.sequence
@@ -158,10 +188,21 @@ class Batching(Protocol):
 
 
 class MixedBatching:
-    """Everyone who runs, then who waits: prompts and answers share steps."""
+    """Everyone who runs, then who waits: prompts and answers share steps.
+
+    max_prefill_tokens: what prompts may take of a step in which others decode, 0 for all that is left: who reads an
+    answer waits for the whole step.
+    """
+
+    def __init__(self, max_prefill_tokens: int) -> None:
+        self._max_prefill_tokens = max_prefill_tokens
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
         """Serve the running first."""
+        if self._max_prefill_tokens:
+            num_decoded = sum(num_remaining_tokens(request) for request in running if is_decode(request))
+            if num_decoded:
+                plan.lower_budget(num_decoded + self._max_prefill_tokens)
         grow(plan, [request for request in running if request not in outranked] if outranked else running)
         admit_in_turn(plan, outranked, grow, admit)
 
@@ -187,6 +228,8 @@ def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: A
     admit(plan, None)
 
 
-def create_batching(mode: BatchingMode) -> Batching:
-    """Create the rule of that name."""
-    return PrefillFirstBatching() if mode is BatchingMode.PREFILL_FIRST else MixedBatching()
+def create_batching(config: SchedulerConfig) -> Batching:
+    """Create the rule that `config.batching` names."""
+    if config.batching is BatchingMode.PREFILL_FIRST:
+        return PrefillFirstBatching()
+    return MixedBatching(config.max_num_mixed_prefill_tokens or 0)

@@ -17,10 +17,13 @@ from octavo.core.admission import create_admission
 from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
 from octavo.core.kv_connector import KVConnector, NullConnector, PendingLoads
 from octavo.core.policy import (
+    PLAIN_COST,
+    PromptCost,
     choose_victim,
     create_batching,
     create_policy,
     is_prefill,
+    num_remaining_tokens,
     num_tokens_to_schedule,
     should_swap,
 )
@@ -102,7 +105,8 @@ class Scheduler:
             on_evict=lambda block_id: self._emit(events.BlockEvicted, block_id),
         )
         self.admission = create_admission(scheduler_config, self.kv_cache_manager)
-        self._batching = create_batching(scheduler_config.batching)
+        self._batching = create_batching(scheduler_config)
+        self._prompt_cost = PromptCost(scheduler_config.attention_cost_tokens or 0.0)
 
     @property
     def has_connector(self) -> bool:
@@ -287,24 +291,25 @@ class Scheduler:
 
     def _grow(self, plan: StepPlan, request: Request, num_after: int) -> None:
         """Give a running request its next tokens, and blocks for them at the cost of others where none are free."""
-        sequence, num_computed = request.sequence, request.num_computed_tokens
-        num_remaining = len(sequence.token_ids) + len(request.spec_token_ids) - num_computed
-        if num_remaining == 1 and num_computed < len(sequence.block_table) * self.kv_cache_manager.block_size:
-            plan.give(request, 1, [])  # the usual case: one more token, into a block that it has
+        num_computed, num_remaining = request.num_computed_tokens, num_remaining_tokens(request)
+        num_slots = len(request.sequence.block_table) * self.kv_cache_manager.block_size
+        if num_remaining == 1 and num_computed < num_slots:
+            plan.give(request, 1, [], 1)  # the usual case: one more token, into a block that it has
             return
+        cost = self._prompt_cost if is_prefill(request) else PLAIN_COST
         while True:
-            count = num_remaining
+            count, budget = num_remaining, max(plan.budget - num_after, 1)
             if count > 1:
                 count = num_tokens_to_schedule(
                     num_remaining,
-                    max(plan.budget - num_after, 1),
+                    cost.num_tokens_within(budget, num_computed),
                     threshold=self.config.long_prefill_token_threshold,
                     may_be_cut=True,
                     whole_budget=self.config.max_num_batched_tokens,
                 )
             block_ids = self.kv_cache_manager.allocate_slots(request, count)
             if block_ids is not None:
-                plan.give(request, count, block_ids)
+                plan.give(request, count, block_ids, cost.of_chunk(num_computed, count, budget))
                 return
             if plan.has_admitted:
                 return  # it gave way, and nobody falls now
@@ -361,10 +366,10 @@ class Scheduler:
         num_external = self._num_external_tokens(request, computed)
         if num_external:
             return self._start_load(request, computed, num_external, plan)
-        admission = self.admission
+        admission, cost, budget = self.admission, self._prompt_cost, plan.budget
         count = num_tokens_to_schedule(
             request.num_tokens - computed.num_tokens,
-            int(min(plan.budget, admission.prefill_room)),
+            int(min(cost.num_tokens_within(budget, computed.num_tokens), admission.prefill_room)),
             threshold=self.config.long_prefill_token_threshold,
             may_be_cut=self.config.enable_chunked_prefill,
             whole_budget=int(min(self.config.max_num_batched_tokens, admission.largest_prefill)),
@@ -378,7 +383,7 @@ class Scheduler:
             return WaitReason.NO_BLOCKS
         self._admit(request, computed)
         admission.admitted(request, count)
-        plan.give(request, count, block_ids)
+        plan.give(request, count, block_ids, cost.of_chunk(computed.num_tokens, count, budget))
         plan.has_admitted = True
         return None
 
@@ -561,7 +566,7 @@ class Scheduler:
             if num_drafts > 0:
                 drafts[request_id] = request.spec_token_ids[:num_drafts]
         total = sum(plan.num_tokens.values())
-        assert plan.budget + total == self.config.max_num_batched_tokens, "a victim's budget was not returned"
+        assert plan.is_balanced, "a victim's budget was not returned"
         output = SchedulerOutput(
             step=self._step,
             scheduled_new_reqs=new,

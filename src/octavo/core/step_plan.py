@@ -13,26 +13,42 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepPlan:
-    """Budget is in tokens. `num_tokens` is in the order in which the rows of the batch will stand.
+    """Budget is in tokens, `cost` what each request took of it. `num_tokens` is in the order of the rows of the batch.
 
     held_up: why nobody may be admitted any more in this step. has_admitted: so nobody may be preempted in it.
     """
 
-    budget: int
+    whole_budget: int
+    budget: int = field(init=False)
     num_tokens: dict[str, int] = field(default_factory=dict)
+    cost: dict[str, int] = field(default_factory=dict)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
     kv_loads: list[KVLoad] = field(default_factory=list)
     preempted: dict[str, Request] = field(default_factory=dict)
     held_up: WaitReason | None = None
     has_admitted: bool = False
 
-    def give(self, request: Request, count: int, block_ids: list[int]) -> None:
+    def __post_init__(self) -> None:
+        self.budget = self.whole_budget
+
+    def lower_budget(self, whole_budget: int) -> None:
+        """Let a step that gave nothing yet take no more than this."""
+        self.whole_budget = self.budget = min(whole_budget, self.whole_budget)
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether what was given and what is left are the whole budget."""
+        return self.budget + sum(self.cost.values()) == self.whole_budget
+
+    def give(self, request: Request, count: int, block_ids: list[int], cost: int) -> None:
         """Schedule `count` tokens."""
         self.num_tokens[request.request_id] = count
         self.new_block_ids[request.request_id] = block_ids
-        self.budget -= count
+        self.cost[request.request_id] = cost
+        self.budget -= cost
 
     def take_back(self, request: Request) -> None:
         """Return a victim's budget to the step."""
-        self.budget += self.num_tokens.pop(request.request_id, 0)
+        self.budget += self.cost.pop(request.request_id, 0)
+        self.num_tokens.pop(request.request_id, None)
         self.new_block_ids.pop(request.request_id, None)

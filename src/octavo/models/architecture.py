@@ -92,6 +92,16 @@ class Architecture:
             return 4, -(-shape[1] // INT4_GROUP_SIZE), False
         return (None if quantization is None else 8), 1, False
 
+    @property
+    def attention_share(self) -> float:
+        """Operations of attention to one more position, over those of a token's matrix products without lm_head.
+
+        Layers with a sliding window do not count: a far position costs them nothing.
+        """
+        far_layers = sum(window is None for window in self.sliding_window)
+        products = sum(math.prod(s) for n, s in self.tensor_shapes().items() if len(s) == 2 and not is_vocabulary(n))
+        return 2 * far_layers * self.num_heads * self.head_dim / products
+
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of keys and values that one token keeps over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]

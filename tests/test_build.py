@@ -1,0 +1,49 @@
+"""What is left open in the configuration is chosen for the model and the machine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from octavo.build import resolve_scheduler
+from octavo.config import SchedulerConfig
+from octavo.models.registry import read_architecture
+from octavo.models.stored_quantization import StoredLayout, StoredQuantization
+
+
+@pytest.fixture(scope="module")
+def architecture(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("config")
+    (directory / "config.json").write_text(
+        '{"architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, '
+        '"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6}'
+    )
+    return read_architecture(directory)
+
+
+def test_prompts_get_a_quarter_of_a_step_beside_answers(architecture):
+    config = resolve_scheduler(SchedulerConfig(max_num_batched_tokens=800), architecture, None)
+    assert config.max_num_mixed_prefill_tokens == 200
+    config = resolve_scheduler(SchedulerConfig(max_num_batched_tokens=3, max_num_seqs=3), architecture, None)
+    assert config.max_num_mixed_prefill_tokens == 1
+
+
+def test_attention_costs_more_beside_faster_products(architecture):
+    costs = {
+        q: resolve_scheduler(SchedulerConfig(), architecture, q).attention_cost_tokens for q in (None, "int4", "int8")
+    }
+    assert 0 < costs[None] < costs["int4"] < costs["int8"]
+    stored = StoredQuantization(layout=StoredLayout.GPTQ, bits=4, group_size=32, has_zeros=True)
+    stored_as_int4 = dataclasses.replace(architecture, stored=stored)
+    assert resolve_scheduler(SchedulerConfig(), stored_as_int4, None).attention_cost_tokens == costs["int4"]
+    one_layer_sees_all = dataclasses.replace(architecture, sliding_window=(None, 16))
+    half = resolve_scheduler(SchedulerConfig(), one_layer_sees_all, "int8").attention_cost_tokens
+    assert half == pytest.approx(costs["int8"] / 2, abs=1e-3)
+
+
+def test_what_was_asked_for_stays(architecture):
+    asked = SchedulerConfig(max_num_mixed_prefill_tokens=0, attention_cost_tokens=0.0)
+    assert resolve_scheduler(asked, architecture, "int8") == asked
+    uncut = SchedulerConfig(enable_chunked_prefill=False)
+    assert resolve_scheduler(uncut, architecture, "int8") == uncut
