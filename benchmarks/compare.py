@@ -130,8 +130,10 @@ def measure_round(
         except RunError as error:
             print(f"round {number} {engine.name} {precision}: {error}", file=sys.stderr, flush=True)
             continue
-        results.add({**job, **setting, "workloads": missing, "machine": machine, "result": result})
-        shown = {key: round(statistics.median(result[key]), 1) for key in missing}
+        done = "".join(letter for letter in missing if letter in result)
+        results.add({**job, **setting, "workloads": done, "machine": machine, "result": result})
+        shown: dict[str, float | None] = dict.fromkeys(missing)  # None: it failed there
+        shown |= {key: round(statistics.median(result[key]), 1) for key in done}
         cache = "on" if caching else "off"
         spent = time.monotonic() - start
         print(f"round {number} {engine.name} {precision} cache {cache}: {shown} in {spent:.0f} s", file=sys.stderr)

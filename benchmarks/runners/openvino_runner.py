@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import openvino
 import openvino_genai
-from protocol import Job, Request, run
+from protocol import Job, Request, has_bf16, run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +24,7 @@ class OpenVino:
         scheduler.dynamic_split_fuse = True
         scheduler.enable_prefix_caching = job.prefix_caching
         properties: dict[str, object] = {"INFERENCE_NUM_THREADS": job.threads}
-        if "bf16" in Path("/proc/cpuinfo").read_text():  # elsewhere it simulates them, at half the speed of float32
+        if has_bf16():
             properties["INFERENCE_PRECISION_HINT"] = "bf16"
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(job.checkpoint, scheduler, "CPU", properties)
 

@@ -60,8 +60,13 @@ class Engine(Protocol):
         ...
 
 
+def has_bf16() -> bool:
+    """Whether the processor multiplies bf16; where it does not, engines simulate it, far slower than float32."""
+    return "bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+
+
 def run(open_engine: Callable[[Job], Engine]) -> None:
-    """Run the job of the command line; write {"start_s", "A", "B", "C", "D"} to its result file.
+    """Run the job of the command line; write {"start_s", "A", "B", "C", "D"} to its result file, each when it is there.
 
     A: decode tokens/s of each stream. B, D: wall seconds of each set. C: prompt tokens/s of each prompt.
     """
@@ -71,15 +76,15 @@ def run(open_engine: Callable[[Job], Engine]) -> None:
     _timed(engine, [Request(prompt=list(range(1000, 1032)), out=1)])
     result: dict[str, Any] = {"start_s": time.time() - job.started_at}
     _timed(engine, [Request(**item) for item in data["D"][-1][:8]])  # first steps are slow: shapes are compiled, say
-    if "A" in job.only:
-        result["A"] = [_decode_rate(engine, Request(**item)) for item in data["A"]]
-    if "B" in job.only:
-        result["B"] = [_timed(engine, [Request(**item) for item in data["B"]])]
-    if "C" in job.only:
-        result["C"] = [len(item["prompt"]) / _timed(engine, [Request(**item)]) for item in data["C"]]
-    if "D" in job.only:
-        result["D"] = [_timed(engine, [Request(**item) for item in data["D"][0]])]
-    Path(job.result).write_text(json.dumps(result))
+    measures: dict[str, Callable[[], list[float]]] = {
+        "A": lambda: [_decode_rate(engine, Request(**item)) for item in data["A"]],
+        "B": lambda: [_timed(engine, [Request(**item) for item in data["B"]])],
+        "C": lambda: [len(item["prompt"]) / _timed(engine, [Request(**item)]) for item in data["C"]],
+        "D": lambda: [_timed(engine, [Request(**item) for item in data["D"][0]])],
+    }
+    for letter in job.only:
+        result[letter] = measures[letter]()
+        Path(job.result).write_text(json.dumps(result))
 
 
 def _timed(engine: Engine, requests: Sequence[Request]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from protocol import Job, Request, run
+from protocol import Job, Request, has_bf16, run
 from transformers import AutoModelForCausalLM
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ class Transformers:
 
     def __init__(self, job: Job) -> None:
         torch.set_num_threads(job.threads)
-        self.model = AutoModelForCausalLM.from_pretrained(job.checkpoint, dtype=torch.bfloat16).eval()
+        dtype = torch.bfloat16 if has_bf16() else torch.float32
+        self.model = AutoModelForCausalLM.from_pretrained(job.checkpoint, dtype=dtype).eval()
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request]) -> list[int]:

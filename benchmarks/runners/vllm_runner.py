@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from protocol import Job, Request, run
+from protocol import Job, Request, has_bf16, run
 from vllm import LLM, SamplingParams
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ class Vllm:
     def __init__(self, job: Job) -> None:
         self.llm = LLM(
             job.checkpoint,
-            dtype="bfloat16",
+            dtype="bfloat16" if has_bf16() else "float32",
             max_model_len=job.max_model_len,
             max_num_seqs=64,
             enable_prefix_caching=job.prefix_caching,

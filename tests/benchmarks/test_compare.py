@@ -76,6 +76,25 @@ def test_a_runner_that_fails_says_why(files, tmp_path):
         )  # fmt: skip
 
 
+def test_a_runner_that_takes_too_long_keeps_what_it_got_through(files, tmp_path):
+    runner = tmp_path / "runner.py"
+    runner.write_text(f"""
+import sys, time; sys.path.insert(0, {str(BENCHMARKS / "runners")!r})
+from protocol import run
+class Slow:
+    def __init__(self, job): pass
+    def generate(self, requests):
+        time.sleep(60 * (len(requests) == 4))
+        return [request.out for request in requests]
+run(Slow)
+""")
+    settings = {"caching": False, "workloads": files[1], "threads": 1, "kv_bytes": 1, "timeout_s": 3}
+    engine = type("Slow", (HereTransformers,), {"runner": str(runner)})(tmp_path)
+    assert set(measure(engine, files[0], "bf16", "ABC", **settings)) == {"start_s", "A", "peak_bytes"}
+    with pytest.raises(RunError, match="did not end within 3 s"):
+        measure(engine, files[0], "bf16", "B", **settings)
+
+
 def test_an_engine_that_gives_other_lengths_is_not_believed(tmp_path):
     program = f"""
 import sys; sys.path.insert(0, {str(BENCHMARKS / "runners")!r})
