@@ -150,6 +150,7 @@ def main() -> None:
         max_num_seqs=max(REQUESTS),
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
+        max_num_mixed_prefill_tokens=None,  # as a server has it
     )
     client = Client(llm.llm_engine)
     client.add(512, 8)

@@ -69,10 +69,12 @@ def test_generation_config_is_honoured(llm, checkpoint):
     assert plain.get_default_sampling_params() == SamplingParams()
 
 
-def test_the_engine_schedules_as_it_resolved(llm):
+def test_the_engine_schedules_as_it_resolved(llm, checkpoint):
     config = llm.llm_engine.core.scheduler.config
-    assert config.max_num_mixed_prefill_tokens == 16
+    assert config.max_num_mixed_prefill_tokens == 0
     assert config.attention_cost_tokens > 0
+    read_along = LLM(model=str(checkpoint), max_model_len=64, max_num_mixed_prefill_tokens=None)
+    assert read_along.llm_engine.core.scheduler.config.max_num_mixed_prefill_tokens == 128
 
 
 def test_chat_renders_the_template(llm):

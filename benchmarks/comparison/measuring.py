@@ -25,7 +25,7 @@ from comparison.engines import RUNNERS
 if TYPE_CHECKING:
     from comparison.engines import Engine
 
-_SAMPLE_S = 0.5
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 _LIMITS = """
 import dataclasses, json, sys
 from octavo.kernels.cpu import CpuKernels
@@ -93,7 +93,8 @@ def measure_limits(threads: int) -> dict[str, float]:
 class _MemoryWatch:
     """The largest memory of a process and all its children; pages that they share count once.
 
-    They are looked at every half second; what one process held at most, the system remembers itself.
+    A look walks the page tables of them all, so they become rarer, not to slow down what is measured; what one process
+    held at most, the system remembers itself.
     """
 
     def __init__(self, pid: int) -> None:
@@ -107,7 +108,9 @@ class _MemoryWatch:
         return self._peak
 
     def _watch(self) -> None:
-        while not self._is_over.wait(_SAMPLE_S):
+        pause_s = _SHORTEST_PAUSE_S
+        while not self._is_over.wait(pause_s):
+            pause_s = min(1.2 * pause_s, _LONGEST_PAUSE_S)
             held = [_memory(process) for process in _tree(self._pid)]
             together = sum(own for own, _, _ in held) + max((shared for _, shared, _ in held), default=0)
             self._peak = max(self._peak, together, *(most for _, _, most in held))
