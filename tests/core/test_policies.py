@@ -9,7 +9,8 @@ import pytest
 from octavo import events
 from octavo.config import SchedulerConfig
 from octavo.core.fair_share import FairRequestQueue, ServiceCounters
-from octavo.core.policy import rank_by_deadline, rank_by_priority, should_swap
+from octavo.core.policy import admit_in_turn, rank_by_deadline, rank_by_priority, should_swap
+from octavo.core.step_plan import StepPlan
 from octavo.errors import ConfigError, PromptTooLongError, QueueFullError
 from octavo.request import Request
 from octavo.sampling_params import SamplingParams
@@ -117,6 +118,22 @@ def test_first_come_first_served_does_not_give_way(make_core):
     core.step()
     core.add("b", 10, priority=0)
     assert core.step().num_scheduled_tokens == {"a": 4, "b": 4}
+
+
+def test_behind_one_that_stalls_the_running_go_on_and_nobody_is_admitted(make_core):
+    """They may hold what it waits for; they were kept from ending, and all waited for ever."""
+    core = make_core()
+    stalled, holder, last = (core.add(name, 9) for name in ("stalled", "holder", "last"))
+    plan, admitted = StepPlan(16), []
+
+    def grow(plan, requests):
+        for request in requests:
+            if request is not stalled:
+                plan.give(request, 1, [], 1)
+
+    admit_in_turn(plan, [stalled, holder, last], grow, lambda plan, before: admitted.append(before))
+    assert list(plan.num_tokens) == ["holder", "last"]
+    assert admitted == [stalled]
 
 
 def test_who_gave_way_waits_for_blocks_rather_than_preempt(make_core):

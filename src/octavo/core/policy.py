@@ -219,11 +219,15 @@ class PrefillFirstBatching:
 
 
 def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: Admit) -> None:
-    """Admit the waiting, but serve each outranked prompt before those that are less important than it."""
-    for request in outranked:
+    """Admit the waiting, but serve each outranked prompt before those that are less important than it.
+
+    Behind one that finds no block nobody is admitted; those who run go on, as it may be they whose blocks it waits for.
+    """
+    for index, request in enumerate(outranked):
         admit(plan, request)
         grow(plan, [request])
         if request.request_id not in plan.num_tokens:
+            grow(plan, outranked[index + 1 :])
             return
     admit(plan, None)
 
