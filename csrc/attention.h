@@ -6,6 +6,7 @@
 // position and KV: not by the chunk it stands in, its neighbours, the block size, or which thread did what.
 #pragma once
 
+#include "kv_rows.h"
 #include "linear.h"
 #include "math.h"
 
@@ -89,11 +90,11 @@ void pack_queries(const AttentionArgs& args, const AttentionShape& s, const Atte
   }
 }
 
-// Where the keys and values of one tile stand in the paged cache; null outside of first .. last.
-template <class T>
+// Where the keys and values of one tile stand in the paged cache of Cs; nowhere outside of first .. last.
+template <class C>
 struct TileRows {
-  const T* keys[kTilePositions] = {};
-  const T* values[kTilePositions] = {};
+  KVRow<C> keys[kTilePositions];
+  KVRow<C> values[kTilePositions];
 
   TileRows(const AttentionArgs& args, const AttentionTask& task, int64_t tile, int64_t first, int64_t last) {
     first = larger(first, tile);
@@ -103,44 +104,40 @@ struct TileRows {
     int64_t entry = first / args.block_size, offset = first % args.block_size;
     for (int64_t position = first; position < last; ++entry, offset = 0) {
       const int64_t block = table[entry];
-      const T* key = static_cast<const T*>(args.k_cache) + block * args.k_cache_strides[0] +
-                     task.kv_head * args.k_cache_strides[1] + offset * args.head_dim;
-      const T* value = static_cast<const T*>(args.v_cache) + block * args.v_cache_strides[0] +
-                       task.kv_head * args.v_cache_strides[1] + offset * args.head_dim;
+      const KVBlock<C> key(args.k_cache, args.k_cache_strides, block, task.kv_head, args.block_size, args.head_dim);
+      const KVBlock<C> value(args.v_cache, args.v_cache_strides, block, task.kv_head, args.block_size, args.head_dim);
       for (; offset < args.block_size && position < last; ++offset, ++position) {
-        keys[position - tile] = key;
-        values[position - tile] = value;
-        key += args.head_dim;
-        value += args.head_dim;
+        keys[position - tile] = key.row(offset);
+        values[position - tile] = value.row(offset);
       }
     }
   }
 };
 
-template <class T>
-OCTAVO_INLINE void prefetch_row(const T* row, int64_t dim) {
-  if (row == nullptr) return;
-  for (int64_t i = 0; i < dim; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + i);
+template <class C>
+OCTAVO_INLINE void prefetch_row(const KVRow<C>& row, int64_t dim) {
+  if (row.values == nullptr) return;
+  for (int64_t i = 0; i < dim; i += 64 / static_cast<int64_t>(sizeof(C))) __builtin_prefetch(row.values + i);
 }
 
 // Keys of a tile, transposed to [2][dim][32 positions]; absent ones are zero. Asks for those of the next tile meanwhile.
-template <class T>
-void gather_keys(const AttentionShape& s, const TileRows<T>& rows, const TileRows<T>& next, float* keys) {
-  static const T kNothing[256] = {};
+template <class C>
+void gather_keys(const AttentionShape& s, const TileRows<C>& rows, const TileRows<C>& next, float* keys) {
+  const KVRow<C> nothing = KVRow<C>::zeros();
   for (int64_t first = 0; first < kTilePositions; first += kLanes) {
-    const T* source[kLanes];
+    KVRow<C> source[kLanes];
     for (int i = 0; i < kLanes; ++i) {
       prefetch_row(next.keys[first + i], s.dim);
-      source[i] = rows.keys[first + i] == nullptr ? kNothing : rows.keys[first + i];
+      source[i] = rows.keys[first + i].values == nullptr ? nothing : rows.keys[first + i];
     }
     float* panel = keys + first / kPanelColumns * kPanelColumns * s.padded_dim + first % kPanelColumns;
     for (int64_t d = 0; d < s.dim; d += kLanes) {
       Vec square[kLanes];
       if (s.dim - d >= kLanes) {
         OCTAVO_UNROLL
-        for (int i = 0; i < kLanes; ++i) square[i] = load(source[i] + d);
+        for (int i = 0; i < kLanes; ++i) square[i] = source[i].read(d);
       } else {
-        for (int i = 0; i < kLanes; ++i) square[i] = load_first(source[i] + d, s.dim - d);
+        for (int i = 0; i < kLanes; ++i) square[i] = source[i].read_first(d, s.dim - d);
       }
       transpose(square);
       OCTAVO_UNROLL
@@ -150,14 +147,14 @@ void gather_keys(const AttentionShape& s, const TileRows<T>& rows, const TileRow
 }
 
 // Values of a tile as panels [dim / 32][64 positions][32]; absent ones are left as they are and never multiplied.
-template <class T>
-void gather_values(const AttentionShape& s, const TileRows<T>& rows, const TileRows<T>& next, float* values) {
+template <class C>
+void gather_values(const AttentionShape& s, const TileRows<C>& rows, const TileRows<C>& next, float* values) {
   for (int64_t i = 0; i < kTilePositions; ++i) {
     prefetch_row(next.values[i], s.dim);
-    if (rows.values[i] == nullptr) continue;
+    if (rows.values[i].values == nullptr) continue;
     float* out = values + i * kPanelColumns;
     for (int64_t d = 0; d < s.padded_dim; d += kLanes) {
-      const Vec value = d < s.dim ? load_first(rows.values[i] + d, s.dim - d) : splat(0.0f);
+      const Vec value = d < s.dim ? rows.values[i].read_first(d, s.dim - d) : splat(0.0f);
       store(out + d / kPanelColumns * kPanelColumns * kTilePositions + d % kPanelColumns, value);
     }
   }
@@ -320,7 +317,7 @@ void write_rows(const AttentionArgs& args, const AttentionShape& s, const Attent
   }
 }
 
-template <class T>
+template <class C>
 void attend_partition(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task,
                       const AttentionScratch& memory, int64_t partition) {
   const int64_t rows = task.tokens * s.group;
@@ -329,9 +326,9 @@ void attend_partition(const AttentionArgs& args, const AttentionShape& s, const 
   const int64_t last =
       smaller(start + kPartitionPositions, args.positions[task.first_token + task.tokens - 1] + 1);
   const int64_t first_tile = first / kTilePositions * kTilePositions;
-  TileRows<T> here(args, task, first_tile, first, last);
+  TileRows<C> here(args, task, first_tile, first, last);
   for (int64_t tile = first_tile; tile < last; tile += kTilePositions) {
-    const TileRows<T> next(args, task, tile + kTilePositions, first, last);
+    const TileRows<C> next(args, task, tile + kTilePositions, first, last);
     gather_keys(s, here, next, memory.keys);
     gather_values(s, here, next, memory.values);
     for (int64_t row = 0; row < rows; row += kTileRows) {
@@ -341,7 +338,7 @@ void attend_partition(const AttentionArgs& args, const AttentionShape& s, const 
   }
 }
 
-template <class T>
+template <class T, class C>
 void attend_task(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task, float* scratch) {
   const AttentionScratch memory(s, scratch);
   const int64_t rows = task.tokens * s.group;
@@ -349,7 +346,7 @@ void attend_task(const AttentionArgs& args, const AttentionShape& s, const Atten
   clear_sums(s, rows, memory.totals);
   for (int64_t partition = 0; partition < task.partitions; ++partition) {
     clear_sums(s, rows, memory.sums);
-    attend_partition<T>(args, s, task, memory, task.first_partition + partition);
+    attend_partition<C>(args, s, task, memory, task.first_partition + partition);
     if (task.partial != nullptr) {
       std::memcpy(task.partial, memory.sums, static_cast<size_t>(rows * (s.padded_dim + 2)) * sizeof(float));
       return;
@@ -382,7 +379,7 @@ void for_each_chunk(const AttentionArgs& args, const AttentionShape& s, F&& visi
 // every thread busy. The sums are the same, only merged later.
 constexpr int64_t kFewChunksPerThread = 4;
 
-template <class T>
+template <class T, class C>
 void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
   const AttentionShape s(args);
   int64_t chunks = 0, partitions = 0, partial_size = 0;
@@ -412,7 +409,7 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
   });
   pool.reserve_local(static_cast<size_t>(AttentionScratch::size(s)) * sizeof(float));
   parallel(pool, count, [&](int64_t i, int thread) {
-    attend_task<T>(args, s, tasks[i], static_cast<float*>(pool.local(thread)));
+    attend_task<T, C>(args, s, tasks[i], static_cast<float*>(pool.local(thread)));
   });
   if (!split) return;
   for (int64_t i = 0; i < count; i += tasks[i].partitions) {
@@ -424,11 +421,9 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
 }
 
 inline void paged_attention(ThreadPool& pool, const AttentionArgs& args) {
-  if (args.dtype == DType::kFloat32) {
-    paged_attention_of<float>(pool, args);
-  } else {
-    paged_attention_of<bf16>(pool, args);
-  }
+  with_kv_types(args.dtype, args.kv_dtype, [&](auto value, auto stored) {
+    paged_attention_of<decltype(value), decltype(stored)>(pool, args);
+  });
 }
 
 }  // namespace octavo::OCTAVO_ISA

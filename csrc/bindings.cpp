@@ -104,8 +104,8 @@ GateArgs gate_args(Address gate_up, Address out, int dtype, int64_t rows, int64_
 
 RopeArgs rope_args(Address q, Strides q_strides, Address k, Strides k_strides, Address v, Strides v_strides,
                    Address cos_sin, Address positions, Address slot_mapping, Address k_cache, Strides k_cache_strides,
-                   Address v_cache, Strides v_cache_strides, int dtype, int64_t tokens, int64_t num_heads,
-                   int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {
+                   Address v_cache, Strides v_cache_strides, int kv_dtype, int dtype, int64_t tokens,
+                   int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size) {
   return {at<void>(q),
           at<void>(k),
           at<void>(v),
@@ -119,6 +119,7 @@ RopeArgs rope_args(Address q, Strides q_strides, Address k, Strides k_strides, A
           at<void>(v_cache),
           {k_cache_strides.first, k_cache_strides.second},
           {v_cache_strides.first, v_cache_strides.second},
+          DType(kv_dtype),
           DType(dtype),
           tokens,
           num_heads,
@@ -128,8 +129,8 @@ RopeArgs rope_args(Address q, Strides q_strides, Address k, Strides k_strides, A
 }
 
 AttentionArgs attention_args(Address q, Strides q_strides, Address k_cache, Strides k_cache_strides, Address v_cache,
-                             Strides v_cache_strides, Address out, int dtype, Address query_start, Address block_tables,
-                             int64_t block_table_stride, Address positions, int64_t num_seqs, int64_t num_heads,
+                             Strides v_cache_strides, int kv_dtype, Address out, int dtype, Address query_start,
+                             Address block_tables, int64_t block_table_stride, Address positions, int64_t num_seqs, int64_t num_heads,
                              int64_t num_kv_heads, int64_t head_dim, int64_t block_size, double scale, int64_t window) {
   return {at<void>(q),
           {q_strides.first, q_strides.second},
@@ -137,6 +138,7 @@ AttentionArgs attention_args(Address q, Strides q_strides, Address k_cache, Stri
           at<void>(v_cache),
           {k_cache_strides.first, k_cache_strides.second},
           {v_cache_strides.first, v_cache_strides.second},
+          DType(kv_dtype),
           at<void>(out),
           DType(dtype),
           at<int32_t>(query_start),

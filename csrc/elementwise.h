@@ -3,8 +3,8 @@
 
 #include <cmath>
 
+#include "kv_rows.h"
 #include "math.h"
-#include "parallel.h"
 
 namespace octavo::OCTAVO_ISA {
 
@@ -114,36 +114,38 @@ OCTAVO_INLINE void rotate_head(const T* x, const float* cos_sin, int64_t head_di
   }
 }
 
-template <class T>
+// A token's q, k and v; the cache holds its keys and values as C.
+template <class T, class C>
 void rope_and_write_token(const RopeArgs& args, int64_t token) {
   const float* cos_sin = args.cos_sin + args.positions[token] * args.head_dim;
   T* q = static_cast<T*>(args.q) + token * args.q_strides[0];
   for (int64_t head = 0; head < args.num_heads; ++head) {
     rotate_head(q + head * args.q_strides[1], cos_sin, args.head_dim, q + head * args.q_strides[1]);
   }
-  const int64_t block = args.slot_mapping[token] / args.block_size;
-  const int64_t offset = args.slot_mapping[token] % args.block_size * args.head_dim;
-  T* k_out = static_cast<T*>(args.k_cache) + block * args.k_cache_strides[0] + offset;
-  T* v_out = static_cast<T*>(args.v_cache) + block * args.v_cache_strides[0] + offset;
+  const int64_t block = args.slot_mapping[token] / args.block_size, offset = args.slot_mapping[token] % args.block_size;
   const T* k = static_cast<const T*>(args.k) + token * args.k_strides[0];
   const T* v = static_cast<const T*>(args.v) + token * args.v_strides[0];
   for (int64_t head = 0; head < args.num_kv_heads; ++head) {
-    rotate_head(k + head * args.k_strides[1], cos_sin, args.head_dim, k_out + head * args.k_cache_strides[1]);
-    std::memcpy(static_cast<void*>(v_out + head * args.v_cache_strides[1]), v + head * args.v_strides[1],
-                static_cast<size_t>(args.head_dim) * sizeof(T));
+    const KVBlock<C> keys(args.k_cache, args.k_cache_strides, block, head, args.block_size, args.head_dim);
+    const KVBlock<C> values(args.v_cache, args.v_cache_strides, block, head, args.block_size, args.head_dim);
+    T rotated[kMostHeadDim];
+    rotate_head(k + head * args.k_strides[1], cos_sin, args.head_dim, rotated);
+    write_row(keys, offset, rotated);
+    write_row(values, offset, v + head * args.v_strides[1]);
   }
 }
 
-inline void rope_and_write_kv(ThreadPool& pool, const RopeArgs& args) {
+template <class T, class C>
+void rope_and_write_kv_of(ThreadPool& pool, const RopeArgs& args) {
   const int64_t per_token = (args.num_heads + 2 * args.num_kv_heads) * args.head_dim;
   parallel_ranges(pool, args.tokens, divide_up(kLeastElements, per_token), [&](int64_t first, int64_t last) {
-    for (int64_t token = first; token < last; ++token) {
-      if (args.dtype == DType::kFloat32) {
-        rope_and_write_token<float>(args, token);
-      } else {
-        rope_and_write_token<bf16>(args, token);
-      }
-    }
+    for (int64_t token = first; token < last; ++token) rope_and_write_token<T, C>(args, token);
+  });
+}
+
+inline void rope_and_write_kv(ThreadPool& pool, const RopeArgs& args) {
+  with_kv_types(args.dtype, args.kv_dtype, [&](auto value, auto stored) {
+    rope_and_write_kv_of<decltype(value), decltype(stored)>(pool, args);
   });
 }
 

@@ -104,10 +104,11 @@ struct RopeArgs {
   const float* cos_sin;  // [max_positions, head_dim]
   const int64_t* positions;
   const int64_t* slot_mapping;
-  void* k_cache;  // [num_blocks, num_kv_heads, block_size, head_dim]
+  void* k_cache;  // [num_blocks, num_kv_heads, block_size, head_dim]; see kv_rows.h
   void* v_cache;
   int64_t k_cache_strides[2];  // of blocks and of heads
   int64_t v_cache_strides[2];
+  DType kv_dtype;  // that of q, k and v, or int8
   DType dtype;
   int64_t tokens;
   int64_t num_heads;
@@ -119,10 +120,11 @@ struct RopeArgs {
 struct AttentionArgs {
   const void* q;  // [tokens, num_heads, head_dim]
   int64_t q_strides[2];
-  const void* k_cache;  // [num_blocks, num_kv_heads, block_size, head_dim]
-  const void* v_cache;
+  void* k_cache;  // as in RopeArgs; only read
+  void* v_cache;
   int64_t k_cache_strides[2];
   int64_t v_cache_strides[2];
+  DType kv_dtype;
   void* out;  // [tokens, num_heads * head_dim], contiguous
   DType dtype;
   const int32_t* query_start;   // [num_seqs + 1]

@@ -154,6 +154,11 @@ OCTAVO_INLINE Vec load(const f16* p) {
   const auto* q = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
 }
+OCTAVO_INLINE Vec load(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+}
 
 OCTAVO_INLINE void store(float* p, Vec a) {
   _mm256_storeu_ps(p, a.lo);

@@ -114,6 +114,9 @@ OCTAVO_INLINE Vec load(const bf16* p) {
 OCTAVO_INLINE Vec load(const f16* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+OCTAVO_INLINE Vec load(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
 
 OCTAVO_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
 OCTAVO_INLINE void store(bf16* p, Vec a) {  // to nearest even; a NaN stays a quiet NaN

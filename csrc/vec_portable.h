@@ -155,6 +155,11 @@ OCTAVO_INLINE Vec load(const f16* p) {
   const Vec unsigned_value = select(less_equal(splat(65536.0f), finite), special, finite);
   return as_float(as_int(unsigned_value) | shift_left<16>(raw & splat_int(0x8000)));
 }
+OCTAVO_INLINE Vec load(const int8_t* p) {
+  Vec r;
+  for (int i = 0; i < 16; ++i) r.v[i] = static_cast<float>(p[i]);
+  return r;
+}
 
 OCTAVO_INLINE void store(float* p, Vec a) { std::memcpy(p, &a.v, sizeof(a.v)); }
 OCTAVO_INLINE void store(bf16* p, Vec a) {  // to nearest even; a NaN stays a quiet NaN

@@ -7,6 +7,15 @@ import importlib.util
 COMPILED = importlib.util.find_spec("octavo._kernels") is not None
 
 
+_INT8_KV = " with int8 KV"
+
+
 def precision(name):
     """Return what a `ModelConfig` takes for a number format: that of activations and weights, or of rounded weights."""
+    name = name.removesuffix(_INT8_KV)
     return {"dtype": "bfloat16", "quantization": name} if name in {"int8", "int4"} else {"dtype": name}
+
+
+def kv_precision(name):
+    """Return what a `CacheConfig` takes for it."""
+    return {"kv_cache_dtype": "int8" if name.endswith(_INT8_KV) else "auto"}

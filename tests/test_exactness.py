@@ -5,12 +5,13 @@ Every run below is compared with each request computed alone, whole, from a cold
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernels_available import COMPILED, precision
+from kernels_available import COMPILED, kv_precision, precision
 
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import kernels_required
@@ -19,6 +20,7 @@ from octavo.models.random_weights import tiny_config, write_checkpoint
 needs_kernels = pytest.mark.skipif(
     not COMPILED and not kernels_required(), reason="octavo was installed without its compiled kernels"
 )
+DTYPES = ["float32", "bfloat16", "int8", "int4", "bfloat16 with int8 KV", "int8 with int8 KV"]
 NUM_REQUESTS = 32
 NUM_TOKENS = 12
 
@@ -60,7 +62,8 @@ SCHEDULES = [
     Schedule("priority", **FEW_BLOCKS, options=(("policy", "priority"),)),
     Schedule("deadline", **FEW_BLOCKS, options=(("policy", "deadline"),)),
     Schedule("fair", block_size=2, num_blocks=140, budget=64, options=(("policy", "fair"),)),
-    Schedule("protected", **FEW_BLOCKS, options=(("max_num_preemptions", 1),)),
+    Schedule("protected", **FEW_BLOCKS, options=(("max_num_preemptions", 1), ("max_num_mixed_prefill_tokens", 0))),
+    Schedule("costly", budget=64, options=(("max_num_mixed_prefill_tokens", 3), ("attention_cost_tokens", 500.0))),
     Schedule("reservation", block_size=2, options=(("admission", "reservation"), ("max_batch_total_tokens", 900))),
     Schedule("prefill_first", options=(("batching", "prefill_first"),)),
     Schedule("one_thread", num_threads=1),
@@ -106,6 +109,7 @@ def make_engine(checkpoint, dtype: str, schedule: Schedule, kernels: str) -> LLM
             num_gpu_blocks=schedule.num_blocks or 4096 // schedule.block_size * 2,
             enable_prefix_caching=schedule.prefix_caching,
             swap_space_bytes=schedule.swap_space_bytes,
+            **kv_precision(dtype),
         ),
         SchedulerConfig(
             max_num_seqs=schedule.max_num_seqs,
@@ -149,7 +153,7 @@ def alone(checkpoint):
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_compiled_kernels_are_exact(checkpoint, alone, schedule, dtype):
     engine = make_engine(checkpoint, dtype, schedule, "cpu")
@@ -168,6 +172,13 @@ def test_compiled_kernels_are_exact(checkpoint, alone, schedule, dtype):
     if schedule.rounds > 1:
         assert stats.cache_hit_rate > 0.4
     assert stats.kv_cache_usage == 0.0
+
+
+@needs_kernels
+def test_number_formats_are_not_the_same_thing(alone):
+    """Or equality within each would be nothing to be proud of."""
+    seen = [[logprobs for _, logprobs in alone(dtype, "cpu")] for dtype in DTYPES]
+    assert all(a != b for a, b in itertools.combinations(seen, 2))
 
 
 @needs_kernels

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 from alone_and_crowd import alone, crowd, needs_kernels
-from kernels_available import precision
+from kernels_available import kv_precision, precision
 
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.models.random_weights import tiny_config, write_checkpoint
@@ -15,7 +15,7 @@ from octavo.models.random_weights import tiny_config, write_checkpoint
 pytestmark = needs_kernels
 VOCAB_SIZE = 500
 MAX_MODEL_LEN = 4096
-DTYPES = ["float32", "bfloat16", "int8", "int4"]
+DTYPES = ["float32", "bfloat16", "int8", "int4", "bfloat16 with int8 KV"]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory):
 def make_engine(checkpoint, dtype, *, num_threads=2, num_blocks=600, max_num_seqs=8, budget=4096, **scheduler):
     return LLMEngine(
         ModelConfig(model=str(checkpoint), **precision(dtype), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN),
-        CacheConfig(num_gpu_blocks=num_blocks, enable_prefix_caching=False),
+        CacheConfig(num_gpu_blocks=num_blocks, enable_prefix_caching=False, **kv_precision(dtype)),
         SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **scheduler),
         device_config=DeviceConfig(device="cpu", kernels="cpu", num_threads=num_threads),
     )

@@ -3,8 +3,9 @@
 The questions are those that training never sees (see `demo_data`). An answer counts only when it is the expected text,
 character for character. Stories, rhymes and small talk have no single right answer and are not counted.
 
-With --quantization the same questions are asked of rounded weights, and it is told how far the distributions of the
-next token are from those of the weights as they are: KL divergence over every token of the held-out answers.
+With --quantization, or --kv-cache-dtype int8, the same questions are asked of rounded weights, or keys and values, and
+it is told how far the distributions of the next token are from those of the model as it is: KL divergence over every
+token of the held-out answers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +35,21 @@ examples:
 MAX_TOKENS = 64
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """What octavo rounds: the weights ("int8", "int4" or None), and keys and values ("int8" or "auto")."""
+
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+
+
 def answer_with_octavo(
-    model: str, prompts: list[list[demo_data.Message]], quantization: str | None = None
+    model: str, prompts: list[list[demo_data.Message]], rounding: Rounding = Rounding()
 ) -> list[str]:
     """Greedy answers through octavo."""
     from octavo import LLM, SamplingParams  # noqa: PLC0415  the backend not chosen need not be installed
 
-    llm = LLM(model=model, quantization=quantization)
+    llm = LLM(model=model, quantization=rounding.quantization, kv_cache_dtype=rounding.kv_cache_dtype)
     outputs = llm.chat(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
     return [output.outputs[0].text for output in outputs]
 
@@ -69,7 +79,7 @@ def answer_with_transformers(model: str, prompts: list[list[demo_data.Message]],
     return answers
 
 
-def divergence(model: str, examples: list[demo_data.Example], quantization: str) -> tuple[float, float]:
+def divergence(model: str, examples: list[demo_data.Example], rounding: Rounding) -> tuple[float, float]:
     """Mean KL divergence of the rounded model from the plain one, in nats a token, and how often they agree on the top.
 
     Both read every held-out conversation with its right answer; the tokens of the answer are counted.
@@ -82,7 +92,7 @@ def divergence(model: str, examples: list[demo_data.Example], quantization: str)
         head = tokenizer.encode(render(example.prompt(), generation_prompt=True))
         rows.append([*head, *tokenizer.encode(example.answer + "<|im_end|>")])
         counted.append(len(rows[-1]) - len(head))
-    plain, rounded = (logits_of(model, rows, counted, each) for each in (None, quantization))
+    plain, rounded = (logits_of(model, rows, counted, each) for each in (Rounding(), rounding))
     sums = [0.0, 0.0]
     for exact, other in zip(plain, rounded, strict=True):
         exact_log, other_log = exact.log_softmax(-1), other.log_softmax(-1)
@@ -91,7 +101,7 @@ def divergence(model: str, examples: list[demo_data.Example], quantization: str)
     return sums[0] / sum(counted), sums[1] / sum(counted)
 
 
-def logits_of(model: str, rows: list[list[int]], counted: list[int], quantization: str | None) -> list[Tensor]:
+def logits_of(model: str, rows: list[list[int]], counted: list[int], rounding: Rounding) -> list[Tensor]:
     """float64 logits that foretell the last `counted` tokens of each row."""
     import torch  # noqa: PLC0415
 
@@ -109,7 +119,7 @@ def logits_of(model: str, rows: list[list[int]], counted: list[int], quantizatio
         dtype=architecture.dtype,
         device=device,
         max_model_len=size,
-        quantization=quantization,
+        quantization=rounding.quantization,
     )
     cache = PagedKVCache(
         num_blocks=1,
@@ -117,7 +127,7 @@ def logits_of(model: str, rows: list[list[int]], counted: list[int], quantizatio
         num_kv_heads=architecture.num_kv_heads,
         block_size=size,
         head_dim=architecture.head_dim,
-        dtype=network.dtype,
+        dtype=network.dtype if rounding.kv_cache_dtype == "auto" else torch.int8,
         device=device,
     )
     logits = []
@@ -172,13 +182,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="which held-out questions (default 0)")
     parser.add_argument("--backend", choices=sorted(backends()), default="octavo", help="who answers (default octavo)")
     parser.add_argument("--quantization", choices=("int8", "int4"), help="how octavo rounds the weights (default: not)")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("auto", "int8"), default="auto", help="how octavo keeps keys and values (auto)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--show", type=int, default=0, help="print up to this many mistakes per task")
     parser.add_argument("--min-overall", type=float, default=0.0, help="exit 1 below this overall share, as 0.90")
     parser.add_argument("--min-task", type=float, default=0.0, help="exit 1 when any task is below this share")
     args = parser.parse_args()
-    if args.quantization and args.backend != "octavo":
-        parser.error("--quantization is octavo's")
+    args.rounding = Rounding(args.quantization, args.kv_cache_dtype)
+    if args.rounding != Rounding() and args.backend != "octavo":
+        parser.error("--quantization and --kv-cache-dtype are octavo's")
     return args
 
 
@@ -188,20 +202,20 @@ def main() -> int:
     examples = [e for task in demo_data.CHECKABLE_TASKS for e in demo_data.questions(task, args.questions, args.seed)]
     assert all(example.held_out for example in examples)
     prompts = [example.prompt() for example in examples]
-    if args.quantization:
-        answers = answer_with_octavo(args.model, prompts, args.quantization)
+    if args.rounding != Rounding():
+        answers = answer_with_octavo(args.model, prompts, args.rounding)
     else:
         answers = backends()[args.backend](args.model, prompts)
     scores = grade(examples, answers, args.show)
     overall = sum(scores.values()) / len(scores)
     report = {"overall": overall, "tasks": scores, "questions": args.questions, "backend": args.backend}
-    if args.quantization:
-        report["kl_nats"], report["top_agreement"] = divergence(args.model, examples, args.quantization)
+    if args.rounding != Rounding():
+        report["kl_nats"], report["top_agreement"] = divergence(args.model, examples, args.rounding)
     if args.json:
-        print(json.dumps(report | {"quantization": args.quantization}))
+        print(json.dumps(report | asdict(args.rounding)))
     else:
         print_table(scores, overall, args.questions)
-        if args.quantization:
+        if args.rounding != Rounding():
             print(f"KL divergence {report['kl_nats']:.5f} nats a token; the likeliest token is the same for ", end="")
             print(f"{report['top_agreement']:.2%} of the answers' tokens")
     short = overall < args.min_overall or min(scores.values()) < args.min_task

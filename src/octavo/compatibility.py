@@ -33,7 +33,6 @@ ACCEPTED_ARGUMENTS: dict[str, Accepted] = {
     "enforce_eager": Accepted((True, False), "there are no CUDA graphs yet"),
     "swap_space": Accepted((0, 4), "host memory for preempted requests is asked for with swap_space_bytes"),
     "cpu_offload_gb": Accepted((0,), "weights stay on the device"),
-    "kv_cache_dtype": Accepted(("auto",), "KV has the activations' dtype"),
     "disable_log_stats": Accepted((True, False), "statistics are read from the event stream"),
     "disable_custom_all_reduce": Accepted((True, False), "one process computes"),
     "distributed_executor_backend": Accepted((None, "uni"), "one process computes"),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
 QUANTIZATIONS = ("int8", "int4")
+KV_CACHE_DTYPES = ("auto", "int8")
 DEFAULT_PACKED_CACHE_BYTES = 16 << 30
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEFAULT_MAX_NUM_SEQS = 64
@@ -112,9 +113,12 @@ class CacheConfig:
     cache_decoded_blocks: whether blocks with generated tokens can be shared, too (the next turn of a conversation
     finds its history then).
     swap_space_bytes: host memory for the KV of preempted requests; 0 for none.
+    kv_cache_dtype: "auto" keeps keys and values as they are computed; "int8" rounds those of each token and head with a
+    scale of their own, which halves them.
     """
 
     block_size: int = DEFAULT_BLOCK_SIZE
+    kv_cache_dtype: str = "auto"
     num_gpu_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
@@ -124,6 +128,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _at_least("swap_space_bytes", self.swap_space_bytes, 0)
         _at_least("num_gpu_blocks", self.num_gpu_blocks, 1, may_be_none=True)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, may_be_none=True)

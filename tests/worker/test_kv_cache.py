@@ -7,6 +7,7 @@ import torch
 
 from octavo.config import CacheConfig
 from octavo.errors import ConfigError
+from octavo.kernels.quantization import kv_scales
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.scheduler_output import BlockCopies
@@ -57,11 +58,39 @@ def test_out_comes_before_in_before_copies(cache):
     assert not torch.equal(out, copied)
 
 
+def test_a_block_of_int8_is_one_object_with_its_scales(tmp_path):
+    architecture = read_architecture(write_checkpoint(tmp_path, tiny_config("Qwen3ForCausalLM", num_hidden_layers=3)))
+    cache = PagedKVCache(
+        num_blocks=5, num_layers=3, num_kv_heads=architecture.num_kv_heads, block_size=4,
+        head_dim=architecture.head_dim, dtype=torch.int8, device=torch.device("cpu"), num_host_blocks=2,
+    )  # fmt: skip
+    assert cache.num_bytes == 5 * block_bytes(architecture, 4, "int8")
+    assert cache.blocks[3].is_contiguous()
+    keys, values = cache.layer(2)
+    kv_scales(keys).fill_(0.25)
+    kv_scales(values).fill_(0.5)
+    keys.fill_(3)
+    values.fill_(-7)
+    cache.copy(BlockCopies(swap_out=[(3, 1)]))
+    cache.blocks.zero_()
+    cache.copy(BlockCopies(swap_in=[(1, 4)]))
+    for rows, scale, value in ((keys, 0.25, 3), (values, 0.5, -7)):
+        assert torch.equal(kv_scales(rows)[4], torch.full_like(kv_scales(rows)[4], scale))
+        assert torch.equal(rows[4], torch.full_like(rows[4], value))
+        assert not rows[:4].any()
+
+
+def test_heads_whose_scales_would_not_be_aligned_are_refused(tmp_path):
+    architecture = read_architecture(write_checkpoint(tmp_path, tiny_config("Qwen3ForCausalLM", head_dim=6)))
+    with pytest.raises(ConfigError, match="kv_cache_dtype int8 needs a head_dim that is a multiple of 4, not 6"):
+        block_bytes(architecture, 16, "int8")
+
+
 def test_host_blocks_are_counted_in_bytes(tmp_path):
     directory = write_checkpoint(tmp_path / "llama", tiny_config("LlamaForCausalLM"))
     architecture = read_architecture(directory)
     per_block = block_bytes(architecture, 16, "float32")
     config = CacheConfig(swap_space_bytes=3 * per_block + 1)
-    assert decide_num_host_blocks(architecture, config, dtype="float32") == 3
+    assert decide_num_host_blocks(architecture, config, kv_dtype="float32") == 3
     with pytest.raises(ConfigError, match="swap_space_bytes"):
-        decide_num_host_blocks(architecture, CacheConfig(swap_space_bytes=1 << 60), dtype="float32")
+        decide_num_host_blocks(architecture, CacheConfig(swap_space_bytes=1 << 60), kv_dtype="float32")

@@ -65,8 +65,9 @@ def test_default_is_the_smaller_of_4_gib_and_half_of_what_is_free(checkpoint, mo
     def decide(free: int, cache: CacheConfig = CacheConfig()) -> int:  # noqa: B008
         monkeypatch.setattr(memory, "free_bytes", lambda _device: free)
         return decide_num_blocks(
-            architecture, cache, scheduler, dtype="float32", max_model_len=100_000, device=torch.device("cpu")
-        )
+            architecture, cache, scheduler, dtype="float32", kv_dtype="float32", max_model_len=100_000,
+            device=torch.device("cpu"),
+        )  # fmt: skip
 
     step = activation_bytes(architecture, 1024, 1024, "float32")
     assert decide(64 << 30) == (4 << 30) // per_block

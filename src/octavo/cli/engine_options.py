@@ -336,6 +336,14 @@ class EngineOptions:
             help="Run the largest step once and size the cache by what it took; the result is kept for later starts.",
         ),
     ] = False
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|int8",
+            rich_help_panel=_CACHE,
+            help="How keys and values are kept: as they are computed (auto), or rounded to int8, which halves them.",
+        ),
+    ] = "auto"
     kv_cache_memory_bytes: Annotated[
         int | None,
         typer.Option(
@@ -446,6 +454,7 @@ class EngineOptions:
                 block_size=self.block_size,
                 num_gpu_blocks=self.num_gpu_blocks_override,
                 kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+                kv_cache_dtype=self.kv_cache_dtype,
                 enable_prefix_caching=self.enable_prefix_caching,
                 cache_decoded_blocks=self.cache_decoded_blocks,
                 swap_space_bytes=self.swap_space_bytes,

@@ -271,7 +271,8 @@ class CpuKernels:
             q.data_ptr(), q.stride()[:2], k.data_ptr(), k.stride()[:2], v.data_ptr(), v.stride()[:2],
             cos_sin.data_ptr(), batch.positions.data_ptr(), batch.slot_mapping.data_ptr(),
             k_cache.data_ptr(), k_cache.stride()[:2], v_cache.data_ptr(), v_cache.stride()[:2],
-            _DTYPE_NUMBERS[q.dtype], q.shape[0], q.shape[1], k.shape[1], q.shape[2], batch.block_size,
+            _DTYPE_NUMBERS[k_cache.dtype], _DTYPE_NUMBERS[q.dtype], q.shape[0], q.shape[1], k.shape[1], q.shape[2],
+            batch.block_size,
         )  # fmt: skip
 
     def paged_attention(
@@ -280,13 +281,15 @@ class CpuKernels:
         """Return causal attention over paged KV."""
         num_tokens, num_heads, head_dim = q.shape
         assert q.stride(2) == 1
-        assert q.dtype == k_cache.dtype == v_cache.dtype
+        assert k_cache.dtype == v_cache.dtype
+        assert k_cache.dtype in {q.dtype, torch.int8}
         assert k_cache.stride()[2:] == v_cache.stride()[2:] == (head_dim, 1)
         out = self._empty(num_tokens, num_heads * head_dim, dtype=q.dtype)
         self._calls.paged_attention(
             q.data_ptr(), q.stride()[:2], k_cache.data_ptr(), k_cache.stride()[:2], v_cache.data_ptr(),
-            v_cache.stride()[:2], out.data_ptr(), _DTYPE_NUMBERS[q.dtype], batch.query_start.data_ptr(),
-            batch.block_tables.data_ptr(), batch.block_tables.stride(0), batch.positions.data_ptr(),
+            v_cache.stride()[:2], _DTYPE_NUMBERS[k_cache.dtype], out.data_ptr(), _DTYPE_NUMBERS[q.dtype],
+            batch.query_start.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.stride(0),
+            batch.positions.data_ptr(),
             batch.seq_lens.shape[0], num_heads, k_cache.shape[1], head_dim, batch.block_size, scale, window or 0,
         )  # fmt: skip
         return out

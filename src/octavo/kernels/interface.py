@@ -182,7 +182,9 @@ class Kernels(Protocol):
         q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim]: the last dimension is
         contiguous, the token stride is free (they may be views of one fused projection).
         cos_sin float32 [max_positions, head_dim]: cosines of the head_dim / 2 angles, then sines.
-        k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim]: the last two dimensions are contiguous.
+        k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim]: the last two dimensions are contiguous. Their
+        dtype is that of q, k and v; or int8, rounded as `quantize_rows` does from that dtype, with scales behind the
+        rows of each block and head (`octavo.kernels.quantization.kv_scales`).
         """
         ...
 

@@ -2,6 +2,7 @@
 
 Activations are rounded to int8 on the way, one scale per row, the largest magnitude at 127. Weights are int8 with one
 scale per output feature (W8A8), or int4 with one scale, and perhaps a zero point, per group of input features (W4A8).
+Keys and values in a cache of int8 are rounded like activations, each row of head_dim by itself.
 Sums of integers are exact, and the groups of an int4 weight are added in a fixed order, so every backend gives the same
 bits.
 """
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 ROUNDING_VERSION = 2  # to be counted up when a weight is rounded to other values: weights kept on disk are old then
 MAX_IN_FEATURES = 1 << 16  # more products of two bytes could overflow a 32-bit sum
 GROUP_MULTIPLE = 32  # of the size of a group, unless one group spans all input features
+KV_SCALE_BYTES = 4  # of the keys, or the values, of a token and one KV head
 INT4_ZERO = 8  # what stands for zero in an int4 weight without zero points
 _INT4_MAX = 15
 _LANES = 16  # of sums of errors
@@ -190,6 +192,18 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.where(is_finite, magnitude / most, torch.nan)
     inverse = torch.where(is_finite & (magnitude >= _LEAST_MAGNITUDE), most / magnitude, 0.0)
     return torch.where(is_finite.unsqueeze(1), (wide * inverse.unsqueeze(1)).round(), 0.0), scales
+
+
+def kv_scales(cache: Tensor) -> Tensor:
+    """Return the scales of int8 keys or values, float32 [num_blocks, num_kv_heads, block_size]: a view.
+
+    cache int8 [num_blocks, num_kv_heads, block_size, head_dim], as `octavo.worker.kv_cache.PagedKVCache.layer` gives:
+    behind the rows of a block and head stand their scales, in the same memory.
+    """
+    num_blocks, num_heads, block_size, head_dim = cache.shape
+    behind = cache.storage_offset() + block_size * head_dim
+    size = (num_blocks, num_heads, block_size * KV_SCALE_BYTES)
+    return cache.as_strided(size, (*cache.stride()[:2], 1), behind).view(torch.float32)
 
 
 def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

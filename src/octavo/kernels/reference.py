@@ -18,10 +18,12 @@ from octavo.kernels.quantization import (
     Int4Weight,
     Int8Weight,
     QuantizedWeight,
+    kv_scales,
     linear_int4,
     linear_int8,
     quantize_int4,
     quantize_int8,
+    quantize_rows,
 )
 
 if TYPE_CHECKING:
@@ -122,8 +124,13 @@ class ReferenceKernels:
         q.copy_(_rotate(q, cosine, sine))
         block = batch.slot_mapping // batch.block_size
         offset = batch.slot_mapping % batch.block_size
-        k_cache[block, :, offset] = _rotate(k, cosine, sine)
-        v_cache[block, :, offset] = v
+        for cache, rows in ((k_cache, _rotate(k, cosine, sine)), (v_cache, v)):
+            if cache.dtype == torch.int8:
+                values, scales = quantize_rows(rows.flatten(0, 1))
+                cache[block, :, offset] = values.view(rows.shape).to(torch.int8)
+                kv_scales(cache)[block, :, offset] = scales.view(rows.shape[:2])
+            else:
+                cache[block, :, offset] = rows
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, window: int | None
@@ -134,7 +141,7 @@ class ReferenceKernels:
         for i, seq_len in enumerate(batch.seq_lens.tolist()):
             blocks = batch.block_tables[i, : -(-seq_len // batch.block_size)].long()
             keys, values = (
-                cache[blocks].transpose(1, 2).flatten(0, 1)[:seq_len].float()  # [seq_len, num_kv_heads, head_dim]
+                _read_blocks(cache, blocks).transpose(1, 2).flatten(0, 1)[:seq_len]  # [seq_len, num_kv_heads, head_dim]
                 for cache in (k_cache, v_cache)
             )
             for first in range(query_start[i], query_start[i + 1], _QUERY_CHUNK):
@@ -198,6 +205,12 @@ def _sample(logits: Tensor, rows: SamplingRows) -> Tensor:
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(x.dtype)
+
+
+def _read_blocks(cache: Tensor, blocks: Tensor) -> Tensor:
+    """Return float32 [num_blocks, num_kv_heads, block_size, head_dim] of some blocks."""
+    rows = cache[blocks].float()
+    return rows * kv_scales(cache)[blocks].unsqueeze(-1) if cache.dtype == torch.int8 else rows
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int | None) -> Tensor:

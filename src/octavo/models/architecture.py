@@ -103,8 +103,9 @@ class Architecture:
         return 2 * far_layers * self.num_heads * self.head_dim / products
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes of keys and values that one token keeps over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        """Bytes of keys and values that one token keeps over all layers; a row of int8 has a scale of four bytes."""
+        row_bytes = self.head_dim + 4 if dtype == "int8" else self.head_dim * DTYPE_BYTES[dtype]
+        return 2 * self.num_layers * self.num_kv_heads * row_bytes
 
     def rope_bytes(self, max_model_len: int) -> int:
         """Bytes of the float32 table of cosines and sines."""

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from octavo.kernels.quantization import KV_SCALE_BYTES
+
 if TYPE_CHECKING:
     from octavo.scheduler_output import BlockCopies
 
@@ -13,8 +15,9 @@ if TYPE_CHECKING:
 class PagedKVCache:
     """Keys and values of all layers, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
 
-    Memory is reserved here and touched when a block is first written. num_host_blocks: room in host memory for the
-    blocks of preempted requests, in the same layout.
+    dtype: that of the activations, or int8. Then behind the rows of each block, layer and head stand their scales, in
+    float32, so that a block is one object all the same. Memory is reserved here and touched when a block is first
+    written. num_host_blocks: room in host memory for the blocks of preempted requests, in the same layout.
     """
 
     def __init__(
@@ -29,11 +32,16 @@ class PagedKVCache:
         device: torch.device,
         num_host_blocks: int = 0,
     ) -> None:
-        shape = (num_layers, 2, num_kv_heads, block_size, head_dim)
+        row_bytes = head_dim + KV_SCALE_BYTES
+        rows = (block_size * row_bytes,) if dtype == torch.int8 else (block_size, head_dim)
+        shape = (num_layers, 2, num_kv_heads, *rows)
         self.blocks = torch.empty((num_blocks, *shape), dtype=dtype, device=device)
         self.host_blocks = torch.empty((num_host_blocks, *shape), dtype=dtype, pin_memory=device.type == "cuda")
         self.block_size = block_size
-        self._layers = [(self.blocks[:, index, 0], self.blocks[:, index, 1]) for index in range(num_layers)]
+        rows_alone = self.blocks
+        if dtype == torch.int8:
+            rows_alone = self.blocks[..., : block_size * head_dim].view(num_blocks, *shape[:3], block_size, head_dim)
+        self._layers = [(rows_alone[:, index, 0], rows_alone[:, index, 1]) for index in range(num_layers)]
 
     @property
     def num_blocks(self) -> int:

@@ -19,9 +19,11 @@ PROMPT_LOGPROBS_SLICE_ROWS = 32  # rows of logits that are made at once for prom
 _UNLIMITED = 1 << 60
 
 
-def block_bytes(architecture: Architecture, block_size: int, dtype: str) -> int:
-    """Bytes of one KV block over all layers; dtype is that of the activations."""
-    return block_size * architecture.kv_bytes_per_token(dtype)
+def block_bytes(architecture: Architecture, block_size: int, kv_dtype: str) -> int:
+    """Bytes of one KV block over all layers. Raises `ConfigError` for int8 heads whose scales would not be aligned."""
+    if kv_dtype == "int8" and architecture.head_dim % 4:
+        raise ConfigError(f"kv_cache_dtype int8 needs a head_dim that is a multiple of 4, not {architecture.head_dim}")
+    return block_size * architecture.kv_bytes_per_token(kv_dtype)
 
 
 def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_rows: int, dtype: str) -> int:
@@ -50,6 +52,7 @@ def decide_num_blocks(
     scheduler_config: SchedulerConfig,
     *,
     dtype: str,
+    kv_dtype: str,
     max_model_len: int,
     device: torch.device,
     scratch_bytes: int = 0,
@@ -57,6 +60,7 @@ def decide_num_blocks(
 ) -> int:
     """Decide how many blocks the KV cache gets; called when the weights are in place.
 
+    dtype is that of the activations.
     scratch_bytes is what the kernels allocate for themselves in a step.
     step_bytes is what a probe saw a step take; it counts where it is more than what the shapes say.
 
@@ -65,7 +69,7 @@ def decide_num_blocks(
     more than max_num_seqs sequences of full length can use.
     Raises `ConfigError` when not even one block fits.
     """
-    per_block = block_bytes(architecture, cache_config.block_size, dtype)
+    per_block = block_bytes(architecture, cache_config.block_size, kv_dtype)
     free = free_bytes(device)
     if device.type == "cpu":
         free -= cache_config.swap_space_bytes
@@ -87,7 +91,7 @@ def decide_num_blocks(
     if num_blocks < 1:
         raise ConfigError(
             f"{reason} leaves no room for a single KV block of {per_block:,} bytes "
-            f"({free:,} bytes are free); give more, or choose a smaller block_size or dtype"
+            f"({free:,} bytes are free); give more, or choose a smaller block_size or kv_cache_dtype int8"
         )
     if num_blocks * per_block > free:
         raise ConfigError(
@@ -96,12 +100,12 @@ def decide_num_blocks(
     return num_blocks
 
 
-def decide_num_host_blocks(architecture: Architecture, cache_config: CacheConfig, *, dtype: str) -> int:
+def decide_num_host_blocks(architecture: Architecture, cache_config: CacheConfig, *, kv_dtype: str) -> int:
     """Decide how many blocks fit `swap_space_bytes`. Raises `ConfigError` when that is more than what is free."""
     wanted, free = cache_config.swap_space_bytes, free_bytes(torch.device("cpu"))
     if wanted > free:
         raise ConfigError(f"swap_space_bytes is {wanted:,}, but only {free:,} bytes of host memory are free")
-    return wanted // block_bytes(architecture, cache_config.block_size, dtype)
+    return wanted // block_bytes(architecture, cache_config.block_size, kv_dtype)
 
 
 def _machine_free_bytes() -> int:

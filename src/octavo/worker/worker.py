@@ -86,14 +86,16 @@ class Worker:
             progress=progress,
         )
         self.quantization = quantization
-        self.kv_dtype = str(self.model.dtype).removeprefix("torch.")
+        self.dtype = str(self.model.dtype).removeprefix("torch.")
+        self.kv_dtype = self.dtype if cache_config.kv_cache_dtype == "auto" else cache_config.kv_cache_dtype
         self._limits = (max_model_len, cache_config, scheduler_config)
         step_bytes = self._step_bytes(directory) if cache_config.probe_largest_batch else 0
         num_blocks = decide_num_blocks(
             architecture,
             cache_config,
             scheduler_config,
-            dtype=self.kv_dtype,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             max_model_len=max_model_len,
             device=self.device,
             scratch_bytes=self.kernels.scratch_bytes(
@@ -105,7 +107,7 @@ class Worker:
             ),
             step_bytes=step_bytes,
         )
-        num_host_blocks = decide_num_host_blocks(architecture, cache_config, dtype=self.kv_dtype)
+        num_host_blocks = decide_num_host_blocks(architecture, cache_config, kv_dtype=self.kv_dtype)
         self.runner = self._make_runner(num_blocks, num_host_blocks)
         self.kv_cache = self.runner.kv_cache
         with self._torch_threads():
@@ -120,7 +122,7 @@ class Worker:
             num_kv_heads=architecture.num_kv_heads,
             block_size=cache_config.block_size,
             head_dim=architecture.head_dim,
-            dtype=self.model.dtype,
+            dtype=getattr(torch, self.kv_dtype),
             device=self.device,
             num_host_blocks=num_host_blocks,
         )
@@ -137,7 +139,7 @@ class Worker:
         """Return what the largest step takes besides weights and KV: from a kept probe, or from running one now."""
         max_model_len, cache_config, scheduler_config = self._limits
         limits = (scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs, max_model_len)
-        formats = (self.kv_dtype, self.quantization)
+        formats = (self.dtype, self.kv_dtype, self.quantization)
         path = probe_file(directory.resolve(), *formats, self.device, self.kernels.name, *limits)
         result = kept_result(path)
         if result is None:

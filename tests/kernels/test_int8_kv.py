@@ -1,0 +1,91 @@
+"""Keys and values kept as int8: rounded row by row like activations, and read as the numbers that they stand for."""
+
+import pytest
+import torch
+from paged_batches import paged_batch
+
+from octavo.kernels.quantization import kv_scales, quantize_rows
+from octavo.worker.kv_cache import PagedKVCache
+
+FLOATS = [torch.float32, torch.bfloat16]
+HEADS = [(64, 2, 7), (48, 1, 1), (80, 2, 2), (256, 1, 4), (20, 3, 1), (4, 1, 2)]  # head_dim, KV heads, group
+
+
+def int8_caches(*caches):
+    """Round caches of floats; what is NaN there has the scale NaN."""
+    num_blocks, num_kv_heads, block_size, head_dim = caches[0].shape
+    made = PagedKVCache(
+        num_blocks=num_blocks, num_layers=3, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim,
+        dtype=torch.int8, device=torch.device("cpu"),
+    )  # fmt: skip
+    made.blocks.random_(-128, 128)
+    layer = made.layer(1)
+    for rounded, cache in zip(layer, caches, strict=True):
+        values, scales = quantize_rows(cache.flatten(0, 2))
+        rounded.copy_(values.view(cache.shape))
+        kv_scales(rounded).copy_(scales.view(cache.shape[:3]))
+    return layer
+
+
+def floats(cache):
+    """Return what a cache of int8 stands for."""
+    return cache.float() * kv_scales(cache).unsqueeze(-1)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+@pytest.mark.parametrize("head_dim", [64, 48, 20, 4])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rows_are_rounded_as_they_are_written(kernels, generator, dtype, head_dim, block_size):
+    batch, k_cache, v_cache = paged_batch([(9, 9), (30, 3), (1, 1)], block_size, 2, head_dim, dtype, generator)
+    int8 = int8_caches(k_cache, v_cache)
+    before = [(cache.clone(), kv_scales(cache).clone()) for cache in int8]
+    q, k, v = (torch.randn(len(batch.positions), 2, head_dim, generator=generator).to(dtype) for _ in range(3))
+    v[3, 1], v[4, 0], v[5, 0, 1], v[6, 0, 2] = 0.0, 1e-31, float("nan"), float("inf")
+    angles = torch.rand(40, head_dim // 2, generator=generator) * 100
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    turned = q.clone()
+    kernels.rope_and_write_kv(turned, k, v, cos_sin, batch, k_cache, v_cache)
+    kernels.rope_and_write_kv(q, k, v, cos_sin, batch, *int8)
+    assert torch.equal(q, turned)
+    block, offset = batch.slot_mapping // block_size, batch.slot_mapping % block_size
+    for cache, plain, (old_values, old_scales) in zip(int8, (k_cache, v_cache), before, strict=True):
+        values, scales = quantize_rows(plain[block, :, offset].flatten(0, 1))
+        finite = scales.isfinite()
+        assert torch.equal(cache[block, :, offset].flatten(0, 1)[finite].float(), values[finite])
+        written = kv_scales(cache)[block, :, offset].flatten()
+        assert torch.equal(written[finite], scales[finite])
+        assert torch.equal(written.isnan(), ~finite)
+        cache[block, :, offset] = old_values[block, :, offset]  # no other slot is touched
+        kv_scales(cache)[block, :, offset] = old_scales[block, :, offset]
+        assert torch.equal(cache, old_values)
+        assert torch.equal(kv_scales(cache).nan_to_num(), old_scales.nan_to_num())
+    assert not finite.all()
+
+
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_attention_is_that_over_the_numbers_they_stand_for(kernels, generator, heads, block_size, window):
+    """Bit for bit, so whatever holds of a cache of float32 holds of this one."""
+    head_dim, num_kv_heads, group = heads
+    sequences = [(1, 1), (70, 70), (150, 13), (64, 1), (129, 2), (1030, 2)]
+    batch, k_cache, v_cache = paged_batch(sequences, block_size, num_kv_heads, head_dim, torch.float32, generator)
+    int8 = int8_caches(k_cache, v_cache)
+    q = torch.randn(len(batch.positions), num_kv_heads * group, head_dim, generator=generator).bfloat16()
+    expected = kernels.paged_attention(q.float(), *map(floats, int8), batch, head_dim**-0.5, window)
+    assert not expected.isnan().any()
+    assert torch.equal(kernels.paged_attention(q.float(), *int8, batch, head_dim**-0.5, window), expected)
+    assert torch.equal(kernels.paged_attention(q, *int8, batch, head_dim**-0.5, window), expected.bfloat16())
+
+
+def test_instruction_sets_write_the_same_bytes(compiled, fastest, generator):
+    batch, k_cache, v_cache = paged_batch([(40, 40)], 16, 2, 64, torch.bfloat16, generator)
+    q, k, v = (torch.randn(40, 2, 64, generator=generator).bfloat16() for _ in range(3))
+    cos_sin = torch.cat([torch.ones(40, 32), torch.zeros(40, 32)], dim=1)  # no turn: k as it is
+    results = []
+    for kernels in (compiled, fastest):
+        int8 = int8_caches(k_cache, v_cache)
+        kernels.rope_and_write_kv(q.clone(), k, v, cos_sin, batch, *int8)
+        block, offset = batch.slot_mapping // 16, batch.slot_mapping % 16
+        results.append([part[block, :, offset] for cache in int8 for part in (cache, kv_scales(cache))])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
