@@ -163,7 +163,8 @@ StepArgs step_args(Address token_ids, int64_t num_tokens, Address positions, Add
 // The kernels of one instruction set and the threads they run on.
 class KernelSet {
  public:
-  KernelSet(const std::string& isa, int num_threads) : table_(table_of(isa)), pool_(num_threads) {}
+  KernelSet(const std::string& isa, int num_threads, std::vector<int> cpus)
+      : table_(table_of(isa)), pool_(num_threads, std::move(cpus)) {}
 
   int num_threads() const { return pool_.num_threads(); }
   void set_num_threads(int num_threads) { pool_.set_num_threads(num_threads); }
@@ -326,7 +327,7 @@ NB_MODULE(_kernels, m) {
       .def("rope_and_write_kv", adding<rope_args>())
       .def("paged_attention", adding<attention_args>());
   nb::class_<KernelSet>(m, "KernelSet")
-      .def(nb::init<const std::string&, int>())
+      .def(nb::init<const std::string&, int, std::vector<int>>())
       .def_prop_ro("num_threads", &KernelSet::num_threads)
       .def("set_num_threads", &KernelSet::set_num_threads, Released())
       .def("shutdown", &KernelSet::shutdown, Released())

@@ -7,11 +7,15 @@
 #include <new>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
 #define OCTAVO_HAS_FORK 1
+#endif
+#if defined(__linux__)
+#include <sched.h>
 #endif
 
 namespace octavo {
@@ -25,6 +29,19 @@ void pause_briefly() {
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
   asm volatile("yield");
+#endif
+}
+
+// Lets a thread run on one CPU only; where the system refuses, it runs where it did.
+void pin(std::thread& thread, int cpu) {
+#if defined(__linux__)
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (cpu < 0 || cpu >= CPU_SETSIZE) return;
+  CPU_SET(static_cast<size_t>(cpu), &set);
+  pthread_setaffinity_np(thread.native_handle(), sizeof(set), &set);
+#else
+  (void)thread, (void)cpu;
 #endif
 }
 
@@ -66,8 +83,13 @@ class Buffer {
 }  // namespace
 
 struct ThreadPool::State {
-  explicit State(int num_threads) : num_threads(num_threads), local(static_cast<size_t>(num_threads)) {
-    for (int i = 1; i < num_threads; ++i) workers.emplace_back([this, i] { work(i); });
+  State(int num_threads, const std::vector<int>& cpus)
+      : num_threads(num_threads), local(static_cast<size_t>(num_threads)) {
+    const bool is_pinned = cpus.size() == static_cast<size_t>(num_threads);
+    for (int i = 1; i < num_threads; ++i) {
+      workers.emplace_back([this, i] { work(i); });
+      if (is_pinned) pin(workers.back(), cpus[static_cast<size_t>(i)]);
+    }
   }
 
   ~State() { end_workers(); }
@@ -174,9 +196,9 @@ int checked_size(int num_threads) {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int num_threads) : state_(nullptr) {
+ThreadPool::ThreadPool(int num_threads, std::vector<int> cpus) : cpus_(std::move(cpus)), state_(nullptr) {
   watch_forks();
-  state_ = new State(checked_size(num_threads));
+  state_ = new State(checked_size(num_threads), cpus_);
 }
 
 ThreadPool::~ThreadPool() {
@@ -185,7 +207,7 @@ ThreadPool::~ThreadPool() {
 
 // The state of this process. That of a parent is left as it is: its threads do not exist here, its locks may be held.
 ThreadPool::State& ThreadPool::current_state() {
-  if (state_->generation != fork_generation.load(std::memory_order_relaxed)) state_ = new State(state_->num_threads);
+  if (state_->generation != fork_generation.load(std::memory_order_relaxed)) state_ = new State(state_->num_threads, cpus_);
   return *state_;
 }
 
@@ -197,7 +219,7 @@ void ThreadPool::set_num_threads(int num_threads) {
   {
     std::lock_guard<std::mutex> lock(old.session_mutex);
     if (num_threads == old.num_threads) return;
-    state_ = new State(num_threads);
+    state_ = new State(num_threads, cpus_);
   }
   delete &old;
 }

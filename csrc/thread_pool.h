@@ -9,12 +9,15 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 namespace octavo {
 
 class ThreadPool {
  public:
-  explicit ThreadPool(int num_threads);
+  // cpus: one for each core that may be used. If there are as many threads, all but the caller's are pinned to theirs;
+  // fewer are left to the system, as others may compute beside them.
+  explicit ThreadPool(int num_threads, std::vector<int> cpus = {});
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -52,6 +55,7 @@ class ThreadPool {
   struct State;
   State& current_state();
 
+  const std::vector<int> cpus_;
   State* state_;
 };
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
 import platform
 import statistics
 import time
@@ -19,6 +18,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.kernels.cpu import CpuKernels
+from octavo.kernels.machine import usable_cores
 from octavo.kernels.quantization import quantize_int4, quantize_int8
 from octavo.worker.memory import free_bytes
 
@@ -142,7 +142,7 @@ def examine(
         torch.set_num_threads(before)
     return Report(
         processor=processor_name(),
-        num_cores=os.cpu_count() or 1,
+        num_cores=len(usable_cores()),
         free_bytes=free_bytes(torch.device("cpu")),
         versions={"python": platform.python_version(), "torch": torch.__version__},
         instruction_sets=kernels.instruction_sets,

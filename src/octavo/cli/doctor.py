@@ -98,7 +98,9 @@ def _show_progress(text: str) -> None:
 def show(report: Report) -> None:
     """Print a report for people."""
     others = [each for each in report.instruction_sets if each != report.isa]
-    typer.echo(f"processor  {report.processor}, {report.num_cores} cores, {report.free_bytes / 2**30:.1f} GiB free")
+    typer.echo(
+        f"processor  {report.processor}, {report.num_cores} usable cores, {report.free_bytes / 2**30:.1f} GiB free"
+    )
     typer.echo(f"versions   Python {report.versions['python']}, torch {report.versions['torch']}")
     typer.echo(f"kernels    {report.isa} on {report.num_threads} threads, products by {report.products_by}", nl=False)
     typer.echo(f" (also here: {', '.join(others)})" if others else "")

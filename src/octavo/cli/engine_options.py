@@ -412,7 +412,8 @@ class EngineOptions:
         int | None,
         typer.Option(
             rich_help_panel=_DEVICE,
-            help="Threads that compute. Default: as torch, one per physical core.",
+            help="Threads that compute. Default: OMP_NUM_THREADS, else one for each physical core that this process "
+            "may use (affinity, cgroup quota).",
             show_default=False,
         ),
     ] = None

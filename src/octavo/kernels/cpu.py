@@ -14,6 +14,7 @@ import torch
 
 from octavo.kernels.interface import AttentionBatch, KeptLinear, PackedLinear, SamplingRows
 from octavo.kernels.limits import Limits
+from octavo.kernels.machine import default_num_threads, usable_cores
 from octavo.kernels.quantization import (
     GROUP_MULTIPLE,
     MAX_IN_FEATURES,
@@ -41,7 +42,10 @@ class CpuKernels:
 
     isa: "auto" is the best that the processor has. linear: "packed" is our own matrix product; "onednn" is torch's, for
     bfloat16 weights that meet bfloat16 activations and pass its self-check; "auto" is "onednn" where the processor
-    multiplies bfloat16 itself. num_threads: None takes torch's number.
+    multiplies bfloat16 itself. num_threads: None takes one for each usable core (`octavo.kernels.machine`).
+
+    Where there is a thread for each of them, all threads but the caller's are pinned, each to a core of its own. Fewer
+    threads are left to the system: it may be that others compute on the same machine.
     """
 
     name = "cpu"
@@ -54,7 +58,7 @@ class CpuKernels:
         self.uses_onednn = linear == "onednn" or (linear == "auto" and bool(_kernels.multiplies_bfloat16()))
         self.has_own_threads = not self.uses_onednn
         self._verdicts: dict[tuple[int | bool, ...], bool] = {}
-        self.kernel_set = _kernels.KernelSet(self.isa, num_threads or torch.get_num_threads())
+        self.kernel_set = _kernels.KernelSet(self.isa, num_threads or default_num_threads(), usable_cores())
         self._calls: Any = self.kernel_set  # a recorder, while a forward pass is recorded
         self._empty: Callable[..., Tensor] = torch.empty
         weakref.finalize(self, self.kernel_set.shutdown)

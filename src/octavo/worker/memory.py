@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from octavo.errors import ConfigError
+from octavo.kernels.machine import cgroup_folders, read_lines
 from octavo.models.architecture import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def decide_num_host_blocks(architecture: Architecture, cache_config: CacheConfig
 
 
 def _machine_free_bytes() -> int:
-    for line in _lines(Path("/proc/meminfo")):
+    for line in read_lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return _UNLIMITED
@@ -119,10 +120,10 @@ def _cgroup_free_bytes() -> int:
     """The least that any cgroup around this process leaves: limit less use, where page cache counts as free."""
     free = _UNLIMITED
     for limit_file, usage_file, stat_file in _cgroup_files():
-        limit = "".join(_lines(limit_file)).strip()
-        usage = "".join(_lines(usage_file)).strip()
+        limit = "".join(read_lines(limit_file)).strip()
+        usage = "".join(read_lines(usage_file)).strip()
         if limit.isdigit() and usage.isdigit():
-            stat = dict(line.split()[:2] for line in _lines(stat_file) if len(line.split()) == 2)
+            stat = dict(line.split()[:2] for line in read_lines(stat_file) if len(line.split()) == 2)
             reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", "0")))
             free = min(free, max(int(limit) - int(usage) + reclaimable, 0))
     return free
@@ -130,23 +131,9 @@ def _cgroup_free_bytes() -> int:
 
 def _cgroup_files() -> list[tuple[Path, Path, Path]]:
     """Files of limit, use and statistics of this process's cgroup and all around it, version 2 and version 1."""
-    files = []
-    for line in _lines(Path("/proc/self/cgroup")):
-        _, controllers, own = line.split(":", 2)
-        if controllers not in {"", "memory"}:
-            continue
-        root = Path("/sys/fs/cgroup") / controllers
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-        inner = root / own.strip("/")
-        for folder in (inner, *inner.parents):
-            files.append((folder / names[0], folder / names[1], folder / "memory.stat"))
-            if folder == root:
-                break
-    return files
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
+    names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+    return [
+        (folder / limit, folder / use, folder / "memory.stat")
+        for folder in cgroup_folders("memory")
+        for limit, use in names
+    ]

@@ -12,6 +12,7 @@ import torch
 
 from octavo.errors import ConfigError, ExecutionError
 from octavo.kernels import create_kernels
+from octavo.kernels.machine import default_num_threads
 from octavo.models.loader import load_model
 from octavo.models.packed_cache import PackedCache
 from octavo.sampling_params import SamplingParams
@@ -70,8 +71,8 @@ class Worker:
     ) -> None:
         self.device = resolve_device(device_config.device)
         self.kernels = create_kernels(self.device, device_config.kernels, device_config.num_threads)
-        if device_config.num_threads is not None and not self.kernels.has_own_threads:
-            torch.set_num_threads(device_config.num_threads)
+        if self.device.type == "cpu" and not self.kernels.has_own_threads:
+            torch.set_num_threads(device_config.num_threads or default_num_threads())
         self.model = load_model(
             directory,
             architecture,

@@ -1,0 +1,71 @@
+"""What this process may use of the machine: its cores, and the cgroups that limit it."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_CPUS = Path("/sys/devices/system/cpu")
+
+
+def default_num_threads() -> int:
+    """Return how many threads compute where nobody says: OMP_NUM_THREADS if set, else one for each usable core."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(asked) if asked.isdigit() and int(asked) else len(usable_cores())
+
+
+def usable_cores() -> list[int]:
+    """Return one logical CPU of each physical core that this process may run on, the first of its siblings.
+
+    Two threads of one core share its arithmetic: a second one brings nothing. Where a cgroup grants less time than all
+    of them would take, the list is cut to what it grants: more threads would only be throttled together.
+    """
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores: dict[str, int] = {}
+    for cpu in sorted(allowed):
+        siblings = "".join(read_lines(_CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list")).strip()
+        cores.setdefault(siblings or str(cpu), cpu)
+    most = max(int(min(cpu_quota(), len(cores))), 1)
+    return list(cores.values())[:most]
+
+
+def cpu_quota() -> float:
+    """Return how many CPUs' time the cgroups around this process grant it; inf without a limit."""
+    quota = math.inf
+    for folder in cgroup_folders("cpu"):
+        limit = "".join(read_lines(folder / "cpu.max")).split()  # version 2: "200000 100000", or "max 100000"
+        if not limit:
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")  # version 1; -1 is no limit
+            limit = ["".join(read_lines(folder / name)).strip() for name in names]
+        if all(part.isdigit() for part in limit) and int(limit[1]):
+            quota = min(quota, int(limit[0]) / int(limit[1]))
+    return quota
+
+
+def cgroup_folders(controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's cgroup and of all around it, of version 2 and of a version 1 controller."""
+    for line in read_lines(_OWN_CGROUPS):
+        _, controllers, own = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = _CGROUPS / controllers
+        inner = root / own.strip("/")
+        for folder in (inner, *inner.parents):
+            yield folder
+            if folder == root:
+                break
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return a file's lines, none where it cannot be read."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,97 @@
+"""Threads by physical cores, affinity and quota; pinned where all cores are taken."""
+
+import math
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from kernels_available import COMPILED
+
+from octavo.kernels import machine
+from octavo.kernels.machine import cpu_quota, default_num_threads, usable_cores
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """A machine of two cores with two siblings each, and no limits."""
+    for cpu, siblings in enumerate(("0,2", "1,3", "0,2", "1,3")):
+        topology = tmp_path / "cpus" / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(siblings + "\n")
+    group = tmp_path / "cgroups" / "pod" / "box"
+    group.mkdir(parents=True)
+    (tmp_path / "own").write_text("0::/pod/box\n")
+    monkeypatch.setattr(machine, "_CPUS", tmp_path / "cpus")
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path / "cgroups")
+    monkeypatch.setattr(machine, "_OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1, 2, 3})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return tmp_path
+
+
+def test_one_thread_for_each_physical_core(host, monkeypatch):
+    assert usable_cores() == [0, 1]
+    assert default_num_threads() == 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {2, 3})
+    assert usable_cores() == [2, 3]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {1, 3})
+    assert usable_cores() == [1]
+
+
+def test_a_machine_that_tells_nothing_of_siblings(host, monkeypatch):
+    monkeypatch.setattr(machine, "_CPUS", host / "nowhere")
+    assert usable_cores() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("files", "quota", "cores"),
+    [
+        ({"pod/cpu.max": "max 100000"}, math.inf, [0, 1]),
+        ({"pod/cpu.max": "150000 100000"}, 1.5, [0]),
+        ({"pod/cpu.max": "800000 100000", "pod/box/cpu.max": "50000 100000"}, 0.5, [0]),
+        ({"pod/box/cpu.max": "400000 100000"}, 4.0, [0, 1]),
+    ],
+)
+def test_a_quota_of_any_cgroup_around_cuts_them(host, files, quota, cores):
+    for name, text in files.items():
+        (host / "cgroups" / name).write_text(text + "\n")
+    assert cpu_quota() == quota
+    assert usable_cores() == cores
+
+
+@pytest.mark.parametrize(("text", "quota"), [("200000", 2.0), ("-1", math.inf)])
+def test_a_quota_of_version_1(host, text, quota):
+    (host / "own").write_text("4:memory:/elsewhere\n1:cpu,cpuacct:/box\n")
+    folder = host / "cgroups" / "cpu,cpuacct" / "box"
+    folder.mkdir(parents=True)
+    (folder / "cpu.cfs_quota_us").write_text(text + "\n")
+    (folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert cpu_quota() == quota
+
+
+def test_openmp_users_are_heard(host, monkeypatch):
+    for text, expected in (("3", 3), ("4,2", 4), ("0", 2), ("many", 2)):
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+        assert default_num_threads() == expected
+
+
+def affinities(before):
+    """Return the CPUs of each thread of this process that was not there before."""
+    tasks = {path.name for path in Path("/proc/self/task").iterdir()} - before
+    return sorted(tuple(sorted(os.sched_getaffinity(int(name)))) for name in tasks)
+
+
+@pytest.mark.skipif(not COMPILED or len(usable_cores()) < 2, reason="needs the compiled kernels and two cores")
+def test_threads_are_pinned_where_there_is_one_for_each_core():
+    from octavo import _kernels
+
+    before = {path.name for path in Path("/proc/self/task").iterdir()}
+    mine = os.sched_getaffinity(threading.get_native_id())
+    cores = usable_cores()
+    pinned = _kernels.KernelSet("portable", len(cores), cores)
+    assert affinities(before) == sorted((cpu,) for cpu in cores[1:])
+    pinned.set_num_threads(len(cores) + 1)
+    assert affinities(before) == [tuple(sorted(mine))] * len(cores)
+    pinned.shutdown()
+    assert os.sched_getaffinity(threading.get_native_id()) == mine  # the caller's is never touched
