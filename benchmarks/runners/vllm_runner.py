@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocol import Job, Request, has_bf16, run
@@ -12,12 +14,13 @@ if TYPE_CHECKING:
 
 
 class Vllm:
-    """`LLM` with its defaults (compiled graphs included)."""
+    """`LLM` with its defaults (compiled graphs included). Its products of int4 weights are made for bfloat16 only."""
 
     def __init__(self, job: Job) -> None:
+        is_rounded = "quantization_config" in json.loads((Path(job.checkpoint) / "config.json").read_bytes())
         self.llm = LLM(
             job.checkpoint,
-            dtype="bfloat16" if has_bf16() else "float32",
+            dtype="bfloat16" if is_rounded or has_bf16() else "float32",
             max_model_len=job.max_model_len,
             max_num_seqs=64,
             enable_prefix_caching=job.prefix_caching,
