@@ -31,9 +31,23 @@ MAY_IMPORT = {
     "worker": DATA | {"kernels", "models", "worker"},
 }
 # Only these see both sides, and nobody imports them but each other.
-JOINTS = {"build", "llm", "cli", "doctor", "assets", "__main__", "__init__", "compatibility", "progress"}
+JOINTS = {
+    "build", "launch", "engine_main", "llm", "cli", "doctor", "assets", "__main__", "__init__", "compatibility",
+    "progress",
+}  # fmt: skip
 STANDARD_LIBRARY_ONLY = DATA | {"core"}
-NO_TORCH = DATA | {"core", "engine", "journal", "server", "cli", "assets", "progress", "compatibility"}
+NO_TORCH = DATA | {
+    "core",
+    "engine",
+    "journal",
+    "server",
+    "cli",
+    "assets",
+    "progress",
+    "compatibility",
+    "launch",
+    "engine_main",
+}
 
 
 def modules() -> list[tuple[str, Path]]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
 QUANTIZATIONS = ("int8", "int4")
 KV_CACHE_DTYPES = ("auto", "int8")
+API_KEY_VARIABLE = "OCTAVO_API_KEY"
 DEFAULT_PACKED_CACHE_BYTES = 16 << 30
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEFAULT_MAX_NUM_SEQS = 64
@@ -282,7 +283,7 @@ def kernels_required() -> bool:
 
 def api_key_from_environment() -> str | None:
     """Return the key that clients of the server must send (OCTAVO_API_KEY), or None where none is set."""
-    return os.environ.get("OCTAVO_API_KEY") or None
+    return os.environ.get(API_KEY_VARIABLE) or None
 
 
 def _at_least(name: str, value: object, low: int, *, may_be_none: bool = False) -> None:

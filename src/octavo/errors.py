@@ -9,6 +9,7 @@
     └── EngineError      the engine could not do its work
         ├── ExecutionError   a step failed in the worker: the requests of that step end with it
         └── EngineDeadError  the engine has stopped; nothing can be added any more
+            └── EngineRestartingError    its process ended, and another one is being started
 
 `assert` guards octavo's own bugs only; what a user can cause is one of these.
 """
@@ -54,3 +55,7 @@ class ExecutionError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine has stopped."""
+
+
+class EngineRestartingError(EngineDeadError):
+    """The engine's process ended with all its requests; it is being started again."""

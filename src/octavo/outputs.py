@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from octavo.model_output import TokenLogprobs
+from octavo.model_output import TokenLogprobs  # noqa: TC001 - read at run time where outputs cross processes
 
 
 @dataclass(frozen=True, slots=True)

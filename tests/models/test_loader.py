@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from octavo.config import kernels_required
 from octavo.errors import ModelError
 from octavo.kernels.reference import ReferenceKernels
-from octavo.models.loader import activation_dtype, load_model, resolve_model_path
+from octavo.models.loader import activation_dtype, load_model
+from octavo.models.model_path import resolve_model_path
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES, read_architecture
 

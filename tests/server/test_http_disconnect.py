@@ -129,6 +129,6 @@ def test_a_stopping_server_takes_nothing_new() -> None:
 def _refuses(running: Running) -> bool:
     try:
         with running.http() as http:
-            return http.get("/health").status_code == 503
+            return http.get("/ready").status_code == 503
     except httpx.TransportError:  # refused, or closed without an answer
         return True

@@ -69,7 +69,7 @@ def doctor(
             raise ConfigError(f"precision must be one of {', '.join(_PRECISIONS)}, got {each!r}")
     from octavo.assets import built_in_model_path  # what a command needs, when it runs
     from octavo.doctor import examine
-    from octavo.models.loader import resolve_model_path
+    from octavo.models.model_path import resolve_model_path
     from octavo.models.registry import read_architecture
 
     architecture = read_architecture(built_in_model_path() if model is None else resolve_model_path(model))

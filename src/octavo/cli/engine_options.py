@@ -28,6 +28,7 @@ from octavo.config import (
 
 if TYPE_CHECKING:
     from octavo.engine.llm_engine import Engine
+    from octavo.engine.remote_engine import RemoteEngine
 
 _MODEL = "Model"
 _CACHE = "KV cache"
@@ -472,6 +473,15 @@ class EngineOptions:
             record=self.record,
             device=DeviceConfig(device=self.device, kernels=self.kernels, num_threads=self.num_threads),
         )
+
+    def launch(self) -> RemoteEngine:
+        """Load the model in a process of its own. Raises `ConfigError` and `ModelError`."""
+        from octavo.launch import launch_engine
+        from octavo.progress import LoadingProgress
+
+        config = self.config()
+        with LoadingProgress() as progress:
+            return launch_engine(config, progress=progress)
 
     def build(self) -> Engine:
         """Load the model, with a progress bar where somebody watches. Raises `ConfigError` and `ModelError`."""

@@ -44,7 +44,7 @@ def quantize(
     too. Values are rounded to the nearest, with no calibration data.
     """
     from octavo.config import QUANTIZATIONS  # what a command needs, when it runs
-    from octavo.models.loader import resolve_model_path
+    from octavo.models.model_path import resolve_model_path
     from octavo.models.quantize_checkpoint import quantize_checkpoint
     from octavo.progress import LoadingProgress
 

@@ -84,7 +84,7 @@ def serve(
     # What can go wrong without the model is found before it is loaded.
     check_binding(host, api_key, insecure=insecure)
     with listen(host, port) as sock:
-        llm = AsyncLLM(engine.build())
+        llm = AsyncLLM(engine.launch())
         try:
             names = served_model_name or [engine.served_name]
             server = make_server(

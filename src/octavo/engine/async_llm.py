@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from octavo.engine.input_processor import ProcessedInput, Prompt
     from octavo.engine.llm_engine import Engine
+    from octavo.engine.remote_engine import RemoteEngine
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
 
@@ -29,27 +30,34 @@ class _Stream:
         self.loop = asyncio.get_running_loop()
         self.accepted: asyncio.Future[None] = self.loop.create_future()
         self.outputs: asyncio.Queue[RequestOutput | OctavoError] = asyncio.Queue()
+        self.is_left = False  # before it was accepted; known to the engine's thread alone
 
 
 class AsyncLLM:
-    """Runs an `Engine` in a thread of its own; the thread sleeps while there is nothing to do.
+    """Drives an `Engine`, or one whose core is in another process, in a thread that sleeps when nothing is to be done.
 
     The engine belongs to that thread alone: everything reaches it through one inbox.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine | RemoteEngine) -> None:
         self.engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._dead: OctavoError | None = None
         self._door = threading.Lock()  # nothing enters the inbox once the engine is known to be dead
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
+        engine.attach(self._inbox.put, self._lose)
         self._thread.start()
 
     @property
+    def is_dead(self) -> bool:
+        """Whether it will never take a request again."""
+        return self._dead is not None or not self._thread.is_alive()
+
+    @property
     def is_alive(self) -> bool:
-        """Whether requests can be added."""
-        return self._dead is None and self._thread.is_alive()
+        """Whether requests can be added now."""
+        return not self.is_dead and self.engine.is_ready
 
     async def generate(
         self,
@@ -95,7 +103,7 @@ class AsyncLLM:
                 with contextlib.suppress(EngineDeadError):  # a dead engine has nothing to abort
                     self._post(lambda: self._abort(request_id, stream))
 
-    async def call(self, function: Callable[[Engine], Any]) -> Any:
+    async def call(self, function: Callable[[Any], Any]) -> Any:
         """Run a function on the engine's thread, between two steps, and return its result (statistics, say)."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
@@ -153,20 +161,27 @@ class AsyncLLM:
             command()
 
     def _add(self, processed: ProcessedInput, stream: _Stream) -> None:
-        try:
-            self.engine.add_processed(processed)
-        except Exception as error:
-            _call_soon(stream.loop, _set_exception, stream.accepted, error)
-            if not isinstance(error, OctavoError):
-                raise
-            return
-        self._streams[processed.request_id] = stream
-        _call_soon(stream.loop, _set_result, stream.accepted, None)
+        def accept(error: OctavoError | None) -> None:
+            if error is not None:
+                _call_soon(stream.loop, _set_exception, stream.accepted, error)
+                return
+            self._streams[processed.request_id] = stream
+            _call_soon(stream.loop, _set_result, stream.accepted, None)
+            if stream.is_left:
+                self._abort(processed.request_id, stream)
+
+        self.engine.submit(processed, accept)
 
     def _abort(self, request_id: str, stream: _Stream) -> None:
+        stream.is_left = True
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
             self.engine.abort_request(request_id)
+
+    def _lose(self, request_id: str, error: OctavoError) -> None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            _call_soon(stream.loop, stream.outputs.put_nowait, error)
 
     def _deliver(self, output: RequestOutput) -> None:
         stream = self._streams.get(output.request_id)

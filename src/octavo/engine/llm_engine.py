@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from octavo.errors import RequestError
+from octavo.errors import EngineError, OctavoError, RequestError
 from octavo.request import RequestStatus
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from typing import TypeAlias
 
     from octavo.engine.engine_core import EngineCore
     from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
     from octavo.engine.output_processor import OutputProcessor
     from octavo.outputs import EngineCoreOutput, RequestOutput
 
+    Accept: TypeAlias = Callable[[OctavoError | None], None]  # a request's fate: None when it is in the queue
+    Post: TypeAlias = Callable[[Callable[[], None]], None]  # runs a function on the thread that drives the engine
+    Lose: TypeAlias = Callable[[str, OctavoError], None]  # a request that ends with nothing more than this
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +71,25 @@ class Engine:
                 timeout_s=timeout_s,
             )
         )
+
+    def attach(self, post: Post, lose: Lose) -> None:
+        """Nothing happens behind the back of whoever drives it."""
+
+    @property
+    def is_ready(self) -> bool:
+        """As long as somebody drives it."""
+        return True
+
+    def submit(self, processed: ProcessedInput, accept: Accept) -> None:
+        """Accept a request as `add_processed` does, and tell."""
+        try:
+            self.add_processed(processed)
+        except Exception as error:
+            accept(error if isinstance(error, OctavoError) else EngineError(f"the engine failed: {error}"))
+            if not isinstance(error, OctavoError):
+                raise
+        else:
+            accept(None)
 
     def add_processed(self, processed: ProcessedInput) -> None:
         """Accept a request that the input processor has checked: all of its streams or, with an error, none."""

@@ -156,6 +156,13 @@ class OutputProcessor:
             return []
         return [stream_id for stream_id, stream in state.streams.items() if stream.finish_reason is None]
 
+    def forget_all(self) -> list[str]:
+        """Drop every unfinished request, as the core that knew them is gone; return their ids."""
+        request_ids = list(self._states)
+        self._states.clear()
+        self._owner.clear()
+        return request_ids
+
     def process(self, core_outputs: list[EngineCoreOutput]) -> ProcessedOutputs:
         """Take a step's news in. A request's last output has `finished` set, and the request is forgotten with it."""
         changed: dict[str, _RequestState] = {}

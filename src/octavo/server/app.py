@@ -30,7 +30,7 @@ CompletionBody = Annotated[CompletionRequest, Depends(body_of(CompletionRequest)
 def create_app(
     service: Service, *, api_key: str | None = None, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
 ) -> FastAPI:
-    """Make the ASGI application. With an API key every route but /health asks for it."""
+    """Make the ASGI application. With an API key every route but /health and /ready asks for it."""
     app = FastAPI(title="octavo", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.max_body_bytes = max_body_bytes
     add_error_handlers(app)
@@ -66,6 +66,11 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> Response:
+        service.check_alive()
+        return Response()
+
+    @app.get("/ready")
+    async def ready() -> Response:
         service.check_ready()
         return Response()
 

@@ -1,4 +1,4 @@
-"""The API key: asked for on every route but the health check, compared in constant time."""
+"""The API key: asked for on every route but the health checks, compared in constant time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.server.errors import AuthenticationError, to_http
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 class ApiKeyMiddleware:

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from octavo.errors import (
     EngineDeadError,
     EngineError,
+    EngineRestartingError,
     OctavoError,
     PromptTooLongError,
     QueueFullError,
@@ -85,6 +86,7 @@ _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] =
     (BodyTooLargeError, 413, _INVALID, "request_too_large", None),
     (RequestError, 400, _INVALID, None, None),
     (ServerClosingError, 503, _SERVER, "server_closing", "the server is shutting down; try again in a moment"),
+    (EngineRestartingError, 503, _SERVER, "engine_restarting", "the engine is being started again; try in a moment"),
     (EngineDeadError, 503, _SERVER, "engine_dead", "the engine has stopped; the server must be started again"),
 )
 

@@ -8,7 +8,7 @@ import logging
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from octavo.errors import EngineDeadError
+from octavo.errors import EngineDeadError, EngineRestartingError
 from octavo.server.errors import ModelNotFoundError, ServerClosingError
 
 if TYPE_CHECKING:
@@ -49,12 +49,18 @@ class Service:
             raise ModelNotFoundError(f"the model {name!r} does not exist here; served: {known}", parameter="model")
         return name
 
+    def check_alive(self) -> None:
+        """Raise where no request will ever be taken again: somebody must start this process anew."""
+        if self.llm.is_dead:
+            raise EngineDeadError("dead")
+
     def check_ready(self) -> None:
-        """Raise where no request can be taken."""
+        """Raise where no request can be taken now: while it closes, or the engine is dead, frozen or starting again."""
         if self.is_closing:
             raise ServerClosingError("closing")
+        self.check_alive()
         if not self.llm.is_alive:
-            raise EngineDeadError("dead")
+            raise EngineRestartingError("not ready")
 
     async def generate(
         self, prompt: Any, params: SamplingParams, request_id: str, *, priority: int, cache_salt: str | None

@@ -1,0 +1,173 @@
+"""The engine core in a process of its own: steps as long as there is work, and between two of them reads its mail.
+
+It lives for one other process, which it hears of by its standard input: when that ends, so does this.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zmq
+
+from octavo.engine import messages
+from octavo.errors import OctavoError, RequestError
+from octavo.request import RequestStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeAlias
+
+    from octavo.config import EngineConfig
+    from octavo.engine.engine_core import EngineCore
+
+    Progress: TypeAlias = Callable[[int, int], None]
+    Build: TypeAlias = Callable[[EngineConfig, Progress], EngineCore]
+
+logger = logging.getLogger(__name__)
+BEAT_S = 0.5
+IDLE_CHECK_MS = 1000
+
+
+def run_core_process(build: Build) -> None:
+    """Read a `Launch` from standard input, build what it asks for, and serve until told to stop.
+
+    build(config, progress) returns the core; what it raises is told, and ends the process with status 1.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that this one serves: it lets requests end
+    launch = messages.decode_launch(sys.stdin.buffer.readline())
+    folder = Path(launch.news_endpoint.removeprefix("ipc://")).parent
+    threading.Thread(target=_end_with_parent, args=[folder], name="octavo-parent-watch", daemon=True).start()
+    context = zmq.Context()
+    news = context.socket(zmq.PUSH)
+    news.connect(launch.news_endpoint)
+    pulse = Pulse(context, launch.news_endpoint)
+    pulse.start()
+    try:
+        core = build(launch.config, lambda done, total: news.send(messages.encode(messages.Loading(done, total))))
+    except Exception as error:
+        if not isinstance(error, OctavoError):  # those are told where they are understood
+            logger.exception("the engine cannot be built")
+        news.send(messages.encode(messages.failure(error)))
+        context.destroy(linger=1000)
+        sys.exit(1)
+    requests = context.socket(zmq.PULL)
+    requests.connect(launch.requests_endpoint)
+    server = CoreServer(core, requests, news, pulse)
+    try:
+        server.run()
+    finally:
+        core.executor.shutdown()
+        pulse.stop()
+        context.destroy(linger=1000)
+
+
+class Pulse:
+    """Tells from a thread of its own that the process runs, and how long its step has lasted."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        self.num_steps = 0
+        self.step_started: float | None = None
+        self._context, self._endpoint = context, endpoint
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="octavo-pulse", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        with self._context.socket(zmq.PUSH) as socket:
+            socket.linger = 0
+            socket.connect(self._endpoint)
+            while not self._is_over.wait(BEAT_S):
+                started = self.step_started
+                step_s = 0.0 if started is None else time.monotonic() - started
+                socket.send(messages.encode(messages.Alive(self.num_steps, step_s)))
+
+
+class CoreServer:
+    """Serves one core over two sockets."""
+
+    def __init__(self, core: EngineCore, requests: zmq.Socket[bytes], news: zmq.Socket[bytes], pulse: Pulse) -> None:
+        self._core, self._requests, self._news, self._pulse = core, requests, news, pulse
+        self._is_over = False
+
+    def run(self) -> None:
+        """Step and read mail until told to stop."""
+        self._send(messages.Ready())
+        while not self._is_over:
+            if not self._core.has_work():
+                self._wait_for_mail()
+            self._read_mail()
+            if self._core.has_work():
+                self._step()
+
+    def _step(self) -> None:
+        self._pulse.step_started = time.monotonic()
+        outputs = self._core.step()
+        self._pulse.step_started = None
+        self._pulse.num_steps += 1
+        if outputs:
+            self._send(messages.News(outputs))
+
+    def _wait_for_mail(self) -> None:
+        for breach in self._core.scheduler.check_when_idle():
+            logger.error("%s; the blocks concerned are not used any more", breach)
+        self._requests.poll(IDLE_CHECK_MS)
+
+    def _read_mail(self) -> None:
+        while not self._is_over:
+            try:
+                data = self._requests.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = messages.decode_request(data)
+            except (messages.DecodeError, OctavoError) as error:
+                logger.warning("%d bytes that are no message were dropped: %s", len(data), error)
+                continue
+            match message:
+                case messages.Add():
+                    self._send(self._add(message))
+                case messages.Finish():
+                    outputs = self._core.scheduler.finish_requests(message.stream_ids, message.status)
+                    if outputs:
+                        self._send(messages.News(outputs))
+                case messages.Stop():
+                    self._is_over = True
+
+    def _add(self, message: messages.Add) -> messages.Accepted | messages.Refused:
+        """Take all streams of a request, or none."""
+        added: list[str] = []
+        try:
+            for request in message.to_requests():
+                self._core.scheduler.add_request(request)
+                added.append(request.request_id)
+        except RequestError as error:
+            self._core.scheduler.finish_requests(added, RequestStatus.FINISHED_ABORTED)
+            return messages.refusal(message.request_id, error)
+        return messages.Accepted(message.request_id)
+
+    def _send(self, message: messages.ToParent) -> None:
+        self._news.send(messages.encode(message))
+
+
+def _end_with_parent(folder: Path) -> None:
+    """Leave at once when standard input ends: whoever held its other end is gone, and cannot tidy up any more."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(2)

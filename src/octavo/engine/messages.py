@@ -1,0 +1,177 @@
+"""What an engine process and the process it serves say to each other: msgpack, typed, and never pickle.
+
+One direction has the requests, the other the news. Each start of an engine has sockets of its own, so nothing that an
+earlier one said can be taken for the words of this one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octavo.config import EngineConfig  # noqa: TC001 - msgspec reads these types
+from octavo.errors import (
+    ConfigError,
+    EngineDeadError,
+    ModelError,
+    OctavoError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+)
+from octavo.outputs import EngineCoreOutput  # noqa: TC001
+from octavo.request import Request, RequestStatus
+from octavo.sampling_params import SamplingParams  # noqa: TC001
+
+_ERRORS: dict[str, type[OctavoError]] = {
+    kind.__name__: kind
+    for kind in (ConfigError, ModelError, RequestError, PromptTooLongError, QueueFullError, EngineDeadError)
+}
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """The first line on an engine process's standard input, as JSON: what to build, and where to talk."""
+
+    config: EngineConfig
+    requests_endpoint: str
+    news_endpoint: str
+
+
+class Stream(msgspec.Struct, frozen=True):
+    """One output stream of a request: what a `Request` has beside the prompt."""
+
+    request_id: str
+    sampling_params: SamplingParams
+    arrival_time: float
+    priority: int
+    seed: int
+    sample_index: int
+    stop_token_ids: frozenset[int]
+    cache_salt: str | None
+    tenant: str
+    deadline: float | None
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """A request with all its streams; answered by `Accepted` or `Refused`. Times are those of CLOCK_MONOTONIC."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    streams: list[Stream]
+
+    @classmethod
+    def of(cls, request_id: str, requests: list[Request]) -> Add:
+        """Take down the core's requests of one user's request."""
+        fields = [name for name in Stream.__struct_fields__ if name != "request_id"]
+        streams = [Stream(r.request_id, *(getattr(r, name) for name in fields)) for r in requests]
+        return cls(request_id, requests[0].sequence.prompt_token_ids, streams)
+
+    def to_requests(self) -> list[Request]:
+        """Return them as the core wants them."""
+        requests = []
+        for stream in self.streams:
+            fields = {name: getattr(stream, name) for name in Stream.__struct_fields__}
+            requests.append(Request(fields.pop("request_id"), self.prompt_token_ids, **fields))
+        return requests
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """End streams now, with a terminal status. Unknown ones are passed over."""
+
+    stream_ids: list[str]
+    status: RequestStatus
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End the process."""
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of weights that are packed, of so many."""
+
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine takes requests."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine could not be built; kind: the name of an error of `octavo.errors`."""
+
+    kind: str
+    message: str
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """A request is in the queue."""
+
+    request_id: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A request cannot be served; nothing of it is kept."""
+
+    request_id: str
+    kind: str
+    message: str
+    parameter: str | None
+
+
+class News(msgspec.Struct, frozen=True, tag=True):
+    """What a step, or an ending from outside, means for streams."""
+
+    outputs: list[EngineCoreOutput]
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """The process runs. num_steps: since its start; step_s: how long the step under way has lasted, 0 when idle."""
+
+    num_steps: int
+    step_s: float
+
+
+DecodeError = msgspec.DecodeError
+ToEngine = Add | Finish | Stop
+ToParent = Loading | Ready | Failed | Accepted | Refused | News | Alive
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(ToEngine).decode
+decode_news = msgspec.msgpack.Decoder(ToParent).decode
+
+
+def encode_launch(launch: Launch) -> bytes:
+    """Return one line of JSON."""
+    return msgspec.json.encode(launch, enc_hook=str) + b"\n"
+
+
+def decode_launch(line: bytes) -> Launch:
+    """Read that line."""
+    return msgspec.json.decode(line, type=Launch, dec_hook=_decode_path)
+
+
+def _decode_path(kind: type, value: Any) -> Any:
+    return Path(value) if kind is Path else value
+
+
+def refusal(request_id: str, error: RequestError) -> Refused:
+    """Return what tells of an error."""
+    return Refused(request_id, type(error).__name__, str(error), error.parameter)
+
+
+def failure(error: BaseException) -> Failed:
+    """Return what tells why an engine cannot be built; errors of no known kind come as those of a dead engine."""
+    kind = type(error).__name__
+    return Failed(kind, str(error)) if kind in _ERRORS else Failed("EngineDeadError", f"{kind}: {error}")
+
+
+def error_of(message: Refused | Failed) -> OctavoError:
+    """Return the error that a message tells of."""
+    kind = _ERRORS.get(message.kind, EngineDeadError)
+    if isinstance(message, Refused):
+        assert issubclass(kind, RequestError)
+        return kind(message.message, parameter=message.parameter)
+    return kind(message.message)

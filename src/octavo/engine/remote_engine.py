@@ -1,0 +1,329 @@
+"""An engine whose core runs in a process of its own: started, watched, and started again when it dies or freezes.
+
+Text stays on this side: prompts are token ids before they cross over, and answers become text when they have come back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zmq
+
+from octavo.config import API_KEY_VARIABLE
+from octavo.engine import messages
+from octavo.errors import EngineDeadError, EngineRestartingError, OctavoError, RequestError
+from octavo.request import RequestStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from octavo.config import EngineConfig
+    from octavo.engine.input_processor import InputProcessor, ProcessedInput
+    from octavo.engine.llm_engine import Accept, Lose, Post
+    from octavo.engine.output_processor import OutputProcessor
+    from octavo.outputs import EngineCoreOutput, RequestOutput
+
+logger = logging.getLogger(__name__)
+_POLL_MS = 250
+_STOP_S = 5.0
+_STANDARD_ERROR = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long an engine process may be silent, in seconds. Its pulse beats every half second, also during a step.
+
+    frozen: then it is not ready. dead: then it is killed. stuck: so long may a single step take before it is not ready.
+    restarts: waits before it is started again, the last one for all further times; a life of `healthy` forgets them.
+    """
+
+    frozen: float = 3.0
+    dead: float = 8.0
+    stuck: float = 120.0
+    restarts: Sequence[float] = (0.5, 1.0, 2.0, 5.0, 15.0, 30.0)
+    healthy: float = 60.0
+
+
+@dataclass(slots=True)
+class _Life:
+    """One engine process, from its start to its end."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    news: zmq.Socket[bytes]
+    requests: zmq.Socket[bytes]
+    last_heard: float = field(default_factory=time.monotonic)
+    is_ready: bool = False
+    step_s: float = 0.0
+
+    def end(self) -> None:
+        """Kill what still runs, and take its sockets away."""
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+        self.news.close(linger=0)
+        if not self.is_ready:  # else it was handed over
+            self.requests.close(linger=0)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class RemoteEngine:
+    """What `AsyncLLM` needs of an engine, with the core elsewhere.
+
+    It belongs to the thread of `AsyncLLM`, but for `start`, `is_ready` and `shutdown`; a thread of its own watches the
+    process and posts what it hears. command: what runs `octavo.engine.core_process.run_core_process`.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        config: EngineConfig,
+        make_processors: Callable[[], tuple[InputProcessor, OutputProcessor]],
+        clock: Callable[[], float] = time.monotonic,
+        patience: Patience | None = None,
+    ) -> None:
+        self.input_processor: InputProcessor  # these two are there when it has started
+        self.output_processor: OutputProcessor
+        self.clock = clock
+        self._make_processors = make_processors
+        self._command, self._config = command, config
+        self._patience = patience or Patience()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._heard_before: list[Callable[[], None]] = []  # anybody listened
+        self._post: Post = self._heard_before.append
+        self._lose: Lose = lambda _request_id, _error: None
+        self._pending: dict[str, tuple[ProcessedInput, Accept]] = {}
+        self._news: list[EngineCoreOutput] = []
+        self._requests: zmq.Socket[bytes] | None = None
+        self._life: _Life | None = None
+        self._is_closing = threading.Event()
+        self._closes_at = 0.0
+        self._started: threading.Event = threading.Event()
+        self._failure: OctavoError | None = None
+        self._progress: Callable[[int, int], None] = lambda _done, _total: None
+        self._watcher = threading.Thread(target=self._watch, name="octavo-engine-watch", daemon=True)
+
+    def start(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Start the process and wait until it is ready. Raises what keeps it from that: `ConfigError`, `ModelError`."""
+        self._progress = progress or self._progress
+        self._watcher.start()
+        try:
+            self.input_processor, self.output_processor = self._make_processors()
+            self._started.wait()
+        except BaseException:  # an interrupt as well: the process must not outlive this
+            self.shutdown()
+            raise
+        if self._failure is not None:
+            self._watcher.join()
+            raise self._failure
+
+    # --- on the thread of AsyncLLM ------------------------------------------------------------------------------------
+
+    def attach(self, post: Post, lose: Lose) -> None:
+        """Hear from now on: post(function) runs it on that thread, lose(request_id, error) ends a request's stream."""
+        self._lose = lose
+        for function in self._heard_before:
+            post(function)
+        self._post = post
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the process was heard of lately, and no step takes for ever. Any thread may ask."""
+        life = self._life
+        if life is None or not life.is_ready:
+            return False
+        return time.monotonic() - life.last_heard < self._patience.frozen and life.step_s < self._patience.stuck
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process, while there is one."""
+        return None if self._life is None else self._life.process.pid
+
+    def submit(self, processed: ProcessedInput, accept: Accept) -> None:
+        """Send a request over; accept(None) when it is in the queue, accept(error) when it cannot be served."""
+        request_id = processed.request_id
+        if request_id in self._pending or request_id in self.output_processor:
+            accept(RequestError(f"request id {request_id!r} is in use", parameter="request_id"))
+        elif not self._send(messages.Add.of(request_id, processed.streams)):
+            accept(EngineRestartingError("the engine is being started again"))
+        else:
+            self._pending[request_id] = processed, accept
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests; each gets its last output, with finish_reason "abort". Unknown ids are passed over."""
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
+            processed, _ = self._pending.pop(request_id, (None, None))
+            stream_ids = self.output_processor.stream_ids(request_id)
+            if processed is not None:
+                stream_ids = [stream.request_id for stream in processed.streams]
+            self._finish(stream_ids, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> list[RequestOutput]:
+        """Make outputs of the news that came in."""
+        news, self._news = self._news, []
+        processed = self.output_processor.process(news)
+        self._finish(processed.streams_to_stop, RequestStatus.FINISHED_STOPPED)
+        return processed.request_outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to tell."""
+        return bool(self._news)
+
+    def check_when_idle(self) -> None:
+        """The process does that itself."""
+
+    def shutdown(self) -> None:
+        """Ask the process to end, and see to it that it does."""
+        self._closes_at = time.monotonic() + (_STOP_S if self._send(messages.Stop()) else 0.0)
+        self._is_closing.set()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        self._close_requests()
+        self._context.destroy(linger=0)
+
+    def _finish(self, stream_ids: list[str], status: RequestStatus) -> None:
+        if stream_ids:
+            self._send(messages.Finish(stream_ids, status))
+
+    def _send(self, message: messages.ToEngine) -> bool:
+        """Send; False where nobody takes it. A process that is frozen is killed before its mail box is full."""
+        if self._requests is None:
+            return False
+        try:
+            self._requests.send(messages.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _close_requests(self) -> None:
+        if self._requests is not None:
+            self._requests.close(linger=0)
+            self._requests = None
+
+    def _take(self, message: messages.ToParent) -> None:
+        match message:
+            case messages.News():
+                self._news += message.outputs
+            case messages.Accepted():
+                processed, accept = self._pending.pop(message.request_id, (None, None))
+                if processed is None or accept is None:
+                    return  # aborted meanwhile
+                self.output_processor.add_request(
+                    processed.request_id,
+                    [stream.request_id for stream in processed.streams],
+                    processed.prompt,
+                    processed.prompt_token_ids,
+                    processed.sampling_params,
+                    arrival_time=processed.streams[0].arrival_time,
+                )
+                accept(None)
+            case messages.Refused():
+                _, accept = self._pending.pop(message.request_id, (None, None))
+                if accept is not None:
+                    accept(messages.error_of(message))
+
+    def _came_up(self, requests: zmq.Socket[bytes]) -> None:
+        self._requests = requests
+
+    def _went_down(self, error: EngineDeadError) -> None:
+        """Nothing of the process is left: every open request ends here."""
+        self._close_requests()
+        pending, self._pending, self._news = self._pending, {}, []
+        for _, accept in pending.values():
+            accept(error)
+        for request_id in self.output_processor.forget_all():
+            self._lose(request_id, error)
+
+    # --- on the watching thread ---------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        num_failures = 0
+        while not self._is_closing.is_set():
+            born = time.monotonic()
+            life = self._life = self._begin()
+            reason = self._listen(life)
+            life.end()
+            self._life = None
+            if self._is_closing.is_set():
+                break
+            if not self._started.is_set():
+                self._failure = self._failure or EngineDeadError(f"the engine process {reason} before it was ready")
+                self._started.set()
+                return
+            num_failures = 0 if time.monotonic() - born > self._patience.healthy else num_failures
+            pause = self._patience.restarts[min(num_failures, len(self._patience.restarts) - 1)]
+            num_failures += 1
+            logger.error("the engine process %s; starting it again in %g s", reason, pause)
+            error = EngineRestartingError(f"the engine process {reason}; it is being started again")
+            self._post(lambda error=error: self._went_down(error))  # type: ignore[misc]
+            self._is_closing.wait(pause)
+        self._started.set()
+
+    def _begin(self) -> _Life:
+        """Start a process with sockets of its own, in a folder that only this user can enter."""
+        folder = Path(tempfile.mkdtemp(prefix="octavo-"))
+        endpoints = [f"ipc://{folder / name}" for name in ("requests", "news")]
+        requests, news = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        requests.bind(endpoints[0])
+        news.bind(endpoints[1])
+        environment = {name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE}
+        process = subprocess.Popen(  # noqa: S603 - a command of ours
+            self._command, stdin=subprocess.PIPE, stdout=_STANDARD_ERROR, env=environment, close_fds=True
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, which will be noticed
+            process.stdin.write(messages.encode_launch(messages.Launch(self._config, *endpoints)))
+            process.stdin.flush()
+        return _Life(process, folder, news, requests)
+
+    def _listen(self, life: _Life) -> str:
+        """Pass on what a process says until it is over; return how it ended."""
+        while True:
+            if life.news.poll(_POLL_MS):
+                self._hear(life, life.news.recv())
+            elif self._is_closing.is_set() and time.monotonic() > self._closes_at:
+                return "was stopped"
+            elif life.process.poll() is not None:
+                return f"ended with status {life.process.returncode}"
+            elif life.is_ready and time.monotonic() - life.last_heard > self._patience.dead:
+                return f"was not heard of for {self._patience.dead:g} s"
+
+    def _hear(self, life: _Life, data: bytes) -> None:
+        try:
+            message = messages.decode_news(data)
+        except messages.DecodeError:
+            logger.warning("the engine process sent %d bytes that are no message", len(data))
+            return
+        life.last_heard = time.monotonic()
+        match message:
+            case messages.Alive():
+                life.step_s = message.step_s
+            case messages.Loading():
+                self._progress(message.done, message.total)
+            case messages.Failed():
+                self._failure = messages.error_of(message)
+            case messages.Ready():
+                life.is_ready = True
+                self._post_or_do(lambda: self._came_up(life.requests))
+                self._started.set()
+            case _:
+                self._post(lambda: self._take(message))
+
+    def _post_or_do(self, function: Callable[[], None]) -> None:
+        """At the first start nobody has attached yet, and `start` waits: there is no other thread."""
+        if self._started.is_set():
+            self._post(function)
+        else:
+            function()

@@ -1,0 +1,23 @@
+"""What an engine process runs: `python -m octavo.engine_main`, with its orders on standard input."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.engine.core_process import run_core_process
+
+if TYPE_CHECKING:
+    from octavo.config import EngineConfig
+    from octavo.engine.core_process import Progress
+    from octavo.engine.engine_core import EngineCore
+
+
+def build(config: EngineConfig, progress: Progress) -> EngineCore:
+    """Build the core; torch is imported now."""
+    from octavo.build import build_core  # noqa: PLC0415 - takes seconds, in which the process is watched already
+
+    return build_core(config, progress=progress)
+
+
+if __name__ == "__main__":
+    run_core_process(build)

@@ -1,0 +1,41 @@
+"""Where a checkpoint is: a directory, or an id of the Hugging Face hub. No torch here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from octavo.errors import ModelError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "additional_chat_templates/*.jinja"]
+# Weights for other programs: Mistral's own layout, exports in subdirectories.
+_HUB_LEFT_OUT = ["consolidated*.safetensors", "*/*.safetensors"]
+
+
+def resolve_model_path(model: str | Path, revision: str | None = None) -> Path:
+    """Return the directory of a checkpoint; a hub id is downloaded first, or found in huggingface_hub's cache."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError(f"{path} is a file; a model is a directory with config.json and *.safetensors")
+    if not isinstance(model, str) or not _HUB_ID.fullmatch(model):
+        raise ModelError(f"{path} does not exist; give a directory in Hugging Face layout or a hub id (owner/name)")
+    try:
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 - optional, and slow to import
+    except ImportError as error:
+        raise ModelError(
+            f"no directory {model!r} here, and to look for it on the Hugging Face hub the package huggingface_hub is "
+            "needed: pip install 'octavo[hub]'"
+        ) from error
+    try:
+        return Path(
+            snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_LEFT_OUT)
+        )
+    except Exception as error:
+        # Its versions stand on requests, httpx or httpx2, and let the exceptions of each through.
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"no directory {model!r} here, and the Hugging Face hub did not give a model of that id: {reason}"
+        ) from error

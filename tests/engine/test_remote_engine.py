@@ -1,0 +1,296 @@
+"""An engine in a process of its own gives the same answers, and its death, however it comes, is heard and healed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+from fakes import answer_text, make_engine
+
+from octavo.config import EngineConfig
+from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.remote_engine import Patience, RemoteEngine
+from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError, QueueFullError, RequestError
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+
+TIMEOUT_S = 30
+SCRIPT = Path(__file__).with_name("fake_engine_process.py")
+QUICK = Patience(frozen=1.5, dead=3.0, restarts=(0.05, 0.1))
+ENDLESS = {"max_tokens": None, "ignore_eos": True}
+
+
+def make_remote(patience=QUICK, **options):
+    engine = make_engine()  # for its text side
+    return RemoteEngine(
+        [sys.executable, str(SCRIPT), json.dumps(options)],
+        EngineConfig(),
+        lambda: (engine.input_processor, engine.output_processor),
+        patience=patience,
+    )
+
+
+@contextlib.contextmanager
+def running(patience=QUICK, **options):
+    engine = make_remote(patience, **options)
+    engine.start()
+    llm = AsyncLLM(engine)
+    try:
+        yield llm
+    finally:
+        llm.shutdown()
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, TIMEOUT_S))
+
+
+async def collect(llm, prompt: str, request_id: str, **params) -> str:
+    text = ""
+    async for output in llm.generate(prompt, SamplingParams(output_kind=RequestOutputKind.DELTA, **params), request_id):
+        text += output.outputs[0].text
+    return text
+
+
+async def until(condition) -> None:
+    """Ask again and again; the test's own time-out ends a wait in vain."""
+    while not condition():  # noqa: ASYNC110 - another process has no event for it
+        await asyncio.sleep(0.01)
+
+
+async def begin(llm, count=3):
+    """Start endless streams, and return their tasks when all of them have had tokens."""
+    tokens = dict.fromkeys(range(count), 0)
+
+    async def read(index):
+        async for _ in llm.generate("hello", SamplingParams(**ENDLESS), f"endless{index}"):
+            tokens[index] += 1
+
+    tasks = [asyncio.create_task(read(index)) for index in range(count)]
+    await until(lambda: all(tokens.values()))
+    return tasks
+
+
+def test_answers_are_those_of_an_engine_in_this_process():
+    ways = [
+        {"max_tokens": 40},
+        {"n": 3, "max_tokens": 9},
+        {"logprobs": 2, "prompt_logprobs": 1, "max_tokens": 5},
+        {"stop": ["fox", "über"], "max_tokens": 400},
+        {"stop": ["quick"], "n": 2, "include_stop_str_in_output": True, "max_tokens": 200},
+        {"max_tokens": 3, "seed": 2**64 - 1, "temperature": 0.7, "top_k": 3, "logit_bias": {5: 1.5}},
+        {"output_kind": RequestOutputKind.FINAL_ONLY, "max_tokens": 11},
+    ]
+    requests = [("x" * (index + 1), SamplingParams(**way)) for index, way in enumerate(ways * 3)]
+
+    async def last(llm, index, prompt, params):
+        outputs = [output async for output in llm.generate(prompt, params, f"r{index}")]
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        return [(o.outputs, o.prompt_logprobs, o.prompt_token_ids, o.error) for o in outputs[-1:]]
+
+    async def all_of(llm):
+        return await asyncio.gather(*(last(llm, index, *request) for index, request in enumerate(requests)))
+
+    local = AsyncLLM(make_engine())
+    expected = run(all_of(local))
+    local.shutdown()
+    with running() as llm:
+        assert run(all_of(llm)) == expected
+        assert run(all_of(llm)) == expected  # ids of requests that ended are free again
+
+
+def test_refusals_reach_their_caller_alone():
+    async def main(llm):
+        whole = await collect(llm, "hello", "alone", max_tokens=300, ignore_eos=True)
+        good = asyncio.create_task(collect(llm, "hello", "good", max_tokens=300, ignore_eos=True))
+        await asyncio.sleep(0.05)
+        with pytest.raises(RequestError, match="empty"):
+            await collect(llm, "", "empty")
+        with pytest.raises(RequestError, match="max_model_len"):
+            await collect(llm, "x" * 5000, "long")
+        with pytest.raises(RequestError, match="in use"):
+            await collect(llm, "hello", "good")
+        with pytest.raises(QueueFullError):
+            await asyncio.gather(*(collect(llm, "hello", f"q{index}", max_tokens=50) for index in range(9)))
+        assert await good == whole
+
+    with running(step_s=0.002, max_num_seqs=1, max_num_waiting=3) as llm:
+        run(main(llm))
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_f22_who_leaves_holds_no_seat(accepted):
+    """Also one who leaves while the engine has not answered yet."""
+
+    async def main(llm):
+        if accepted:
+            (task,) = await begin(llm, 1)
+        else:
+            os.kill(llm.engine.pid, signal.SIGSTOP)
+            task = asyncio.create_task(collect(llm, "hello", "a", **ENDLESS))
+            await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        os.kill(llm.engine.pid, signal.SIGCONT)
+        assert await collect(llm, "hello", "b", max_tokens=20) == answer_text(5, 0, 20)
+
+    with running(max_num_seqs=1, step_s=0.001) as llm:
+        run(main(llm))
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_f7_a_killed_engine_is_heard_of_by_all_and_started_again(times):
+    async def main(llm):
+        for _ in range(times):
+            tasks, pid = await begin(llm), llm.engine.pid
+            os.kill(pid, signal.SIGKILL)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [type(result) for result in results] == [EngineRestartingError] * 3
+            assert not llm.is_dead
+            await until(lambda: llm.is_alive)
+            assert llm.engine.pid != pid
+            assert await collect(llm, "hello", "again", max_tokens=20) == answer_text(5, 0, 20)
+
+    with running(step_s=0.002) as llm:
+        run(main(llm))
+
+
+def test_while_it_starts_again_requests_are_refused_at_once():
+    async def main(llm):
+        os.kill(llm.engine.pid, signal.SIGKILL)
+        await until(lambda: not llm.is_alive)
+        with pytest.raises(EngineRestartingError):
+            await collect(llm, "hello", "a")
+        await until(lambda: llm.is_alive)
+        assert await collect(llm, "hello", "a", max_tokens=5) == answer_text(5, 0, 5)
+
+    with running(Patience(restarts=(0.5,))) as llm:
+        run(main(llm))
+
+
+def test_f24_a_frozen_engine_is_not_ready_and_then_killed():
+    async def main(llm):
+        tasks, pid = await begin(llm), llm.engine.pid
+        os.kill(pid, signal.SIGSTOP)
+        start = time.monotonic()
+        await until(lambda: not llm.is_alive)
+        assert time.monotonic() - start < QUICK.dead
+        assert not any(task.done() for task in tasks)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [EngineRestartingError] * 3
+        await until(lambda: llm.is_alive)
+        assert not psutil.pid_exists(pid)
+
+    with running(step_s=0.002) as llm:
+        run(main(llm))
+
+
+def test_an_engine_in_a_long_step_is_ready_until_it_takes_for_ever():
+    async def main(llm):
+        task = asyncio.create_task(collect(llm, "hello", "a", max_tokens=2))
+        await asyncio.sleep(1.7)  # longer than `frozen`: its pulse goes on
+        assert llm.is_alive
+        await until(lambda: not llm.is_alive)
+        assert await task == answer_text(5, 0, 2)
+        await until(lambda: llm.is_alive)
+
+    with running(Patience(frozen=1.5, stuck=2.0), step_s=3.0) as llm:
+        run(main(llm))
+
+
+def test_f25_the_engine_ends_with_its_parent():
+    program = f"""
+import sys, time; sys.path.insert(0, {str(SCRIPT.parent)!r}); sys.path.insert(0, {str(SCRIPT.parents[1])!r})
+from test_remote_engine import make_remote
+engine = make_remote(step_s=0.01); engine.start()
+print(engine.pid, engine._life.folder, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        pid, folder = parent.stdout.readline().split()
+        child = psutil.Process(int(pid))
+        parent.kill()
+    child.wait(5)
+    assert not Path(folder).exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"fail": True}, ConfigError, "nothing of this fits"),
+        ({"crash": True}, EngineDeadError, "status 3 before it was"),
+    ],
+)
+def test_what_keeps_it_from_starting_is_raised(options, error, text):
+    progress = []
+    engine = make_remote(**options)
+    with pytest.raises(error, match=text):
+        engine.start(lambda done, total: progress.append((done, total)))
+    if error is ConfigError:
+        assert progress == [(1, 2)]
+    assert engine.pid is None
+    engine.shutdown()
+
+
+def test_a_mistake_on_this_side_ends_the_process():
+    engine = make_remote(hang=True)
+
+    def fail():
+        raise ConfigError("no tokenizer")
+
+    engine._make_processors = fail
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        engine.start()
+    assert engine.pid is None
+
+
+def test_shutdown_ends_streams_process_and_folder():
+    async def main(llm):
+        tasks = await begin(llm)
+        process, folder = psutil.Process(llm.engine.pid), llm.engine._life.folder
+        assert folder.stat().st_mode & 0o777 == 0o700
+        await asyncio.to_thread(llm.shutdown)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [EngineDeadError] * 3
+        assert not process.is_running()
+        assert not folder.exists()
+        assert llm.is_dead
+
+    with running(step_s=0.002) as llm:
+        run(main(llm))
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"", b"garbage", b"cos\nsystem\n(S'touch /tmp/x'\ntR.", b"\x81\xa4type\xa7Unknown"]
+)
+def test_s1_what_is_no_message_is_dropped_on_both_sides(garbage):
+    async def main(llm):
+        await llm.call(lambda engine: engine._requests.send(garbage))
+        with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+            stranger.connect(f"ipc://{llm.engine._life.folder / 'news'}")
+            stranger.send(garbage)
+            pid = llm.engine.pid
+            assert await collect(llm, "hello", "a", max_tokens=20) == answer_text(5, 0, 20)
+            assert llm.engine.pid == pid
+
+    with running() as llm:
+        run(main(llm))
+
+
+def test_s2_s3_the_process_listens_nowhere_and_is_told_no_secret(monkeypatch):
+    monkeypatch.setenv("OCTAVO_API_KEY", "very-secret")
+    with running() as llm:
+        process = psutil.Process(llm.engine.pid)
+        assert not process.net_connections(kind="inet")
+        assert "very-secret" not in str(process.environ())
+        assert "very-secret" not in str(process.cmdline())
