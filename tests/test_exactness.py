@@ -62,7 +62,7 @@ SCHEDULES = [
     Schedule("priority", **FEW_BLOCKS, options=(("policy", "priority"),)),
     Schedule("deadline", **FEW_BLOCKS, options=(("policy", "deadline"),)),
     Schedule("fair", block_size=2, num_blocks=140, budget=64, options=(("policy", "fair"),)),
-    Schedule("protected", **FEW_BLOCKS, options=(("max_num_preemptions", 1), ("max_num_mixed_prefill_tokens", 0))),
+    Schedule("protected", **FEW_BLOCKS, options=(("max_num_preemptions", 1),)),
     Schedule("costly", budget=64, options=(("max_num_mixed_prefill_tokens", 3), ("attention_cost_tokens", 500.0))),
     Schedule("reservation", block_size=2, options=(("admission", "reservation"), ("max_batch_total_tokens", 900))),
     Schedule("prefill_first", options=(("batching", "prefill_first"),)),
@@ -115,7 +115,7 @@ def make_engine(checkpoint, dtype: str, schedule: Schedule, kernels: str) -> LLM
             max_num_seqs=schedule.max_num_seqs,
             max_num_batched_tokens=schedule.budget,
             long_prefill_token_threshold=schedule.threshold,
-            **dict(schedule.options),
+            **{"max_num_mixed_prefill_tokens": 0, **dict(schedule.options)},  # 0: prompts press the cache hardest
         ),
         device_config=DeviceConfig(device="cpu", kernels=kernels, num_threads=schedule.num_threads),
     )

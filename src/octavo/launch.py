@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,9 +54,12 @@ def launch_engine(config: EngineConfig, *, progress: Callable[[int, int], None] 
     """
     from octavo.engine.remote_engine import RemoteEngine  # noqa: PLC0415 - needs zmq and msgspec, which only servers do
 
-    checkpoint = Checkpoint.find(config.model)
-    command = [sys.executable, "-m", "octavo.engine_main"]
-    engine = RemoteEngine(command, config, lambda: make_processors(config.model, checkpoint), time.monotonic)
+    checkpoint, asked = Checkpoint.find(config.model), config.model
+    # -P: else a file in the current directory, a checkpoint's say, could be taken for a module.
+    command = [sys.executable, "-P", "-m", "octavo.engine_main"]
+    if config.model.model is not None:  # what a hub id means may change before the process is started again
+        config = replace(config, model=replace(config.model, model=str(checkpoint.directory)))
+    engine = RemoteEngine(command, config, lambda: make_processors(asked, checkpoint), time.monotonic)
     engine.start(progress)
     return engine
 

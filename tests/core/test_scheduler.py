@@ -99,6 +99,23 @@ def test_beside_many_answers_a_prompt_gets_what_is_left_of_the_budget(make_core)
     assert core.step().num_scheduled_tokens == {"a": 1, "b": 1, "c": 1, "d": 1, "long": 2}
 
 
+def test_prompts_take_no_tokens_of_who_decodes_behind_them(make_core):
+    core = make_core(
+        num_blocks=600, max_num_seqs=8, max_num_batched_tokens=64, long_prefill_token_threshold=8,
+        max_num_mixed_prefill_tokens=2,
+    )  # fmt: skip
+    for index in range(6):
+        core.add(f"long{index}", 300)
+    core.step()
+    core.add("a", 2, max_tokens=50)
+    core.add("b", 2, max_tokens=50)
+    core.step()
+    for _ in range(40):
+        scheduled = core.step().num_scheduled_tokens
+        assert {"a", "b"} <= set(scheduled)
+        assert all(f"long{index}" in scheduled for index in range(6))
+
+
 def test_a_prompts_token_costs_more_the_more_stand_before_it(make_core):
     core = make_core(num_blocks=64, max_num_batched_tokens=16, attention_cost_tokens=1000 / 16)
     core.add("long", 60)

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -17,10 +18,12 @@ import pytest
 import zmq
 from fakes import answer_text, make_engine
 
-from octavo.config import EngineConfig
+from octavo.config import CacheConfig, EngineConfig
+from octavo.engine import remote_engine
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.remote_engine import Patience, RemoteEngine
 from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError, QueueFullError, RequestError
+from octavo.launch import launch_engine
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 TIMEOUT_S = 30
@@ -205,6 +208,103 @@ def test_an_engine_in_a_long_step_is_ready_until_it_takes_for_ever():
         await until(lambda: llm.is_alive)
 
     with running(Patience(frozen=1.5, stuck=2.0), step_s=3.0) as llm:
+        run(main(llm))
+
+
+def test_f7_a_step_that_never_ends_and_a_load_that_freezes_are_given_up():
+    async def main(llm):
+        (task,) = [asyncio.create_task(collect(llm, "hello", "a", max_tokens=2))]
+        with pytest.raises(EngineRestartingError, match="did not end a step within"):
+            await task
+        await until(lambda: llm.engine.pid is not None)
+        os.kill(llm.engine.pid, signal.SIGSTOP)  # in the midst of starting again
+        frozen = llm.engine.pid
+        await until(lambda: llm.is_alive)
+        assert llm.engine.pid != frozen
+
+    with running(Patience(restarts=(0.05,), loading=3.0, stuck=0.5, endless=1.0), step_s=20.0) as llm:
+        run(main(llm))
+
+
+def test_who_is_not_accepted_yet_is_told_how_it_ends():
+    """Aborted, shut down, or lost with the engine, while that does not answer."""
+
+    async def main(llm, end):
+        os.kill(llm.engine.pid, signal.SIGSTOP)
+        task = asyncio.create_task(collect(llm, "hello", "a", **ENDLESS))
+        await until(lambda: llm.engine._pending)
+        return await end(llm, task)
+
+    async def abort(llm, task):
+        await llm.call(lambda engine: engine.abort_request("a"))
+        os.kill(llm.engine.pid, signal.SIGCONT)
+        assert len(await task) < 100
+        assert await collect(llm, "hello", "a", max_tokens=20) == answer_text(5, 0, 20)
+
+    async def kill(llm, task):
+        await llm.call(lambda engine: engine.abort_request("a"))
+        os.kill(llm.engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineRestartingError):
+            await task
+
+    async def shut_down(llm, task):
+        shutting = asyncio.create_task(asyncio.to_thread(llm.shutdown))
+        with pytest.raises(EngineDeadError):
+            await task
+        await shutting
+
+    for end in (abort, kill, shut_down):
+        with running(step_s=0.001) as llm:
+            run(main(llm, end))
+
+
+def test_f28_more_than_the_engine_can_take_in_a_step_are_refused_and_no_abort_is_lost(monkeypatch):
+    monkeypatch.setattr(remote_engine, "_MAX_PENDING", 3000)
+
+    async def main(llm):
+        tasks = [asyncio.create_task(collect(llm, "hello", f"r{index}", **ENDLESS)) for index in range(3100)]
+        await until(lambda: sum(task.done() for task in tasks) >= 90)  # but for a few that came before the first step
+        await llm.call(lambda engine: engine.abort_request([f"r{index}" for index in range(3100)]))
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        refused = [result for result in results if not isinstance(result, str)]
+        assert {type(result) for result in refused} == {QueueFullError}
+        assert 90 <= len(refused) <= 100
+        assert await collect(llm, "hello", "b", max_tokens=3) == answer_text(5, 0, 3)
+
+    with running(step_s=1.0) as llm:
+        run(main(llm))
+
+
+def test_a_system_that_refuses_a_process_is_told_of(monkeypatch, tmp_path):
+    """An ipc path has at most 107 characters."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    engine = make_remote()
+    with pytest.raises(EngineDeadError, match="cannot be started"):
+        engine.start()
+    engine.shutdown()
+    assert not list(folder.iterdir())
+
+
+def test_s4_a_module_in_the_current_directory_is_not_imported(monkeypatch, tmp_path):
+    (tmp_path / "msgspec.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    engine = launch_engine(EngineConfig(cache=CacheConfig(num_gpu_blocks=16)))
+    assert engine.is_ready
+    engine.shutdown()
+
+
+def test_f26_a_signal_to_all_processes_leaves_the_engine_to_its_server():
+    async def main(llm):
+        (task,) = await begin(llm, 1)
+        for kind in (signal.SIGTERM, signal.SIGINT):
+            os.kill(llm.engine.pid, kind)
+        await asyncio.sleep(0.3)
+        assert llm.is_alive
+        assert not task.done()
+
+    with running(step_s=0.002) as llm:
         run(main(llm))
 
 

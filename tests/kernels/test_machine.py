@@ -45,19 +45,21 @@ def test_a_machine_that_tells_nothing_of_siblings(host, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("files", "quota", "cores"),
+    ("files", "quota", "threads"),
     [
-        ({"pod/cpu.max": "max 100000"}, math.inf, [0, 1]),
-        ({"pod/cpu.max": "150000 100000"}, 1.5, [0]),
-        ({"pod/cpu.max": "800000 100000", "pod/box/cpu.max": "50000 100000"}, 0.5, [0]),
-        ({"pod/box/cpu.max": "400000 100000"}, 4.0, [0, 1]),
+        ({"pod/cpu.max": "max 100000"}, math.inf, 2),
+        ({"pod/cpu.max": "150000 100000"}, 1.5, 1),
+        ({"pod/cpu.max": "800000 100000", "pod/box/cpu.max": "50000 100000"}, 0.5, 1),
+        ({"pod/box/cpu.max": "400000 100000"}, 4.0, 2),
     ],
 )
-def test_a_quota_of_any_cgroup_around_cuts_them(host, files, quota, cores):
+def test_a_quota_of_any_cgroup_around_leaves_fewer_threads(host, files, quota, threads):
+    """Which are not pinned then: others with the same quota would be pinned to the same cores."""
     for name, text in files.items():
         (host / "cgroups" / name).write_text(text + "\n")
     assert cpu_quota() == quota
-    assert usable_cores() == cores
+    assert default_num_threads() == threads
+    assert usable_cores() == [0, 1]
 
 
 @pytest.mark.parametrize(("text", "quota"), [("200000", 2.0), ("-1", math.inf)])

@@ -92,7 +92,8 @@ MUTANTS = [
     Mutant("the budget is exceeded", "E1", "policy.py", "    if num_remaining <= budget:\n        return num_remaining\n", "    if num_remaining <= budget + 1:\n        return num_remaining\n"),
     Mutant("a far token costs like a near one", "E1", "policy.py", "        return min(math.ceil(count * (1 + self._per_position * position)), budget)", "        return min(count, budget)"),
     Mutant("a far token waits for a larger budget", "F9", "policy.py", "        return max(int(budget / (1 + self._per_position * position)), 1)", "        return int(budget / (1 + self._per_position * position))"),
-    Mutant("prompts fill a step in which others decode", "E1", "policy.py", "                plan.lower_budget(num_decoded + self._max_prefill_tokens)", "                pass"),
+    Mutant("prompts fill a step in which others decode", "E1", "policy.py", "                plan.lower_budget(sum(decoded) + max(self._max_prefill_tokens, num_prompts))", "                pass"),
+    Mutant("prompts take the tokens of who decodes behind them", "F11", "policy.py", "                plan.lower_budget(sum(decoded) + max(self._max_prefill_tokens, num_prompts))", "                plan.lower_budget(sum(decoded) + self._max_prefill_tokens)"),
     Mutant("an ending is told twice", "F20", _SCHEDULER, "        outputs, self._news = self._news, []\n        new_tokens", "        outputs = list(self._news)\n        new_tokens"),
     Mutant("an abort takes a bystander's blocks", "F20", _POOL, "            block.ref_count -= 1\n            if block.ref_count == 0 and", "            block.ref_count = 0\n            if block.ref_count == 0 and"),
 ]  # fmt: skip

@@ -567,6 +567,10 @@ class World:
             wanted = request.num_tokens - request.num_computed_tokens
             if count < min(wanted, config.long_prefill_token_threshold or wanted):
                 is_cut, cut_weight = True, max(weight, cut_weight)
+        older = {r.request_id for r in self.scheduler.running} - self.admitted
+        left_out = older - set(scheduled.num_scheduled_tokens)
+        if config.batching == "mixed" and len(left_out) > self.num_stalled:
+            raise SimulationError(f"{left_out} got nothing, though everyone who runs gets a token")
         if least > budget + 1e-6:
             raise SimulationError(f"tokens of a cost of {least} in a step of {budget}")
         shares_less = config.admission == "reservation" and config.max_batch_prefill_tokens is not None
@@ -578,7 +582,9 @@ class World:
         limit, most = self.config.max_num_mixed_prefill_tokens, self.config.max_num_batched_tokens
         older = [request for request in self.scheduler.running if request.request_id not in self.admitted]
         answers = sum(request.num_tokens - request.num_computed_tokens for request in older if not is_prefill(request))
-        return min(most, answers + limit) if limit and answers and self.config.batching == "mixed" else most
+        prompts = sum(is_prefill(request) for request in older)
+        is_limited = limit and answers and self.config.batching == "mixed"
+        return min(most, answers + max(limit, prompts)) if is_limited else most
 
     def _check_order(self, scheduled: SchedulerOutput) -> None:
         """No running prompt gets of the budget for which a more important newcomer waits, or is overtaken by another."""

@@ -200,9 +200,10 @@ class MixedBatching:
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
         """Serve the running first."""
         if self._max_prefill_tokens:
-            num_decoded = sum(num_remaining_tokens(request) for request in running if is_decode(request))
-            if num_decoded:
-                plan.lower_budget(num_decoded + self._max_prefill_tokens)
+            decoded = [num_remaining_tokens(request) for request in running if is_decode(request)]
+            if decoded:  # a token for each running prompt at least, or they would take those of who decodes behind them
+                num_prompts = len(running) - len(decoded)
+                plan.lower_budget(sum(decoded) + max(self._max_prefill_tokens, num_prompts))
         grow(plan, [request for request in running if request not in outranked] if outranked else running)
         admit_in_turn(plan, outranked, grow, admit)
 

@@ -41,8 +41,10 @@ def run_core_process(build: Build) -> None:
 
     build(config, progress) returns the core; what it raises is told, and ends the process with status 1.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that this one serves: it lets requests end
+    for each in (signal.SIGINT, signal.SIGTERM):  # may be sent to a whole group: the process that this one serves
+        signal.signal(each, signal.SIG_IGN)  # hears them, lets requests end, and says when to stop
     launch = messages.decode_launch(sys.stdin.buffer.readline())
+    logging.basicConfig(level=launch.log_level, format="%(levelname)s: engine: %(name)s: %(message)s")
     folder = Path(launch.news_endpoint.removeprefix("ipc://")).parent
     threading.Thread(target=_end_with_parent, args=[folder], name="octavo-parent-watch", daemon=True).start()
     context = zmq.Context()

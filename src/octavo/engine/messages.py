@@ -37,6 +37,7 @@ class Launch(msgspec.Struct, frozen=True):
     config: EngineConfig
     requests_endpoint: str
     news_endpoint: str
+    log_level: int = 30
 
 
 class Stream(msgspec.Struct, frozen=True):

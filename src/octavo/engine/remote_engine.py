@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ import zmq
 
 from octavo.config import API_KEY_VARIABLE
 from octavo.engine import messages
-from octavo.errors import EngineDeadError, EngineRestartingError, OctavoError, RequestError
+from octavo.errors import EngineDeadError, EngineRestartingError, OctavoError, QueueFullError, RequestError
 from octavo.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -37,19 +37,23 @@ logger = logging.getLogger(__name__)
 _POLL_MS = 250
 _STOP_S = 5.0
 _STANDARD_ERROR = 2
+_MAX_PENDING = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
     """How long an engine process may be silent, in seconds. Its pulse beats every half second, also during a step.
 
-    frozen: then it is not ready. dead: then it is killed. stuck: so long may a single step take before it is not ready.
+    frozen: then it is not ready. dead: then it is killed; loading: so long before it is ready. stuck: so long may a
+    single step take before it is not ready; endless: before it is killed.
     restarts: waits before it is started again, the last one for all further times; a life of `healthy` forgets them.
     """
 
     frozen: float = 3.0
     dead: float = 8.0
+    loading: float = 120.0
     stuck: float = 120.0
+    endless: float = 600.0
     restarts: Sequence[float] = (0.5, 1.0, 2.0, 5.0, 15.0, 30.0)
     healthy: float = 60.0
 
@@ -64,7 +68,18 @@ class _Life:
     requests: zmq.Socket[bytes]
     last_heard: float = field(default_factory=time.monotonic)
     is_ready: bool = False
+    is_open: bool = False  # requests can be sent
     step_s: float = 0.0
+    failure: OctavoError | None = None
+
+    def what_is_wrong(self, patience: Patience) -> str | None:
+        """Return why it has to be given up, if it has."""
+        if self.process.poll() is not None:
+            return f"ended with status {self.process.returncode}"
+        limit = patience.dead if self.is_ready else patience.loading
+        if time.monotonic() - self.last_heard > limit:
+            return f"was not heard of for {limit:g} s"
+        return f"did not end a step within {self.step_s:.0f} s" if self.step_s > patience.endless else None
 
     def end(self) -> None:
         """Kill what still runs, and take its sockets away."""
@@ -142,7 +157,7 @@ class RemoteEngine:
     def is_ready(self) -> bool:
         """Whether the process was heard of lately, and no step takes for ever. Any thread may ask."""
         life = self._life
-        if life is None or not life.is_ready:
+        if life is None or not life.is_open:
             return False
         return time.monotonic() - life.last_heard < self._patience.frozen and life.step_s < self._patience.stuck
 
@@ -154,7 +169,9 @@ class RemoteEngine:
     def submit(self, processed: ProcessedInput, accept: Accept) -> None:
         """Send a request over; accept(None) when it is in the queue, accept(error) when it cannot be served."""
         request_id = processed.request_id
-        if request_id in self._pending or request_id in self.output_processor:
+        if len(self._pending) >= _MAX_PENDING:
+            accept(QueueFullError(f"{_MAX_PENDING} requests have been sent to the engine, which has not answered yet"))
+        elif request_id in self._pending or request_id in self.output_processor:
             accept(RequestError(f"request id {request_id!r} is in use", parameter="request_id"))
         elif not self._send(messages.Add.of(request_id, processed.streams)):
             accept(EngineRestartingError("the engine is being started again"))
@@ -164,10 +181,9 @@ class RemoteEngine:
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests; each gets its last output, with finish_reason "abort". Unknown ids are passed over."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
-            processed, _ = self._pending.pop(request_id, (None, None))
             stream_ids = self.output_processor.stream_ids(request_id)
-            if processed is not None:
-                stream_ids = [stream.request_id for stream in processed.streams]
+            if request_id in self._pending:  # its end will follow its acceptance
+                stream_ids = [stream.request_id for stream in self._pending[request_id][0].streams]
             self._finish(stream_ids, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> list[RequestOutput]:
@@ -190,6 +206,7 @@ class RemoteEngine:
         self._is_closing.set()
         if self._watcher.is_alive():
             self._watcher.join()
+        self._refuse_pending(EngineDeadError("the engine was shut down"))
         self._close_requests()
         self._context.destroy(linger=0)
 
@@ -198,7 +215,7 @@ class RemoteEngine:
             self._send(messages.Finish(stream_ids, status))
 
     def _send(self, message: messages.ToEngine) -> bool:
-        """Send; False where nobody takes it. A process that is frozen is killed before its mail box is full."""
+        """Send; False where there is nobody to send it to. There is room for all: `_MAX_PENDING` bounds what waits."""
         if self._requests is None:
             return False
         try:
@@ -206,6 +223,11 @@ class RemoteEngine:
         except zmq.Again:
             return False
         return True
+
+    def _refuse_pending(self, error: EngineDeadError) -> None:
+        pending, self._pending = self._pending, {}
+        for _, accept in pending.values():
+            accept(error)
 
     def _close_requests(self) -> None:
         if self._requests is not None:
@@ -217,9 +239,7 @@ class RemoteEngine:
             case messages.News():
                 self._news += message.outputs
             case messages.Accepted():
-                processed, accept = self._pending.pop(message.request_id, (None, None))
-                if processed is None or accept is None:
-                    return  # aborted meanwhile
+                processed, accept = self._pending.pop(message.request_id)
                 self.output_processor.add_request(
                     processed.request_id,
                     [stream.request_id for stream in processed.streams],
@@ -230,75 +250,100 @@ class RemoteEngine:
                 )
                 accept(None)
             case messages.Refused():
-                _, accept = self._pending.pop(message.request_id, (None, None))
-                if accept is not None:
-                    accept(messages.error_of(message))
+                _, accept = self._pending.pop(message.request_id)
+                accept(messages.error_of(message))
 
-    def _came_up(self, requests: zmq.Socket[bytes]) -> None:
-        self._requests = requests
+    def _came_up(self, life: _Life) -> None:
+        self._requests, life.is_open = life.requests, True
 
     def _went_down(self, error: EngineDeadError) -> None:
         """Nothing of the process is left: every open request ends here."""
         self._close_requests()
-        pending, self._pending, self._news = self._pending, {}, []
-        for _, accept in pending.values():
-            accept(error)
+        self._news = []
+        self._refuse_pending(error)
         for request_id in self.output_processor.forget_all():
             self._lose(request_id, error)
 
     # --- on the watching thread ---------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        num_failures = 0
+        num_failures = num_lives = 0
         while not self._is_closing.is_set():
             born = time.monotonic()
-            life = self._life = self._begin()
-            reason = self._listen(life)
-            life.end()
-            self._life = None
+            reason, failure = self._live(num_lives)
+            num_lives += 1
             if self._is_closing.is_set():
                 break
             if not self._started.is_set():
-                self._failure = self._failure or EngineDeadError(f"the engine process {reason} before it was ready")
-                self._started.set()
-                return
+                self._failure = failure or EngineDeadError(f"the engine process {reason} before it was ready")
+                break
             num_failures = 0 if time.monotonic() - born > self._patience.healthy else num_failures
             pause = self._patience.restarts[min(num_failures, len(self._patience.restarts) - 1)]
             num_failures += 1
-            logger.error("the engine process %s; starting it again in %g s", reason, pause)
+            why = f"{reason}: {failure}" if failure else reason
+            logger.error("the engine process %s; starting it again in %g s", why, pause)
             error = EngineRestartingError(f"the engine process {reason}; it is being started again")
             self._post(lambda error=error: self._went_down(error))  # type: ignore[misc]
             self._is_closing.wait(pause)
         self._started.set()
 
-    def _begin(self) -> _Life:
+    def _live(self, number: int) -> tuple[str, OctavoError | None]:
+        """Start a process and listen to it until it is over; return how it ended, and what it said of it."""
+        try:
+            life = self._life = self._begin(number)
+        except Exception as error:  # whatever the system refuses (memory, files, disk) may be granted the next time
+            logger.exception("the engine process cannot be started")
+            return f"cannot be started: {error}", None
+        try:
+            return self._listen(life), life.failure
+        except Exception as error:
+            logger.exception("the engine process cannot be heard")
+            return f"cannot be heard: {error}", None
+        finally:
+            life.end()
+            self._life = None
+
+    def _begin(self, number: int) -> _Life:
         """Start a process with sockets of its own, in a folder that only this user can enter."""
-        folder = Path(tempfile.mkdtemp(prefix="octavo-"))
-        endpoints = [f"ipc://{folder / name}" for name in ("requests", "news")]
-        requests, news = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
-        requests.bind(endpoints[0])
-        news.bind(endpoints[1])
-        environment = {name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE}
-        process = subprocess.Popen(  # noqa: S603 - a command of ours
-            self._command, stdin=subprocess.PIPE, stdout=_STANDARD_ERROR, env=environment, close_fds=True
-        )
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is dead already, which will be noticed
-            process.stdin.write(messages.encode_launch(messages.Launch(self._config, *endpoints)))
-            process.stdin.flush()
+        config = self._config
+        if number and config.record is not None:  # the journal of the one that died is what one wants to read
+            record = config.record.with_name(f"{config.record.stem}-{number}{config.record.suffix}")
+            config = replace(config, record=record)
+        with contextlib.ExitStack() as stack:
+            folder = Path(tempfile.mkdtemp(prefix="octavo-"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            endpoints = [f"ipc://{folder / name}" for name in ("requests", "news")]
+            requests = stack.enter_context(self._context.socket(zmq.PUSH))
+            news = stack.enter_context(self._context.socket(zmq.PULL))
+            requests.sndhwm = 0
+            for socket, endpoint in zip((requests, news), endpoints, strict=True):
+                socket.linger = 0
+                socket.bind(endpoint)
+            level = logging.getLogger().getEffectiveLevel()
+            order = messages.encode_launch(messages.Launch(config, endpoints[0], endpoints[1], level))
+            environment = {name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE}
+            process = subprocess.Popen(  # noqa: S603 - a command of ours
+                self._command, stdin=subprocess.PIPE, stdout=_STANDARD_ERROR, env=environment, close_fds=True
+            )
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it is dead already, which will be noticed
+                process.stdin.write(order)
+                process.stdin.flush()
+            stack.pop_all()
         return _Life(process, folder, news, requests)
 
     def _listen(self, life: _Life) -> str:
         """Pass on what a process says until it is over; return how it ended."""
         while True:
-            if life.news.poll(_POLL_MS):
+            has_news = bool(life.news.poll(_POLL_MS))
+            if has_news:
                 self._hear(life, life.news.recv())
-            elif self._is_closing.is_set() and time.monotonic() > self._closes_at:
+            if self._is_closing.is_set() and time.monotonic() > self._closes_at:
                 return "was stopped"
-            elif life.process.poll() is not None:
-                return f"ended with status {life.process.returncode}"
-            elif life.is_ready and time.monotonic() - life.last_heard > self._patience.dead:
-                return f"was not heard of for {self._patience.dead:g} s"
+            reason = life.what_is_wrong(self._patience)
+            has_last_words = has_news and life.process.poll() is not None
+            if reason is not None and not has_last_words:
+                return reason
 
     def _hear(self, life: _Life, data: bytes) -> None:
         try:
@@ -313,10 +358,11 @@ class RemoteEngine:
             case messages.Loading():
                 self._progress(message.done, message.total)
             case messages.Failed():
-                self._failure = messages.error_of(message)
+                life.failure = messages.error_of(message)
             case messages.Ready():
                 life.is_ready = True
-                self._post_or_do(lambda: self._came_up(life.requests))
+                life.requests.poll(1000, zmq.POLLOUT)  # its connection may take a moment more
+                self._post_or_do(lambda: self._came_up(life))
                 self._started.set()
             case _:
                 self._post(lambda: self._take(message))

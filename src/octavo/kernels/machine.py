@@ -16,24 +16,27 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 def default_num_threads() -> int:
-    """Return how many threads compute where nobody says: OMP_NUM_THREADS if set, else one for each usable core."""
+    """Return how many threads compute where nobody says: OMP_NUM_THREADS if set, else one for each usable core.
+
+    Where a cgroup grants less time than these would take, no more than it grants: more would be throttled together.
+    """
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(asked) if asked.isdigit() and int(asked) else len(usable_cores())
+    if asked.isdigit() and int(asked):
+        return int(asked)
+    return max(int(min(cpu_quota(), len(usable_cores()))), 1)
 
 
 def usable_cores() -> list[int]:
     """Return one logical CPU of each physical core that this process may run on, the first of its siblings.
 
-    Two threads of one core share its arithmetic: a second one brings nothing. Where a cgroup grants less time than all
-    of them would take, the list is cut to what it grants: more threads would only be throttled together.
+    Two threads of one core share its arithmetic: a second one brings nothing.
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores: dict[str, int] = {}
     for cpu in sorted(allowed):
         siblings = "".join(read_lines(_CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list")).strip()
         cores.setdefault(siblings or str(cpu), cpu)
-    most = max(int(min(cpu_quota(), len(cores))), 1)
-    return list(cores.values())[:most]
+    return list(cores.values())
 
 
 def cpu_quota() -> float:
