@@ -19,7 +19,7 @@ import zmq
 from fakes import answer_text, make_engine
 
 from octavo.config import CacheConfig, EngineConfig
-from octavo.engine import remote_engine
+from octavo.engine import messages, remote_engine
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.remote_engine import Patience, RemoteEngine
 from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError, QueueFullError, RequestError
@@ -371,7 +371,14 @@ def test_shutdown_ends_streams_process_and_folder():
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"", b"garbage", b"cos\nsystem\n(S'touch /tmp/x'\ntR.", b"\x81\xa4type\xa7Unknown"]
+    "garbage",
+    [
+        messages.encode(messages.Accepted("nobody")),
+        b"",
+        b"garbage",
+        b"cos\nsystem\n(S'touch /tmp/x'\ntR.",
+        b"\x81\xa4type\xa7Unknown",
+    ],
 )
 def test_s1_what_is_no_message_is_dropped_on_both_sides(garbage):
     async def main(llm):

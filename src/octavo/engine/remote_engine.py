@@ -238,20 +238,26 @@ class RemoteEngine:
         match message:
             case messages.News():
                 self._news += message.outputs
-            case messages.Accepted():
-                processed, accept = self._pending.pop(message.request_id)
-                self.output_processor.add_request(
-                    processed.request_id,
-                    [stream.request_id for stream in processed.streams],
-                    processed.prompt,
-                    processed.prompt_token_ids,
-                    processed.sampling_params,
-                    arrival_time=processed.streams[0].arrival_time,
-                )
-                accept(None)
-            case messages.Refused():
-                _, accept = self._pending.pop(message.request_id)
-                accept(messages.error_of(message))
+            case messages.Accepted() | messages.Refused():
+                self._answer(message)
+
+    def _answer(self, message: messages.Accepted | messages.Refused) -> None:
+        """Tell who waits what became of a request; an answer that nobody waits for changes nothing."""
+        processed, accept = self._pending.pop(message.request_id, (None, None))
+        if processed is None or accept is None:
+            logger.warning("the engine process answered a request that nobody sent")
+        elif isinstance(message, messages.Refused):
+            accept(messages.error_of(message))
+        else:
+            self.output_processor.add_request(
+                processed.request_id,
+                [stream.request_id for stream in processed.streams],
+                processed.prompt,
+                processed.prompt_token_ids,
+                processed.sampling_params,
+                arrival_time=processed.streams[0].arrival_time,
+            )
+            accept(None)
 
     def _came_up(self, life: _Life) -> None:
         self._requests, life.is_open = life.requests, True
