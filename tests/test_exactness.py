@@ -22,6 +22,7 @@ needs_kernels = pytest.mark.skipif(
 )
 DTYPES = ["float32", "bfloat16", "int8", "int4", "bfloat16 with int8 KV", "int8 with int8 KV"]
 NUM_REQUESTS = 32
+PRESSING = {"max_num_mixed_prefill_tokens": 0, "attention_cost_tokens": 0.0}  # prompts fill steps, and the cache soon
 NUM_TOKENS = 12
 
 
@@ -115,7 +116,7 @@ def make_engine(checkpoint, dtype: str, schedule: Schedule, kernels: str) -> LLM
             max_num_seqs=schedule.max_num_seqs,
             max_num_batched_tokens=schedule.budget,
             long_prefill_token_threshold=schedule.threshold,
-            **{"max_num_mixed_prefill_tokens": 0, **dict(schedule.options)},  # 0: prompts press the cache hardest
+            **{**PRESSING, **dict(schedule.options)},
         ),
         device_config=DeviceConfig(device="cpu", kernels=kernels, num_threads=schedule.num_threads),
     )
