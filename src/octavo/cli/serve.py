@@ -74,6 +74,7 @@ def serve(
     if log_level not in _LEVELS:
         raise ConfigError(f"log level must be one of {', '.join(_LEVELS)}, got {log_level!r}")
     try:
+        import octavo.engine.remote_engine  # noqa: F401 - imports zmq and msgspec
         from octavo.server.serving import check_binding, listen, make_server  # imports fastapi
     except ImportError as error:
         raise ConfigError(f"octavo serve needs {error.name}: pip install 'octavo[server]'") from error
