@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from octavo.events import EventSink
     from octavo.models.architecture import Architecture
 
-
-logger = logging.getLogger(__name__)
 
 _BITS = {None: 16, "int8": 8, "int4": 4}  # of the weights
 # Seconds of an operation of attention over those of one in a matrix product of weights of so many bits, measured with

@@ -40,6 +40,16 @@ class RequestError(OctavoError):
 class PromptTooLongError(RequestError):
     """The prompt exceeds the model's length, or could never fit the KV cache."""
 
+    @classmethod
+    def check(cls, num_tokens: int, max_model_len: int) -> None:
+        """Raise it for a prompt that leaves no room for a token of output."""
+        if num_tokens >= max_model_len:
+            raise cls(
+                f"the prompt has {num_tokens} tokens; with one token of output the limit is "
+                f"max_model_len - 1 = {max_model_len - 1}",
+                parameter="prompt",
+            )
+
 
 class QueueFullError(RequestError):
     """Too many requests wait already; the same request may be served later."""

@@ -129,7 +129,7 @@ def test_behind_one_that_stalls_the_running_go_on_and_nobody_is_admitted(make_co
     def grow(plan, requests):
         for request in requests:
             if request is not stalled:
-                plan.give(request, 1, [], 1)
+                plan.give(request, 1, [])
 
     admit_in_turn(plan, [stalled, holder, last], grow, lambda plan, before: admitted.append(before))
     assert list(plan.num_tokens) == ["holder", "last"]

@@ -4,12 +4,11 @@ import asyncio
 
 import pytest
 from fakes import FakeExecutor, answer_text, make_engine
+from streams import collect, run
 
 from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import EngineDeadError, RequestError
-from octavo.sampling_params import RequestOutputKind, SamplingParams
-
-TIMEOUT_S = 30
+from octavo.sampling_params import SamplingParams
 
 
 @pytest.fixture
@@ -17,17 +16,6 @@ def llm():
     made = AsyncLLM(make_engine(FakeExecutor(step_s=0.001)))
     yield made
     made.shutdown()
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, TIMEOUT_S))
-
-
-async def collect(llm, prompt: str, request_id: str, **params) -> str:
-    text = ""
-    async for output in llm.generate(prompt, SamplingParams(output_kind=RequestOutputKind.DELTA, **params), request_id):
-        text += output.outputs[0].text
-    return text
 
 
 async def until_free_blocks(llm, count: int, *, equal: bool = True) -> None:

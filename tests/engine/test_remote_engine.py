@@ -17,6 +17,7 @@ import psutil
 import pytest
 import zmq
 from fakes import answer_text, make_engine
+from streams import collect, run
 
 from octavo.config import CacheConfig, EngineConfig
 from octavo.engine import messages, remote_engine
@@ -26,7 +27,6 @@ from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError, Q
 from octavo.launch import launch_engine
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
-TIMEOUT_S = 30
 SCRIPT = Path(__file__).with_name("fake_engine_process.py")
 QUICK = Patience(frozen=1.5, dead=3.0, restarts=(0.05, 0.1))
 ENDLESS = {"max_tokens": None, "ignore_eos": True}
@@ -51,17 +51,6 @@ def running(patience=QUICK, **options):
         yield llm
     finally:
         llm.shutdown()
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, TIMEOUT_S))
-
-
-async def collect(llm, prompt: str, request_id: str, **params) -> str:
-    text = ""
-    async for output in llm.generate(prompt, SamplingParams(output_kind=RequestOutputKind.DELTA, **params), request_id):
-        text += output.outputs[0].text
-    return text
 
 
 async def until(condition) -> None:

@@ -61,9 +61,9 @@ class PromptCost:
             return budget
         return max(int(budget / (1 + self._per_position * position)), 1)
 
-    def of_chunk(self, position: int, count: int, budget: int) -> int:
-        """Return what a chunk takes of the budget that it was cut for."""
-        return min(math.ceil(count * (1 + self._per_position * position)), budget)
+    def surcharge(self, position: int, count: int, budget: int) -> int:
+        """Return what a chunk takes beyond `count` of the budget that it was cut for."""
+        return min(math.ceil(count * self._per_position * position), budget - count)
 
 
 PLAIN_COST = PromptCost(0.0)
@@ -160,11 +160,6 @@ def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bo
 # --- what shares a step -----------------------------------------------------------------------------------------------
 
 
-def num_remaining_tokens(request: Request) -> int:
-    """How many of a request's tokens, drafts included, are not computed yet."""
-    return len(request.sequence.token_ids) + len(request.spec_token_ids) - request.num_computed_tokens
-
-
 def is_prefill(request: Request) -> bool:
     """Whether more than the newest generated token of a request is still to be computed."""
     sequence = request.sequence
@@ -200,7 +195,7 @@ class MixedBatching:
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
         """Serve the running first."""
         if self._max_prefill_tokens:
-            decoded = [num_remaining_tokens(request) for request in running if is_decode(request)]
+            decoded = [request.num_tokens - request.num_computed_tokens for request in running if is_decode(request)]
             if decoded:  # a token for each running prompt at least, or they would take those of who decodes behind them
                 num_prompts = len(running) - len(decoded)
                 plan.lower_budget(sum(decoded) + max(self._max_prefill_tokens, num_prompts))

@@ -23,7 +23,6 @@ from octavo.core.policy import (
     create_batching,
     create_policy,
     is_prefill,
-    num_remaining_tokens,
     num_tokens_to_schedule,
     should_swap,
 )
@@ -168,12 +167,7 @@ class Scheduler:
         num_prompt = request.num_prompt_tokens
         if num_prompt == 0:
             raise RequestError("the prompt is empty: at least one token is needed", parameter="prompt")
-        if num_prompt >= self.max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {num_prompt} tokens; with one token of output the limit is "
-                f"max_model_len - 1 = {self.max_model_len - 1}",
-                parameter="prompt",
-            )
+        PromptTooLongError.check(num_prompt, self.max_model_len)
 
     def _check_queue(self, request: Request) -> None:
         limit = self.config.max_num_waiting
@@ -291,10 +285,10 @@ class Scheduler:
 
     def _grow(self, plan: StepPlan, request: Request, num_after: int) -> None:
         """Give a running request its next tokens, and blocks for them at the cost of others where none are free."""
-        num_computed, num_remaining = request.num_computed_tokens, num_remaining_tokens(request)
-        num_slots = len(request.sequence.block_table) * self.kv_cache_manager.block_size
-        if num_remaining == 1 and num_computed < num_slots:
-            plan.give(request, 1, [], 1)  # the usual case: one more token, into a block that it has
+        sequence, num_computed = request.sequence, request.num_computed_tokens
+        num_remaining = len(sequence.token_ids) + len(request.spec_token_ids) - num_computed
+        if num_remaining == 1 and num_computed < len(sequence.block_table) * self.kv_cache_manager.block_size:
+            plan.give(request, 1, [])  # the usual case: one more token, into a block that it has
             return
         cost = self._prompt_cost if is_prefill(request) else PLAIN_COST
         while True:
@@ -309,7 +303,7 @@ class Scheduler:
                 )
             block_ids = self.kv_cache_manager.allocate_slots(request, count)
             if block_ids is not None:
-                plan.give(request, count, block_ids, cost.of_chunk(num_computed, count, budget))
+                plan.give(request, count, block_ids, cost.surcharge(num_computed, count, budget))
                 return
             if plan.has_admitted:
                 return  # it gave way, and nobody falls now
@@ -383,7 +377,7 @@ class Scheduler:
             return WaitReason.NO_BLOCKS
         self._admit(request, computed)
         admission.admitted(request, count)
-        plan.give(request, count, block_ids, cost.of_chunk(computed.num_tokens, count, budget))
+        plan.give(request, count, block_ids, cost.surcharge(computed.num_tokens, count, budget))
         plan.has_admitted = True
         return None
 

@@ -13,15 +13,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepPlan:
-    """Budget is in tokens, `cost` what each request took of it. `num_tokens` is in the order of the rows of the batch.
+    """Budget is in tokens. `num_tokens` is in the order in which the rows of the batch will stand.
 
+    surcharge: what prompts took of the budget beyond their number of tokens.
     held_up: why nobody may be admitted any more in this step. has_admitted: so nobody may be preempted in it.
     """
 
     whole_budget: int
     budget: int = field(init=False)
     num_tokens: dict[str, int] = field(default_factory=dict)
-    cost: dict[str, int] = field(default_factory=dict)
+    surcharge: dict[str, int] = field(default_factory=dict)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
     kv_loads: list[KVLoad] = field(default_factory=list)
     preempted: dict[str, Request] = field(default_factory=dict)
@@ -38,17 +39,19 @@ class StepPlan:
     @property
     def is_balanced(self) -> bool:
         """Whether what was given and what is left are the whole budget."""
-        return self.budget + sum(self.cost.values()) == self.whole_budget
+        return self.budget + sum(self.num_tokens.values()) + sum(self.surcharge.values()) == self.whole_budget
 
-    def give(self, request: Request, count: int, block_ids: list[int], cost: int) -> None:
+    def give(self, request: Request, count: int, block_ids: list[int], surcharge: int = 0) -> None:
         """Schedule `count` tokens."""
         self.num_tokens[request.request_id] = count
         self.new_block_ids[request.request_id] = block_ids
-        self.cost[request.request_id] = cost
-        self.budget -= cost
+        self.budget -= count
+        if surcharge:
+            self.surcharge[request.request_id] = surcharge
+            self.budget -= surcharge
 
     def take_back(self, request: Request) -> None:
         """Return a victim's budget to the step."""
-        self.budget += self.cost.pop(request.request_id, 0)
-        self.num_tokens.pop(request.request_id, None)
+        self.budget += self.num_tokens.pop(request.request_id, 0)
+        self.budget += self.surcharge.pop(request.request_id, 0)
         self.new_block_ids.pop(request.request_id, None)

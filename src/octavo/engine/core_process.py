@@ -75,7 +75,6 @@ class Pulse:
     """Tells from a thread of its own that the process runs, and how long its step has lasted."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-        self.num_steps = 0
         self.step_started: float | None = None
         self._context, self._endpoint = context, endpoint
         self._is_over = threading.Event()
@@ -97,7 +96,7 @@ class Pulse:
             while not self._is_over.wait(BEAT_S):
                 started = self.step_started
                 step_s = 0.0 if started is None else time.monotonic() - started
-                socket.send(messages.encode(messages.Alive(self.num_steps, step_s)))
+                socket.send(messages.encode(messages.Alive(step_s)))
 
 
 class CoreServer:
@@ -121,7 +120,6 @@ class CoreServer:
         self._pulse.step_started = time.monotonic()
         outputs = self._core.step()
         self._pulse.step_started = None
-        self._pulse.num_steps += 1
         if outputs:
             self._send(messages.News(outputs))
 

@@ -111,7 +111,8 @@ class InputProcessor:
         _check_salt(cache_salt)
         _check_timeout(timeout_s)
         text, token_ids = self._read_prompt(prompt)
-        self._check_length(token_ids)
+        # The scheduler refuses it, too: but not before it is copied for n outputs, or sent to another process.
+        PromptTooLongError.check(len(token_ids), self.model_info.max_model_len)
         self._check_token_ids(token_ids, params)
         arrival = next(self._arrivals)
         seed = params.seed if params.seed is not None else draw_seed(self._seed, arrival)
@@ -133,16 +134,6 @@ class InputProcessor:
             for index in range(params.n)
         ]
         return ProcessedInput(request_id, text, token_ids, params, streams)
-
-    def _check_length(self, token_ids: list[int]) -> None:
-        """Refuse here what the scheduler would: before it is copied for n outputs, or sent to another process."""
-        longest = self.model_info.max_model_len - 1
-        if len(token_ids) > longest:
-            raise PromptTooLongError(
-                f"the prompt has {len(token_ids)} tokens; with one token of output the limit is "
-                f"max_model_len - 1 = {longest}",
-                parameter="prompt",
-            )
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):

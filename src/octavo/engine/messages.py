@@ -129,9 +129,8 @@ class News(msgspec.Struct, frozen=True, tag=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """The process runs. num_steps: since its start; step_s: how long the step under way has lasted, 0 when idle."""
+    """The process runs. step_s: how long the step under way has lasted, 0 when idle."""
 
-    num_steps: int
     step_s: float
 
 
