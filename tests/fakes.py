@@ -17,6 +17,7 @@ from octavo.engine.input_processor import InputProcessor
 from octavo.engine.llm_engine import Engine
 from octavo.engine.output_processor import OutputProcessor
 from octavo.errors import ExecutionError
+from octavo.metrics import EngineMetrics
 from octavo.model_output import ModelOutput, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -35,6 +36,13 @@ class ByteTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        detokenizer = ByteDetokenizer(skip_special_tokens)
+        return detokenizer.add(token_ids) + detokenizer.finish()
+
+    def token(self, token_id: int) -> str:
+        return f"<{token_id}>"
 
     def decode_token(self, token_id: int) -> str:
         return "<eos>" if token_id == EOS else bytes([token_id]).decode(errors="replace")
@@ -191,15 +199,17 @@ def make_engine(
         eos_token_ids=frozenset({EOS}),
         generation_defaults=dict(generation_defaults or {}),
     )
+    metrics = EngineMetrics()
     scheduler = Scheduler(
         SchedulerConfig(**scheduler_options),
         CacheConfig(block_size=block_size),
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         clock=time.monotonic,
+        sink=metrics,
     )
     return Engine(
-        EngineCore(scheduler, executor or FakeExecutor()),
+        EngineCore(scheduler, executor or FakeExecutor(), metrics),
         InputProcessor(tokenizer, info, 0, chat_template or FakeChatTemplate()),
         OutputProcessor(tokenizer, time.monotonic),
         time.monotonic,

@@ -18,6 +18,7 @@ DATA = {
     "scheduler_output",
     "model_output",
     "events",
+    "metrics",
 }
 # room -> rooms it may import, itself included
 MAY_IMPORT = {

@@ -11,8 +11,10 @@ from octavo.core.scheduler import Scheduler
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.llm_engine import Engine
 from octavo.errors import ConfigError
+from octavo.events import FanOut, NullSink
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
 from octavo.launch import Checkpoint, make_processors
+from octavo.metrics import EngineMetrics
 from octavo.worker.worker import LocalExecutor, Worker, resolve_device
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ def build_core(
         progress=progress,
     )
     clock = RecordedClock(time.monotonic)
+    metrics = EngineMetrics()
     identity = f"model:{checkpoint.directory.resolve()}"
     scheduler = Scheduler(
         scheduler_config,
@@ -80,11 +83,11 @@ def build_core(
         num_blocks=worker.kv_cache.num_blocks,
         max_model_len=checkpoint.max_model_len,
         clock=clock,
-        sink=sink,
+        sink=FanOut([metrics, sink or NullSink()]),
         num_host_blocks=worker.kv_cache.num_host_blocks,
         cache_keys=(identity, f"kv:{worker.kv_dtype}", f"weights:{model_config.quantization}"),
     )
-    return EngineCore(_recorded(scheduler, clock, config.record), LocalExecutor(worker))
+    return EngineCore(_recorded(scheduler, clock, config.record), LocalExecutor(worker), metrics)
 
 
 def _recorded(scheduler: Scheduler, clock: RecordedClock, path: Path | None) -> Scheduler | RecordingScheduler:

@@ -27,6 +27,9 @@ _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 DEFAULT_BLOCK_SIZE = 16
+DEFAULT_MAX_BODY_BYTES = 32 << 20
+DEFAULT_MAX_NUM_WAITING = 1024  # of a server
+DEFAULT_MAX_NUM_WAITING_TOKENS = 1 << 20
 
 
 class SchedulingPolicy(StrEnum):
@@ -259,6 +262,54 @@ class ModelInfo:
     max_model_len: int
     eos_token_ids: frozenset[int] = frozenset()
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Who is let in, and how much is taken from each. Every limit is finite unless it is None.
+
+    served_model_names: names that clients use; () for the model's own. api_key: one key for everybody, api_keys_file:
+    a file with a key for each tenant (`octavo.server.tenants`); neither: nobody is asked.
+    max_open_requests: output streams that may run and wait; one more is refused with 429.
+    request_timeout_s: the longest that a request may take, also where its X-Request-Timeout asks for more.
+    body_timeout_s: within this time a request's headers, and then its body, have to arrive. idle_timeout_s: so long may
+    a client take nothing of what is sent to it. max_unread_outputs: outputs of a stream that wait for a client who
+    reads too slowly; one more ends it.
+    grace_s: when the server is told to stop, how long open requests may go on.
+    allowed_hosts, allowed_origins: names to answer to, and pages that may ask (`octavo.server.origins`).
+    """
+
+    served_model_names: tuple[str, ...] = ()
+    api_key: str | None = field(default=None, repr=False)
+    api_keys_file: Path | None = None
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    max_open_requests: int | None = DEFAULT_MAX_NUM_SEQS + DEFAULT_MAX_NUM_WAITING
+    request_timeout_s: float = 1800.0
+    body_timeout_s: float = 30.0
+    idle_timeout_s: float = 60.0
+    max_unread_outputs: int = 1024
+    grace_s: float = 5.0
+    allowed_hosts: tuple[str, ...] | None = None
+    allowed_origins: tuple[str, ...] = ()
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_unread_outputs"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("max_open_requests", self.max_open_requests, 1, may_be_none=True)
+        for name in ("request_timeout_s", "body_timeout_s", "idle_timeout_s", "grace_s"):
+            _not_negative(name, getattr(self, name))
+        if self.api_key is not None and self.api_keys_file is not None:
+            raise ConfigError("give one API key or a file of them, not both")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("TLS needs a certificate and its key: ssl_certfile and ssl_keyfile")
+
+    @property
+    def asks_for_key(self) -> bool:
+        """Whether nobody gets in without one."""
+        return self.api_key is not None or self.api_keys_file is not None
 
 
 def scheduling_policy(name: str) -> SchedulingPolicy:

@@ -5,9 +5,11 @@
     ├── ModelError       a checkpoint that cannot be used: missing, broken, or of an unknown kind
     ├── RequestError     one request that cannot be served as asked; names the parameter; the engine goes on
     │   ├── PromptTooLongError   its prompt exceeds the model's length or could never fit the KV cache
-    │   └── QueueFullError       too many wait already; the same request may be served later
+    │   ├── QueueFullError       too many wait already; the same request may be served later
+    │   └── SlowReaderError      nobody read what was generated for it
     └── EngineError      the engine could not do its work
         ├── ExecutionError   a step failed in the worker: the requests of that step end with it
+        ├── DeadlineError    the request's time was over before it was done
         └── EngineDeadError  the engine has stopped; nothing can be added any more
             └── EngineRestartingError    its process ended, and another one is being started
 
@@ -52,7 +54,15 @@ class PromptTooLongError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """Too many requests wait already; the same request may be served later."""
+    """Too many requests wait already; the same request may be served in about `retry_after_s` seconds."""
+
+    def __init__(self, message: str, *, parameter: str | None = None, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, parameter=parameter)
+        self.retry_after_s = retry_after_s
+
+
+class SlowReaderError(RequestError):
+    """What was generated for a request was not read; it has been ended."""
 
 
 class EngineError(OctavoError):
@@ -61,6 +71,10 @@ class EngineError(OctavoError):
 
 class ExecutionError(EngineError):
     """A step failed in the worker."""
+
+
+class DeadlineError(EngineError):
+    """The request's time was over before it was done."""
 
 
 class EngineDeadError(EngineError):

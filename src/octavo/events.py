@@ -43,12 +43,13 @@ class RequestEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class RequestQueued(RequestEvent):
-    """It was accepted and waits behind `num_ahead` others."""
+    """It was accepted and waits behind `num_ahead` others. arrival_time: when it came, before it could be taken in."""
 
     num_prompt_tokens: int
     priority: int
     tenant: str
     num_ahead: int
+    arrival_time: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from octavo.model_output import TokenLogprobs  # noqa: TC001 - read at run time where outputs cross processes
 
+DEADLINE_PASSED = "the request's deadline has passed"  # the `error` of a request that this ended
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:

@@ -82,7 +82,8 @@ class Request:
     max_total_tokens: prompt and output together never exceed it.
     num_prompt_logprobs: how many were delivered; a preempted prompt is computed, but not told, twice.
     reads_prefix_cache: False for prompt_logprobs, which need every prompt position computed.
-    tenant: whose request it is, for fair share. adapter: identity of weights laid over the model's, part of the KV's.
+    tenant: whose request it is, for fair share; one of tenant_weight 2 gets twice the share of one of 1.
+    adapter: identity of weights laid over the model's, part of the KV's.
     deadline: time on the engine's clock at which it is of no more use and ends with an error.
     """
 
@@ -108,6 +109,7 @@ class Request:
         "stop_reason",
         "stop_token_ids",
         "tenant",
+        "tenant_weight",
         "was_admitted",
     )
 
@@ -124,6 +126,7 @@ class Request:
         stop_token_ids: frozenset[int] = frozenset(),
         cache_salt: str | None = None,
         tenant: str = "",
+        tenant_weight: float = 1.0,
         adapter: str | None = None,
         deadline: float | None = None,
     ) -> None:
@@ -138,6 +141,7 @@ class Request:
         self.stop_token_ids = stop_token_ids
         self.cache_salt = cache_salt
         self.tenant = tenant
+        self.tenant_weight = tenant_weight
         self.adapter = adapter
         self.deadline = deadline
         self.status = RequestStatus.WAITING

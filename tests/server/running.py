@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from fakes import FakeExecutor, make_engine
 
+from octavo.config import ServerConfig
 from octavo.engine.async_llm import AsyncLLM
 from octavo.server.serving import GracefulServer, listen, make_server
 
@@ -64,15 +65,16 @@ def run_server(
 ) -> Iterator[Running]:
     executor = executor or FakeExecutor()
     engine = make_engine(executor, **(engine_options or {}))
-    llm = AsyncLLM(engine)
     settings: dict[str, Any] = {
         "max_body_bytes": 1 << 20,
         "grace_s": 0.0,
         "log_level": "critical",
-        "served_model_names": ["fake", "alias/of-fake"],
+        "served_model_names": ("fake", "alias/of-fake"),
     }
-    server = make_server(llm, **{**settings, **options})
-    sock = listen("127.0.0.1", 0)
+    config = ServerConfig(**{**settings, **options})
+    llm = AsyncLLM(engine, max_unread_outputs=config.max_unread_outputs)
+    server = make_server(llm, config)
+    sock = listen("127.0.0.1", 0, idle_timeout_s=config.idle_timeout_s)
     port = sock.getsockname()[1]
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="test-server")
     thread.start()

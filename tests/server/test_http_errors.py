@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 from fakes import FakeExecutor, answer_text
 from running import run_server, wait_until
 
+from octavo.config import ServerConfig
 from octavo.errors import (
     ConfigError,
     EngineDeadError,
@@ -387,15 +389,16 @@ def test_a_prompt_that_can_never_fit_the_cache() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_loopback_needs_no_key(host: str) -> None:
-    check_binding(host, None, insecure=False)
+    check_binding(host, ServerConfig(), insecure=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.168.0.1", "example.org", "127.0.0.1.example.org"])
 def test_other_addresses_need_a_key(host: str) -> None:
     with pytest.raises(ConfigError, match="API key"):
-        check_binding(host, None, insecure=False)
-    check_binding(host, "key", insecure=False)
-    check_binding(host, None, insecure=True)
+        check_binding(host, ServerConfig(), insecure=False)
+    check_binding(host, ServerConfig(api_key="key"), insecure=False)
+    check_binding(host, ServerConfig(api_keys_file=Path("keys.toml")), insecure=False)
+    check_binding(host, ServerConfig(), insecure=True)
 
 
 def test_an_address_in_use() -> None:

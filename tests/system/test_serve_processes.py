@@ -5,112 +5,18 @@ Figure 4 of the house's promises: every request terminal within 10 s, not ready 
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import re
 import signal
-import subprocess
-import sys
-import threading
-import time
 
-import httpx
 import psutil
 import pytest
-
-DEADLINE_S = 90  # of a start on a busy machine
-STORY = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True, "temperature": 0.0, "stream": True}
-SUM = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "max_tokens": 32, "temperature": 0.0}
-
-
-class Served:
-    """A server process and the engine process that it started."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.log: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
-        address = self._wait(
-            lambda: next(filter(None, (re.search(r"at (http\S+)/v1", line) for line in self.log)), None)
-        )
-        self.http = httpx.Client(base_url=address[1], timeout=DEADLINE_S, trust_env=False)
-        self._wait(self.is_ready)
-
-    def _read(self) -> None:
-        with contextlib.suppress(ValueError):
-            self.log.extend(self.process.stderr)
-
-    def _wait(self, condition):
-        end = time.monotonic() + DEADLINE_S
-        while time.monotonic() < end:
-            if self.process.poll() is not None:
-                raise RuntimeError("".join(self.log))
-            if found := condition():
-                return found
-            time.sleep(0.02)
-        raise TimeoutError("".join(self.log))
-
-    def is_ready(self) -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return self.http.get("/ready").status_code == 200
-        return False
-
-    def wait_until(self, condition, seconds: float) -> None:
-        start = time.monotonic()
-        self._wait(condition)
-        assert time.monotonic() - start < seconds
-
-    @property
-    def engine(self) -> psutil.Process:
-        (child,) = psutil.Process(self.process.pid).children()
-        return child
-
-    def answer(self) -> str:
-        return self.http.post("/v1/chat/completions", json=SUM).json()["choices"][0]["message"]["content"]
+from serving_process import Stream, serve
 
 
 @pytest.fixture
 def served():
-    command = [sys.executable, "-m", "octavo", "serve", "--port", "0", "--shutdown-timeout", "0"]
-    environment = {**os.environ, "OCTAVO_API_KEY": ""}
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        server = None
-        try:
-            server = Served(process)
-            yield server
-        finally:
-            if server is not None:
-                server.http.close()
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-            process.kill()
-
-
-class Stream:
-    """Reads a story in a thread; `events` are the data lines."""
-
-    def __init__(self, served: Served) -> None:
-        self.events: list[str] = []
-        self.failure: Exception | None = None
-        self._served = served
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
-        served._wait(lambda: len(self.events) > 3)
-
-    def _read(self) -> None:
-        try:
-            with self._served.http.stream("POST", "/v1/completions", json=STORY) as response:
-                self.events += (line.removeprefix("data: ") for line in response.iter_lines() if line)
-        except httpx.TransportError as error:
-            self.failure = error
-
-    def ended_within(self, seconds: float) -> None:
-        self._thread.join(seconds)
-        assert not self._thread.is_alive()
+    with serve() as server:
+        yield server
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP], ids=str)

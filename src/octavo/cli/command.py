@@ -107,9 +107,9 @@ class Command:
     run: Callable[..., None]
     epilog: str
 
-    def add_to(self, app: typer.Typer) -> typer.Typer:
-        """Make it a command of `app`, under the function's name, and return `app`."""
-        app.command(cls=GroupedCommand, epilog=self.epilog)(self.run)
+    def add_to(self, app: typer.Typer, name: str | None = None) -> typer.Typer:
+        """Make it a command of `app`, by default under the function's name, and return `app`."""
+        app.command(name, cls=GroupedCommand, epilog=self.epilog)(self.run)
         return app
 
 

@@ -13,6 +13,8 @@ from octavo.assets import BUILT_IN_MODEL
 from octavo.config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_SEQS,
+    DEFAULT_MAX_NUM_WAITING,
+    DEFAULT_MAX_NUM_WAITING_TOKENS,
     DEFAULT_PACKED_CACHE_BYTES,
     AdmissionRule,
     BatchingMode,
@@ -215,13 +217,15 @@ class EngineOptions:
         ),
     ] = None
     scheduling_policy: Annotated[
-        SchedulingPolicy,
+        SchedulingPolicy | None,
         typer.Option(
             rich_help_panel=_SCHEDULER,
             help="Who goes first: who came first (fcfs), the lower priority number (priority), the earliest deadline "
-            "(deadline), or the tenant that was served least (fair). Tenants and deadlines are named in Python so far.",
+            "(deadline: X-Request-Timeout), or the tenant that was served least (fair). Default: fair where a server "
+            "has a file of API keys, else fcfs.",
+            show_default=False,
         ),
-    ] = SchedulingPolicy.FCFS
+    ] = None
     ageing_s: Annotated[
         float,
         typer.Option(
@@ -287,7 +291,10 @@ class EngineOptions:
     max_num_waiting: Annotated[
         int | None,
         typer.Option(
-            rich_help_panel=_SCHEDULER, help="Requests that may wait; one more is refused.", show_default="no limit"
+            rich_help_panel=_SCHEDULER,
+            help=f"Requests that may wait; one more is refused. Default: {DEFAULT_MAX_NUM_WAITING} for a server, else "
+            "no limit.",
+            show_default=False,
         ),
     ] = None
     max_num_waiting_tokens: Annotated[
@@ -296,8 +303,9 @@ class EngineOptions:
             parser=parse_size,
             metavar="TOKENS",
             rich_help_panel=_SCHEDULER,
-            help="Tokens of the requests that may wait.",
-            show_default="no limit",
+            help=f"Tokens of the requests that may wait. Default: {DEFAULT_MAX_NUM_WAITING_TOKENS} for a server, else "
+            "no limit.",
+            show_default=False,
         ),
     ] = None
     preemption: Annotated[
@@ -465,7 +473,7 @@ class EngineOptions:
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=default_max_num_batched_tokens(self.max_num_seqs) if budget is None else budget,
-                policy=self.scheduling_policy,
+                policy=self.scheduling_policy or SchedulingPolicy.FCFS,
                 enable_chunked_prefill=self.enable_chunked_prefill,
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 **{name: getattr(self, name) for name in _SAME_NAMES},

@@ -3,76 +3,193 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, replace
+from pathlib import Path  # noqa: TC003 - typer reads the types
 from typing import Annotated
 
 import typer
 
 from octavo.cli.command import command
 from octavo.cli.engine_options import EngineOptions, parse_size
-from octavo.config import api_key_from_environment
+from octavo.config import (
+    DEFAULT_MAX_BODY_BYTES,
+    DEFAULT_MAX_NUM_WAITING,
+    DEFAULT_MAX_NUM_WAITING_TOKENS,
+    SchedulingPolicy,
+    ServerConfig,
+    api_key_from_environment,
+)
 from octavo.errors import ConfigError
 
 _PANEL = "Server"
-
-Host = Annotated[str, typer.Option(rich_help_panel=_PANEL, help="Address to listen on.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, rich_help_panel=_PANEL, help="Port; 0 takes a free one.")]
-Names = Annotated[
-    list[str] | None,
-    typer.Option(
-        rich_help_panel=_PANEL,
-        help="Name that clients use for the model; may be given again. Default: the directory's name or the hub id.",
-        show_default=False,
-    ),
-]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(
-        rich_help_panel=_PANEL,
-        help="Key that clients must send. OCTAVO_API_KEY does the same and does not show in process lists. "
-        "Default: none.",
-        show_default=False,
-    ),
-]
-Insecure = Annotated[
-    bool, typer.Option("--insecure", rich_help_panel=_PANEL, help="Let other machines in without an API key.")
-]
-BodyLimit = Annotated[
-    int, typer.Option(metavar="SIZE", parser=parse_size, rich_help_panel=_PANEL, help="Largest request body.")
-]
-Grace = Annotated[
-    float,
-    typer.Option(
-        min=0.0,
-        metavar="SECONDS",
-        rich_help_panel=_PANEL,
-        help="When told to stop, how long open requests may go on before they are ended.",
-    ),
-]
-LogLevel = Annotated[
-    str, typer.Option(metavar="debug|info|warning|error", rich_help_panel=_PANEL, help="How much is logged.")
-]
+_ACCESS = "Access"
+_LIMITS = "Limits"
+_DEFAULT = ServerConfig()
 _LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """What `ServerConfig` is made of, and where the server listens."""
+
+    host: Annotated[str, typer.Option(rich_help_panel=_PANEL, help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, rich_help_panel=_PANEL, help="Port; 0 takes a free one.")] = (
+        8000
+    )
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            rich_help_panel=_PANEL,
+            help="Name that clients use for the model; may be given again. Default: the directory's name or the hub "
+            "id.",
+            show_default=False,
+        ),
+    ] = None
+    shutdown_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            rich_help_panel=_PANEL,
+            help="When told to stop, how long open requests may go on before they are ended.",
+        ),
+    ] = _DEFAULT.grace_s
+    log_level: Annotated[
+        str, typer.Option(metavar="debug|info|warning|error", rich_help_panel=_PANEL, help="How much is logged.")
+    ] = "info"
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=_ACCESS,
+            help="Key that clients must send. OCTAVO_API_KEY does the same and does not show in process lists. "
+            "Default: none.",
+            show_default=False,
+        ),
+    ] = None
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            dir_okay=False,
+            rich_help_panel=_ACCESS,
+            help="File of keys with a share and limits for each (`octavo keys add`); SIGHUP reads it anew. Default: "
+            "none.",
+            show_default=False,
+        ),
+    ] = None
+    insecure: Annotated[
+        bool, typer.Option("--insecure", rich_help_panel=_ACCESS, help="Let other machines in without an API key.")
+    ] = False
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=_ACCESS,
+            help="Name to answer to, as in the header Host; may be given again. Default: any, or on loopback its names "
+            "only.",
+            show_default=False,
+        ),
+    ] = None
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            rich_help_panel=_ACCESS,
+            help="Origin of pages that may ask from a browser, like https://example.org; * for any; may be given "
+            "again. Default: none.",
+            show_default=False,
+        ),
+    ] = None
+    ssl_certfile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", rich_help_panel=_ACCESS, help="Certificate for TLS. Default: no TLS.", show_default=False
+        ),
+    ] = None
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", rich_help_panel=_ACCESS, help="Its private key. Default: no TLS.", show_default=False
+        ),
+    ] = None
+    max_body_bytes: Annotated[
+        int,
+        typer.Option(metavar="SIZE", parser=parse_size, rich_help_panel=_LIMITS, help="Largest request body."),
+    ] = DEFAULT_MAX_BODY_BYTES
+    request_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.001,
+            metavar="SECONDS",
+            rich_help_panel=_LIMITS,
+            help="The longest that a request may take; a client may ask for less (X-Request-Timeout).",
+        ),
+    ] = _DEFAULT.request_timeout_s
+    body_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.001,
+            metavar="SECONDS",
+            rich_help_panel=_LIMITS,
+            help="Within this time a request's headers, and then its body, have to arrive.",
+        ),
+    ] = _DEFAULT.body_timeout_s
+    idle_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.001,
+            metavar="SECONDS",
+            rich_help_panel=_LIMITS,
+            help="So long may a client take nothing of what is sent to it; then its connection ends.",
+        ),
+    ] = _DEFAULT.idle_timeout_s
+    max_unread_outputs: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            rich_help_panel=_LIMITS,
+            help="Outputs of a stream that wait for a client who reads too slowly; one more ends it.",
+        ),
+    ] = _DEFAULT.max_unread_outputs
+
+    def config(self, max_open_requests: int) -> ServerConfig:
+        """Build the configuration. Raises `ConfigError`."""
+        from octavo.server.origins import LOOPBACK_NAMES
+        from octavo.server.serving import is_loopback
+
+        if self.log_level not in _LEVELS:
+            raise ConfigError(f"log level must be one of {', '.join(_LEVELS)}, got {self.log_level!r}")
+        hosts = tuple(self.allowed_host or ())
+        if is_loopback(self.host):
+            hosts += (*LOOPBACK_NAMES, self.host)
+        api_key = self.api_key or (None if self.api_keys else api_key_from_environment())
+        return ServerConfig(
+            served_model_names=tuple(self.served_model_name or ()),
+            api_key=api_key,
+            api_keys_file=self.api_keys,
+            max_body_bytes=self.max_body_bytes,
+            max_open_requests=max_open_requests,
+            request_timeout_s=self.request_timeout,
+            body_timeout_s=self.body_timeout,
+            idle_timeout_s=self.idle_timeout,
+            max_unread_outputs=self.max_unread_outputs,
+            grace_s=self.shutdown_timeout,
+            allowed_hosts=hosts or None,
+            allowed_origins=tuple(self.allowed_origin or ()),
+            ssl_certfile=self.ssl_certfile,
+            ssl_keyfile=self.ssl_keyfile,
+            log_level=self.log_level,
+        )
 
 
 @command(
     "octavo serve  the built-in model at http://127.0.0.1:8000/v1",
     "octavo serve Qwen/Qwen2.5-0.5B-Instruct --served-model-name qwen --max-num-seqs 32",
     "OCTAVO_API_KEY=... octavo serve ./my-checkpoint --host 0.0.0.0",
+    "octavo serve ./my-checkpoint --host 0.0.0.0 --api-keys keys.toml --ssl-certfile cert.pem --ssl-keyfile key.pem",
 )
-def serve(
-    engine: EngineOptions,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    served_model_name: Names = None,
-    api_key: ApiKey = None,
-    insecure: Insecure = False,
-    max_body_bytes: BodyLimit = "32M",  # type: ignore[assignment]  # typer parses it
-    shutdown_timeout: Grace = 5.0,
-    log_level: LogLevel = "info",
-) -> None:
+def serve(engine: EngineOptions, server: ServerOptions) -> None:
     """Serve a model through the OpenAI API."""
-    if log_level not in _LEVELS:
-        raise ConfigError(f"log level must be one of {', '.join(_LEVELS)}, got {log_level!r}")
     try:
         import octavo.engine.remote_engine  # noqa: F401 - imports zmq and msgspec
         from octavo.server.serving import check_binding, listen, make_server  # imports fastapi
@@ -80,25 +197,38 @@ def serve(
         raise ConfigError(f"octavo serve needs {error.name}: pip install 'octavo[server]'") from error
     from octavo.engine.async_llm import AsyncLLM
 
-    logging.basicConfig(level=log_level.upper(), format="%(levelname)s: %(name)s: %(message)s")
-    api_key = api_key or api_key_from_environment()
+    engine, max_open_requests = _limited(engine, has_tenants=server.api_keys is not None)
+    config = server.config(max_open_requests)
+    if not config.served_model_names:
+        config = replace(config, served_model_names=(engine.served_name,))
+    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s: %(name)s: %(message)s")
     # What can go wrong without the model is found before it is loaded.
-    check_binding(host, api_key, insecure=insecure)
-    with listen(host, port) as sock:
-        llm = AsyncLLM(engine.launch())
+    check_binding(server.host, config, insecure=server.insecure)
+    with listen(server.host, server.port, idle_timeout_s=config.idle_timeout_s) as sock:
+        llm = AsyncLLM(engine.launch(), max_unread_outputs=config.max_unread_outputs)
         try:
-            names = served_model_name or [engine.served_name]
-            server = make_server(
-                llm,
-                served_model_names=names,
-                api_key=api_key,
-                max_body_bytes=max_body_bytes,
-                grace_s=shutdown_timeout,
-                log_level=log_level,
-            )
-            shown = f"[{host}]" if ":" in host else host
-            address = f"http://{shown}:{sock.getsockname()[1]}/v1"
-            typer.secho(f"serving {', '.join(names)} at {address} - Ctrl-C stops", bold=True, err=True)
-            server.run(sockets=[sock])
+            http = make_server(llm, config)
+            host = f"[{server.host}]" if ":" in server.host else server.host
+            scheme = "http" if config.ssl_certfile is None else "https"
+            address = f"{scheme}://{host}:{sock.getsockname()[1]}/v1"
+            names = ", ".join(config.served_model_names)
+            typer.secho(f"serving {names} at {address} - Ctrl-C stops", bold=True, err=True)
+            http.run(sockets=[sock])
         finally:
             llm.shutdown()
+
+
+def _limited(engine: EngineOptions, *, has_tenants: bool) -> tuple[EngineOptions, int]:
+    """Set the limits that a server has where none are asked for; return how many requests may run and wait, too.
+
+    The server counts them itself and refuses at once; the engine's own limit is never reached first.
+    """
+    waiting = DEFAULT_MAX_NUM_WAITING if engine.max_num_waiting is None else engine.max_num_waiting
+    tokens = engine.max_num_waiting_tokens
+    engine = replace(
+        engine,
+        max_num_waiting=engine.max_num_seqs + waiting,
+        max_num_waiting_tokens=DEFAULT_MAX_NUM_WAITING_TOKENS if tokens is None else tokens,
+        scheduling_policy=engine.scheduling_policy or (SchedulingPolicy.FAIR if has_tenants else None),
+    )
+    return engine, engine.max_num_seqs + waiting

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class ServiceCounters:
     """What each tenant was served: weighted prompt tokens, charged on admission, and generated ones, as they come.
 
-    Tokens that were found in a cache, and those computed again after a preemption, cost nothing.
+    Tokens that were found in a cache, and those computed again after a preemption, cost nothing. Those of a tenant of
+    weight w count 1/w each: while all wait, each is served in proportion to its weight.
     """
 
     def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0) -> None:
@@ -34,11 +35,11 @@ class ServiceCounters:
         """Return a tenant's counter."""
         return self._served.get(tenant, 0.0)
 
-    def charge_input(self, tenant: str, num_tokens: int) -> None:
+    def charge_input(self, tenant: str, num_tokens: float) -> None:
         """Count prompt tokens."""
         self._served[tenant] = self._served.get(tenant, 0.0) + self.input_weight * num_tokens
 
-    def charge_output(self, tenant: str, num_tokens: int) -> None:
+    def charge_output(self, tenant: str, num_tokens: float) -> None:
         """Count generated tokens."""
         self._served[tenant] = self._served.get(tenant, 0.0) + self.output_weight * num_tokens
 
@@ -51,13 +52,14 @@ class ServiceCounters:
         self._served.clear()
         self.num_restarts += 1
 
-    def bound(self, longest_prompt: int, longest_output: int, max_num_seqs: int) -> float:
+    def bound(self, longest_prompt: int, longest_output: int, max_num_seqs: int, least_weight: float = 1.0) -> float:
         """Return what the counters of two tenants that both wait never differ by more than.
 
         A counter grows past another's only by one admission, made while it was the smaller one, and by what the
         requests that run already may still generate.
         """
-        return self.input_weight * longest_prompt + self.output_weight * longest_output * max_num_seqs
+        longest = self.input_weight * longest_prompt + self.output_weight * longest_output * max_num_seqs
+        return longest / least_weight
 
 
 class FairRequestQueue:

@@ -32,7 +32,7 @@ from octavo.core.stop import check_stop
 from octavo.core.waiting_room import WaitingRoom
 from octavo.errors import PromptTooLongError, QueueFullError, RequestError
 from octavo.events import WaitReason
-from octavo.outputs import EngineCoreOutput
+from octavo.outputs import DEADLINE_PASSED, EngineCoreOutput
 from octavo.request import Request, RequestStatus
 from octavo.scheduler_output import CachedRequestData, KVLoad, NewRequestData, SchedulerOutput
 
@@ -153,6 +153,7 @@ class Scheduler:
             request.priority,
             request.tenant,
             num_ahead,
+            request.arrival_time,
         )
 
     def _note_deadline(self, request: Request, deadline: float) -> None:
@@ -230,7 +231,7 @@ class Scheduler:
             _, arrival_index, request_id = heapq.heappop(self._deadlines)
             request = self.requests.get(request_id)
             if request is not None and request.arrival_index == arrival_index:
-                self._news.append(self._fail(request, "the request's deadline has passed"))
+                self._news.append(self._fail(request, DEADLINE_PASSED))
                 self._drop_finished()
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -419,7 +420,7 @@ class Scheduler:
         self._blocked = None
         if not resumed:
             num_fresh = request.num_prompt_tokens - computed.num_tokens
-            self.policy.counters.charge_input(request.tenant, max(num_fresh, 0))
+            self.policy.counters.charge_input(request.tenant, max(num_fresh, 0) / request.tenant_weight)
             if self.kv_cache_manager.enable_prefix_caching and request.reads_prefix_cache:
                 miss = self.kv_cache_manager.why_missed(request, computed)
                 reason, position = (miss.reason, miss.position) if miss else (None, None)
@@ -607,7 +608,7 @@ class Scheduler:
             self._end_load(transfer_id, arrived=arrived)
         outputs, self._news = self._news, []
         new_tokens: dict[str, int] = {}
-        num_served: defaultdict[str, int] = defaultdict(int)
+        num_served: defaultdict[str, float] = defaultdict(float)
         errors, num_requests, running = result.errors, len(self.requests), RequestStatus.RUNNING
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
@@ -619,7 +620,7 @@ class Scheduler:
             output = self._update_request(request, count, scheduled, result)
             if output is not None:
                 new_tokens[request_id] = num_new = len(output.new_token_ids)
-                num_served[request.tenant] += num_new
+                num_served[request.tenant] += num_new / request.tenant_weight
                 outputs.append(output)
         if self.requests:  # else everyone is done, and the counters have begun anew
             for tenant, num_tokens in num_served.items():

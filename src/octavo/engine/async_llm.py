@@ -9,7 +9,7 @@ import queue
 import threading
 from typing import TYPE_CHECKING, Any
 
-from octavo.errors import EngineDeadError, OctavoError
+from octavo.errors import EngineDeadError, OctavoError, SlowReaderError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -24,23 +24,35 @@ logger = logging.getLogger(__name__)
 
 
 class _Stream:
-    """Where the outputs of one request arrive, on the event loop of its reader."""
+    """Where the outputs of one request arrive, on the event loop of its reader.
+
+    num_delivered is counted by the engine's thread alone, num_read by the reader's.
+    """
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.accepted: asyncio.Future[None] = self.loop.create_future()
         self.outputs: asyncio.Queue[RequestOutput | OctavoError] = asyncio.Queue()
         self.is_left = False  # before it was accepted; known to the engine's thread alone
+        self.num_delivered = self.num_read = 0
+
+    def end(self, error: OctavoError) -> None:
+        """Drop what nobody has read, and let the reader hear why."""
+        while not self.outputs.empty():
+            self.outputs.get_nowait()
+        self.outputs.put_nowait(error)
 
 
 class AsyncLLM:
     """Drives an `Engine`, or one whose core is in another process, in a thread that sleeps when nothing is to be done.
 
     The engine belongs to that thread alone: everything reaches it through one inbox.
+    max_unread_outputs: a request whose reader leaves more than so many outputs lying is ended; None for no limit.
     """
 
-    def __init__(self, engine: Engine | RemoteEngine) -> None:
+    def __init__(self, engine: Engine | RemoteEngine, *, max_unread_outputs: int | None = None) -> None:
         self.engine = engine
+        self._max_unread = max_unread_outputs
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._dead: OctavoError | None = None
@@ -68,12 +80,14 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str = "",
+        tenant_weight: float = 1.0,
         timeout_s: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request until it is finished; leaving the loop early aborts it.
 
         The arguments are those of `octavo.engine.llm_engine.Engine.add_request`.
-        Raises `RequestError` when it cannot be served, `EngineDeadError` when the engine stops meanwhile.
+        Raises `RequestError` when it cannot be served, `EngineDeadError` when the engine stops meanwhile, and
+        `SlowReaderError` when too many outputs were not read.
         """
         processed = await asyncio.to_thread(
             self.engine.input_processor.process,
@@ -84,6 +98,7 @@ class AsyncLLM:
             priority=priority,
             cache_salt=cache_salt,
             tenant=tenant,
+            tenant_weight=tenant_weight,
             timeout_s=timeout_s,
         )
         stream = _Stream()
@@ -93,6 +108,7 @@ class AsyncLLM:
             await stream.accepted
             while not finished:
                 output = await stream.outputs.get()
+                stream.num_read += 1
                 if isinstance(output, OctavoError):
                     finished = True
                     raise output
@@ -187,9 +203,21 @@ class AsyncLLM:
         stream = self._streams.get(output.request_id)
         if stream is None:
             return
+        stream.num_delivered += 1
+        if self._max_unread is not None and stream.num_delivered - stream.num_read > self._max_unread:
+            self._end_slow(output, stream, self._max_unread)
+            return
         if output.finished:
             del self._streams[output.request_id]
         _call_soon(stream.loop, stream.outputs.put_nowait, output)
+
+    def _end_slow(self, output: RequestOutput, stream: _Stream, limit: int) -> None:
+        """End a request for nobody; what lies there is dropped, as memory is what it costs."""
+        del self._streams[output.request_id]
+        if not output.finished:
+            self.engine.abort_request(output.request_id)
+        error = SlowReaderError(f"more than {limit} outputs of this request were not read in time; it was ended")
+        _call_soon(stream.loop, stream.end, error)
 
     def _fail_all(self, error: OctavoError) -> None:
         streams = list(self._streams.values())

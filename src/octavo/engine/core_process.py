@@ -105,16 +105,20 @@ class CoreServer:
     def __init__(self, core: EngineCore, requests: zmq.Socket[bytes], news: zmq.Socket[bytes], pulse: Pulse) -> None:
         self._core, self._requests, self._news, self._pulse = core, requests, news, pulse
         self._is_over = False
+        self._next_report = 0.0
 
     def run(self) -> None:
         """Step and read mail until told to stop."""
         self._send(messages.Ready())
         while not self._is_over:
             if not self._core.has_work():
+                self._report()
                 self._wait_for_mail()
             self._read_mail()
             if self._core.has_work():
                 self._step()
+            if time.monotonic() > self._next_report:
+                self._report()
 
     def _step(self) -> None:
         self._pulse.step_started = time.monotonic()
@@ -122,6 +126,10 @@ class CoreServer:
         self._pulse.step_started = None
         if outputs:
             self._send(messages.News(outputs))
+
+    def _report(self) -> None:
+        self._next_report = time.monotonic() + BEAT_S
+        self._send(messages.Report(self._core.metrics.stats))
 
     def _wait_for_mail(self) -> None:
         for breach in self._core.scheduler.check_when_idle():

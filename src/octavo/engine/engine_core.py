@@ -9,15 +9,17 @@ from octavo.errors import ExecutionError
 if TYPE_CHECKING:
     from octavo.core.scheduler_interface import SchedulerInterface
     from octavo.engine.executor import Executor
+    from octavo.metrics import EngineMetrics
     from octavo.outputs import EngineCoreOutput
 
 
 class EngineCore:
-    """A scheduler and an executor, one step at a time."""
+    """A scheduler and an executor, one step at a time. metrics: what reads the scheduler's events."""
 
-    def __init__(self, scheduler: SchedulerInterface, executor: Executor) -> None:
+    def __init__(self, scheduler: SchedulerInterface, executor: Executor, metrics: EngineMetrics) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self.metrics = metrics
         self._undelivered: list[EngineCoreOutput] = []
 
     def step(self) -> list[EngineCoreOutput]:

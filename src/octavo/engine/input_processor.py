@@ -23,11 +23,19 @@ Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
 
 
-class Encoder(Protocol):
-    """What the input processor asks of a tokenizer."""
+class TextCodec(Protocol):
+    """What the input processor, and the routes that show it, ask of a tokenizer."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Turn text into token ids; a BOS that the text already begins with is not doubled."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Turn token ids into text."""
+        ...
+
+    def token(self, token_id: int) -> str:
+        """Return how the vocabulary spells a token."""
         ...
 
 
@@ -54,7 +62,7 @@ class InputProcessor:
     """Checks and translates what users send. Counts arrivals: the seed of a request without one comes from that."""
 
     def __init__(
-        self, tokenizer: Encoder | None, model_info: ModelInfo, seed: int, chat_template: ChatRenderer | None = None
+        self, tokenizer: TextCodec | None, model_info: ModelInfo, seed: int, chat_template: ChatRenderer | None = None
     ) -> None:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
@@ -68,7 +76,7 @@ class InputProcessor:
         return self._tokenizer is not None and self._chat_template is not None
 
     @property
-    def tokenizer(self) -> Encoder:
+    def tokenizer(self) -> TextCodec:
         """The tokenizer. Raises `RequestError` when there is none."""
         if self._tokenizer is None:
             raise RequestError("this engine was built without a tokenizer", parameter="tokenizer")
@@ -100,6 +108,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str = "",
+        tenant_weight: float = 1.0,
         timeout_s: float | None = None,
     ) -> ProcessedInput:
         """Check a request and split it into its streams.
@@ -110,6 +119,7 @@ class InputProcessor:
         params = replace(params) if params is not None else self.default_sampling_params()  # checked anew, and ours
         _check_salt(cache_salt)
         _check_timeout(timeout_s)
+        _check_weight(tenant_weight)
         text, token_ids = self._read_prompt(prompt)
         # The scheduler refuses it, too: but not before it is copied for n outputs, or sent to another process.
         PromptTooLongError.check(len(token_ids), self.model_info.max_model_len)
@@ -129,6 +139,7 @@ class InputProcessor:
                 stop_token_ids=eos_ids | frozenset(params.stop_token_ids),
                 cache_salt=cache_salt,
                 tenant=tenant,
+                tenant_weight=tenant_weight,
                 deadline=None if timeout_s is None else arrival_time + timeout_s,
             )
             for index in range(params.n)
@@ -199,6 +210,12 @@ def _check_timeout(timeout_s: object) -> None:
         return
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
         raise RequestError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}", parameter="timeout_s")
+
+
+def _check_weight(weight: object) -> None:
+    """A weight is a number above zero."""
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+        raise RequestError(f"tenant_weight must be a number above 0, got {weight!r}", parameter="tenant_weight")
 
 
 def draw_seed(engine_seed: int, arrival: int) -> int:

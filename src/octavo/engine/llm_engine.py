@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from octavo.engine.engine_core import EngineCore
     from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
     from octavo.engine.output_processor import OutputProcessor
+    from octavo.metrics import EngineStats
     from octavo.outputs import EngineCoreOutput, RequestOutput
 
     Accept: TypeAlias = Callable[[OctavoError | None], None]  # a request's fate: None when it is in the queue
@@ -39,6 +40,7 @@ class Engine:
         self.input_processor = input_processor
         self.output_processor = output_processor
         self.clock = clock
+        self.num_restarts = 0
         self._undelivered: list[EngineCoreOutput] = []
         self._num_generated_ids = 0
 
@@ -51,13 +53,15 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str = "",
+        tenant_weight: float = 1.0,
         timeout_s: float | None = None,
     ) -> None:
         """Accept a request. Raises `RequestError` when it cannot be served; nothing changes then.
 
         prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. priority: lower goes first, under the
         priority policy. cache_salt: only requests with the same salt share cached KV. tenant: whose request it is,
-        under the fair policy. timeout_s: a request that is not done by then ends with an error.
+        and tenant_weight its share beside others, under the fair policy. timeout_s: a request that is not done by then
+        ends with an error.
         """
         self.add_processed(
             self.input_processor.process(
@@ -68,6 +72,7 @@ class Engine:
                 priority=priority,
                 cache_salt=cache_salt,
                 tenant=tenant,
+                tenant_weight=tenant_weight,
                 timeout_s=timeout_s,
             )
         )
@@ -79,6 +84,11 @@ class Engine:
     def is_ready(self) -> bool:
         """As long as somebody drives it."""
         return True
+
+    @property
+    def stats(self) -> EngineStats:
+        """What it can be measured by, so far; belongs to the thread that drives it, and changes with every step."""
+        return self.core.metrics.stats
 
     def submit(self, processed: ProcessedInput, accept: Accept) -> None:
         """Accept a request as `add_processed` does, and tell."""

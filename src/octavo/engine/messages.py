@@ -21,6 +21,7 @@ from octavo.errors import (
     QueueFullError,
     RequestError,
 )
+from octavo.metrics import EngineStats  # noqa: TC001
 from octavo.outputs import EngineCoreOutput  # noqa: TC001
 from octavo.request import Request, RequestStatus
 from octavo.sampling_params import SamplingParams  # noqa: TC001
@@ -52,6 +53,7 @@ class Stream(msgspec.Struct, frozen=True):
     stop_token_ids: frozenset[int]
     cache_salt: str | None
     tenant: str
+    tenant_weight: float
     deadline: float | None
 
 
@@ -128,6 +130,12 @@ class News(msgspec.Struct, frozen=True, tag=True):
     outputs: list[EngineCoreOutput]
 
 
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """What the engine can be measured by, so far."""
+
+    stats: EngineStats
+
+
 class Alive(msgspec.Struct, frozen=True, tag=True):
     """The process runs. step_s: how long the step under way has lasted, 0 when idle."""
 
@@ -136,7 +144,7 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
 
 DecodeError = msgspec.DecodeError
 ToEngine = Add | Finish | Stop
-ToParent = Loading | Ready | Failed | Accepted | Refused | News | Alive
+ToParent = Loading | Ready | Failed | Accepted | Refused | News | Report | Alive
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(ToEngine).decode

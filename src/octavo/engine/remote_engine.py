@@ -22,6 +22,7 @@ import zmq
 from octavo.config import API_KEY_VARIABLE
 from octavo.engine import messages
 from octavo.errors import EngineDeadError, EngineRestartingError, OctavoError, QueueFullError, RequestError
+from octavo.metrics import EngineStats
 from octavo.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ class RemoteEngine:
         self.input_processor: InputProcessor  # these two are there when it has started
         self.output_processor: OutputProcessor
         self.clock = clock
+        self.stats = EngineStats()  # of the present process, half a second old at most unless a step takes longer
+        self.num_restarts = 0
         self._make_processors = make_processors
         self._command, self._config = command, config
         self._patience = patience or Patience()
@@ -286,6 +289,8 @@ class RemoteEngine:
             num_failures = 0 if time.monotonic() - born > self._patience.healthy else num_failures
             pause = self._patience.restarts[min(num_failures, len(self._patience.restarts) - 1)]
             num_failures += 1
+            self.num_restarts += 1
+            self.stats = EngineStats()
             why = f"{reason}: {failure}" if failure else reason
             logger.error("the engine process %s; starting it again in %g s", why, pause)
             error = EngineRestartingError(f"the engine process {reason}; it is being started again")
@@ -361,6 +366,8 @@ class RemoteEngine:
         match message:
             case messages.Alive():
                 life.step_s = message.step_s
+            case messages.Report():
+                self.stats = message.stats
             case messages.Loading():
                 self._progress(message.done, message.total)
             case messages.Failed():

@@ -91,6 +91,10 @@ class Tokenizer:
         text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def token(self, token_id: int) -> str:
+        """Return how the vocabulary spells a token; "" for an id that has no token."""
+        return self.backend.id_to_token(token_id) or ""
+
     def decode_token(self, token_id: int) -> str:
         """Return the text of one token alone, special ones included; "" for an unknown id."""
         return self.decode([token_id], skip_special_tokens=False)

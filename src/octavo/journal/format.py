@@ -38,11 +38,21 @@ if TYPE_CHECKING:
     from octavo.scheduler_output import SchedulerOutput
 
 VERSION = 2
-REQUEST_OPTIONS = ("priority", "cache_salt", "tenant", "adapter", "deadline", "arrival_time", "reads_prefix_cache")
+REQUEST_OPTIONS = (
+    "priority",
+    "cache_salt",
+    "tenant",
+    "tenant_weight",
+    "adapter",
+    "deadline",
+    "arrival_time",
+    "reads_prefix_cache",
+)
 REQUEST_DEFAULTS: dict[str, Any] = {
     "priority": 0,
     "cache_salt": None,
     "tenant": "",
+    "tenant_weight": 1.0,
     "adapter": None,
     "deadline": None,
     "reads_prefix_cache": True,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -16,7 +17,8 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
-from octavo.errors import ExecutionError, OctavoError
+from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestError
+from octavo.outputs import DEADLINE_PASSED
 from octavo.sampling_params import RequestOutputKind
 from octavo.server.errors import to_http
 from octavo.server.openai_responses import PromptTokensDetails, Usage
@@ -25,21 +27,24 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
 
     from starlette.requests import Request
+    from starlette.types import Receive, Scope, Send
 
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
+    from octavo.server.admission import Place
     from octavo.server.openai_requests import SamplingFields
     from octavo.server.service import Service
 
 logger = logging.getLogger(__name__)
 encoder = msgspec.json.Encoder()
 T = TypeVar("T")
+_MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
 _DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be answered. `model` is the name to answer under."""
+    """What is to be answered. `model` is the name to answer under, `place` what it holds until it is."""
 
     request_id: str
     model: str
@@ -51,10 +56,19 @@ class Job:
     priority: int
     cache_salt: str | None
     created: int
+    place: Place
+    timeout_s: float
 
     @classmethod
     def make(
-        cls, request_id: str, model: str, prompts: list[Any], params: SamplingParams, request: SamplingFields
+        cls,
+        request_id: str,
+        model: str,
+        prompts: list[Any],
+        params: SamplingParams,
+        request: SamplingFields,
+        place: Place,
+        timeout_s: float,
     ) -> Job:
         """Take the fields that all APIs spell alike."""
         options = request.stream_options
@@ -71,6 +85,8 @@ class Job:
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
             created=int(time.time()),
+            place=place,
+            timeout_s=timeout_s,
         )
 
 
@@ -112,11 +128,25 @@ class UsageCounter:
     def __init__(self) -> None:
         self._prompts: dict[str, tuple[int, int]] = {}
         self._num_completion_tokens = 0
+        self.finish_reasons: list[str] = []
 
     def add(self, output: RequestOutput, completions: Iterable[CompletionOutput]) -> None:
         """Count an output's prompt, once, and the tokens of some of its completions."""
         self._prompts[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
-        self._num_completion_tokens += sum(len(completion.token_ids) for completion in completions)
+        for completion in completions:
+            self._num_completion_tokens += len(completion.token_ids)
+            if completion.finish_reason is not None:
+                self.finish_reasons.append(completion.finish_reason)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the counts so far, for a log."""
+        usage = self.usage()
+        return {
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "finish_reasons": self.finish_reasons,
+        }
 
     def usage(self) -> Usage:
         """Return the counts so far."""
@@ -124,6 +154,20 @@ class UsageCounter:
         num_cached_tokens = sum(num_cached for _, num_cached in self._prompts.values())
         total = num_prompt_tokens + self._num_completion_tokens
         return Usage(num_prompt_tokens, self._num_completion_tokens, total, PromptTokensDetails(num_cached_tokens))
+
+
+def read_timeout(http_request: Request, limit_s: float) -> float:
+    """Return the seconds of X-Request-Timeout, at most the limit. Raises `RequestError` for what is no time."""
+    given = http_request.headers.get("x-request-timeout")
+    if given is None:
+        return limit_s
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise RequestError("X-Request-Timeout must be a number of seconds above 0", parameter="X-Request-Timeout")
+    return min(seconds, limit_s)
 
 
 async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
@@ -136,11 +180,36 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
         usage = UsageCounter()
         for output in outputs:
             usage.add(output, output.outputs)
+        note(http_request, job, usage)
         return Response(encoder.encode(reply.whole(outputs, usage.usage())), media_type="application/json")
     news = _news(service, job)
     first = await unless_disconnected(http_request, _next(news))
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_events(first, news, job, reply), media_type="text/event-stream", headers=headers)
+    usage = UsageCounter()
+    note(http_request, job, usage)
+    return EventStream(_events(first, news, job, reply, usage), news, job.place)
+
+
+def note(http_request: Request, job: Job, usage: UsageCounter) -> None:
+    """Put what a request is and costs into its line of the audit log; counts are read when the line is written."""
+    http_request.state.audit.update(id=job.request_id, model=job.model, stream=job.stream, usage=usage)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. However it ends, also before its first one, its request and its place are given up."""
+
+    def __init__(self, events: AsyncIterator[bytes], news: AsyncGenerator[News, None], place: Place) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._news, self._place = news, place
+        place.is_kept = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._news.aclose()
+            self._place.leave()
 
 
 async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -174,21 +243,30 @@ async def _whole(service: Service, job: Job) -> list[RequestOutput]:
 
 
 async def _outputs(service: Service, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of all prompts as they come, with the prompt's place. Raises `ExecutionError` for one that failed."""
+    """Outputs of all prompts as they come, with the prompt's place.
+
+    Raises `ExecutionError` for one that failed, `DeadlineError` for one that took too long.
+    """
+    begun: set[int] = set()
     streams = [
         service.generate(
             prompt,
             job.params,
             job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{index}",
+            tenant=job.place.tenant,
             priority=job.priority,
             cache_salt=job.cache_salt,
+            timeout_s=job.timeout_s,
         )
         for index, prompt in enumerate(job.prompts)
     ]
     async with aclosing(merge(streams)) as merged:
         async for index, output in merged:
             if output.error is not None:
-                raise ExecutionError(output.error)
+                raise (DeadlineError if output.error == DEADLINE_PASSED else ExecutionError)(output.error)
+            num_prompt_tokens = 0 if index in begun else len(output.prompt_token_ids)
+            begun.add(index)
+            job.place.charge(num_prompt_tokens + sum(len(completion.token_ids) for completion in output.outputs))
             yield index, output
 
 
@@ -208,9 +286,10 @@ async def _news(service: Service, job: Job) -> AsyncGenerator[News, None]:
                 seen.add(choice)
 
 
-async def _events(first: News, rest: AsyncGenerator[News, None], job: Job, reply: Reply) -> AsyncGenerator[bytes, None]:
+async def _events(
+    first: News, rest: AsyncGenerator[News, None], job: Job, reply: Reply, counter: UsageCounter
+) -> AsyncGenerator[bytes, None]:
     """Spell a stream as server-sent events; an error is its last one before [DONE]."""
-    counter = UsageCounter()
     try:
         async with aclosing(rest):
             async for news in _chain(first, rest):
@@ -238,16 +317,16 @@ def _event(data: Any) -> bytes:
 
 async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
     """Yield the items of several streams as they come, each with its stream's place; the first error ends them all."""
-    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(_MERGED)
 
     async def pump(index: int, stream: AsyncIterator[T]) -> None:
         try:
             async for item in stream:
-                queue.put_nowait((index, item))
+                await queue.put((index, item))
         except Exception as error:  # noqa: BLE001 - raised again by the reader
-            queue.put_nowait(error)
+            await queue.put(error)
         else:
-            queue.put_nowait(None)
+            await queue.put(None)
 
     tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
     num_open = len(tasks)

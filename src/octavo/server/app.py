@@ -7,36 +7,49 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, FastAPI
 from fastapi.responses import JSONResponse
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of a route
 from starlette.responses import Response
 
 from octavo import __version__
+from octavo.server.audit import AuditMiddleware
 from octavo.server.auth import ApiKeyMiddleware
 from octavo.server.body import body_of
 from octavo.server.chat import create_chat_completion
 from octavo.server.completions import create_completion
 from octavo.server.errors import add_error_handlers
 from octavo.server.openai_requests import ChatCompletionRequest, CompletionRequest
+from octavo.server.origins import OriginMiddleware
+from octavo.server.tokenizing import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 
 if TYPE_CHECKING:
     from octavo.server.service import Service
 
-DEFAULT_MAX_BODY_BYTES = 32 * 1024 * 1024
-
 ChatBody = Annotated[ChatCompletionRequest, Depends(body_of(ChatCompletionRequest))]
+TokenizeBody = Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest))]
+DetokenizeBody = Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))]
 CompletionBody = Annotated[CompletionRequest, Depends(body_of(CompletionRequest))]
 
 
-def create_app(
-    service: Service, *, api_key: str | None = None, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
-) -> FastAPI:
-    """Make the ASGI application. With an API key every route but /health and /ready asks for it."""
+def create_app(service: Service) -> FastAPI:
+    """Make the ASGI application. Where keys are asked for, every route but /health and /ready asks for one."""
+    config = service.config
     app = FastAPI(title="octavo", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.max_body_bytes = max_body_bytes
+    app.state.config = config
     add_error_handlers(app)
     _add_routes(app, service)
-    if api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, api_key=api_key)
+    # The last one is the outermost.
+    app.add_middleware(ApiKeyMiddleware, service=service)
+    app.add_middleware(OriginMiddleware, hosts=config.allowed_hosts, origins=config.allowed_origins)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(AuditMiddleware, metrics=service.metrics)
     return app
 
 
@@ -56,6 +69,14 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def completions(request: Request, body: CompletionBody) -> Response:
         return await create_completion(service, request, body)
 
+    @app.post("/tokenize")
+    async def tokenize_text(body: TokenizeBody) -> Response:
+        return await tokenize(service, body)
+
+    @app.post("/detokenize")
+    async def detokenize_ids(body: DetokenizeBody) -> Response:
+        return await detokenize(service, body)
+
     @app.get("/v1/models")
     async def models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [card(name) for name in service.model_names]})
@@ -73,6 +94,11 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def ready() -> Response:
         service.check_ready()
         return Response()
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        content, content_type = service.metrics.text(request.headers.get("accept", ""))
+        return Response(content, media_type=content_type)
 
     @app.get("/version")
     async def version() -> JSONResponse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -9,10 +10,12 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of a route
 
 from octavo.errors import RequestError
-from octavo.server.errors import BodyTooLargeError
+from octavo.server.errors import BodyTooLargeError, SlowBodyError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+
+    from octavo.config import ServerConfig
 
 Schema = TypeVar("Schema", bound=BaseModel)
 _HUGE = 2**64
@@ -22,7 +25,13 @@ def body_of(schema: type[Schema]) -> Callable[[Request], Awaitable[Schema]]:
     """Make the dependency that gives a route its checked body."""
 
     async def read(request: Request) -> Schema:
-        return parse(schema, await _read_limited(request, request.app.state.max_body_bytes))
+        config: ServerConfig = request.app.state.config
+        try:
+            async with asyncio.timeout(config.body_timeout_s):
+                body = await _read_limited(request, config.max_body_bytes)
+        except TimeoutError:
+            raise SlowBodyError(f"the request's body did not arrive within {config.body_timeout_s:g} s") from None
+        return parse(schema, body)
 
     return read
 

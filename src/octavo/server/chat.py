@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.errors import RequestError
-from octavo.server.answering import Job, News, answer
+from octavo.server.answering import Job, News, answer, read_timeout
 from octavo.server.logprobs import chat_logprobs, prompt_logprobs
 from octavo.server.openai_responses import (
     ChatChoice,
@@ -31,6 +31,15 @@ if TYPE_CHECKING:
     from octavo.server.openai_requests import ChatCompletionRequest
     from octavo.server.service import Service
 
+
+class TemplateFields(Protocol):
+    """The fields of a request that go to the chat template."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "chat_template", "self"}
 
 
@@ -38,19 +47,20 @@ async def create_chat_completion(service: Service, http_request: Request, reques
     """Answer a conversation."""
     model = service.check_model(request.model)
     request.refuse_unsupported()
-    service.check_ready()
     params = _params(request, service.default_params, service.model_info.generation_defaults.get("max_tokens"))
     messages = read_messages(request.messages)
-    options = _template_options(request)
+    options = template_options(request)
+    timeout_s = read_timeout(http_request, service.config.request_timeout_s)
     render = service.llm.engine.input_processor.chat_prompt
-    prompt = await asyncio.to_thread(render, messages, **options)
-    job = Job.make(f"chatcmpl-{uuid.uuid4().hex}", model, [prompt], params, request)
-    try:
-        return await answer(service, http_request, job, ChatReply(job, request.top_logprobs or 0))
-    except RequestError as error:
-        if error.parameter == "prompt":  # the client knows the prompt as its messages
-            error.parameter = "messages"
-        raise
+    with service.enter(http_request, params.n) as place:
+        prompt = await asyncio.to_thread(render, messages, **options)
+        job = Job.make(f"chatcmpl-{uuid.uuid4().hex}", model, [prompt], params, request, place, timeout_s)
+        try:
+            return await answer(service, http_request, job, ChatReply(job, request.top_logprobs or 0))
+        except RequestError as error:
+            if error.parameter == "prompt":  # the client knows the prompt as its messages
+                error.parameter = "messages"
+            raise
 
 
 def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
@@ -106,7 +116,8 @@ def _read_part(part: Any, place: str) -> str:
     return text
 
 
-def _template_options(request: ChatCompletionRequest) -> dict[str, Any]:
+def template_options(request: TemplateFields) -> dict[str, Any]:
+    """Return what a request tells the chat template. Raises `RequestError` for what only the server may tell it."""
     options = request.chat_template_kwargs or {}
     for name in options:
         if name in _RESERVED_TEMPLATE_NAMES:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET
 
 from octavo.errors import RequestError
-from octavo.server.answering import Job, News, answer
+from octavo.server.answering import Job, News, answer, read_timeout
 from octavo.server.logprobs import completion_logprobs, prompt_logprobs
 from octavo.server.openai_responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from octavo.server.sampling import sampling_params
@@ -32,18 +32,19 @@ async def create_completion(service: Service, http_request: Request, request: Co
     """Continue one or several prompts."""
     model = service.check_model(request.model)
     request.refuse_unsupported()
-    service.check_ready()
     prompts = read_prompts(request.prompt)
     params = _params(request, service.default_params)
     if len(prompts) * params.n > MAX_CHOICES:
         raise RequestError(
             f"{len(prompts)} prompts, n = {params.n} times each: the limit is {MAX_CHOICES}", parameter="n"
         )
-    job = Job.make(f"cmpl-{uuid.uuid4().hex}", model, prompts, params, request)
+    timeout_s = read_timeout(http_request, service.config.request_timeout_s)
     decode = service.llm.engine.output_processor.decode
     echo = Echo(bool(request.echo), is_alone=request.max_tokens == 0, num_chars={}, decode=decode)
     show_prompt_logprobs = request.prompt_logprobs is not None
-    return await answer(service, http_request, job, CompletionReply(job, echo, show_prompt_logprobs))
+    with service.enter(http_request, len(prompts) * params.n) as place:
+        job = Job.make(f"cmpl-{uuid.uuid4().hex}", model, prompts, params, request, place, timeout_s)
+        return await answer(service, http_request, job, CompletionReply(job, echo, show_prompt_logprobs))
 
 
 def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:

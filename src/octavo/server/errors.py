@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from octavo.errors import (
+    DeadlineError,
     EngineDeadError,
     EngineError,
     EngineRestartingError,
@@ -18,6 +20,7 @@ from octavo.errors import (
     PromptTooLongError,
     QueueFullError,
     RequestError,
+    SlowReaderError,
 )
 
 if TYPE_CHECKING:
@@ -26,7 +29,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RETRY_AFTER = {"Retry-After": "1"}
+
+class RateLimitError(QueueFullError):
+    """An API key's own limit is reached."""
+
+
+class SlowBodyError(RequestError):
+    """The request's body did not arrive in time."""
 
 
 class AuthenticationError(RequestError):
@@ -54,6 +63,7 @@ class HttpError:
     type: str = "invalid_request_error"
     param: str | None = None
     code: str | None = None
+    retry_after_s: float = 1.0
 
     @property
     def body(self) -> dict[str, Any]:
@@ -66,9 +76,11 @@ class HttpError:
         """What the standard asks for beside the status."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
-        if self.status == 413:
+        if self.status in {408, 413}:
             return {"Connection": "close"}  # the rest of the body is not read
-        return dict(_RETRY_AFTER) if self.status in {429, 503} else {}
+        if self.status == 504:
+            return {"x-should-retry": "false"}  # OpenAI's clients would send it again at once
+        return {"Retry-After": str(math.ceil(self.retry_after_s))} if self.status in {429, 503} else {}
 
     def response(self) -> JSONResponse:
         """The whole answer."""
@@ -80,13 +92,17 @@ class HttpError:
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] = (
     (PromptTooLongError, 400, _INVALID, "context_length_exceeded", None),
+    (RateLimitError, 429, "rate_limit_error", "rate_limit_exceeded", None),
     (QueueFullError, 429, "rate_limit_error", "queue_full", None),
     (AuthenticationError, 401, _INVALID, "invalid_api_key", None),
     (ModelNotFoundError, 404, _INVALID, "model_not_found", None),
     (BodyTooLargeError, 413, _INVALID, "request_too_large", None),
+    (SlowBodyError, 408, _INVALID, "request_too_slow", None),
+    (SlowReaderError, 400, _INVALID, "read_too_slowly", None),
     (RequestError, 400, _INVALID, None, None),
     (ServerClosingError, 503, _SERVER, "server_closing", "the server is shutting down; try again in a moment"),
     (EngineRestartingError, 503, _SERVER, "engine_restarting", "the engine is being started again; try in a moment"),
+    (DeadlineError, 504, _SERVER, "request_timeout", None),
     (EngineDeadError, 503, _SERVER, "engine_dead", "the engine has stopped; the server must be started again"),
 )
 
@@ -95,7 +111,8 @@ def to_http(error: Exception) -> HttpError:
     """Translate any error."""
     for kind, status, type_, code, message in _TABLE:
         if isinstance(error, kind):
-            return HttpError(status, message or str(error), type_, getattr(error, "parameter", None), code)
+            parameter, retry = getattr(error, "parameter", None), getattr(error, "retry_after_s", 1.0)
+            return HttpError(status, message or str(error), type_, parameter, code, retry)
     return HttpError(500, "the server failed to serve this request; its log says why", _SERVER)
 
 

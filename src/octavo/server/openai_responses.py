@@ -117,6 +117,21 @@ class ChatCompletionChunk(Struct):
     usage: Usage | UnsetType | None = UNSET
 
 
+class Tokenized(Struct):
+    """POST /tokenize. token_strs: as the vocabulary spells them."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class Detokenized(Struct):
+    """POST /detokenize."""
+
+    prompt: str
+
+
 class CompletionLogprobs(Struct):
     """Log probabilities of a completion choice: parallel lists. A prompt's first token has none."""
 

@@ -8,27 +8,43 @@ import logging
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from octavo.errors import EngineDeadError, EngineRestartingError
+from octavo.config import ServerConfig
+from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError, OctavoError
+from octavo.server.admission import Admission
 from octavo.server.errors import ModelNotFoundError, ServerClosingError
+from octavo.server.metrics import Metrics
+from octavo.server.tenants import Keyring
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator
+
+    from starlette.requests import Request
 
     from octavo.config import ModelInfo
     from octavo.engine.async_llm import AsyncLLM
     from octavo.engine.llm_engine import Engine
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
+    from octavo.server.admission import Place
+    from octavo.server.tenants import Tenant
 
 logger = logging.getLogger(__name__)
 
 
 class Service:
-    """One engine under its served names. Used on one event loop only."""
+    """One engine under its served names, who may use it, and how much of it is taken. Used on one event loop only.
 
-    def __init__(self, llm: AsyncLLM, served_model_names: Sequence[str] = ()) -> None:
+    Raises `ConfigError` where the file of keys cannot be used.
+    """
+
+    def __init__(self, llm: AsyncLLM, config: ServerConfig | None = None) -> None:
         self.llm = llm
-        self.model_names = tuple(served_model_names) or (self.model_info.name,)
+        self.config = config or ServerConfig()
+        self.model_names = self.config.served_model_names or (self.model_info.name,)
+        self.admission = Admission(self.config.max_open_requests)
+        self.metrics = Metrics(self)
+        self.keyring: Keyring | None = None
+        self._read_keys()
         self.default_params: SamplingParams = llm.engine.input_processor.default_sampling_params()
         self.is_closing = False
         self._open_ids: set[str] = set()
@@ -62,15 +78,61 @@ class Service:
         if not self.llm.is_alive:
             raise EngineRestartingError("not ready")
 
+    def _read_keys(self) -> None:
+        config = self.config
+        if config.api_keys_file is not None:
+            self.keyring = Keyring.from_file(config.api_keys_file)
+            self.admission.change(self.keyring.tenants)
+        elif config.api_key is not None:
+            self.keyring = Keyring.of_one(config.api_key)
+
+    def reload(self) -> None:
+        """Read the file of keys anew; one that cannot be used changes nothing."""
+        try:
+            self._read_keys()
+        except ConfigError as error:
+            logger.error("the API keys stay as they were: %s", error)  # noqa: TRY400 - the error says all
+        else:
+            logger.info("the API keys were read anew: %d", len(self.keyring.tenants) if self.keyring else 0)
+
+    def enter(self, request: Request, num_streams: int) -> Place:
+        """Take the place of a request before anything is done for it.
+
+        Raises where none can be taken: `QueueFullError`, or the errors of `check_ready`.
+        """
+        try:
+            self.check_ready()
+            return self.admission.enter(request.state.tenant, num_streams)
+        except OctavoError as error:
+            self.metrics.count_refusal(error)
+            raise
+
     async def generate(
-        self, prompt: Any, params: SamplingParams, request_id: str, *, priority: int, cache_salt: str | None
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        tenant: Tenant,
+        priority: int,
+        cache_salt: str | None,
+        timeout_s: float | None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield a request's outputs; closing the iterator aborts it."""
         self.check_ready()
         self._open_ids.add(request_id)
         self._idle.clear()
         try:
-            outputs = self.llm.generate(prompt, params, request_id, priority=priority, cache_salt=cache_salt)
+            outputs = self.llm.generate(
+                prompt,
+                params,
+                request_id,
+                priority=priority,
+                cache_salt=tenant.cache_salt(cache_salt),
+                tenant=tenant.name,
+                tenant_weight=tenant.weight,
+                timeout_s=timeout_s,
+            )
             async with aclosing(outputs) as stream:  # type: ignore[type-var]  # an async generator, by its protocol
                 async for output in stream:
                     yield output

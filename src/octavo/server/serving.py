@@ -4,55 +4,68 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import signal
 import socket
+import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from octavo.errors import ConfigError
-from octavo.server.app import DEFAULT_MAX_BODY_BYTES, create_app
+from octavo.server.app import create_app
+from octavo.server.connection import BoundedHttpProtocol
 from octavo.server.service import Service
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from types import FrameType
 
+    from octavo.config import ServerConfig
     from octavo.engine.async_llm import AsyncLLM
 
 _SLOW_READER_S = 10  # after the last event was handed over
 
 
 class GracefulServer(uvicorn.Server):
-    """Ends open requests with a last event each before its process leaves; a second signal leaves at once."""
+    """Ends open requests with a last event each before its process leaves; a second signal leaves at once.
 
-    def __init__(self, config: uvicorn.Config, service: Service, grace_s: float) -> None:
+    SIGHUP reads the API keys anew.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
-        self._grace_s = grace_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
         """Take a signal in; none of them kills the process from outside."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Open the door."""
+        if hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._service.reload)
+        await super().startup(sockets)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the door, then let open requests end."""
-        drain = asyncio.create_task(self._service.drain(self._grace_s))
+        drain = asyncio.create_task(self._service.drain(self._service.config.grace_s))
         await super().shutdown(sockets)
         drain.cancel()
         await asyncio.gather(drain, return_exceptions=True)
 
 
-def check_binding(host: str, api_key: str | None, *, insecure: bool) -> None:
+def check_binding(host: str, config: ServerConfig, *, insecure: bool) -> None:
     """Raise `ConfigError` for an address that others can reach while no key is asked for."""
-    if api_key is None and not insecure and not _is_loopback(host):
+    if not config.asks_for_key and not insecure and not is_loopback(host):
         raise ConfigError(
-            f"host {host!r} can be reached from other machines and no API key is set: give --api-key or "
-            "OCTAVO_API_KEY, or --insecure if that is what you want"
+            f"host {host!r} can be reached from other machines and no API key is set: give --api-keys FILE, --api-key "
+            "or OCTAVO_API_KEY, or --insecure if that is what you want"
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine can reach an address."""
     if host == "localhost":
         return True
     try:
@@ -61,33 +74,40 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Bind an address; connections wait there until a server takes the socket. Raises `ConfigError`."""
+def listen(host: str, port: int, *, idle_timeout_s: float = 60.0) -> socket.socket:
+    """Bind an address; connections wait there until a server takes the socket. Raises `ConfigError`.
+
+    idle_timeout_s: so long may a client take nothing of what was sent to it; then its connection ends.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        sock = socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot listen on {host}, port {port}: {error}") from None
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted connections have it, too; closing one waits for its reader else
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * idle_timeout_s))
+    return sock
 
 
-def make_server(
-    llm: AsyncLLM,
-    *,
-    served_model_names: Sequence[str] = (),
-    api_key: str | None = None,
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
-    grace_s: float,
-    log_level: str = "info",
-) -> GracefulServer:
-    """Make a server; `run(sockets=[...])` it with a socket of `listen`. The engine stays its caller's."""
-    service = Service(llm, served_model_names)
-    config = uvicorn.Config(
-        create_app(service, api_key=api_key, max_body_bytes=max_body_bytes),
-        log_level=log_level,
-        loop="auto",  # uvloop where there is one
-        http="httptools",
-        ws="none",
-        server_header=False,
-        timeout_graceful_shutdown=int(grace_s) + _SLOW_READER_S,
+def make_server(llm: AsyncLLM, config: ServerConfig) -> GracefulServer:
+    """Make a server; `run(sockets=[...])` it with a socket of `listen`. The engine stays its caller's.
+
+    Raises `ConfigError` where the file of API keys cannot be used.
+    """
+    service = Service(llm, config)
+    http = partial(BoundedHttpProtocol, header_timeout_s=config.body_timeout_s)
+    return GracefulServer(
+        uvicorn.Config(
+            create_app(service),
+            log_level=config.log_level,
+            access_log=False,  # the audit log says more
+            loop="auto",  # uvloop where there is one
+            http=http,  # type: ignore[arg-type]  # whatever makes protocols
+            ws="none",
+            server_header=False,
+            ssl_certfile=config.ssl_certfile,
+            ssl_keyfile=config.ssl_keyfile,
+            timeout_graceful_shutdown=int(config.grace_s) + _SLOW_READER_S,
+        ),
+        service,
     )
-    return GracefulServer(config, service, grace_s)

@@ -1,0 +1,77 @@
+"""`octavo keys`: the file of API keys that `octavo serve --api-keys` reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from octavo.cli.command import command, make_app
+from octavo.server.tenants import Keyring, Tenant, add_key
+
+File = Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, help="A TOML file.", show_default=False)]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is.", show_default=False)]
+Weight = Annotated[float, typer.Option(help="Its share beside other keys, under the fair policy.")]
+Concurrency = Annotated[
+    int | None, typer.Option(metavar="N", help="Output streams it may have open at once.", show_default="no limit")
+]
+Requests = Annotated[float | None, typer.Option(metavar="N", help="Requests a minute.", show_default="no limit")]
+Tokens = Annotated[
+    float | None, typer.Option(metavar="N", help="Tokens a minute, read and written.", show_default="no limit")
+]
+Share = Annotated[
+    bool,
+    typer.Option(
+        "--share-prefix-cache",
+        help="Share cached prompts with other such keys: faster, but the speed of an answer tells what others asked.",
+    ),
+]
+
+keys = make_app(
+    name="keys", help="Make API keys for `octavo serve --api-keys FILE`, and list them.", no_args_is_help=True
+)
+
+
+@command("octavo keys add keys.toml alice --weight 2 --requests-per-minute 600")
+def add(
+    file: File,
+    name: Name,
+    weight: Weight = 1.0,
+    max_concurrency: Concurrency = None,
+    requests_per_minute: Requests = None,
+    tokens_per_minute: Tokens = None,
+    share_prefix_cache: Share = False,
+) -> None:
+    """Make a key and print it, once: the file has only its digest. A running server reads the file anew on SIGHUP."""
+    tenant = Tenant(
+        name=name,
+        weight=weight,
+        max_concurrency=max_concurrency,
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        share_prefix_cache=share_prefix_cache,
+    )
+    typer.echo(add_key(file, tenant))
+
+
+@command("octavo keys list keys.toml")
+def list_(file: File) -> None:
+    """List whose keys a file has, and their limits."""
+    for tenant in Keyring.from_file(file).tenants:
+        limits = [
+            f"weight {tenant.weight:g}",
+            _limit(tenant.max_concurrency, "at once"),
+            _limit(tenant.requests_per_minute, "requests/min"),
+            _limit(tenant.tokens_per_minute, "tokens/min"),
+            "shared prefix cache" if tenant.share_prefix_cache else "",
+        ]
+        typer.echo(f"{tenant.name}: {', '.join(filter(None, limits))}")
+
+
+def _limit(value: float | None, unit: str) -> str:
+    return "" if value is None else f"{value:g} {unit}"
+
+
+add.add_to(keys)
+list_.add_to(keys, name="list")

@@ -1,0 +1,85 @@
+"""One line of log for each request, with what it cost and without what it said; and the id that its answer carries."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from octavo.server.auth import OPEN_PATHS
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from octavo.server.metrics import Metrics
+
+logger = logging.getLogger("octavo.audit")
+_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
+_QUIET = OPEN_PATHS | {"/metrics"}  # asked for every few seconds
+
+
+class AuditMiddleware:
+    """Outermost of all: sees every request, what became of it, and how long it took.
+
+    Takes the client's X-Request-Id where it is a plain one, else makes one; the answer has it as a header. Routes add
+    to `request.state.audit` what a line shall tell.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        start, status = time.monotonic(), 0
+        request_id = _request_id(scope)
+        state = scope.setdefault("state", {})
+        state["audit"] = {}
+
+        async def tell(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, tell)
+        finally:
+            handler = getattr(scope.get("route"), "path", "none")
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            self._metrics.count_answer(method, handler, status)
+            if scope["path"] not in _QUIET:
+                _log(scope, state, request_id.decode(), status, time.monotonic() - start)
+
+
+def _request_id(scope: Scope) -> bytes:
+    given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    return given[0] if len(given) == 1 and _ID.fullmatch(given[0]) else uuid.uuid4().hex.encode()
+
+
+def _log(scope: Scope, state: dict[str, Any], request_id: str, status: int, seconds: float) -> None:
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    client, tenant, details = scope.get("client"), state.get("tenant"), dict(state["audit"])
+    if (usage := details.pop("usage", None)) is not None:
+        details |= usage.summary()
+    line = {
+        "request_id": request_id,
+        "client": client[0] if client else None,
+        "key": tenant.name if tenant else None,
+        "method": scope["method"],
+        "path": scope["path"][:200],
+        "status": status,
+        "seconds": round(seconds, 4),
+        **details,
+    }
+    logger.info("%s", msgspec.json.encode(line).decode())

@@ -1,0 +1,79 @@
+"""A client's connection, bounded before there is a request: uvicorn itself waits for headers for ever, however long."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from octavo.server.errors import HttpError
+
+if TYPE_CHECKING:
+    import asyncio
+
+MAX_HEADER_BYTES = 64 << 10
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Ends a connection whose next headers do not come within `header_timeout_s`; answers 431 to those too large."""
+
+    def __init__(self, *arguments: Any, header_timeout_s: float, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._header_timeout_s = header_timeout_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_header_bytes = 0
+        self._is_too_large = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """Begin to wait for the first headers."""
+        super().connection_made(transport)
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing more is waited for."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on; what is not yet a request is counted."""
+        super().data_received(data)
+        if self._timer is not None and not self.transport.is_closing():
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > MAX_HEADER_BYTES:
+                self._is_too_large = True
+                self.send_400_response("")
+
+    def on_headers_complete(self) -> None:
+        """Let the request begin."""
+        self._stop_waiting()
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
+            self._is_too_large = True
+            raise ValueError("the headers are too large")  # makes the parser give up, and `send_400_response` follow
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next headers."""
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._await_headers()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no request, and close."""
+        error = HttpError(400, msg)
+        if self._is_too_large:
+            error = HttpError(431, f"the request's headers exceed the limit of {MAX_HEADER_BYTES} bytes")
+        body = msgspec.json.encode(error.body)
+        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
+        self.transport.close()
+
+    def _await_headers(self) -> None:
+        self._stop_waiting()
+        self._num_header_bytes = 0
+        self._timer = self.loop.call_later(self._header_timeout_s, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,79 @@
+"""POST /tokenize and POST /detokenize, as vLLM has them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from msgspec import UNSET
+from pydantic import BaseModel, ConfigDict
+from starlette.responses import Response
+
+from octavo.errors import RequestError
+from octavo.server.answering import encoder
+from octavo.server.chat import read_messages, template_options
+from octavo.server.openai_requests import TokenIds  # noqa: TC001 - pydantic reads the types of fields
+from octavo.server.openai_responses import Detokenized, Tokenized
+
+if TYPE_CHECKING:
+    from octavo.server.service import Service
+
+
+class TokenizeRequest(BaseModel):
+    """A text, or a conversation as the chat template spells it. Text gets the tokenizer's special tokens by default."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """Token ids."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+async def tokenize(service: Service, request: TokenizeRequest) -> Response:
+    """Return the token ids of a text or a conversation."""
+    service.check_model(request.model)
+    inputs = service.llm.engine.input_processor
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("give prompt or messages, one of them", parameter="prompt")
+    if request.prompt is not None:
+        add_special_tokens = request.add_special_tokens is not False
+        token_ids = await asyncio.to_thread(
+            inputs.tokenizer.encode, request.prompt, add_special_tokens=add_special_tokens
+        )
+    else:
+        if request.add_special_tokens:
+            raise RequestError("the chat template adds the special tokens itself", parameter="add_special_tokens")
+        messages, options = read_messages(request.messages), template_options(request)
+        rendered = await asyncio.to_thread(inputs.chat_prompt, messages, **options)
+        token_ids = rendered["prompt_token_ids"]
+    spell = inputs.tokenizer.token
+    texts = [spell(token_id) for token_id in token_ids] if request.return_token_strs else UNSET
+    answer = Tokenized(len(token_ids), service.model_info.max_model_len, token_ids, texts)
+    return Response(encoder.encode(answer), media_type="application/json")
+
+
+async def detokenize(service: Service, request: DetokenizeRequest) -> Response:
+    """Return the text of token ids, special tokens included."""
+    service.check_model(request.model)
+    vocab_size = service.model_info.vocab_size
+    for index, token_id in enumerate(request.tokens):
+        if not 0 <= token_id < vocab_size:
+            message = f"tokens[{index}]: token id {token_id} is outside the vocabulary of {vocab_size}"
+            raise RequestError(message, parameter=f"tokens[{index}]")
+    tokenizer = service.llm.engine.input_processor.tokenizer
+    text = await asyncio.to_thread(tokenizer.decode, request.tokens, skip_special_tokens=False)
+    return Response(encoder.encode(Detokenized(text)), media_type="application/json")

@@ -1,0 +1,118 @@
+"""Figures of an engine, from the events of the real scheduler on a clock that counts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from octavo import events
+from octavo.config import PreemptionMode
+from octavo.metrics import EngineMetrics, Histogram
+from octavo.request import RequestStatus
+
+
+def stats_of(core):
+    metrics = EngineMetrics()
+    for event in core.log.events:
+        metrics.emit(event)
+    return metrics.stats
+
+
+def test_a_histogram_counts_a_bound_below_it():
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 2.5):
+        histogram.observe(value)
+    assert histogram.counts == [2, 2, 1]
+    assert (histogram.total, histogram.num_observations) == (7.5, 5)
+
+
+def test_one_request(make_core):
+    core = make_core()
+    core.add("r", 10, max_tokens=3, tenant="alice")
+    queued = core.log.events[-1]
+    core.run()
+    stats = stats_of(core)
+    assert (stats.num_requests_running, stats.num_requests_waiting) == (0, 0)
+    assert (stats.prompt_tokens, stats.generation_tokens, stats.num_steps) == (10, 3, 3)
+    assert stats.scheduled_tokens == 12  # the last token is not fed back
+    assert stats.request_success == {"length": 1}
+    assert stats.tenant_tokens == {"alice": [10, 3]}
+    for name in ("time_to_first_token", "e2e_latency", "queue_time", "prefill_time", "decode_time"):
+        assert getattr(stats, name).num_observations == 1, name
+    assert stats.inter_token_latency.num_observations == 2
+    completed = core.log.of_type(events.StepCompleted)
+    assert stats.time_to_first_token.total == completed[0].time - queued.arrival_time
+    assert stats.decode_time.total == completed[2].time - completed[0].time == stats.inter_token_latency.total
+    assert stats.e2e_latency.total == completed[2].time - queued.arrival_time
+
+
+def test_times_begin_when_a_request_arrived(make_core):
+    core = make_core()
+    core.add("r", 4, max_tokens=1, arrival_time=-100.0)
+    core.run()
+    stats = stats_of(core)
+    assert stats.time_to_first_token.total > 100
+    assert stats.queue_time.total > 100
+    assert stats.prefill_time.total < 10
+    assert stats.decode_time.total == 0  # its first token is its last
+
+
+def test_an_aborted_request_that_never_ran(make_core):
+    core = make_core(max_num_seqs=1)
+    core.add("runs", 4)
+    core.add("waits", 4)
+    core.step()
+    stats = stats_of(core)
+    assert (stats.num_requests_running, stats.num_requests_waiting) == (1, 1)
+    core.scheduler.finish_requests(["waits"], RequestStatus.FINISHED_ABORTED)
+    stats = stats_of(core)
+    assert (stats.num_requests_running, stats.num_requests_waiting) == (1, 0)
+    assert stats.request_success == {"abort": 1}
+    assert stats.queue_time.num_observations == 1
+    assert stats.tenant_tokens == {}
+
+
+def test_a_failed_step_ends_its_requests(make_core):
+    core = make_core()
+    core.add("r", 4)
+    core.scheduler.fail_step(core.scheduler.schedule(), "broken")
+    stats = stats_of(core)
+    assert (stats.num_failed_steps, stats.request_success) == (1, {"error": 1})
+    assert (stats.num_requests_running, stats.num_requests_waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_figures_agree_with_the_scheduler_and_with_themselves(make_core, seed):
+    """A crowd with preemptions, aborts and cache hits; counts are compared after every step."""
+    rng = random.Random(seed)
+    core = make_core(num_blocks=30, max_num_batched_tokens=16, preemption=PreemptionMode.RECOMPUTE)
+    metrics, read, number = EngineMetrics(), 0, 0
+    for _ in range(300):
+        if rng.random() < 0.4:
+            prompt = [rng.randrange(2) for _ in range(rng.randint(1, 40))]
+            core.add(f"r{number}", prompt, max_tokens=rng.randint(1, 20), tenant=rng.choice("xyz"))
+            number += 1
+        if core.scheduler.requests and rng.random() < 0.05:
+            core.scheduler.finish_requests([rng.choice(list(core.scheduler.requests))], RequestStatus.FINISHED_ABORTED)
+        core.step()
+        for event in core.log.events[read:]:
+            metrics.emit(event)
+        read = len(core.log.events)
+        assert metrics.stats.num_requests_running == len(core.scheduler.running)
+        assert metrics.stats.num_requests_waiting == len(core.scheduler.requests) - len(core.scheduler.running)
+    stats, counters = metrics.stats, core.scheduler.counters
+    assert stats.num_preemptions == counters.count[events.RequestPreempted] > 0
+    assert stats.generation_tokens == counters.num_tokens_generated
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (
+        counters.prefix_query_tokens,
+        counters.prefix_hit_tokens,
+    )
+    assert stats.scheduled_tokens == counters.num_tokens_scheduled
+    ended = sum(stats.request_success.values())
+    assert ended == counters.count[events.RequestFinished] == stats.e2e_latency.num_observations
+    assert stats.request_prompt_tokens.num_observations == stats.request_generation_tokens.num_observations == ended
+    assert stats.inter_token_latency.num_observations + stats.time_to_first_token.num_observations == sum(
+        sum(1 for count in event.num_new_tokens.values() if count) for event in core.log.of_type(events.StepCompleted)
+    )
+    assert set(stats.tenant_tokens) == set("xyz")

@@ -1,0 +1,281 @@
+"""Keys, names and origins over HTTP: who is let in, as whom, and what is written down about it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fakes import FakeExecutor
+from running import run_server, wait_until
+
+from octavo.server.app import create_app
+from octavo.server.service import Service
+from octavo.server.tenants import Tenant, add_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import httpx
+    from running import Running
+
+COMPLETIONS = "/v1/completions"
+BODY = {"prompt": "hello, this is a prompt of several blocks of sixteen tokens each", "max_tokens": 3}
+KEYS: dict[str, str] = {}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys.toml"
+    for tenant in (
+        Tenant(name="alice"),
+        Tenant(name="bob"),
+        Tenant(name="one", max_concurrency=1),
+        Tenant(name="few", requests_per_minute=2),
+        Tenant(name="open1", share_prefix_cache=True),
+        Tenant(name="open2", share_prefix_cache=True),
+    ):
+        KEYS[tenant.name] = add_key(path, tenant)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tenants(keys_file: Path) -> Iterator[Running]:
+    with run_server(api_keys_file=keys_file, engine_options={"policy": "fair"}) as running:
+        yield running
+
+
+def cached_tokens(http: httpx.Client, key: str, **fields: Any) -> int:
+    response = http.post(COMPLETIONS, json={**BODY, **fields}, headers=bearer(key))
+    assert response.status_code == 200, response.text
+    return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_s18_a_key_finds_its_own_cached_prompts_and_nobody_elses(tenants: Running) -> None:
+    with tenants.http() as http:
+        assert cached_tokens(http, KEYS["alice"]) == 0
+        assert cached_tokens(http, KEYS["alice"]) == 64 - 16  # of 65 tokens; the last block holds the one to compute
+        assert cached_tokens(http, KEYS["bob"]) == 0
+        assert cached_tokens(http, KEYS["bob"], cache_salt="alice") == 0
+        assert cached_tokens(http, KEYS["open1"]) == 0
+        assert cached_tokens(http, KEYS["open2"]) > 0
+
+
+def test_a_key_s_own_limits(tenants: Running) -> None:
+    with tenants.http() as http:
+        response = http.post(COMPLETIONS, json={**BODY, "n": 2}, headers=bearer(KEYS["one"]))
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert int(response.headers["retry-after"]) >= 1
+        for expected in (200, 200, 429):
+            response = http.post(COMPLETIONS, json=BODY, headers=bearer(KEYS["few"]))
+            assert response.status_code == expected
+        assert 1 <= int(response.headers["retry-after"]) <= 30
+        assert http.post(COMPLETIONS, json=BODY, headers=bearer(KEYS["one"])).status_code == 200
+
+
+def test_tokens_are_counted_by_key(tenants: Running) -> None:
+    with tenants.http() as http:
+        http.post(COMPLETIONS, json=BODY, headers=bearer(KEYS["bob"]))
+        text = http.get("/metrics", headers=bearer(KEYS["bob"])).text
+    assert 'octavo:tenant_tokens_total{kind="generation",model_name="fake",tenant="bob"}' in text
+    assert KEYS["bob"] not in text
+
+
+def routes() -> list[tuple[str, str]]:
+    """Every route of the application, so that a new one is asked for, too."""
+    with run_server() as running:
+        app = create_app(Service(running.server._service.llm))
+    return [
+        (method, route.path.replace("{name:path}", "fake"))
+        for route in app.routes
+        for method in sorted(getattr(route, "methods", ()) or ())
+    ]
+
+
+def test_s6_every_route_but_health_asks_for_a_key(tenants: Running) -> None:
+    known = routes()
+    assert ("POST", "/v1/chat/completions") in known
+    assert ("GET", "/metrics") in known
+    with tenants.http() as http:
+        for method, path in known:
+            for headers in (
+                {},
+                bearer("wrong"),
+                {"Authorization": "Bearer"},
+                {"Authorization": KEYS["alice"]},
+                bearer(KEYS["alice"][:-1]),
+            ):
+                response = http.request(method, path, headers=headers, json={})
+                if path in {"/health", "/ready"}:
+                    assert response.status_code == 200
+                else:
+                    assert response.status_code == 401, (method, path)
+
+
+@pytest.mark.parametrize("host", ["evil", "127.0.0.1/health", "/health", "health:80", ""])
+@pytest.mark.parametrize("path", ["//health/../v1/models", "/v1/models/../../health/..", "/v1%2fmodels", "/V1/models"])
+def test_s5_no_host_or_path_opens_a_route(tenants: Running, host: str, path: str) -> None:
+    with tenants.http() as http:
+        assert http.get(path, headers={"Host": host}).status_code in {400, 401, 421}
+
+
+def test_keys_are_read_anew_and_a_broken_file_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    old = add_key(path, Tenant(name="old"))
+    with run_server(api_keys_file=path) as running, running.http() as http:
+        service = running.server._service
+        assert http.get("/version", headers=bearer(old)).status_code == 200
+        path.write_text("[keys")
+        service.reload()
+        assert http.get("/version", headers=bearer(old)).status_code == 200
+        path.unlink()
+        new = add_key(path, Tenant(name="new"))
+        service.reload()
+        assert http.get("/version", headers=bearer(old)).status_code == 401
+        assert http.get("/version", headers=bearer(new)).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def named() -> Iterator[Running]:
+    with run_server(allowed_hosts=("localhost", "127.0.0.1", "::1"), allowed_origins=("https://good.org",)) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:8000", 200),
+        ("127.0.0.1:1", 200),
+        ("[::1]:8000", 200),
+        ("evil.org", 421),
+        ("localhost.evil.org", 421),
+        ("evil.org:80@localhost", 421),
+        ("localhost/evil", 421),
+        ("", 421),
+    ],
+)
+def test_s21_a_name_that_was_rebound_is_not_answered(named: Running, host: str, status: int) -> None:
+    with named.http() as http:
+        assert http.get("/v1/models", headers={"Host": host}).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        (None, 200),
+        ("https://good.org", 200),
+        ("http://127.0.0.1:{port}", 200),
+        ("https://evil.org", 403),
+        ("https://good.org.evil.org", 403),
+        ("http://good.org", 403),
+        ("null", 403),
+        ("http://127.0.0.1:1", 403),
+    ],
+)
+def test_s21_pages_of_other_origins_cannot_ask(named: Running, origin: str | None, status: int) -> None:
+    port = named.url.rpartition(":")[2]
+    headers = {} if origin is None else {"Origin": origin.format(port=port)}
+    with named.http() as http:
+        response = http.post(COMPLETIONS, json=BODY, headers={**headers, "Content-Type": "text/plain"})
+    assert response.status_code == status
+    assert response.headers.get("access-control-allow-origin") == (
+        "https://good.org" if origin == "https://good.org" else None
+    )
+
+
+def test_a_page_that_may_ask_is_told_so_beforehand(named: Running) -> None:
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    with named.http() as http:
+        good = http.options(COMPLETIONS, headers={"Origin": "https://good.org", **asked})
+        bad = http.options(COMPLETIONS, headers={"Origin": "https://evil.org", **asked})
+    assert good.status_code == 200
+    assert good.headers["access-control-allow-origin"] == "https://good.org"
+    assert bad.status_code == 400
+    assert "access-control-allow-origin" not in bad.headers
+
+
+def test_every_answer_has_an_id(shared: Running) -> None:
+    with shared.http() as http:
+        assert http.get("/version", headers={"X-Request-Id": "my-id.1"}).headers["x-request-id"] == "my-id.1"
+        made = [http.get(path).headers["x-request-id"] for path in ("/version", "/nothing")]
+        assert len(set(made)) == 2
+        odd = http.get("/version", headers={"X-Request-Id": "a b"}).headers["x-request-id"]
+        assert len(odd) == 32
+
+
+def audited(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [json.loads(record.message) for record in caplog.records if record.name == "octavo.audit"]
+
+
+def test_one_line_for_each_request_and_no_text(tenants: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="octavo.audit")
+    body = {"prompt": "hush, this is secret", "max_tokens": 3}
+    with tenants.http() as http:
+        http.post(COMPLETIONS, json=body, headers={**bearer(KEYS["alice"]), "X-Request-Id": "first"})
+        http.post(COMPLETIONS, json={**body, "stream": True}, headers=bearer(KEYS["alice"]))
+        http.post(COMPLETIONS, json=body, headers=bearer("stolen"))
+        http.post(COMPLETIONS, json={"prompt": "hush", "n": -1}, headers=bearer(KEYS["bob"]))
+        http.get("/health")
+    wait_until(lambda: len(audited(caplog)) == 4, "all is written down")
+    whole, stream, stranger, wrong = audited(caplog)
+    assert whole["request_id"] == "first"
+    for line in (whole, stream):
+        assert (line["key"], line["status"], line["path"], line["model"]) == ("alice", 200, COMPLETIONS, "fake")
+        assert (line["prompt_tokens"], line["completion_tokens"], line["finish_reasons"]) == (20, 3, ["length"])
+        assert line["id"].startswith("cmpl-")
+        assert line["seconds"] >= 0
+    assert (whole["stream"], stream["stream"]) == (False, True)
+    assert (stranger["status"], stranger["key"]) == (401, None)
+    assert (wrong["status"], wrong["key"]) == (400, "bob")
+    assert "hush" not in caplog.text
+    assert not any(key in caplog.text for key in (*KEYS.values(), "stolen"))
+
+
+def test_metrics_are_what_prometheus_reads(shared: Running) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with shared.http() as http:
+        http.post(COMPLETIONS, json={**BODY, "max_tokens": 5})
+        http.get("/made/up/path")
+        http.request("MADEUP", COMPLETIONS)
+        response = http.get("/metrics")
+        families = {family.name: family for family in text_string_to_metric_families(response.text)}
+        openmetrics = http.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert response.headers["content-type"].startswith("text/plain")
+    assert openmetrics.text.endswith("# EOF\n")
+
+    def value(family: str, sample: str | None = None, **labels: str) -> float:
+        found = [
+            each.value
+            for each in families[family].samples
+            if each.name == (sample or each.name) and labels.items() <= each.labels.items()
+        ]
+        return sum(found)
+
+    assert value("octavo:generation_tokens", "octavo:generation_tokens_total") >= 5
+    assert value("octavo:num_requests_running") == value("octavo:num_requests_waiting") == 0
+    assert value("octavo:engine_ready") == 1
+    buckets = [s for s in families["octavo:time_to_first_token_seconds"].samples if s.name.endswith("_bucket")]
+    counts = [each.value for each in buckets]
+    assert counts == sorted(counts)
+    assert buckets[-1].labels["le"] == "+Inf"
+    assert counts[-1] == value("octavo:time_to_first_token_seconds", "octavo:time_to_first_token_seconds_count") >= 1
+    handlers = {sample.labels["handler"] for sample in families["http_requests"].samples}
+    assert COMPLETIONS in handlers
+    assert "/made/up/path" not in handlers
+    assert "MADEUP" not in {sample.labels["method"] for sample in families["http_requests"].samples}
+    assert value("http_requests", "http_requests_total", handler="none", status="404") >= 1
+
+
+def test_refusals_are_counted() -> None:
+    executor = FakeExecutor(step_s=0.01)
+    with run_server(executor, max_open_requests=1) as running, running.http() as http:
+        assert http.post(COMPLETIONS, json={**BODY, "n": 2}).json()["error"]["code"] == "queue_full"
+        assert 'octavo:requests_refused_total{code="queue_full"} 1.0' in http.get("/metrics").text

@@ -1,0 +1,79 @@
+"""What an operator relies on, through both processes of the real command: figures, keys, deadlines."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving_process import STORY, serve
+
+from octavo.server.tenants import Tenant, add_key
+
+
+@pytest.fixture(scope="module")
+def keys_file(tmp_path_factory):
+    return tmp_path_factory.mktemp("keys") / "keys.toml"
+
+
+@pytest.fixture(scope="module")
+def served(keys_file):
+    key = add_key(keys_file, Tenant(name="alice", weight=2.0))
+    with serve("--api-keys", str(keys_file), key=key) as server:
+        yield server
+
+
+def figures(served) -> dict[str, float]:
+    families = text_string_to_metric_families(served.http.get("/metrics").text)
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+def test_figures_cross_the_processes(served):
+    before = figures(served)
+    assert served.answer() == "12 + 30 = 42"
+    served.wait_until(lambda: figures(served)["octavo:request_success_total"] > 0, 5)
+    after = figures(served)
+    assert after["octavo:generation_tokens_total"] - before["octavo:generation_tokens_total"] == 9
+    assert after["octavo:time_to_first_token_seconds_count"] == after["octavo:e2e_request_latency_seconds_count"] >= 1
+    assert 0 < after["octavo:time_to_first_token_seconds_sum"] <= after["octavo:e2e_request_latency_seconds_sum"]
+    assert after["octavo:kv_cache_usage_perc"] == after["octavo:num_requests_running"] == 0
+    assert after["octavo:engine_ready"] == 1
+
+
+def test_figures_begin_anew_with_the_engine(served):
+    assert served.answer() == "12 + 30 = 42"
+    served.wait_until(lambda: figures(served)["octavo:generation_tokens_total"] > 0, 5)
+    served.engine.kill()
+    served.wait_until(lambda: figures(served)["octavo:engine_restarts_total"] == 1, 5)
+    assert figures(served)["octavo:engine_ready"] == 0
+    served._wait(served.is_ready)
+    assert figures(served)["octavo:generation_tokens_total"] == 0
+    assert served.answer() == "12 + 30 = 42"
+
+
+def test_new_keys_are_read_on_sighup(served, keys_file):
+    new = add_key(keys_file, Tenant(name="bob"))
+    headers = {"Authorization": f"Bearer {new}"}
+    assert served.http.get("/v1/models", headers=headers).status_code == 401
+    served.process.send_signal(signal.SIGHUP)
+    served.wait_until(lambda: served.http.get("/v1/models", headers=headers).status_code == 200, 5)
+    assert served.answer() == "12 + 30 = 42"
+
+
+def test_a_deadline_reaches_the_engine(served):
+    start = time.monotonic()
+    response = served.http.post(
+        "/v1/completions", json={**STORY, "stream": False}, headers={"X-Request-Timeout": "0.2"}
+    )
+    assert response.status_code == 504
+    assert time.monotonic() - start < 5
+    served.wait_until(lambda: figures(served)["octavo:num_requests_running"] == 0, 5)
+
+
+def test_no_key_stands_in_any_command_line_or_environment(served):
+    """S3: what another user of the machine can read of the processes."""
+    key = served.http.headers["Authorization"].removeprefix("Bearer ")
+    for process in (served.engine, served.engine.parent()):
+        assert not any(key in part for part in process.cmdline())
+        assert key not in process.environ().values()
