@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from octavo.llm import LLM, LLMEngine
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
-    from octavo.sampling_params import RequestOutputKind, SamplingParams
+    from octavo.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -47,7 +47,7 @@ _HOMES = {
     ),
     "octavo.llm": ("LLM", "LLMEngine"),
     "octavo.outputs": ("CompletionOutput", "Logprob", "RequestOutput"),
-    "octavo.sampling_params": ("RequestOutputKind", "SamplingParams"),
+    "octavo.sampling_params": ("RequestOutputKind", "SamplingParams", "StructuredOutputsParams"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -73,6 +73,7 @@ __all__ = [
     "SamplingParams",
     "SchedulerConfig",
     "SchedulingPolicy",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

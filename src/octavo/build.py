@@ -13,7 +13,7 @@ from octavo.engine.llm_engine import Engine
 from octavo.errors import ConfigError
 from octavo.events import FanOut, NullSink
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
-from octavo.launch import Checkpoint, make_processors
+from octavo.launch import Checkpoint, make_grammars, make_processors
 from octavo.metrics import EngineMetrics
 from octavo.worker.worker import LocalExecutor, Worker, resolve_device
 
@@ -73,6 +73,7 @@ def build_core(
         packed_cache_bytes=model_config.packed_cache_bytes,
         seed=model_config.seed,
         progress=progress,
+        grammars=make_grammars(model_config, checkpoint),
     )
     clock = RecordedClock(time.monotonic)
     metrics = EngineMetrics()

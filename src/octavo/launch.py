@@ -17,6 +17,7 @@ from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, ModelError, RequestError
+from octavo.grammars import GrammarCompiler
 from octavo.models.model_path import resolve_model_path
 from octavo.models.registry import read_architecture
 from octavo.sampling_params import SamplingParams
@@ -68,12 +69,28 @@ def make_processors(config: ModelConfig, checkpoint: Checkpoint) -> tuple[InputP
     """Load the tokenizer and the chat template, and return both sides of the text."""
     tokenizer = template = None
     if not config.skip_tokenizer_init:
-        tokenizer = Tokenizer.from_directory(
-            checkpoint.directory if config.tokenizer is None else resolve_model_path(config.tokenizer)
-        )
+        tokenizer = _read_tokenizer(config, checkpoint)
         template = _chat_template(config, checkpoint.directory, tokenizer)
     info = _model_info(config, checkpoint, tokenizer)
     return InputProcessor(tokenizer, info, config.seed, template), OutputProcessor(tokenizer, time.monotonic)
+
+
+def make_grammars(config: ModelConfig, checkpoint: Checkpoint) -> GrammarCompiler | None:
+    """Return what compiles grammars for a model's vocabulary, which is read when it is first needed."""
+    if config.skip_tokenizer_init:
+        return None
+
+    def read() -> tuple[str, frozenset[int]]:
+        tokenizer = _read_tokenizer(config, checkpoint)
+        return tokenizer.backend.to_str(), _eos_token_ids(checkpoint, tokenizer)
+
+    return GrammarCompiler(read, checkpoint.architecture.vocab_size)
+
+
+def _read_tokenizer(config: ModelConfig, checkpoint: Checkpoint) -> Tokenizer:
+    return Tokenizer.from_directory(
+        checkpoint.directory if config.tokenizer is None else resolve_model_path(config.tokenizer)
+    )
 
 
 def resolve_max_model_len(model_config: ModelConfig, architecture: Architecture) -> int:
@@ -89,12 +106,6 @@ def _model_info(model_config: ModelConfig, checkpoint: Checkpoint, tokenizer: To
     directory, architecture = checkpoint.directory, checkpoint.architecture
     name = model_config.served_model_name or model_config.model or BUILT_IN_MODEL
     generation = read_generation_defaults(directory)
-    eos = set(architecture.eos_token_ids) | set(generation.eos_token_ids)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        eos.add(tokenizer.eos_token_id)
-    outside = {token_id for token_id in eos if not 0 <= token_id < architecture.vocab_size}
-    if outside:
-        logger.warning("%s names EOS ids outside the vocabulary, which can never come: %s", directory, sorted(outside))
     defaults = generation.sampling if model_config.generation_config == "auto" else {}
     try:
         SamplingParams(**defaults)  # type: ignore[arg-type]  # its values are checked here, whatever they are
@@ -106,9 +117,21 @@ def _model_info(model_config: ModelConfig, checkpoint: Checkpoint, tokenizer: To
         name=name,
         vocab_size=architecture.vocab_size,
         max_model_len=checkpoint.max_model_len,
-        eos_token_ids=frozenset(eos - outside),
+        eos_token_ids=_eos_token_ids(checkpoint, tokenizer),
         generation_defaults=defaults,
     )
+
+
+def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return the ids that end an answer, by everything that the checkpoint says of them."""
+    directory, architecture = checkpoint.directory, checkpoint.architecture
+    eos = set(architecture.eos_token_ids) | set(read_generation_defaults(directory).eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos.add(tokenizer.eos_token_id)
+    outside = {token_id for token_id in eos if not 0 <= token_id < architecture.vocab_size}
+    if outside:
+        logger.warning("%s names EOS ids outside the vocabulary, which can never come: %s", directory, sorted(outside))
+    return frozenset(eos - outside)
 
 
 def _chat_template(model_config: ModelConfig, directory: Path, tokenizer: Tokenizer) -> ChatTemplate | None:

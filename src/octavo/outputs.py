@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 from octavo.model_output import TokenLogprobs  # noqa: TC001 - read at run time where outputs cross processes
 
-DEADLINE_PASSED = "the request's deadline has passed"  # the `error` of a request that this ended
+# The `error` of requests that these ended.
+DEADLINE_PASSED = "the request's deadline has passed"
+GRAMMAR_EXCEEDED = "the grammar takes more than one may, or leaves no token to go on with"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from json import dumps
 from typing import Any, NoReturn
 
 from octavo.errors import RequestError
@@ -11,10 +12,64 @@ from octavo.errors import RequestError
 MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
+MAX_GRAMMAR_CHARS = 1 << 18
+MAX_CHOICES = 4096
 MAX_LOGPROBS = 20  # as vLLM by default: each costs time and memory for every position
 MAX_COUNT = 2**31 - 1  # what the worker's tensors hold
 SEED_RANGE = (-(2**63), 2**64 - 1)
+_STRUCTURED = "structured_outputs"
 _SAMPLING_EPS = 1e-5  # as in vLLM: a temperature below it is greedy
+
+
+@dataclass(slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What form an answer must have: exactly one of these. Names are vLLM's.
+
+    json: a JSON schema, as text or as the object itself. json_object: any JSON object. regex: a regular expression for
+    the whole answer. choice: one of these texts. grammar: a grammar in Lark's or GBNF's notation.
+    Raises `RequestError` for none or several of them, or one of another type.
+    """
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.json, dict):
+            self.json = dumps(self.json)
+        given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                f"exactly one of json, json_object, regex, choice and grammar is needed, got {given or 'none'}",
+                parameter=_STRUCTURED,
+            )
+        for name in ("json", "regex", "grammar"):
+            text = getattr(self, name)
+            if text is not None and not (isinstance(text, str) and 0 < len(text) <= MAX_GRAMMAR_CHARS):
+                _refuse_structure(name, f"a text of 1 to {MAX_GRAMMAR_CHARS} characters")
+        if self.json_object not in (None, False, True):
+            _refuse_structure("json_object", "true or false")
+        if self.choice is not None:
+            self._check_choice(self.choice)
+
+    @property
+    def kind(self) -> str:
+        """Which of the fields is given."""
+        return next(each.name for each in fields(self) if getattr(self, each.name))
+
+    @staticmethod
+    def _check_choice(choice: list[str]) -> None:
+        is_list = isinstance(choice, list) and 0 < len(choice) <= MAX_CHOICES
+        if not is_list or not all(isinstance(text, str) and text for text in choice):
+            _refuse_structure("choice", f"a list of 1 to {MAX_CHOICES} texts that are not empty")
+        if sum(map(len, choice)) > MAX_GRAMMAR_CHARS:
+            _refuse_structure("choice", f"at most {MAX_GRAMMAR_CHARS} characters in all")
+
+
+def _refuse_structure(name: str, allowed: str) -> NoReturn:
+    raise RequestError(f"{_STRUCTURED}.{name} must be {allowed}", parameter=_STRUCTURED)
 
 
 class RequestOutputKind(Enum):
@@ -32,7 +87,8 @@ class SamplingParams:
     n: output sequences per prompt. seed: makes sampling reproducible (drawn by the engine when None, or -1).
     temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 mean "all".
     max_tokens None means up to the model's limit. logprobs/prompt_logprobs: how many of the best are reported beside
-    the token itself; None for none at all. logit_bias: token id -> number added to its logit.
+    the token itself; None for none at all. logit_bias: token id -> number added to its logit. structured_outputs: what
+    form the answer must have; it ends where that does.
 
     Raises `RequestError` for a value out of range. Fields may be changed until the request is sent: the engine checks
     them anew and keeps a copy.
@@ -57,6 +113,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -83,6 +140,8 @@ class SamplingParams:
             if value is not None:
                 _check_int(name, value, 0, MAX_LOGPROBS)
         self._check_lists()
+        if self.structured_outputs is not None:
+            self._check_structure(self.structured_outputs)
 
     def _normalize(self) -> None:
         if self.seed == -1:
@@ -112,6 +171,13 @@ class SamplingParams:
             _refuse("allowed_token_ids", [], "at least one token id")
         for token_id in self.allowed_token_ids or []:
             _check_int("allowed_token_ids", token_id, 0)
+
+    def _check_structure(self, structure: object) -> None:
+        if not isinstance(structure, StructuredOutputsParams):
+            _refuse(_STRUCTURED, structure, "StructuredOutputsParams")
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(self, name):
+                raise RequestError(f"{name} would go on where the structure ends", parameter=name)
 
     @property
     def stop_strings(self) -> list[str]:

@@ -126,7 +126,8 @@ def test_table(error: Exception, status: int, code: str | None) -> None:
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"priority": 2**63}, "priority"),
         ({"model": 5}, "model"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json"}}, "response_format"),
+        ({"response_format": "json_object"}, "response_format"),
         ({"guided_json": {}}, "guided_json"),
     ],
 )

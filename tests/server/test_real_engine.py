@@ -6,6 +6,7 @@ The answers are compared with those of `LLM` on the same checkpoint: what is ser
 from __future__ import annotations
 
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -16,6 +17,8 @@ from running import DEADLINE_S, run_server, wait_until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from octavo import LLM, CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo.engine import input_processor
+from octavo.grammars import GrammarError, Matcher, check_grammar
 from octavo.models.random_weights import tiny_config, write_checkpoint
 
 if TYPE_CHECKING:
@@ -180,3 +183,149 @@ def test_a_client_that_leaves_frees_its_blocks(client: openai.OpenAI, served: ru
     wait_until(lambda: not served.num_unfinished and not served.num_blocks_in_use, "all blocks are free")
     assert stats().total_tokens_generated - num_generated < endless["max_tokens"]  # it was ended, it did not end
     assert client.completions.create(model="tiny", prompt="x", max_tokens=3).usage.prompt_tokens == 1
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+
+
+def test_an_answer_fits_its_schema_whole_and_streamed(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"response_format": AS_SCHEMA, "max_tokens": 300, **SAMPLED}
+    whole = client.chat.completions.create(model="tiny", messages=MESSAGES, n=2, **options)
+    for choice in whole.choices:
+        assert choice.finish_reason == "stop"
+        person = json.loads(choice.message.content)
+        assert set(person) == {"name", "age"}
+        assert 0 <= person["age"] <= 99
+    texts = ["", ""]
+    for chunk in client.chat.completions.create(model="tiny", messages=MESSAGES, n=2, stream=True, **options):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+
+
+def test_the_sdk_s_own_parsing_of_a_model_class(client: openai.OpenAI) -> None:
+    """What users of the package write: a pydantic class as response_format."""
+    from pydantic import BaseModel, Field
+
+    class Person(BaseModel):
+        name: str = Field(max_length=6)
+        age: int = Field(ge=0, le=99)
+
+    answer = client.chat.completions.parse(
+        model="tiny", messages=MESSAGES, response_format=Person, max_tokens=300, **SAMPLED
+    )
+    assert isinstance(answer.choices[0].message.parsed, Person)
+
+
+@pytest.mark.parametrize(
+    ("structure", "check"),
+    [
+        ({"choice": ["left", "right"]}, lambda text: text in {"left", "right"}),
+        ({"regex": "[0-9]{3}"}, lambda text: len(text) == 3 and text.isdecimal()),
+        ({"json": SCHEMA}, lambda text: set(json.loads(text)) == {"name", "age"}),
+        ({"grammar": 'root ::= "a" "b"+ "c"{2}'}, lambda text: text.strip("b") == "acc" or text.startswith("ab")),
+    ],
+)
+def test_vllm_s_structures_in_a_completion(client: openai.OpenAI, structure: dict[str, Any], check: Any) -> None:
+    answer = client.completions.create(
+        model="tiny", prompt="a", max_tokens=300, extra_body={"structured_outputs": structure}, **SAMPLED
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    assert check(answer.choices[0].text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "response_format"),
+        ({"structured_outputs": {"xml": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens"),
+    ],
+)
+def test_what_is_no_structure_names_its_field(served: running.Running, fields: dict[str, Any], param: str) -> None:
+    with served.http() as http:
+        for stream in (False, True):
+            body = {"messages": MESSAGES, "stream": stream, **fields}
+            response = http.post("/v1/chat/completions", json=body)
+            assert response.status_code == 400, response.text
+            assert response.json()["error"]["param"] == param
+
+
+def test_s13_a_grammar_that_takes_long_holds_nobody_up(
+    served: running.Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, gate = threading.Event(), threading.Event()
+
+    def slow(wanted: Any) -> None:
+        if wanted.regex == "slow":
+            begun.set()
+            assert gate.wait(DEADLINE_S)
+        check_grammar(wanted)
+
+    monkeypatch.setattr(input_processor, "check_grammar", slow)
+    body = {"prompt": "a", "max_tokens": 20, "structured_outputs": {"regex": "slow"}}
+    answers: list[Any] = []
+
+    def ask() -> None:
+        with served.http() as http:
+            answers.append(http.post("/v1/completions", json=body).json())
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert begun.wait(DEADLINE_S)
+    with served.http() as http:
+        for structure in (None, {"regex": "[ab]{2}"}):
+            other = {"prompt": "a", "max_tokens": 4, "structured_outputs": structure}
+            assert http.post("/v1/completions", json=other).status_code == 200
+    assert not answers
+    gate.set()
+    thread.join(DEADLINE_S)
+    assert answers[0]["choices"][0]["text"] == "slow"
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {"regex": "((((a{1,500}){1,500}){1,500}){1,500})"},
+        {"regex": "(.*a){30}.{200}|" + "|".join(f"b{i}.*" for i in range(300))},
+        {"json": {"enum": [f"{'x' * 50}{i}" for i in range(4000)]}},
+        {"grammar": 'start: a\na: a a a | /.*/ a | "x"'},
+        {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}},
+    ],
+)
+def test_s13_hostile_grammars_are_refused_or_bounded(served: running.Running, structure: dict[str, Any]) -> None:
+    with served.http() as http:
+        response = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 5, "structured_outputs": structure})
+        assert response.status_code in {200, 400}, response.text
+        if response.status_code == 400:
+            assert response.json()["error"]["param"] == "structured_outputs"
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
+def test_a_grammar_that_takes_too_much_on_its_way_is_its_user_s_fault(
+    served: running.Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exceed(_self: Matcher) -> Any:
+        raise GrammarError("too many states")
+
+    monkeypatch.setattr(Matcher, "allowed", exceed)
+    with served.http() as http:
+        body = {"prompt": "a", "max_tokens": 5, "structured_outputs": {"regex": "a"}}
+        response = http.post("/v1/completions", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "structured_outputs"

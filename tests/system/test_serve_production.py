@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving_process import STORY, serve
+from serving_process import STORY, SUM, serve
 
 from octavo.server.tenants import Tenant, add_key
 
@@ -59,6 +60,22 @@ def test_new_keys_are_read_on_sighup(served, keys_file):
     served.process.send_signal(signal.SIGHUP)
     served.wait_until(lambda: served.http.get("/v1/models", headers=headers).status_code == 200, 5)
     assert served.answer() == "12 + 30 = 42"
+
+
+def test_a_schema_reaches_the_engine(served):
+    schema = {
+        "type": "object",
+        "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["sum"],
+    }
+    wanted = {
+        "type": "json_schema",
+        "json_schema": {"name": "sum", "schema": {**schema, "additionalProperties": False}},
+    }
+    response = served.http.post("/v1/chat/completions", json={**SUM, "response_format": wanted})
+    answer = json.loads(response.json()["choices"][0]["message"]["content"])
+    assert list(answer) == ["sum"]
+    assert 0 <= answer["sum"] <= 99
 
 
 def test_a_deadline_reaches_the_engine(served):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from octavo.errors import PromptTooLongError, RequestError
+from octavo.grammars import check_grammar
 from octavo.request import Request
 from octavo.sampling_params import SamplingParams
 
@@ -120,6 +121,7 @@ class InputProcessor:
         _check_salt(cache_salt)
         _check_timeout(timeout_s)
         _check_weight(tenant_weight)
+        self._check_structure(params)
         text, token_ids = self._read_prompt(prompt)
         # The scheduler refuses it, too: but not before it is copied for n outputs, or sent to another process.
         PromptTooLongError.check(len(token_ids), self.model_info.max_model_len)
@@ -145,6 +147,16 @@ class InputProcessor:
             for index in range(params.n)
         ]
         return ProcessedInput(request_id, text, token_ids, params, streams)
+
+    def _check_structure(self, params: SamplingParams) -> None:
+        """Refuse a grammar that cannot be compiled before the worker is asked to."""
+        if params.structured_outputs is None:
+            return
+        if self._tokenizer is None:
+            raise RequestError(
+                "structured_outputs need a tokenizer, and this engine has none", parameter="structured_outputs"
+            )
+        check_grammar(params.structured_outputs)
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):

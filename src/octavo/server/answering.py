@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestError
-from octavo.outputs import DEADLINE_PASSED
+from octavo.outputs import DEADLINE_PASSED, GRAMMAR_EXCEEDED
 from octavo.sampling_params import RequestOutputKind
 from octavo.server.errors import to_http
 from octavo.server.openai_responses import PromptTokensDetails, Usage
@@ -58,6 +58,7 @@ class Job:
     created: int
     place: Place
     timeout_s: float
+    spelled: dict[str, str]  # the engine's name of a parameter -> the one that the client used
 
     @classmethod
     def make(
@@ -69,8 +70,11 @@ class Job:
         request: SamplingFields,
         place: Place,
         timeout_s: float,
+        *,
+        prompt_field: str = "prompt",
     ) -> Job:
         """Take the fields that all APIs spell alike."""
+        structure_field = "structured_outputs" if request.response_format is None else "response_format"
         options = request.stream_options
         stream = bool(request.stream)
         kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
@@ -87,6 +91,7 @@ class Job:
             created=int(time.time()),
             place=place,
             timeout_s=timeout_s,
+            spelled={"prompt": prompt_field, "structured_outputs": structure_field},
         )
 
 
@@ -175,6 +180,14 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
 
     A stream's status is sent with its first event, so that whatever refuses a request still has a status of its own.
     """
+    try:
+        return await _answer(service, http_request, job, reply)
+    except RequestError as error:
+        error.parameter = job.spelled.get(error.parameter or "", error.parameter)
+        raise
+
+
+async def _answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
     if not job.stream:
         outputs = await unless_disconnected(http_request, _whole(service, job))
         usage = UsageCounter()
@@ -245,7 +258,8 @@ async def _whole(service: Service, job: Job) -> list[RequestOutput]:
 async def _outputs(service: Service, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Outputs of all prompts as they come, with the prompt's place.
 
-    Raises `ExecutionError` for one that failed, `DeadlineError` for one that took too long.
+    Raises `ExecutionError` for one that failed, `DeadlineError` for one that took too long, and `RequestError` for one
+    whose grammar did.
     """
     begun: set[int] = set()
     streams = [
@@ -263,11 +277,20 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[tuple[int, Requ
     async with aclosing(merge(streams)) as merged:
         async for index, output in merged:
             if output.error is not None:
-                raise (DeadlineError if output.error == DEADLINE_PASSED else ExecutionError)(output.error)
+                raise _error_of(output.error)
             num_prompt_tokens = 0 if index in begun else len(output.prompt_token_ids)
             begun.add(index)
             job.place.charge(num_prompt_tokens + sum(len(completion.token_ids) for completion in output.outputs))
             yield index, output
+
+
+def _error_of(message: str) -> OctavoError:
+    """Return what a request's `error` is to its client."""
+    if message == DEADLINE_PASSED:
+        return DeadlineError(message)
+    if message == GRAMMAR_EXCEEDED:
+        return RequestError(message, parameter="structured_outputs")
+    return ExecutionError(message)
 
 
 async def _news(service: Service, job: Job) -> AsyncGenerator[News, None]:

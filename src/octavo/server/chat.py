@@ -54,13 +54,9 @@ async def create_chat_completion(service: Service, http_request: Request, reques
     render = service.llm.engine.input_processor.chat_prompt
     with service.enter(http_request, params.n) as place:
         prompt = await asyncio.to_thread(render, messages, **options)
-        job = Job.make(f"chatcmpl-{uuid.uuid4().hex}", model, [prompt], params, request, place, timeout_s)
-        try:
-            return await answer(service, http_request, job, ChatReply(job, request.top_logprobs or 0))
-        except RequestError as error:
-            if error.parameter == "prompt":  # the client knows the prompt as its messages
-                error.parameter = "messages"
-            raise
+        request_id = f"chatcmpl-{uuid.uuid4().hex}"
+        job = Job.make(request_id, model, [prompt], params, request, place, timeout_s, prompt_field="messages")
+        return await answer(service, http_request, job, ChatReply(job, request.top_logprobs or 0))
 
 
 def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:

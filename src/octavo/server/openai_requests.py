@@ -56,11 +56,11 @@ class SamplingFields(BaseModel):
     prompt_logprobs: int | None = None
     priority: Priority | None = None
     cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     # Fields that would change the answer and that nothing here serves yet, with the values that change nothing.
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "response_format": (None, {"type": "text"}),
-        "structured_outputs": (None,),
         "guided_json": (None,),
         "guided_regex": (None,),
         "guided_choice": (None,),

@@ -6,16 +6,17 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import RequestError
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from octavo.server.openai_requests import SamplingFields
 
+_STRUCTURES = {field.name for field in fields(StructuredOutputsParams)}
 # What the two APIs spell in a way of their own is passed by their routes.
 _SHARED = tuple(
     field.name
     for field in fields(SamplingParams)
-    if field.name not in {"max_tokens", "logprobs", "logit_bias", "detokenize", "output_kind"}
+    if field.name not in {"max_tokens", "logprobs", "logit_bias", "detokenize", "output_kind", "structured_outputs"}
 )
 
 
@@ -26,8 +27,47 @@ def sampling_params(
     values: dict[str, Any] = {name: getattr(request, name) for name in _SHARED}
     given = {name: value for name, value in values.items() if value is not None}
     return replace(
-        defaults, max_tokens=max_tokens, logprobs=logprobs, logit_bias=_logit_bias(request.logit_bias), **given
+        defaults,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        logit_bias=_logit_bias(request.logit_bias),
+        structured_outputs=_structure(request),
+        **given,
     )
+
+
+def _structure(request: SamplingFields) -> StructuredOutputsParams | None:
+    """Read OpenAI's response_format or vLLM's structured_outputs."""
+    wanted, fields = _response_format(request.response_format), request.structured_outputs
+    if fields is None:
+        return wanted
+    if wanted is not None:
+        raise RequestError("response_format and structured_outputs exclude each other", parameter="response_format")
+    if unknown := fields.keys() - _STRUCTURES:
+        name = f"structured_outputs.{min(unknown)}"[:100]
+        raise RequestError(f"{name} is not supported by this server", parameter="structured_outputs")
+    return StructuredOutputsParams(**fields)
+
+
+def _response_format(given: dict[str, Any] | None) -> StructuredOutputsParams | None:
+    kind = "text" if given is None else given.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind != "json_schema":
+        message = f"response_format.type must be text, json_object or json_schema, got {kind!r:.60}"
+        raise RequestError(message, parameter="response_format")
+    assert given is not None
+    described = given.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(schema, dict):
+        message = "response_format.json_schema.schema must be a JSON schema"
+        raise RequestError(message, parameter="response_format")
+    try:
+        return StructuredOutputsParams(json=schema)
+    except RequestError as error:
+        raise RequestError(str(error), parameter="response_format") from None
 
 
 def _logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:

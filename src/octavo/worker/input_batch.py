@@ -16,6 +16,7 @@ from octavo.kernels.interface import AttentionBatch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from octavo.grammars import Matcher
     from octavo.sampling_params import SamplingParams
     from octavo.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -31,6 +32,7 @@ class RequestRow:
     seed: int
     sample_index: int
     stop_token_ids: frozenset[int]
+    matcher: Matcher | None = None  # its way through its grammar; one that comes back after a preemption walks it anew
 
 
 @dataclass(frozen=True, slots=True)

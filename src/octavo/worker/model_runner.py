@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
 
+from octavo.errors import RequestError
 from octavo.model_output import ModelOutput, TokenLogprobs
+from octavo.outputs import GRAMMAR_EXCEEDED
 from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
 from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
 from octavo.worker.sampler import Sampler, SampleTask
@@ -14,10 +17,16 @@ from octavo.worker.sampler import Sampler, SampleTask
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from octavo.grammars import GrammarCompiler
     from octavo.kernels.interface import AttentionBatch, Kernels
     from octavo.models.layers import CausalLM
     from octavo.scheduler_output import SchedulerOutput
     from octavo.worker.kv_cache import PagedKVCache
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -32,6 +41,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.model = model
         self.kernels = kernels
@@ -40,6 +50,7 @@ class ModelRunner:
         self._is_recorded = False
         self.kv_cache = kv_cache
         self.sampler = Sampler(kernels)
+        self._grammars = grammars
         self.batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -88,10 +99,20 @@ class ModelRunner:
         """Choose a token for every request whose known tokens are all computed now."""
         if not inputs.sampled:
             return ModelOutput(step, {}, prompt_logprobs=prompt_logprobs or {})
-        tasks = [self._sample_task(inputs.requests[index]) for index in inputs.sampled]
+        tasks, errors = [], dict[str, str]()
+        for index in inputs.sampled:
+            request = inputs.requests[index]
+            try:
+                allowed = self._allowed(request)
+            except RequestError as error:  # its own alone: the others of the step go on
+                logger.info("request %s: %s", request.request_id, error)
+                allowed, errors[request.request_id] = None, GRAMMAR_EXCEEDED
+            tasks.append(self._sample_task(request, allowed))
         sampled = self.sampler.sample(self.model.compute_logits(hidden[inputs.logits_indices]), tasks)
-        tokens, errors = {}, {}
+        tokens = {}
         for task, token_id in zip(tasks, sampled.token_ids, strict=True):
+            if task.request_id in errors:
+                continue
             if token_id < 0:
                 errors[task.request_id] = (
                     "the logits leave no token to choose: they are NaN, or every token is excluded"
@@ -101,7 +122,21 @@ class ModelRunner:
         logprobs = {request_id: [entry] for request_id, entry in sampled.logprobs.items()}
         return ModelOutput(step, tokens, logprobs, prompt_logprobs or {}, errors)
 
-    def _sample_task(self, request: RequestRow) -> SampleTask:
+    def _allowed(self, request: RequestRow) -> NDArray[np.bool_] | None:
+        """Walk a request's grammar on over the tokens that came since; return what it allows next, None for all."""
+        wanted = request.sampling_params.structured_outputs
+        if wanted is None:
+            return None
+        if request.matcher is None:
+            if self._grammars is None:
+                raise RequestError("this worker has no tokenizer to compile grammars for")
+            request.matcher = self._grammars.compile(wanted)
+        matcher = request.matcher
+        first = request.num_prompt_tokens + matcher.num_tokens
+        matcher.advance(self.batch.known_tokens(request)[first:].tolist())
+        return matcher.allowed()
+
+    def _sample_task(self, request: RequestRow, allowed: NDArray[np.bool_] | None) -> SampleTask:
         return SampleTask(
             request_id=request.request_id,
             sampling_params=request.sampling_params,
@@ -110,6 +145,7 @@ class ModelRunner:
             stop_token_ids=request.stop_token_ids,
             known_tokens=self.batch.known_tokens(request),
             num_prompt_tokens=request.num_prompt_tokens,
+            allowed=allowed,
         )
 
     def _prompt_logprobs(self, inputs: ModelInputs, hidden: torch.Tensor) -> dict[str, list[TokenLogprobs]]:

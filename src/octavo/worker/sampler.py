@@ -29,7 +29,7 @@ _INT64_SIGN = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class SampleTask:
-    """One row of logits to choose from. known_tokens: prompt and output so far."""
+    """One row of logits to choose from. known_tokens: prompt and output so far. allowed: bool [vocab], by a grammar."""
 
     request_id: str
     sampling_params: SamplingParams
@@ -38,6 +38,7 @@ class SampleTask:
     stop_token_ids: frozenset[int]
     known_tokens: NDArray[np.int32]
     num_prompt_tokens: int
+    allowed: NDArray[np.bool_] | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -49,7 +50,8 @@ class SampleTask:
         """Whether anything changes the row before the temperature; most requests ask for none of it."""
         params = self.sampling_params
         return bool(
-            params.allowed_token_ids is not None
+            self.allowed is not None
+            or params.allowed_token_ids is not None
             or params.logit_bias
             or self.num_output_tokens < params.min_tokens
             or params.repetition_penalty != 1.0
@@ -111,6 +113,8 @@ class Sampler:
 def _adjust(row: Tensor, task: SampleTask) -> None:
     """Apply what changes a row before the temperature. Mutates `row` [vocab]."""
     params = task.sampling_params
+    if task.allowed is not None:
+        row.masked_fill_(torch.from_numpy(~task.allowed).to(row.device), -torch.inf)
     if params.allowed_token_ids is not None:
         allowed = row[params.allowed_token_ids].clone()
         row.fill_(-torch.inf)

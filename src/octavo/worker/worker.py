@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig
+    from octavo.grammars import GrammarCompiler
     from octavo.model_output import ModelOutput
     from octavo.models.architecture import Architecture
 
@@ -68,6 +69,7 @@ class Worker:
         packed_cache_bytes: int = 0,
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.device = resolve_device(device_config.device)
         self.kernels = create_kernels(self.device, device_config.kernels, device_config.num_threads)
@@ -90,6 +92,7 @@ class Worker:
         self.dtype = str(self.model.dtype).removeprefix("torch.")
         self.kv_dtype = self.dtype if cache_config.kv_cache_dtype == "auto" else cache_config.kv_cache_dtype
         self._limits = (max_model_len, cache_config, scheduler_config)
+        self._grammars = grammars
         step_bytes = self._step_bytes(directory) if cache_config.probe_largest_batch else 0
         num_blocks = decide_num_blocks(
             architecture,
@@ -134,6 +137,7 @@ class Worker:
             max_num_seqs=scheduler_config.max_num_seqs,
             max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
             max_model_len=max_model_len,
+            grammars=self._grammars,
         )
 
     def _step_bytes(self, directory: Path) -> int:

@@ -1,0 +1,156 @@
+"""Structured output: which tokens may follow, for a JSON schema, a regular expression, a choice or a grammar.
+
+Grammars are compiled and walked by llguidance (https://github.com/guidance-ai/llguidance), imported when the first
+request asks for one. What may follow is a function of the tokens so far alone, so a schedule cannot change it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octavo.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from octavo.sampling_params import StructuredOutputsParams
+
+    Vocabulary = tuple[str, Iterable[int]]
+
+_NUM_KEPT = 128
+_PARAMETER = "structured_outputs"
+# A grammar may take so much: about 20 ms of work before its first token, 20 ms for a step, 50 MB of states.
+_LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 30_000,
+    "max_grammar_size": 200_000,
+}
+# JSON comes on one line, with a space behind commas and colons if the model likes: where white space has no bound,
+# small models fill an answer with it until they have no tokens left.
+_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+_ANY_OBJECT = '{"type": "object"}'
+
+
+class GrammarError(RequestError):
+    """A grammar that cannot be compiled, or that took more than it may while it was walked."""
+
+
+class Matcher:
+    """The way of one output through its grammar. Walks on with `advance`; `allowed` says what may come next."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self.num_tokens = 0
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Take the tokens that came. Raises `GrammarError` for one that the grammar forbids, or beyond its limits."""
+        if token_ids and not self._matcher.consume_tokens(list(token_ids)):
+            raise GrammarError(f"the grammar does not go on: {self._matcher.get_error()[:200]}", parameter=_PARAMETER)
+        self.num_tokens += len(token_ids)
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Return bool [vocab]: the tokens that may come next, EOS among them where the text is complete.
+
+        Raises `GrammarError` beyond its limits.
+        """
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise GrammarError(f"the grammar takes too much: {self._matcher.get_error()[:200]}", parameter=_PARAMETER)
+        return np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[: self._vocab_size].view(np.bool_)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text so far may end here."""
+        return bool(self._matcher.is_accepting())
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary, and keeps those used last. Belongs to one thread.
+
+    read_vocabulary: returns the text of tokenizer.json and the ids that end an answer. It is called for the first
+    grammar: a vocabulary of 150,000 takes llguidance a second or two, and 110 MB.
+    """
+
+    def __init__(self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int) -> None:
+        self._read_vocabulary = read_vocabulary
+        self._vocab_size = vocab_size
+        self._tokenizer: Any = None
+        self._kept: OrderedDict[str, Any] = OrderedDict()
+
+    def compile(self, wanted: StructuredOutputsParams) -> Matcher:
+        """Return a matcher at its beginning. Raises `GrammarError` for what is no grammar, or too large a one."""
+        llguidance = _llguidance()
+        text = _grammar_text(llguidance, wanted)
+        compiled = self._kept.pop(text, None)
+        if compiled is None:
+            limits = llguidance.LLParserLimits(**_LIMITS)
+            compiled = llguidance.LLMatcher(self._load(llguidance), text, log_level=0, limits=limits)
+            if compiled.is_error():
+                raise GrammarError(f"{wanted.kind}: {_first_line(compiled.get_error())}", parameter=_PARAMETER)
+        self._kept[text] = compiled
+        if len(self._kept) > _NUM_KEPT:
+            self._kept.popitem(last=False)
+        return Matcher(compiled.deep_copy(), self._vocab_size)
+
+    def _load(self, llguidance: Any) -> Any:
+        if self._tokenizer is None:
+            text, eos_token_ids = self._read_vocabulary()
+            eos = sorted(eos_token_ids)
+            if not eos:
+                raise GrammarError("this model has no token that ends an answer", parameter=_PARAMETER)
+            self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
+        return self._tokenizer
+
+
+def check_grammar(wanted: StructuredOutputsParams) -> None:
+    """Raise `GrammarError` for what cannot be compiled; no vocabulary is needed for that.
+
+    Takes 20 ms at most (`_LIMITS`), without the GIL. Any thread may call it.
+    """
+    llguidance = _llguidance()
+    text = _grammar_text(llguidance, wanted)
+    limits = llguidance.LLParserLimits(**_LIMITS)
+    if error := llguidance.LLMatcher.validate_grammar(text, limits=limits):
+        raise GrammarError(f"{wanted.kind}: {_first_line(error)}", parameter=_PARAMETER)
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance  # noqa: PLC0415 - optional, and only for those who ask for it
+    except ImportError:
+        raise RequestError(
+            "structured outputs need llguidance: pip install 'octavo[structured]'", parameter=_PARAMETER
+        ) from None
+    return llguidance
+
+
+def _grammar_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
+    """Return what llguidance compiles."""
+    matcher = llguidance.LLMatcher
+    try:
+        match wanted.kind:
+            case "json":
+                return str(matcher.grammar_from_json_schema(wanted.json, overrides=_JSON_OPTIONS))
+            case "json_object":
+                return str(matcher.grammar_from_json_schema(_ANY_OBJECT, overrides=_JSON_OPTIONS))
+            case "regex":
+                return str(matcher.grammar_from_regex(wanted.regex))
+            case "choice":
+                return str(llguidance.grammar_from("choice", json.dumps(wanted.choice)))
+            case _:
+                return str(llguidance.grammar_from("grammar", wanted.grammar))
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"{wanted.kind}: {_first_line(str(error))}", parameter=_PARAMETER) from None
+
+
+def _first_line(message: str) -> str:
+    return message.strip().partition("\n")[0][:300]

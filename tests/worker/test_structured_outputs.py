@@ -1,0 +1,187 @@
+"""Answers have the form that was asked for, whatever the schedule; a grammar's trouble is its own request's alone."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jsonschema
+import pytest
+from json_schemas import HARD, generate
+
+from octavo import LLM, RequestError, SamplingParams, StructuredOutputsParams
+from octavo.grammars import GrammarCompiler, Matcher
+
+PROMPTS = ["Once upon a time", "What is 12 + 30?", "The old lighthouse"]
+NAMES = sorted(HARD)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(kv_cache_memory_bytes=64 << 20, max_num_seqs=16)
+
+
+def sampled(structure: StructuredOutputsParams, seed: int = 0, **options) -> SamplingParams:
+    return SamplingParams(structured_outputs=structure, seed=seed, max_tokens=600, **options)
+
+
+def texts(llm, structures, **options):
+    params = [sampled(structure, seed, **options) for seed, structure in enumerate(structures)]
+    prompts = [PROMPTS[index % len(PROMPTS)] for index in range(len(params))]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["stop"] * len(outputs)
+    return [output.outputs[0].text for output in outputs]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_fit_hard_schemas(llm, temperature):
+    schemas = [HARD[name] for name in NAMES]
+    answers = texts(llm, [StructuredOutputsParams(json=schema) for schema in schemas], temperature=temperature)
+    for name, schema, answer in zip(NAMES, schemas, answers, strict=True):
+        jsonschema.validate(json.loads(answer), schema, format_checker=jsonschema.FormatChecker()), name
+
+
+def test_answers_fit_made_up_schemas(llm):
+    schemas = [generate(seed) for seed in range(40)]
+    answers = texts(llm, [StructuredOutputsParams(json=schema) for schema in schemas])
+    for schema, answer in zip(schemas, answers, strict=True):
+        jsonschema.validate(json.loads(answer), schema)
+
+
+def test_other_structures(llm):
+    gbnf = 'root ::= "yes" | "no" (" " [0-9])*'
+    answers = texts(
+        llm,
+        [
+            StructuredOutputsParams(regex=r"[a-z]{3,8}@[a-z]{2,5}\.(com|org)"),
+            StructuredOutputsParams(choice=["left", "right", 'with "quotes"', "ünïcode 狐"]),
+            StructuredOutputsParams(grammar=gbnf),
+            StructuredOutputsParams(grammar='start: "<" /[a-c]{1,5}/ ">"'),
+            StructuredOutputsParams(json='{"type": "boolean"}'),
+        ],
+    )
+    assert re.fullmatch(r"[a-z]{3,8}@[a-z]{2,5}\.(com|org)", answers[0])
+    assert answers[1] in ["left", "right", 'with "quotes"', "ünïcode 狐"]
+    assert re.fullmatch(r"yes|no( [0-9])*", answers[2])
+    assert re.fullmatch(r"<[a-c]{1,5}>", answers[3])
+    assert answers[4].strip() in {"true", "false"}
+
+
+def test_any_object(llm):
+    output = llm.generate(
+        "Once upon a time", sampled(StructuredOutputsParams(json_object=True), temperature=0.0), use_tqdm=False
+    )[0].outputs[0]
+    if output.finish_reason == "stop":
+        assert isinstance(json.loads(output.text), dict)
+    else:
+        assert output.text.lstrip().startswith("{")
+
+
+def test_n_answers_walk_apart(llm):
+    params = SamplingParams(
+        structured_outputs=StructuredOutputsParams(json=HARD["formats"]), n=4, seed=3, max_tokens=300
+    )
+    answers = [each.text for each in llm.generate("a", params, use_tqdm=False)[0].outputs]
+    assert len(set(answers)) > 1
+    for answer in answers:
+        jsonschema.validate(json.loads(answer), HARD["formats"])
+
+
+def test_the_same_alone_in_a_crowd_and_after_preemption():
+    """Eight requests of which half have a form; so few blocks that they throw each other out."""
+    names = ["a matrix", "many properties", "formats", "deep"]
+    params = []
+    for index, name in enumerate(names):
+        params += [
+            sampled(StructuredOutputsParams(json=HARD[name]), seed=index),
+            SamplingParams(max_tokens=120, ignore_eos=True, seed=index),
+        ]
+    prompts = [f"Story number {index}:" for index in range(len(params))]
+    roomy = LLM(kv_cache_memory_bytes=64 << 20, max_num_seqs=1)
+    alone = [roomy.generate(p, q, use_tqdm=False)[0].outputs[0] for p, q in zip(prompts, params, strict=True)]
+    for options in ({}, {"swap_space_bytes": 16 << 20, "preemption": "swap"}, {"max_num_batched_tokens": 8}):
+        tight = LLM(num_gpu_blocks_override=22, max_num_seqs=8, **options)
+        crowd = [output.outputs[0] for output in tight.generate(prompts, params, use_tqdm=False)]
+        assert [each.token_ids for each in crowd] == [each.token_ids for each in alone]
+        if "max_num_batched_tokens" not in options:
+            assert tight.llm_engine.core.scheduler.get_stats().total_preempted > 0
+    for name, output in zip(names, alone[::2], strict=True):
+        jsonschema.validate(json.loads(output.text), HARD[name])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "exactly one"),
+        ({"json": "{}", "regex": "a"}, "exactly one"),
+        ({"regex": 5}, "regex must be a text"),
+        ({"choice": []}, "exactly one|choice must be"),
+        ({"choice": ["a", 5]}, "choice must be"),
+        ({"choice": "ab"}, "choice must be"),
+        ({"grammar": "x" * (1 << 19)}, "grammar must be"),
+        ({"json_object": "yes"}, "json_object must be"),
+    ],
+)
+def test_what_is_no_structure(fields, message):
+    with pytest.raises(RequestError, match=message) as error:
+        StructuredOutputsParams(**fields)
+    assert error.value.parameter == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"json": "{"},
+        {"json": '{"type": "nothing"}'},
+        {"json": '{"$ref": "#/none"}'},
+        {"json": '{"$ref": "http://localhost:1/schema.json"}'},
+        {"regex": "(a"},
+        {"regex": "(?=a)b"},
+        {"grammar": "start: nothing"},
+        {"grammar": "root ::= ("},
+        {"json": '{"a": ' * 2000 + "1" + "}" * 2000},
+    ],
+)
+def test_s13_what_cannot_be_compiled_is_refused_before_it_runs(llm, fields):
+    with pytest.raises(RequestError) as error:
+        llm.generate("a", sampled(StructuredOutputsParams(**fields)), use_tqdm=False)
+    assert error.value.parameter == "structured_outputs"
+    assert len(str(error.value)) < 500
+    assert llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+
+
+@pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 3}])
+def test_what_would_go_on_behind_the_end_is_refused(fields):
+    with pytest.raises(RequestError, match="would go on"):
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), **fields)
+
+
+def test_a_grammar_that_fails_on_its_way_ends_its_own_request_alone(llm, monkeypatch):
+    allowed, count = Matcher.allowed, [0]
+
+    def failing(self):
+        count[0] += 1
+        if count[0] == 5:
+            self._matcher.consume_token(0)  # an error that it never leaves
+        return allowed(self)
+
+    monkeypatch.setattr(Matcher, "allowed", failing)
+    params = [sampled(StructuredOutputsParams(json=HARD["many properties"])), SamplingParams(max_tokens=20, seed=1)]
+    broken, whole = llm.generate(["a", "b"], params, use_tqdm=False)
+    assert broken.outputs[0].finish_reason == "error"
+    assert "grammar" in broken.error
+    assert whole.outputs[0].finish_reason == "length"
+    monkeypatch.undo()
+    assert whole.outputs[0].token_ids == llm.generate("b", params[1], use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_what_was_compiled_is_kept_and_no_more_than_so_many(llm):
+    compiler = llm.llm_engine.core.executor.worker.runner._grammars
+    assert isinstance(compiler, GrammarCompiler)
+    for number in range(200):
+        compiler.compile(StructuredOutputsParams(regex=f"a{{{number}}}"))
+    assert len(compiler._kept) == 128
+    first, second = (compiler.compile(StructuredOutputsParams(regex="abc")) for _ in range(2))
+    first.advance([int(token) for token in llm.get_tokenizer().encode("a")])
+    assert second.num_tokens == 0
+    assert (first.allowed() != second.allowed()).any()
