@@ -512,9 +512,9 @@ def test_serve_ends_by_itself(number: signal.Signals) -> None:
     code = SERVE.format(tests=str(Path(__file__).parent))
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
         try:
-            line = process.stderr.readline()
-            url = re.search(r"http://127\.0\.0\.1:\d+/v1", line)
-            assert url, line
+            lines = iter(process.stderr.readline, "")  # settings that are no defaults come first
+            url = next(filter(None, (re.search(r"http://127\.0\.0\.1:\d+/v1", line) for line in lines)), None)
+            assert url
             body = {"prompt": "hello", "max_tokens": 2000, "ignore_eos": True, "stream": True}
             with httpx.stream("POST", f"{url[0]}/completions", json=body, timeout=20, trust_env=False) as stream:
                 lines = stream.iter_lines()
@@ -580,3 +580,64 @@ def test_a_recorded_run_is_replayed_explained_and_drawn(tmp_path: Path) -> None:
     assert json.loads(drawing.read_text())["traceEvents"]
     result = run("generate", "--record", str(tmp_path / "no" / "such" / "folder"), *prompts)
     assert (result.exit_code, "cannot be written" in result.output) == (1, True)
+
+
+def serve_with(tmp_path: Path, text: str, *arguments: str, **environment: str) -> Any:
+    """Run `octavo serve` with a file of options; it ends before it serves, as no key is asked for on that address."""
+    path = tmp_path / "octavo.toml"
+    path.write_text(text, encoding="utf-8")
+    arguments = ("serve", "--config", str(path), "--host", "0.0.0.0", *arguments)
+    return runner.invoke(app, list(arguments), env={"OCTAVO_API_KEY": "", **environment}, prog_name="octavo")
+
+
+def test_options_come_from_a_file_the_environment_and_the_command_line(tmp_path: Path) -> None:
+    text = 'max-num-seqs = 8\nport = 1\nmax_body_bytes = "1M"\nserved-model-name = ["a", "b"]\nidle-timeout = 5\n'
+    result = serve_with(tmp_path, text, "--port", "3", OCTAVO_SERVE_PORT="2", OCTAVO_SERVE_IDLE_TIMEOUT="7")
+    assert result.exit_code == 1, result.output
+    assert "no API key is set" in result.output
+    for line in (
+        "max_num_seqs = 8  (file)",
+        "port = 3  (command line)",
+        "max_body_bytes = 1048576  (file)",
+        "served_model_name = ['a', 'b']  (file)",
+        "idle_timeout = 7.0  (environment)",
+        "host = 0.0.0.0  (command line)",
+    ):
+        assert line in result.output
+
+
+def test_a_secret_is_not_shown(tmp_path: Path) -> None:
+    result = serve_with(tmp_path, 'api-key = "hush"', "--ssl-certfile", "none.pem")
+    assert result.exit_code == 1
+    assert "hush" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot = 1", "'prot' is no option"),
+        ("port = ", "not valid TOML"),
+        ("[port]\na = 1", "port must be a value"),
+        ('port = "x"', "--port"),
+        ("port = 70000", "--port"),
+        ('model_argument = "x"', "is no option"),
+        ('config = "x"', "is no option"),
+    ],
+)
+def test_a_file_of_options_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
+    result = serve_with(tmp_path, text)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_keys_are_made_and_listed(tmp_path: Path) -> None:
+    path = str(tmp_path / "keys.toml")
+    made = run("keys", "add", path, "alice", "--weight", "2", "--requests-per-minute", "60")
+    assert made.exit_code == 0, made.output
+    assert made.output.startswith("octavo-")
+    assert made.output.strip() not in (tmp_path / "keys.toml").read_text()
+    assert run("keys", "list", path).output == "alice: weight 2, 60 requests/min\n"
+    again = run("keys", "add", path, "alice")
+    assert again.exit_code == 1
+    assert "already" in again.output

@@ -12,10 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from octavo import events
+from octavo.request import RequestStatus
 
 if TYPE_CHECKING:
     from octavo.events import Event
 
+# All are told from the beginning, so that a rate sees the first one.
+_REASONS = tuple(status.value for status in RequestStatus if status.is_finished)
 _TTFT_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
@@ -98,7 +101,7 @@ class EngineStats:
     accepted_tokens: int = 0
     num_failed_steps: int = 0
     num_quarantined_blocks: int = 0
-    request_success: dict[str, int] = field(default_factory=dict)
+    request_success: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REASONS, 0))
     tenant_tokens: dict[str, list[int]] = field(default_factory=dict)
     iteration_tokens: Histogram = field(default_factory=partial(Histogram, _STEP_TOKEN_BOUNDS))
     time_to_first_token: Histogram = field(default_factory=partial(Histogram, _TTFT_BOUNDS))
@@ -221,7 +224,7 @@ class EngineMetrics:
         stats = self.stats
         for request_id, event in self._ended:
             life = self._lives.pop(request_id)
-            stats.request_success[event.reason] = stats.request_success.get(event.reason, 0) + 1
+            stats.request_success[event.reason] += 1
             stats.e2e_latency.observe(event.time - life.arrival)
             stats.request_prompt_tokens.observe(life.num_prompt_tokens)
             stats.request_generation_tokens.observe(life.num_tokens)

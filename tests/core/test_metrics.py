@@ -19,6 +19,10 @@ def stats_of(core):
     return metrics.stats
 
 
+def nonzero(counts):
+    return {name: count for name, count in counts.items() if count}
+
+
 def test_a_histogram_counts_a_bound_below_it():
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.0, 2.5):
@@ -36,7 +40,7 @@ def test_one_request(make_core):
     assert (stats.num_requests_running, stats.num_requests_waiting) == (0, 0)
     assert (stats.prompt_tokens, stats.generation_tokens, stats.num_steps) == (10, 3, 3)
     assert stats.scheduled_tokens == 12  # the last token is not fed back
-    assert stats.request_success == {"length": 1}
+    assert nonzero(stats.request_success) == {"length": 1}
     assert stats.tenant_tokens == {"alice": [10, 3]}
     for name in ("time_to_first_token", "e2e_latency", "queue_time", "prefill_time", "decode_time"):
         assert getattr(stats, name).num_observations == 1, name
@@ -68,7 +72,7 @@ def test_an_aborted_request_that_never_ran(make_core):
     core.scheduler.finish_requests(["waits"], RequestStatus.FINISHED_ABORTED)
     stats = stats_of(core)
     assert (stats.num_requests_running, stats.num_requests_waiting) == (1, 0)
-    assert stats.request_success == {"abort": 1}
+    assert nonzero(stats.request_success) == {"abort": 1}
     assert stats.queue_time.num_observations == 1
     assert stats.tenant_tokens == {}
 
@@ -78,7 +82,7 @@ def test_a_failed_step_ends_its_requests(make_core):
     core.add("r", 4)
     core.scheduler.fail_step(core.scheduler.schedule(), "broken")
     stats = stats_of(core)
-    assert (stats.num_failed_steps, stats.request_success) == (1, {"error": 1})
+    assert (stats.num_failed_steps, stats.request_success["error"]) == (1, 1)
     assert (stats.num_requests_running, stats.num_requests_waiting) == (0, 0)
 
 

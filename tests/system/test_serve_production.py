@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections import Counter
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -26,8 +27,12 @@ def served(keys_file):
 
 
 def figures(served) -> dict[str, float]:
-    families = text_string_to_metric_families(served.http.get("/metrics").text)
-    return {sample.name: sample.value for family in families for sample in family.samples}
+    """The sum of each figure over its labels."""
+    totals: Counter[str] = Counter()
+    for family in text_string_to_metric_families(served.http.get("/metrics").text):
+        for sample in family.samples:
+            totals[sample.name] += sample.value
+    return totals
 
 
 def test_figures_cross_the_processes(served):

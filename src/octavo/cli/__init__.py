@@ -52,7 +52,7 @@ app = make_app(
     help="Run and serve large language models: many requests at once, the same tokens whatever the schedule.",
     epilog=EPILOG,
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "OCTAVO"},
 )
 
 

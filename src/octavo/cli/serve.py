@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli.command import command
+from octavo.cli.config_file import describe_settings, read_defaults
 from octavo.cli.engine_options import EngineOptions, parse_size
 from octavo.config import (
     DEFAULT_MAX_BODY_BYTES,
@@ -32,6 +33,19 @@ _LEVELS = ("debug", "info", "warning", "error", "critical")
 class ServerOptions:
     """What `ServerConfig` is made of, and where the server listens."""
 
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            dir_okay=False,
+            is_eager=True,
+            callback=read_defaults,
+            rich_help_panel=_PANEL,
+            help="TOML file with options by name, like max-num-seqs = 32; what stands on the command line or in the "
+            "environment (OCTAVO_SERVE_MAX_NUM_SEQS=32) counts more. Default: none.",
+            show_default=False,
+        ),
+    ] = None
     host: Annotated[str, typer.Option(rich_help_panel=_PANEL, help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, rich_help_panel=_PANEL, help="Port; 0 takes a free one.")] = (
         8000
@@ -152,7 +166,7 @@ class ServerOptions:
         ),
     ] = _DEFAULT.max_unread_outputs
 
-    def config(self, max_open_requests: int) -> ServerConfig:
+    def server_config(self, max_open_requests: int) -> ServerConfig:
         """Build the configuration. Raises `ConfigError`."""
         from octavo.server.origins import LOOPBACK_NAMES
         from octavo.server.serving import is_loopback
@@ -188,7 +202,7 @@ class ServerOptions:
     "OCTAVO_API_KEY=... octavo serve ./my-checkpoint --host 0.0.0.0",
     "octavo serve ./my-checkpoint --host 0.0.0.0 --api-keys keys.toml --ssl-certfile cert.pem --ssl-keyfile key.pem",
 )
-def serve(engine: EngineOptions, server: ServerOptions) -> None:
+def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) -> None:
     """Serve a model through the OpenAI API."""
     try:
         import octavo.engine.remote_engine  # noqa: F401 - imports zmq and msgspec
@@ -198,9 +212,11 @@ def serve(engine: EngineOptions, server: ServerOptions) -> None:
     from octavo.engine.async_llm import AsyncLLM
 
     engine, max_open_requests = _limited(engine, has_tenants=server.api_keys is not None)
-    config = server.config(max_open_requests)
+    config = server.server_config(max_open_requests)
     if not config.served_model_names:
         config = replace(config, served_model_names=(engine.served_name,))
+    for line in describe_settings(context):
+        typer.echo(line, err=True)
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s: %(name)s: %(message)s")
     # What can go wrong without the model is found before it is loaded.
     check_binding(server.host, config, insecure=server.insecure)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from octavo.config import API_KEY_VARIABLE
+from octavo.config import SECRET_VARIABLES
 from octavo.engine import messages
 from octavo.errors import EngineDeadError, EngineRestartingError, OctavoError, QueueFullError, RequestError
 from octavo.metrics import EngineStats
@@ -332,7 +332,7 @@ class RemoteEngine:
                 socket.bind(endpoint)
             level = logging.getLogger().getEffectiveLevel()
             order = messages.encode_launch(messages.Launch(config, endpoints[0], endpoints[1], level))
-            environment = {name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE}
+            environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
             process = subprocess.Popen(  # noqa: S603 - a command of ours
                 self._command, stdin=subprocess.PIPE, stdout=_STANDARD_ERROR, env=environment, close_fds=True
             )

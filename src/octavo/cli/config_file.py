@@ -1,0 +1,61 @@
+"""Options from a TOML file, and what became of all of them.
+
+The command line counts most, then the environment, then the file, then the defaults.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path  # noqa: TC003 - typer reads the types
+from typing import Any
+
+import typer
+
+_SECRET = {"api_key"}
+_NO_SETTINGS = {"config", "help", "debug"}
+_SOURCES = {
+    "COMMANDLINE": "command line",
+    "ENVIRONMENT": "environment",
+    "DEFAULT_MAP": "file",
+}
+
+
+def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
+    """Make a file's values the defaults of a command's options; for the option that names the file, read first.
+
+    Keys are the options' names, with dashes or underscores. Raises `typer.BadParameter` for a file that cannot be
+    used, and for a key that is no option.
+    """
+    if path is None:
+        return None
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise typer.BadParameter(f"the configuration {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path} is not valid TOML: {error}") from None
+    values = {name.replace("-", "_"): value for name, value in values.items()}
+    options = (each for each in context.command.params if each.param_type_name == "option")
+    known = {option.name for option in options} - _NO_SETTINGS
+    if unknown := values.keys() - known:
+        raise typer.BadParameter(f"{path}: {min(unknown)!r} is no option of {context.command.name}; see --help")
+    for name, value in values.items():
+        if isinstance(value, dict):
+            raise typer.BadParameter(f"{path}: {name} must be a value, not a table")
+    context.default_map = {**(context.default_map or {}), **values}
+    return path
+
+
+def describe_settings(context: typer.Context) -> list[str]:
+    """Say each option that is not at its default, and where it was set. Secrets are named, not shown."""
+    lines = []
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if source is not None and source.name in _SOURCES and name not in _NO_SETTINGS:
+            lines.append(f"{name} = {_shown(name, context.params[name])}  ({_SOURCES[source.name]})")
+    return lines
+
+
+def _shown(name: str, value: Any) -> str:
+    return "..." if name in _SECRET else str(value)
