@@ -34,6 +34,8 @@ SHIFT = 7  # by how many bytes each further choice of a request starts later in 
 class ByteTokenizer:
     """One token per byte of UTF-8, and EOS."""
 
+    longest_token_chars = 5
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
@@ -127,6 +129,9 @@ class FakeExecutor:
         self.is_shut_down = False
         self._rows: dict[str, _Row] = {}
         self._result: ModelOutput | None = None
+
+    def prepare(self, _params: Any) -> None:
+        return None
 
     def submit(self, scheduled: SchedulerOutput) -> None:
         self.num_steps += 1

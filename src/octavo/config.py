@@ -28,7 +28,7 @@ _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 DEFAULT_BLOCK_SIZE = 16
-DEFAULT_MAX_BODY_BYTES = 32 << 20
+DEFAULT_MAX_BODY_BYTES = 8 << 20
 DEFAULT_MAX_NUM_WAITING = 1024  # of a server
 DEFAULT_MAX_NUM_WAITING_TOKENS = 1 << 20
 
@@ -271,7 +271,8 @@ class ServerConfig:
 
     served_model_names: names that clients use; () for the model's own. api_key: one key for everybody, api_keys_file:
     a file with a key for each tenant (`octavo.server.tenants`); neither: nobody is asked.
-    max_open_requests: output streams that may run and wait; one more is refused with 429.
+    max_open_requests: output streams that may run and wait, max_waiting_tokens: tokens of prompts that wait; more are
+    refused with 429.
     request_timeout_s: the longest that a request may take, also where its X-Request-Timeout asks for more.
     body_timeout_s: within this time a request's headers, and then its body, have to arrive. idle_timeout_s: so long may
     a client take nothing of what is sent to it. max_unread_outputs: outputs of a stream that wait for a client who
@@ -285,6 +286,7 @@ class ServerConfig:
     api_keys_file: Path | None = None
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_open_requests: int | None = DEFAULT_MAX_NUM_SEQS + DEFAULT_MAX_NUM_WAITING
+    max_waiting_tokens: int | None = DEFAULT_MAX_NUM_WAITING_TOKENS
     request_timeout_s: float = 1800.0
     body_timeout_s: float = 30.0
     idle_timeout_s: float = 60.0
@@ -299,9 +301,14 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_unread_outputs"):
             _at_least(name, getattr(self, name), 1)
-        _at_least("max_open_requests", self.max_open_requests, 1, may_be_none=True)
+        for name in ("max_open_requests", "max_waiting_tokens"):
+            _at_least(name, getattr(self, name), 1, may_be_none=True)
         for name in ("request_timeout_s", "body_timeout_s", "idle_timeout_s", "grace_s"):
             _not_negative(name, getattr(self, name))
+        for name in ("allowed_hosts", "allowed_origins"):
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, tuple(each.strip().lower().rstrip("/") for each in given))
         if self.api_key is not None and self.api_keys_file is not None:
             raise ConfigError("give one API key or a file of them, not both")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

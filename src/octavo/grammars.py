@@ -6,16 +6,22 @@ request asks for one. What may follow is a function of the tokens so far alone, 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+import logging
+import threading
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octavo.errors import RequestError
+from octavo.errors import OctavoError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
@@ -23,9 +29,11 @@ if TYPE_CHECKING:
 
     Vocabulary = tuple[str, Iterable[int]]
 
-_NUM_KEPT = 128
+logger = logging.getLogger(__name__)
+_MAX_KEPT_CHARS = 4 << 20  # of compiled grammars
+_STACK_BYTES = 512 << 20  # of address space; 4000 rules in a chain take 8 MB, and there is room for 16,000 in a text
 _PARAMETER = "structured_outputs"
-# A grammar may take so much: about 20 ms of work before its first token, 20 ms for a step, 50 MB of states.
+# A grammar may take so much: 20 ms for a regular expression, 20 ms for a step, 50 MB of states.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -53,7 +61,9 @@ class Matcher:
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Take the tokens that came. Raises `GrammarError` for one that the grammar forbids, or beyond its limits."""
-        if token_ids and not self._matcher.consume_tokens(list(token_ids)):
+        with _told_apart():
+            goes_on = not token_ids or self._matcher.consume_tokens(list(token_ids))
+        if not goes_on:
             raise GrammarError(f"the grammar does not go on: {self._matcher.get_error()[:200]}", parameter=_PARAMETER)
         self.num_tokens += len(token_ids)
 
@@ -62,7 +72,8 @@ class Matcher:
 
         Raises `GrammarError` beyond its limits.
         """
-        mask = self._matcher.compute_bitmask()
+        with _told_apart():
+            mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise GrammarError(f"the grammar takes too much: {self._matcher.get_error()[:200]}", parameter=_PARAMETER)
         return np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[: self._vocab_size].view(np.bool_)
@@ -74,7 +85,7 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary, and keeps those used last. Belongs to one thread.
+    """Compiles grammars for one vocabulary, and keeps those used last.
 
     read_vocabulary: returns the text of tokenizer.json and the ids that end an answer. It is called for the first
     grammar: a vocabulary of 150,000 takes llguidance a second or two, and 110 MB.
@@ -85,21 +96,49 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._tokenizer: Any = None
         self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._num_kept_chars = 0
+        self._lock = threading.Lock()
+
+    def prepare(self, wanted: StructuredOutputsParams) -> Future[None]:
+        """Compile a grammar in the background; what is wrong with it is raised by the result, as `GrammarError`.
+
+        Raises `GrammarError` where there is no thread for it.
+        """
+        with _told_apart():
+            return _executor().submit(self._prepare, wanted)
 
     def compile(self, wanted: StructuredOutputsParams) -> Matcher:
-        """Return a matcher at its beginning. Raises `GrammarError` for what is no grammar, or too large a one."""
-        llguidance = _llguidance()
-        text = _grammar_text(llguidance, wanted)
-        compiled = self._kept.pop(text, None)
-        if compiled is None:
+        """Return a matcher at its beginning; waits where the grammar has not been prepared. Raises `GrammarError`."""
+        with _told_apart():
+            text = _grammar_text(_llguidance(), wanted)
+            compiled = self._find(text)
+            if compiled is None:
+                self.prepare(wanted).result()
+                compiled = self._find(text)
+            return Matcher(compiled.deep_copy(), self._vocab_size)
+
+    def _find(self, text: str) -> Any:
+        with self._lock:
+            compiled = self._kept.get(text)
+            if compiled is not None:
+                self._kept.move_to_end(text)
+            return compiled
+
+    def _prepare(self, wanted: StructuredOutputsParams) -> None:
+        with _told_apart():
+            llguidance = _llguidance()
+            text = _grammar_text(llguidance, wanted)
+            if self._find(text) is not None:
+                return
             limits = llguidance.LLParserLimits(**_LIMITS)
             compiled = llguidance.LLMatcher(self._load(llguidance), text, log_level=0, limits=limits)
             if compiled.is_error():
                 raise GrammarError(f"{wanted.kind}: {_first_line(compiled.get_error())}", parameter=_PARAMETER)
-        self._kept[text] = compiled
-        if len(self._kept) > _NUM_KEPT:
-            self._kept.popitem(last=False)
-        return Matcher(compiled.deep_copy(), self._vocab_size)
+            with self._lock:
+                self._kept[text] = compiled
+                self._num_kept_chars += len(text)
+                while len(self._kept) > 1 and self._num_kept_chars > _MAX_KEPT_CHARS:
+                    self._num_kept_chars -= len(self._kept.popitem(last=False)[0])
 
     def _load(self, llguidance: Any) -> Any:
         if self._tokenizer is None:
@@ -111,16 +150,29 @@ class GrammarCompiler:
         return self._tokenizer
 
 
-def check_grammar(wanted: StructuredOutputsParams) -> None:
-    """Raise `GrammarError` for what cannot be compiled; no vocabulary is needed for that.
+@functools.cache
+def _executor() -> ThreadPoolExecutor:
+    """Return the one thread that compiles. llguidance recurses over rules: its stack has room for the longest text."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar")
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        executor.submit(int).result()  # the thread is made now, with that stack
+    finally:
+        threading.stack_size(before)
+    return executor
 
-    Takes 20 ms at most (`_LIMITS`), without the GIL. Any thread may call it.
-    """
-    llguidance = _llguidance()
-    text = _grammar_text(llguidance, wanted)
-    limits = llguidance.LLParserLimits(**_LIMITS)
-    if error := llguidance.LLMatcher.validate_grammar(text, limits=limits):
-        raise GrammarError(f"{wanted.kind}: {_first_line(error)}", parameter=_PARAMETER)
+
+@contextlib.contextmanager
+def _told_apart() -> Iterator[None]:
+    """Make whatever llguidance raises a `GrammarError`, panics included: it is one request's trouble."""
+    try:
+        yield
+    except (OctavoError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - a panic is none of `Exception`
+        logger.warning("a grammar failed: %r", error)
+        message = f"the grammar cannot be used with this model: {_first_line(str(error))}"
+        raise GrammarError(message, parameter=_PARAMETER) from None
 
 
 def _llguidance() -> Any:

@@ -12,8 +12,8 @@ from octavo.errors import RequestError
 MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
-MAX_GRAMMAR_CHARS = 1 << 18
-MAX_CHOICES = 4096
+MAX_GRAMMAR_CHARS = 1 << 16  # so much is compiled within seconds, and within a thread's stack
+MAX_CHOICES = 1000
 MAX_LOGPROBS = 20  # as vLLM by default: each costs time and memory for every position
 MAX_COUNT = 2**31 - 1  # what the worker's tensors hold
 SEED_RANGE = (-(2**63), 2**64 - 1)
@@ -38,7 +38,9 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         if isinstance(self.json, dict):
-            self.json = dumps(self.json)
+            self.json = _dumps(self.json)
+        if self.json_object is not None and not isinstance(self.json_object, bool):
+            _refuse_structure("json_object", "true or false")
         given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
         if len(given) != 1:
             raise RequestError(
@@ -49,8 +51,6 @@ class StructuredOutputsParams:
             text = getattr(self, name)
             if text is not None and not (isinstance(text, str) and 0 < len(text) <= MAX_GRAMMAR_CHARS):
                 _refuse_structure(name, f"a text of 1 to {MAX_GRAMMAR_CHARS} characters")
-        if self.json_object not in (None, False, True):
-            _refuse_structure("json_object", "true or false")
         if self.choice is not None:
             self._check_choice(self.choice)
 
@@ -66,6 +66,13 @@ class StructuredOutputsParams:
             _refuse_structure("choice", f"a list of 1 to {MAX_CHOICES} texts that are not empty")
         if sum(map(len, choice)) > MAX_GRAMMAR_CHARS:
             _refuse_structure("choice", f"at most {MAX_GRAMMAR_CHARS} characters in all")
+
+
+def _dumps(schema: dict[str, Any]) -> str:
+    try:
+        return dumps(schema)
+    except (RecursionError, TypeError, ValueError):
+        _refuse_structure("json", "a JSON schema, and not too deep a one")
 
 
 def _refuse_structure(name: str, allowed: str) -> NoReturn:

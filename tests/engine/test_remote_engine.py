@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import zmq
@@ -358,6 +359,27 @@ def test_shutdown_ends_streams_process_and_folder():
 
     with running(step_s=0.002) as llm:
         run(main(llm))
+
+
+def test_who_sends_a_request_that_cannot_be_read_hears_of_it():
+    """It waited for ever, and counted among those that the engine had not answered."""
+    message = msgspec.msgpack.encode({"type": "Add", "request_id": "odd", "prompt_token_ids": "x", "streams": []})
+    assert messages.request_id_of(message) == "odd"
+    assert messages.request_id_of(b"garbage") is None
+    heard = []
+
+    async def ask(llm):
+        def send(engine):
+            engine._pending["odd"] = (object(), heard.append)
+            engine._requests.send(message)
+
+        await llm.call(send)
+        await until(lambda: heard)
+        assert await llm.call(lambda engine: engine._pending) == {}
+
+    with running() as llm:
+        run(ask(llm))
+    assert isinstance(heard[0], RequestError)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def bearer(key: str) -> dict[str, str]:
 def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("keys") / "keys.toml"
     for tenant in (
-        Tenant(name="alice"),
+        Tenant(name="alice", read_metrics=True),
         Tenant(name="bob"),
         Tenant(name="one", max_concurrency=1),
         Tenant(name="few", requests_per_minute=2),
@@ -82,7 +82,9 @@ def test_a_key_s_own_limits(tenants: Running) -> None:
 def test_tokens_are_counted_by_key(tenants: Running) -> None:
     with tenants.http() as http:
         http.post(COMPLETIONS, json=BODY, headers=bearer(KEYS["bob"]))
-        text = http.get("/metrics", headers=bearer(KEYS["bob"])).text
+        text = http.get("/metrics", headers=bearer(KEYS["alice"])).text
+        refused = http.get("/metrics", headers=bearer(KEYS["bob"]))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_allowed")
     assert 'octavo:tenant_tokens_total{kind="generation",model_name="fake",tenant="bob"}' in text
     assert KEYS["bob"] not in text
 
@@ -143,7 +145,8 @@ def test_keys_are_read_anew_and_a_broken_file_changes_nothing(tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def named() -> Iterator[Running]:
-    with run_server(allowed_hosts=("localhost", "127.0.0.1", "::1"), allowed_origins=("https://good.org",)) as running:
+    origins = ("https://GOOD.org/",)
+    with run_server(allowed_hosts=("LocalHost", "127.0.0.1", "::1"), allowed_origins=origins) as running:
         yield running
 
 
@@ -158,6 +161,9 @@ def named() -> Iterator[Running]:
         ("localhost.evil.org", 421),
         ("evil.org:80@localhost", 421),
         ("localhost/evil", 421),
+        ("[foo]", 421),
+        ("[::zz]", 421),
+        ("x[1]", 421),
         ("", 421),
     ],
 )

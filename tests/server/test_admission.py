@@ -142,6 +142,28 @@ def fill(admission: Admission, tenant: Tenant) -> int:
     raise AssertionError("nothing is refused")
 
 
+def test_waiting_tokens_have_room_of_their_own(clock: Clock) -> None:
+    admission = Admission(None, 1000, clock=clock)
+    flood, small = Tenant(name="flood"), Tenant(name="small", tokens_per_minute=300)
+    place = admission.enter(EVERYBODY, 1)
+    place.hold_tokens(1000)
+    with pytest.raises(QueueFullError, match="the limit is 1000"):
+        admission.enter(EVERYBODY, 1).hold_tokens(1)
+    place.start()  # they run: others may wait
+    assert admission.num_waiting_tokens == 0
+    place.leave()
+    admission.change((flood, small))
+    admission.enter(flood, 1).hold_tokens(500)
+    with pytest.raises(QueueFullError):
+        admission.enter(flood, 1).hold_tokens(100)
+    place = admission.enter(small, 1)
+    place.hold_tokens(400)
+    place.leave()
+    assert admission.num_waiting_tokens == 500
+    with pytest.raises(RateLimitError):  # the prompt has been counted, though nothing of it was answered
+        admission.enter(small, 1)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_counts_are_those_of_the_open_places(clock: Clock, seed: int) -> None:
     rng = random.Random(seed)

@@ -17,8 +17,7 @@ from running import DEADLINE_S, run_server, wait_until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from octavo import LLM, CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
-from octavo.engine import input_processor
-from octavo.grammars import GrammarError, Matcher, check_grammar
+from octavo.grammars import GrammarCompiler, GrammarError, Matcher
 from octavo.models.random_weights import tiny_config, write_checkpoint
 
 if TYPE_CHECKING:
@@ -269,15 +268,15 @@ def test_what_is_no_structure_names_its_field(served: running.Running, fields: d
 def test_s13_a_grammar_that_takes_long_holds_nobody_up(
     served: running.Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, gate = threading.Event(), threading.Event()
+    compile_grammar, begun, gate = GrammarCompiler._prepare, threading.Event(), threading.Event()
 
-    def slow(wanted: Any) -> None:
+    def slow(self: GrammarCompiler, wanted: Any) -> None:
         if wanted.regex == "slow":
             begun.set()
             assert gate.wait(DEADLINE_S)
-        check_grammar(wanted)
+        compile_grammar(self, wanted)
 
-    monkeypatch.setattr(input_processor, "check_grammar", slow)
+    monkeypatch.setattr(GrammarCompiler, "_prepare", slow)
     body = {"prompt": "a", "max_tokens": 20, "structured_outputs": {"regex": "slow"}}
     answers: list[Any] = []
 
@@ -289,9 +288,8 @@ def test_s13_a_grammar_that_takes_long_holds_nobody_up(
     thread.start()
     assert begun.wait(DEADLINE_S)
     with served.http() as http:
-        for structure in (None, {"regex": "[ab]{2}"}):
-            other = {"prompt": "a", "max_tokens": 4, "structured_outputs": structure}
-            assert http.post("/v1/completions", json=other).status_code == 200
+        for route in ("/v1/completions", "/tokenize"):
+            assert http.post(route, json={"prompt": "a", "max_tokens": 4}).status_code == 200
     assert not answers
     gate.set()
     thread.join(DEADLINE_S)
@@ -303,7 +301,12 @@ def test_s13_a_grammar_that_takes_long_holds_nobody_up(
     [
         {"regex": "((((a{1,500}){1,500}){1,500}){1,500})"},
         {"regex": "(.*a){30}.{200}|" + "|".join(f"b{i}.*" for i in range(300))},
-        {"json": {"enum": [f"{'x' * 50}{i}" for i in range(4000)]}},
+        {"json": {"enum": [f"{'x' * 20}{i}" for i in range(1500)]}},
+        {"json": {"properties": {f"p{i}": {"type": "integer"} for i in range(1500)}}},
+        {"grammar": "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(4000)) + '\na4000: "x"'},
+        {"grammar": "start: A0\n" + "\n".join(f'A{i}: A{i + 1} "y"' for i in range(3500)) + '\nA3500: "x"'},
+        {"json_object": 1},
+        {"choice": [f"choice {i}" for i in range(1000)]},
         {"grammar": 'start: a\na: a a a | /.*/ a | "x"'},
         {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}},
     ],

@@ -65,6 +65,7 @@ def test_one_key_for_everybody() -> None:
                 "requests_per_minute = -1",
                 "tokens_per_minute = 0",
                 "share_prefix_cache = 1",
+                "read_metrics = 1",
                 "wieght = 2",
                 'name = "root"',
             )
@@ -113,9 +114,15 @@ def test_a_key_that_cannot_be_added_changes_nothing(tmp_path: Path, tenant: Tena
 def test_salts_of_tenants_never_meet() -> None:
     """S18: what a client asks for cannot spell what another tenant's blocks are named by."""
     salts = [
-        Tenant(name=name).cache_salt(asked) for name in ("a", "ab", "b") for asked in (None, "b", "b\0", "\0b", "ab")
+        Tenant(name=name).cache_salt(asked)
+        for name in ("a", "ab", "b")
+        for asked in (None, "b", "b\0", "\0b", "ab", "x" * 1024)
     ]
     assert len(set(salts)) == len(salts)
-    assert Tenant(name="a").cache_salt(None) == Tenant(name="a").cache_salt("") == "a\0"
     assert EVERYBODY.cache_salt(None) is None
-    assert Tenant(name="a", share_prefix_cache=True).cache_salt("x") == "x"
+    assert EVERYBODY.cache_salt("x") == "x"
+    sharing, other = (Tenant(name=name, share_prefix_cache=True) for name in "st")
+    assert sharing.cache_salt(None) is None
+    assert sharing.cache_salt("x") == other.cache_salt("x")
+    for asked in (*salts, "a\0", "key\0a\0", "x"):
+        assert sharing.cache_salt(asked) not in salts

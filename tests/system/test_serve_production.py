@@ -21,7 +21,7 @@ def keys_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(keys_file):
-    key = add_key(keys_file, Tenant(name="alice", weight=2.0))
+    key = add_key(keys_file, Tenant(name="alice", weight=2.0, read_metrics=True))
     with serve("--api-keys", str(keys_file), key=key) as server:
         yield server
 
@@ -81,6 +81,37 @@ def test_a_schema_reaches_the_engine(served):
     answer = json.loads(response.json()["choices"][0]["message"]["content"])
     assert list(answer) == ["sum"]
     assert 0 <= answer["sum"] <= 99
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {"json_object": 1},
+        {"json_object": 0, "regex": "a"},
+        {"regex": "(a"},
+        {"json": {"type": "nothing"}},
+        {"grammar": "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(20_000)) + '\na20000: "x"'},
+    ],
+)
+def test_s12_what_is_no_grammar_is_refused_and_the_processes_live(served, structure):
+    engine, body = served.engine.pid, {"prompt": "a", "max_tokens": 3, "structured_outputs": structure}
+    for stream in (False, True):
+        response = served.http.post("/v1/completions", json={**body, "stream": stream})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == "structured_outputs"
+    assert served.answer() == "12 + 30 = 42"
+    assert served.engine.pid == engine
+
+
+@pytest.mark.parametrize("depth", [4000, 4900])
+def test_s13_a_long_chain_of_rules_takes_no_process_down(served, depth):
+    """It was a stack overflow, which no handler sees."""
+    chain = "start: a0\n" + "\n".join(f"a{i}:a{i + 1}" for i in range(depth)) + f'\na{depth}: "x"'
+    assert len(chain) < 1 << 16
+    engine, body = served.engine.pid, {"prompt": "a", "max_tokens": 3, "structured_outputs": {"grammar": chain}}
+    assert served.http.post("/v1/completions", json=body).status_code in {200, 400}
+    assert served.answer() == "12 + 30 = 42"
+    assert served.engine.pid == engine
 
 
 def test_a_deadline_reaches_the_engine(served):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
@@ -9,7 +10,7 @@ import jsonschema
 import pytest
 from json_schemas import HARD, generate
 
-from octavo import LLM, RequestError, SamplingParams, StructuredOutputsParams
+from octavo import LLM, RequestError, SamplingParams, StructuredOutputsParams, grammars
 from octavo.grammars import GrammarCompiler, Matcher
 
 PROMPTS = ["Once upon a time", "What is 12 + 30?", "The old lighthouse"]
@@ -38,7 +39,10 @@ def test_answers_fit_hard_schemas(llm, temperature):
     schemas = [HARD[name] for name in NAMES]
     answers = texts(llm, [StructuredOutputsParams(json=schema) for schema in schemas], temperature=temperature)
     for name, schema, answer in zip(NAMES, schemas, answers, strict=True):
-        jsonschema.validate(json.loads(answer), schema, format_checker=jsonschema.FormatChecker()), name
+        try:
+            jsonschema.validate(json.loads(answer), schema, format_checker=jsonschema.FormatChecker())
+        except (ValueError, jsonschema.ValidationError) as error:
+            pytest.fail(f"{name}: {answer!r}: {error}")
 
 
 def test_answers_fit_made_up_schemas(llm):
@@ -71,10 +75,16 @@ def test_any_object(llm):
     output = llm.generate(
         "Once upon a time", sampled(StructuredOutputsParams(json_object=True), temperature=0.0), use_tqdm=False
     )[0].outputs[0]
-    if output.finish_reason == "stop":
-        assert isinstance(json.loads(output.text), dict)
-    else:
-        assert output.text.lstrip().startswith("{")
+    text = output.text.rstrip("\\")  # any object may be one without end: else this must be the beginning of one
+    endings = itertools.product(("", '"', "null", ": null", '": null'), ("", "]", "]]"), ("", "}", "}}", "}}}", "}}}}"))
+    assert any(is_json(text + "".join(ending)) for ending in endings), text[-100:]
+
+
+def is_json(text):
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 def test_n_answers_walk_apart(llm):
@@ -175,12 +185,14 @@ def test_a_grammar_that_fails_on_its_way_ends_its_own_request_alone(llm, monkeyp
     assert whole.outputs[0].token_ids == llm.generate("b", params[1], use_tqdm=False)[0].outputs[0].token_ids
 
 
-def test_what_was_compiled_is_kept_and_no_more_than_so_many(llm):
-    compiler = llm.llm_engine.core.executor.worker.runner._grammars
+def test_what_was_compiled_is_kept_and_no_more_than_so_much(llm, monkeypatch):
+    monkeypatch.setattr(grammars, "_MAX_KEPT_CHARS", 2000)
+    compiler = llm.llm_engine.core.executor.worker.grammars
     assert isinstance(compiler, GrammarCompiler)
     for number in range(200):
         compiler.compile(StructuredOutputsParams(regex=f"a{{{number}}}"))
-    assert len(compiler._kept) == 128
+    assert 5 < len(compiler._kept) < 50
+    assert sum(map(len, compiler._kept)) == compiler._num_kept_chars <= 2000
     first, second = (compiler.compile(StructuredOutputsParams(regex="abc")) for _ in range(2))
     first.advance([int(token) for token in llm.get_tokenizer().encode("a")])
     assert second.num_tokens == 0

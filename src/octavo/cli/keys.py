@@ -28,6 +28,8 @@ Share = Annotated[
     ),
 ]
 
+Metrics = Annotated[bool, typer.Option("--read-metrics", help="May read /metrics, which tells of all keys.")]
+
 keys = make_app(
     name="keys", help="Make API keys for `octavo serve --api-keys FILE`, and list them.", no_args_is_help=True
 )
@@ -42,6 +44,7 @@ def add(
     requests_per_minute: Requests = None,
     tokens_per_minute: Tokens = None,
     share_prefix_cache: Share = False,
+    read_metrics: Metrics = False,
 ) -> None:
     """Make a key and print it, once: the file has only its digest. A running server reads the file anew on SIGHUP."""
     tenant = Tenant(
@@ -51,6 +54,7 @@ def add(
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
         share_prefix_cache=share_prefix_cache,
+        read_metrics=read_metrics,
     )
     typer.echo(add_key(file, tenant))
 
@@ -65,6 +69,7 @@ def list_(file: File) -> None:
             _limit(tenant.requests_per_minute, "requests/min"),
             _limit(tenant.tokens_per_minute, "tokens/min"),
             "shared prefix cache" if tenant.share_prefix_cache else "",
+            "metrics" if tenant.read_metrics else "",
         ]
         typer.echo(f"{tenant.name}: {', '.join(filter(None, limits))}")
 

@@ -166,7 +166,7 @@ class ServerOptions:
         ),
     ] = _DEFAULT.max_unread_outputs
 
-    def server_config(self, max_open_requests: int) -> ServerConfig:
+    def server_config(self, max_open_requests: int, max_waiting_tokens: int) -> ServerConfig:
         """Build the configuration. Raises `ConfigError`."""
         from octavo.server.origins import LOOPBACK_NAMES
         from octavo.server.serving import is_loopback
@@ -183,6 +183,7 @@ class ServerOptions:
             api_keys_file=self.api_keys,
             max_body_bytes=self.max_body_bytes,
             max_open_requests=max_open_requests,
+            max_waiting_tokens=max_waiting_tokens,
             request_timeout_s=self.request_timeout,
             body_timeout_s=self.body_timeout,
             idle_timeout_s=self.idle_timeout,
@@ -211,8 +212,12 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
         raise ConfigError(f"octavo serve needs {error.name}: pip install 'octavo[server]'") from error
     from octavo.engine.async_llm import AsyncLLM
 
-    engine, max_open_requests = _limited(engine, has_tenants=server.api_keys is not None)
-    config = server.server_config(max_open_requests)
+    waiting, tokens = _limits(engine)
+    config = server.server_config(engine.max_num_seqs + waiting, tokens)
+    # The server counts these itself, and refuses at once: the engine need not.
+    engine = replace(engine, max_num_waiting=None, max_num_waiting_tokens=None)
+    if server.api_keys is not None and engine.scheduling_policy is None:
+        engine = replace(engine, scheduling_policy=SchedulingPolicy.FAIR)
     if not config.served_model_names:
         config = replace(config, served_model_names=(engine.served_name,))
     for line in describe_settings(context):
@@ -234,17 +239,10 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
             llm.shutdown()
 
 
-def _limited(engine: EngineOptions, *, has_tenants: bool) -> tuple[EngineOptions, int]:
-    """Set the limits that a server has where none are asked for; return how many requests may run and wait, too.
-
-    The server counts them itself and refuses at once; the engine's own limit is never reached first.
-    """
-    waiting = DEFAULT_MAX_NUM_WAITING if engine.max_num_waiting is None else engine.max_num_waiting
-    tokens = engine.max_num_waiting_tokens
-    engine = replace(
-        engine,
-        max_num_waiting=engine.max_num_seqs + waiting,
-        max_num_waiting_tokens=DEFAULT_MAX_NUM_WAITING_TOKENS if tokens is None else tokens,
-        scheduling_policy=engine.scheduling_policy or (SchedulingPolicy.FAIR if has_tenants else None),
+def _limits(engine: EngineOptions) -> tuple[int, int]:
+    """Return how many requests, and how many tokens of theirs, may wait: a server's defaults are finite."""
+    waiting, tokens = engine.max_num_waiting, engine.max_num_waiting_tokens
+    return (
+        DEFAULT_MAX_NUM_WAITING if waiting is None else waiting,
+        DEFAULT_MAX_NUM_WAITING_TOKENS if tokens is None else tokens,
     )
-    return engine, engine.max_num_seqs + waiting

@@ -7,12 +7,13 @@ import contextlib
 import logging
 import queue
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from octavo.errors import EngineDeadError, OctavoError, SlowReaderError
+from octavo.errors import DeadlineError, EngineDeadError, OctavoError, SlowReaderError
+from octavo.outputs import DEADLINE_PASSED
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from octavo.engine.input_processor import ProcessedInput, Prompt
     from octavo.engine.llm_engine import Engine
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_DEADLINE_GRACE_S = 1.0  # in which the engine itself should tell that a request's time is over
 
 
 class _Stream:
@@ -82,10 +85,12 @@ class AsyncLLM:
         tenant: str = "",
         tenant_weight: float = 1.0,
         timeout_s: float | None = None,
+        on_processed: Callable[[ProcessedInput], None] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request until it is finished; leaving the loop early aborts it.
 
-        The arguments are those of `octavo.engine.llm_engine.Engine.add_request`.
+        The arguments are those of `octavo.engine.llm_engine.Engine.add_request`. on_processed sees the request before
+        it is sent, when its tokens are known; what it raises is the request's end.
         Raises `RequestError` when it cannot be served, `EngineDeadError` when the engine stops meanwhile, and
         `SlowReaderError` when too many outputs were not read.
         """
@@ -101,13 +106,16 @@ class AsyncLLM:
             tenant_weight=tenant_weight,
             timeout_s=timeout_s,
         )
+        if on_processed is not None:
+            on_processed(processed)
         stream = _Stream()
         self._post(lambda: self._add(processed, stream))
         finished = False
+        end = None if timeout_s is None else stream.loop.time() + timeout_s + _DEADLINE_GRACE_S
         try:
-            await stream.accepted
+            await _until(end, stream.accepted)
             while not finished:
-                output = await stream.outputs.get()
+                output = await _until(end, stream.outputs.get())
                 stream.num_read += 1
                 if isinstance(output, OctavoError):
                     finished = True
@@ -238,6 +246,15 @@ class AsyncLLM:
             command()
         except Exception:
             logger.exception("a command to the dead engine failed")
+
+
+async def _until(end: float | None, awaitable: Awaitable[T]) -> T:
+    """Wait until a time of the event loop. Raises `DeadlineError` then: an engine in a long step tells nobody of it."""
+    try:
+        async with asyncio.timeout_at(end):
+            return await awaitable
+    except TimeoutError:
+        raise DeadlineError(DEADLINE_PASSED) from None
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from octavo.request import RequestStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
     from typing import TypeAlias
 
     from octavo.config import EngineConfig
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 BEAT_S = 0.5
 IDLE_CHECK_MS = 1000
+PREPARE_S = 10.0
+_HELD_CHECK_MS = 5
+_HANG_UP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
 
 
 def run_core_process(build: Build) -> None:
@@ -41,7 +46,11 @@ def run_core_process(build: Build) -> None:
 
     build(config, progress) returns the core; what it raises is told, and ends the process with status 1.
     """
-    for each in (signal.SIGINT, signal.SIGTERM):  # may be sent to a whole group: the process that this one serves
+    for each in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        *_HANG_UP,
+    ):  # may be sent to a whole group: the process that this one serves
         signal.signal(each, signal.SIG_IGN)  # hears them, lets requests end, and says when to stop
     launch = messages.decode_launch(sys.stdin.buffer.readline())
     logging.basicConfig(level=launch.log_level, format="%(levelname)s: engine: %(name)s: %(message)s")
@@ -99,11 +108,21 @@ class Pulse:
                 socket.send(messages.encode(messages.Alive(step_s)))
 
 
+@dataclass(slots=True)
+class _Held:
+    """A request that waits until something is prepared for it."""
+
+    message: messages.Add
+    prepared: Future[None]
+    deadline: float
+
+
 class CoreServer:
     """Serves one core over two sockets."""
 
     def __init__(self, core: EngineCore, requests: zmq.Socket[bytes], news: zmq.Socket[bytes], pulse: Pulse) -> None:
         self._core, self._requests, self._news, self._pulse = core, requests, news, pulse
+        self._held: list[_Held] = []
         self._is_over = False
         self._next_report = 0.0
 
@@ -115,6 +134,7 @@ class CoreServer:
                 self._report()
                 self._wait_for_mail()
             self._read_mail()
+            self._take_prepared()
             if self._core.has_work():
                 self._step()
             if time.monotonic() > self._next_report:
@@ -134,7 +154,7 @@ class CoreServer:
     def _wait_for_mail(self) -> None:
         for breach in self._core.scheduler.check_when_idle():
             logger.error("%s; the blocks concerned are not used any more", breach)
-        self._requests.poll(IDLE_CHECK_MS)
+        self._requests.poll(_HELD_CHECK_MS if self._held else IDLE_CHECK_MS)
 
     def _read_mail(self) -> None:
         while not self._is_over:
@@ -146,16 +166,57 @@ class CoreServer:
                 message = messages.decode_request(data)
             except (messages.DecodeError, OctavoError) as error:
                 logger.warning("%d bytes that are no message were dropped: %s", len(data), error)
+                if (request_id := messages.request_id_of(data)) is not None:  # somebody waits for an answer
+                    self._send(messages.Refused(request_id, "RequestError", "the request cannot be read", None))
                 continue
             match message:
                 case messages.Add():
-                    self._send(self._add(message))
+                    self._prepare(message)
                 case messages.Finish():
+                    self._drop_held(set(message.stream_ids))
                     outputs = self._core.scheduler.finish_requests(message.stream_ids, message.status)
                     if outputs:
                         self._send(messages.News(outputs))
                 case messages.Stop():
                     self._is_over = True
+
+    def _prepare(self, message: messages.Add) -> None:
+        """Take a request in, or hold it until what it needs is prepared: others go on meanwhile."""
+        try:
+            prepared = self._core.executor.prepare(message.streams[0].sampling_params)
+        except RequestError as error:
+            self._send(messages.refusal(message.request_id, error))
+            return
+        if prepared is None:
+            self._send(self._add(message))
+        else:
+            self._held.append(_Held(message, prepared, time.monotonic() + PREPARE_S))
+
+    def _take_prepared(self) -> None:
+        """Take in whose preparation is over, refuse whose failed or takes too long."""
+        held, self._held = self._held, []
+        for each in held:
+            if not each.prepared.done() and time.monotonic() < each.deadline:
+                self._held.append(each)
+                continue
+            try:
+                each.prepared.result(timeout=0)
+            except RequestError as error:
+                self._send(messages.refusal(each.message.request_id, error))
+            except TimeoutError:
+                self._refuse_held(each, f"the grammar was not compiled within {PREPARE_S:g} s")
+            else:
+                self._send(self._add(each.message))
+
+    def _drop_held(self, stream_ids: set[str]) -> None:
+        """Give up those whose client left before they were prepared."""
+        for each in [each for each in self._held if any(s.request_id in stream_ids for s in each.message.streams)]:
+            self._held.remove(each)
+            self._refuse_held(each, "aborted")
+
+    def _refuse_held(self, held: _Held, reason: str) -> None:
+        held.prepared.cancel()
+        self._send(messages.Refused(held.message.request_id, "RequestError", reason, "structured_outputs"))
 
     def _add(self, message: messages.Add) -> messages.Accepted | messages.Refused:
         """Take all streams of a request, or none."""

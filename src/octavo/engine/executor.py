@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from octavo.model_output import ModelOutput
+    from octavo.sampling_params import SamplingParams
     from octavo.scheduler_output import SchedulerOutput
 
 
@@ -30,6 +33,13 @@ class Executor(Protocol):
 
     def collect(self) -> ModelOutput:
         """Wait for the step that was submitted."""
+        ...
+
+    def prepare(self, params: SamplingParams) -> Future[None] | None:
+        """Begin what has to be ready before a request is scheduled, a grammar say; None where nothing has to be.
+
+        The result raises `RequestError` where the request cannot be served.
+        """
         ...
 
     def shutdown(self) -> None:

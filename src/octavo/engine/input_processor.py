@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from octavo.errors import PromptTooLongError, RequestError
-from octavo.grammars import check_grammar
 from octavo.request import Request
 from octavo.sampling_params import SamplingParams
 
@@ -26,6 +25,11 @@ Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 
 class TextCodec(Protocol):
     """What the input processor, and the routes that show it, ask of a tokenizer."""
+
+    @property
+    def longest_token_chars(self) -> int:
+        """Characters of the longest token."""
+        ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Turn text into token ids; a BOS that the text already begins with is not doubled."""
@@ -87,6 +91,19 @@ class InputProcessor:
         """Build the parameters of a request that names none: the checkpoint's own defaults, else vLLM's."""
         return SamplingParams(**{**self.model_info.generation_defaults, **overrides})
 
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text. Raises `RequestError`, and `PromptTooLongError` for one that cannot fit.
+
+        A text that is longer than the longest tokens make it is refused before it is taken apart.
+        """
+        most = self.model_info.max_model_len * self.tokenizer.longest_token_chars
+        if len(text) > most:
+            raise PromptTooLongError(
+                f"the prompt has {len(text)} characters; {self.model_info.max_model_len} tokens are {most} at most",
+                parameter="prompt",
+            )
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
         """Render a conversation into a prompt for `process`: {"prompt": text, "prompt_token_ids": ids}.
 
@@ -97,7 +114,7 @@ class InputProcessor:
         if "chat_template" in options:  # a template is a program: it comes from the operator, never with a request
             raise RequestError("a request cannot bring a chat template of its own", parameter="chat_template")
         text = self._chat_template.render(messages, **options)
-        return {"prompt": text, "prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
+        return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
     def process(
         self,
@@ -118,7 +135,7 @@ class InputProcessor:
         Raises `RequestError` with the field's name.
         """
         params = replace(params) if params is not None else self.default_sampling_params()  # checked anew, and ours
-        _check_salt(cache_salt)
+        check_salt(cache_salt)
         _check_timeout(timeout_s)
         _check_weight(tenant_weight)
         self._check_structure(params)
@@ -149,20 +166,19 @@ class InputProcessor:
         return ProcessedInput(request_id, text, token_ids, params, streams)
 
     def _check_structure(self, params: SamplingParams) -> None:
-        """Refuse a grammar that cannot be compiled before the worker is asked to."""
+        """Refuse what asks for a form where there are no texts; the grammar itself is compiled by the executor."""
         if params.structured_outputs is None:
             return
         if self._tokenizer is None:
             raise RequestError(
                 "structured_outputs need a tokenizer, and this engine has none", parameter="structured_outputs"
             )
-        check_grammar(params.structured_outputs)
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError("a text prompt needs a tokenizer; send prompt_token_ids", parameter="prompt")
-            return prompt, self._tokenizer.encode(prompt)
+            return prompt, self.encode(prompt)
         if hasattr(prompt, "keys"):
             mapping: Mapping[str, Any] = prompt  # type: ignore[assignment]
             if mapping.get("prompt_token_ids") is not None:
@@ -203,8 +219,8 @@ def _token_id(value: Any) -> int:
     return token_id
 
 
-def _check_salt(salt: object) -> None:
-    """A salt becomes part of every block hash: it must be text that has bytes."""
+def check_salt(salt: object) -> None:
+    """Raise `RequestError` for what is no salt: it becomes part of every block hash, so it must be text with bytes."""
     if salt is None:
         return
     if not isinstance(salt, str) or not 0 < len(salt) <= MAX_CACHE_SALT_CHARS:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from octavo.errors import EngineError, OctavoError, RequestError
+from octavo.errors import EngineDeadError, EngineError, OctavoError, RequestError
 from octavo.request import RequestStatus
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from concurrent.futures import Future
     from typing import TypeAlias
 
     from octavo.engine.engine_core import EngineCore
@@ -41,6 +42,8 @@ class Engine:
         self.output_processor = output_processor
         self.clock = clock
         self.num_restarts = 0
+        self._post: Post = lambda function: function()
+        self._preparing: dict[int, Accept] = {}
         self._undelivered: list[EngineCoreOutput] = []
         self._num_generated_ids = 0
 
@@ -77,8 +80,9 @@ class Engine:
             )
         )
 
-    def attach(self, post: Post, lose: Lose) -> None:
-        """Nothing happens behind the back of whoever drives it."""
+    def attach(self, post: Post, lose: Lose) -> None:  # noqa: ARG002 - nothing is lost here
+        """Hear of what was prepared in the background from now on by post(function), which runs it."""
+        self._post = post
 
     @property
     def is_ready(self) -> bool:
@@ -91,9 +95,24 @@ class Engine:
         return self.core.metrics.stats
 
     def submit(self, processed: ProcessedInput, accept: Accept) -> None:
-        """Accept a request as `add_processed` does, and tell."""
+        """Accept a request as `add_processed` does when it is prepared, and tell."""
+        prepared = self.core.executor.prepare(processed.sampling_params)
+        if prepared is None:
+            self._submit(processed, accept)
+            return
+        self._preparing[id(processed)] = accept
+        prepared.add_done_callback(lambda done: self._post(lambda: self._take_prepared(processed, done)))
+
+    def _take_prepared(self, processed: ProcessedInput, prepared: Future[None]) -> None:
+        accept = self._preparing.pop(id(processed), None)
+        if accept is not None:  # else this engine has ended meanwhile
+            self._submit(processed, accept, prepared)
+
+    def _submit(self, processed: ProcessedInput, accept: Accept, prepared: Future[None] | None = None) -> None:
         try:
-            self.add_processed(processed)
+            if prepared is not None:
+                prepared.result()
+            self._add(processed)
         except Exception as error:
             accept(error if isinstance(error, OctavoError) else EngineError(f"the engine failed: {error}"))
             if not isinstance(error, OctavoError):
@@ -102,7 +121,16 @@ class Engine:
             accept(None)
 
     def add_processed(self, processed: ProcessedInput) -> None:
-        """Accept a request that the input processor has checked: all of its streams or, with an error, none."""
+        """Accept a request that the input processor has checked: all of its streams or, with an error, none.
+
+        Waits for what has to be prepared, the grammar that it asks for say.
+        """
+        prepared = self.core.executor.prepare(processed.sampling_params)
+        if prepared is not None:
+            prepared.result()
+        self._add(processed)
+
+    def _add(self, processed: ProcessedInput) -> None:
         if processed.request_id in self.output_processor:
             raise RequestError(f"request id {processed.request_id!r} is in use", parameter="request_id")
         added: list[str] = []
@@ -200,5 +228,8 @@ class Engine:
         return request_id if request_id not in self.output_processor else self._next_request_id()
 
     def shutdown(self) -> None:
-        """Give the executor's memory back."""
+        """Give the executor's memory back; who waits to be taken in hears that it will not be."""
+        preparing, self._preparing = self._preparing, {}
+        for accept in preparing.values():
+            accept(EngineDeadError("the engine was shut down"))
         self.core.executor.shutdown()

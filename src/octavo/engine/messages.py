@@ -21,6 +21,7 @@ from octavo.errors import (
     QueueFullError,
     RequestError,
 )
+from octavo.grammars import GrammarError
 from octavo.metrics import EngineStats  # noqa: TC001
 from octavo.outputs import EngineCoreOutput  # noqa: TC001
 from octavo.request import Request, RequestStatus
@@ -28,7 +29,15 @@ from octavo.sampling_params import SamplingParams  # noqa: TC001
 
 _ERRORS: dict[str, type[OctavoError]] = {
     kind.__name__: kind
-    for kind in (ConfigError, ModelError, RequestError, PromptTooLongError, QueueFullError, EngineDeadError)
+    for kind in (
+        ConfigError,
+        ModelError,
+        RequestError,
+        PromptTooLongError,
+        QueueFullError,
+        GrammarError,
+        EngineDeadError,
+    )
 }
 
 
@@ -146,9 +155,25 @@ DecodeError = msgspec.DecodeError
 ToEngine = Add | Finish | Stop
 ToParent = Loading | Ready | Failed | Accepted | Refused | News | Report | Alive
 
+
+class _Envelope(msgspec.Struct, tag="Add"):
+    """What can be told of a request that cannot be read."""
+
+    request_id: str
+
+
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(ToEngine).decode
+_decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
 decode_news = msgspec.msgpack.Decoder(ToParent).decode
+
+
+def request_id_of(data: bytes) -> str | None:
+    """Return whose request this is, of a message that cannot be decoded; None for no request at all."""
+    try:
+        return _decode_envelope(data).request_id
+    except DecodeError:
+        return None
 
 
 def encode_launch(launch: Launch) -> bytes:

@@ -32,6 +32,7 @@ class Tokenizer:
     __slots__ = (
         "_adds_bos",
         "_byte_ids",
+        "_longest_token_chars",
         "_special_ids",
         "backend",
         "bos_token_id",
@@ -43,6 +44,7 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None) -> None:
         """Wrap a tokenizer, which is changed; `config` holds the keys of tokenizer_config.json."""
+        self._longest_token_chars: int | None = None
         config = config or {}
         backend.no_padding()  # some files carry the settings of a training run
         backend.no_truncation()
@@ -90,6 +92,13 @@ class Tokenizer:
         """Return the text of token ids; ids that the tokenizer does not know are nothing."""
         text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    @property
+    def longest_token_chars(self) -> int:
+        """Characters of the longest token: no text of n tokens is longer than n times that."""
+        if self._longest_token_chars is None:
+            self._longest_token_chars = max(map(len, self.backend.get_vocab()))
+        return self._longest_token_chars
 
     def token(self, token_id: int) -> str:
         """Return how the vocabulary spells a token; "" for an id that has no token."""

@@ -53,6 +53,7 @@ class _Account:
     requests: Bucket | None
     tokens: Bucket | None
     num_open: int = 0
+    num_waiting_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ class Place:
     num_streams: int
     _admission: Admission
     is_kept: bool = False
+    num_waiting_tokens: int = 0
     _is_left: bool = False
 
     def __enter__(self) -> Self:
@@ -73,6 +75,20 @@ class Place:
         if not self.is_kept:
             self.leave()
 
+    def hold_tokens(self, num_tokens: int) -> None:
+        """Take room for a prompt's tokens until `start`; they count for the tenant's rate as well.
+
+        Raises `QueueFullError` where there is no room for them.
+        """
+        self._admission.hold_tokens(self, num_tokens)
+        self.num_waiting_tokens += num_tokens
+        self.charge(num_tokens)
+
+    def start(self) -> None:
+        """Give the room of its prompts back: they do not wait any more."""
+        self._admission.release_tokens(self)
+        self.num_waiting_tokens = 0
+
     def charge(self, num_tokens: int) -> None:
         """Count tokens that were read or written for it."""
         self._admission.charge(self.tenant, num_tokens)
@@ -81,24 +97,33 @@ class Place:
         """Give it back."""
         if not self._is_left:
             self._is_left = True
+            self.start()
             self._admission.leave(self)
 
 
 class Admission:
     """Counts what is open; belongs to the event loop.
 
-    max_open: output streams that may run and wait, in all; None for no limit. Where several tenants share the server,
-    one may hold at most its weight times as many places as are free: after Choudhury and Hahne, "Dynamic queue length
-    thresholds in a shared-memory packet switch" (1998), so a flood of one always leaves room for the others.
+    max_open: output streams that may run and wait, in all; max_waiting_tokens: tokens of prompts of which nothing is
+    generated yet; None for no limit. Where several tenants share the server, one may hold at most its weight times as
+    many of either as are free: after Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet
+    switch" (1998), so a flood of one always leaves room for the others.
     """
 
-    def __init__(self, max_open: int | None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.max_open = max_open
-        self.num_open = 0
+    def __init__(
+        self,
+        max_open: int | None,
+        max_waiting_tokens: int | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_open, self.max_waiting_tokens = max_open, max_waiting_tokens
+        self.num_open = self.num_waiting_tokens = 0
         self.is_shared = False
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
         self._endings: deque[float] = deque(maxlen=_NUM_ENDINGS)
+        self._has_ended = False
 
     def enter(self, tenant: Tenant, num_streams: int) -> Place:
         """Take places, all or none. Raises `RateLimitError` and `QueueFullError`, with the seconds to wait."""
@@ -116,6 +141,28 @@ class Admission:
         self._account(place.tenant).num_open -= place.num_streams
         self.num_open -= place.num_streams
         self._endings.append(self._clock())
+        self._has_ended = True
+
+    def hold_tokens(self, place: Place, num_tokens: int) -> None:
+        """Count tokens that wait. Raises `QueueFullError` for more than there is room for."""
+        account, limit = self._account(place.tenant), self.max_waiting_tokens
+        if limit is not None:
+            free: float = limit - self.num_waiting_tokens
+            if self.is_shared and account.num_waiting_tokens:
+                free = min(free, place.tenant.weight * free - account.num_waiting_tokens)
+            if num_tokens > free:
+                raise QueueFullError(
+                    f"the queue is full: {self.num_waiting_tokens} tokens of prompts wait, and this request has "
+                    f"{num_tokens}; the limit is {limit}",
+                    retry_after_s=self._soon(self._clock(), self.num_open),
+                )
+        account.num_waiting_tokens += num_tokens
+        self.num_waiting_tokens += num_tokens
+
+    def release_tokens(self, place: Place) -> None:
+        """Count a place's tokens no more."""
+        self._account(place.tenant).num_waiting_tokens -= place.num_waiting_tokens
+        self.num_waiting_tokens -= place.num_waiting_tokens
 
     def charge(self, tenant: Tenant, num_tokens: int) -> None:
         """Count a tenant's tokens."""
@@ -177,8 +224,10 @@ class Admission:
             )
 
     def _soon(self, now: float, num_ahead: int) -> float:
-        """Return when so many of what is open will have ended, at the rate of the last endings."""
+        """Return when so many of what is open will have ended, at the rate of the last minute's endings."""
+        while self._endings and self._endings[0] < now - _MINUTE_S:
+            self._endings.popleft()
         if len(self._endings) < 2 or now <= self._endings[0]:
-            return 1.0
+            return _LONGEST_RETRY_S if self._has_ended else 1.0
         rate = len(self._endings) / (now - self._endings[0])
         return min(max(math.ceil(num_ahead / rate), 1.0), _LONGEST_RETRY_S)

@@ -267,7 +267,7 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[tuple[int, Requ
             prompt,
             job.params,
             job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{index}",
-            tenant=job.place.tenant,
+            place=job.place,
             priority=job.priority,
             cache_salt=job.cache_salt,
             timeout_s=job.timeout_s,
@@ -278,9 +278,10 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[tuple[int, Requ
         async for index, output in merged:
             if output.error is not None:
                 raise _error_of(output.error)
-            num_prompt_tokens = 0 if index in begun else len(output.prompt_token_ids)
             begun.add(index)
-            job.place.charge(num_prompt_tokens + sum(len(completion.token_ids) for completion in output.outputs))
+            if len(begun) == len(job.prompts):
+                job.place.start()
+            job.place.charge(sum(len(completion.token_ids) for completion in output.outputs))
             yield index, output
 
 

@@ -14,16 +14,18 @@ from starlette.responses import Response
 from octavo import __version__
 from octavo.server.audit import AuditMiddleware
 from octavo.server.auth import ApiKeyMiddleware
-from octavo.server.body import body_of
+from octavo.server.body import BodyBudget, body_of
 from octavo.server.chat import create_chat_completion
 from octavo.server.completions import create_completion
-from octavo.server.errors import add_error_handlers
+from octavo.server.errors import NotAllowedError, add_error_handlers
 from octavo.server.openai_requests import ChatCompletionRequest, CompletionRequest
 from octavo.server.origins import OriginMiddleware
 from octavo.server.tokenizing import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 
 if TYPE_CHECKING:
     from octavo.server.service import Service
+
+_BODIES = 16  # so many of the largest may arrive at once
 
 ChatBody = Annotated[ChatCompletionRequest, Depends(body_of(ChatCompletionRequest))]
 TokenizeBody = Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest))]
@@ -36,8 +38,10 @@ def create_app(service: Service) -> FastAPI:
     config = service.config
     app = FastAPI(title="octavo", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.config = config
+    app.state.body_budget = BodyBudget(_BODIES * config.max_body_bytes)
     add_error_handlers(app)
     _add_routes(app, service)
+    _add_operator_routes(app, service)
     # The last one is the outermost.
     app.add_middleware(ApiKeyMiddleware, service=service)
     app.add_middleware(OriginMiddleware, hosts=config.allowed_hosts, origins=config.allowed_origins)
@@ -70,12 +74,12 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         return await create_completion(service, request, body)
 
     @app.post("/tokenize")
-    async def tokenize_text(body: TokenizeBody) -> Response:
-        return await tokenize(service, body)
+    async def tokenize_text(request: Request, body: TokenizeBody) -> Response:
+        return await tokenize(service, request, body)
 
     @app.post("/detokenize")
-    async def detokenize_ids(body: DetokenizeBody) -> Response:
-        return await detokenize(service, body)
+    async def detokenize_ids(request: Request, body: DetokenizeBody) -> Response:
+        return await detokenize(service, request, body)
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
@@ -85,6 +89,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def model(name: str) -> JSONResponse:
         return JSONResponse(card(service.check_model(name)))
 
+
+def _add_operator_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> Response:
         service.check_alive()
@@ -97,6 +103,8 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
+        if not request.state.tenant.read_metrics:
+            raise NotAllowedError("this key may not read the metrics, which tell of all keys")
         content, content_type = service.metrics.text(request.headers.get("accept", ""))
         return Response(content, media_type=content_type)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo.server.auth import OPEN_PATHS
+from octavo.server.errors import to_http
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -53,6 +54,11 @@ class AuditMiddleware:
 
         try:
             await self.app(scope, receive, tell)
+        except Exception as error:  # nothing else may fail outside of the routes; where it does, it is told and counted
+            if status:
+                raise
+            logger.exception("a request failed")
+            await to_http(error).response()(scope, receive, tell)
         finally:
             handler = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "other"

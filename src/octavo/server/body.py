@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of a route
 
-from octavo.errors import RequestError
+from octavo.errors import QueueFullError, RequestError
 from octavo.server.errors import BodyTooLargeError, SlowBodyError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
     from octavo.config import ServerConfig
 
@@ -26,17 +27,47 @@ def body_of(schema: type[Schema]) -> Callable[[Request], Awaitable[Schema]]:
 
     async def read(request: Request) -> Schema:
         config: ServerConfig = request.app.state.config
-        try:
-            async with asyncio.timeout(config.body_timeout_s):
-                body = await _read_limited(request, config.max_body_bytes)
-        except TimeoutError:
-            raise SlowBodyError(f"the request's body did not arrive within {config.body_timeout_s:g} s") from None
-        return parse(schema, body)
+        budget: BodyBudget = request.app.state.body_budget
+        with budget.share() as share:
+            try:
+                async with asyncio.timeout(config.body_timeout_s):
+                    body = await _read_limited(request, config.max_body_bytes, share)
+            except TimeoutError:
+                raise SlowBodyError(f"the request's body did not arrive within {config.body_timeout_s:g} s") from None
+            return parse(schema, body)
 
     return read
 
 
-async def _read_limited(request: Request, max_bytes: int) -> bytes:
+class BodyBudget:
+    """Bytes of all bodies that have begun to arrive and are not read to their end."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    @contextlib.contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """Give a function that takes bytes for one body; they are given back in the end.
+
+        It raises `QueueFullError` where all bodies together would be too many bytes.
+        """
+        taken = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal taken
+            if self._num_bytes + num_bytes > self._max_bytes:
+                raise QueueFullError("too many large requests arrive at once")
+            self._num_bytes += num_bytes
+            taken += num_bytes
+
+        try:
+            yield take
+        finally:
+            self._num_bytes -= taken
+
+
+async def _read_limited(request: Request, max_bytes: int, take: Callable[[int], None]) -> bytes:
     """Read a body; stop as soon as it is too large, whatever its length was said to be."""
     error = BodyTooLargeError(f"the request's body exceeds the limit of {max_bytes} bytes")
     announced = request.headers.get("content-length", "")
@@ -48,6 +79,7 @@ async def _read_limited(request: Request, max_bytes: int) -> bytes:
         num_bytes += len(chunk)
         if num_bytes > max_bytes:
             raise error
+        take(len(chunk))
         chunks.append(chunk)
     return b"".join(chunks)
 

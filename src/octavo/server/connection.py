@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import asyncio
 
 MAX_HEADER_BYTES = 64 << 10
+MAX_CONNECTIONS = 8192
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -23,11 +24,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._header_timeout_s = header_timeout_s
         self._timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
-        self._is_too_large = False
+        self._is_in_body = self._came_further = self._is_too_large = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Begin to wait for the first headers."""
+        """Begin to wait for the first headers; one connection too many is closed."""
         super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.close()
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -36,41 +39,55 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read on; what is not yet a request is counted."""
+        """Read on; headers that are not complete yet are counted."""
+        self._came_further = False
         super().data_received(data)
-        if self._timer is not None and not self.transport.is_closing():
+        if not (self._is_in_body or self._came_further or self.transport.is_closing()):
             self._num_header_bytes += len(data)
             if self._num_header_bytes > MAX_HEADER_BYTES:
                 self._is_too_large = True
                 self.send_400_response("")
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; those behind a body (trailers) say nothing that is heard."""
+        if not self._is_in_body:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """Let the request begin."""
         self._stop_waiting()
+        self._is_in_body = self._came_further = True
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
             self._is_too_large = True
             raise ValueError("the headers are too large")  # makes the parser give up, and `send_400_response` follow
         super().on_headers_complete()
 
+    def on_message_complete(self) -> None:
+        """What follows are the next headers."""
+        super().on_message_complete()
+        self._is_in_body, self._came_further = False, True
+        self._num_header_bytes = 0
+
     def on_response_complete(self) -> None:
-        """Wait for the next headers."""
+        """Wait for the next headers, behind what is left of a body that nobody wanted; both have to come in time."""
         super().on_response_complete()
-        if not self.transport.is_closing():
+        if not self.transport.is_closing() and self.cycle.response_complete:  # else a pipelined request goes on
             self._await_headers()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no request, and close."""
-        error = HttpError(400, msg)
-        if self._is_too_large:
-            error = HttpError(431, f"the request's headers exceed the limit of {MAX_HEADER_BYTES} bytes")
-        body = msgspec.json.encode(error.body)
-        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
+        is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if not is_answering:  # else nobody could tell one answer from the other
+            error = HttpError(400, msg)
+            if self._is_too_large:
+                error = HttpError(431, f"the request's headers exceed the limit of {MAX_HEADER_BYTES} bytes")
+            body = msgspec.json.encode(error.body)
+            head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
         self.transport.close()
 
     def _await_headers(self) -> None:
         self._stop_waiting()
-        self._num_header_bytes = 0
         self._timer = self.loop.call_later(self._header_timeout_s, self.transport.close)
 
     def _stop_waiting(self) -> None:

@@ -42,6 +42,10 @@ class AuthenticationError(RequestError):
     """The request carries no valid API key."""
 
 
+class NotAllowedError(RequestError):
+    """The API key is valid, and not for this."""
+
+
 class ModelNotFoundError(RequestError):
     """The server has no model of that name."""
 
@@ -95,6 +99,7 @@ _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] =
     (RateLimitError, 429, "rate_limit_error", "rate_limit_exceeded", None),
     (QueueFullError, 429, "rate_limit_error", "queue_full", None),
     (AuthenticationError, 401, _INVALID, "invalid_api_key", None),
+    (NotAllowedError, 403, _INVALID, "not_allowed", None),
     (ModelNotFoundError, 404, _INVALID, "model_not_found", None),
     (BodyTooLargeError, 413, _INVALID, "request_too_large", None),
     (SlowBodyError, 408, _INVALID, "request_too_slow", None),

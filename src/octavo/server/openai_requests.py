@@ -74,11 +74,13 @@ class SamplingFields(BaseModel):
 
     def refuse_unsupported(self) -> None:
         """Raise `RequestError` for a field that would be ignored though it changes the answer; log the other extras."""
-        for name, value in (self.model_extra or {}).items():
-            if name not in self.unsupported:
-                logger.info("the request's field %.100r is unknown and ignored", name)
-            elif not any(value == harmless for harmless in self.unsupported[name]):
+        extra = self.model_extra or {}
+        for name, harmless in self.unsupported.items():
+            if name in extra and not any(extra[name] == each for each in harmless):
                 raise RequestError(f"{name} is not supported by this server", parameter=name)
+        if unknown := extra.keys() - self.unsupported.keys():
+            shown = ", ".join(f"{name:.40}" for name in sorted(unknown)[:5])
+            logger.info("%d fields of the request are unknown and ignored: %r", len(unknown), shown)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", parameter="stream_options")
         if self.prompt_logprobs is not None and self.stream:

@@ -41,7 +41,7 @@ class OriginMiddleware:
     def _error(self, scope: Scope) -> HttpError | None:
         hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
         host = hosts[0] if len(hosts) == 1 else ""
-        name = urlsplit(f"//{host}").hostname if _is_plain(host) else None
+        name = _name(host)
         if self._hosts is not None and name not in self._hosts:
             return HttpError(421, "this server does not answer to this Host; --allowed-host NAME adds one")
         if origins and "*" not in self._origins and any(not self._knows(origin, host) for origin in origins):
@@ -57,6 +57,11 @@ def _values(scope: Scope, wanted: bytes) -> list[str]:
     return [value.decode("latin-1").lower() for name, value in scope["headers"] if name == wanted]
 
 
-def _is_plain(host: str) -> bool:
-    """Tell whether nothing in it could be read as more than a name and a port."""
-    return bool(host) and not set(host) & set("/\\@?#, \t") and host.count("]") == host.count("[")
+def _name(host: str) -> str | None:
+    """Return the name without its port; None where anything in it could be read as more than these two."""
+    if set(host) & set("/\\@?#, \t"):
+        return None
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None

@@ -16,17 +16,17 @@ from octavo.server.metrics import Metrics
 from octavo.server.tenants import Keyring
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from starlette.requests import Request
 
     from octavo.config import ModelInfo
     from octavo.engine.async_llm import AsyncLLM
+    from octavo.engine.input_processor import ProcessedInput
     from octavo.engine.llm_engine import Engine
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.admission import Place
-    from octavo.server.tenants import Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Service:
         self.llm = llm
         self.config = config or ServerConfig()
         self.model_names = self.config.served_model_names or (self.model_info.name,)
-        self.admission = Admission(self.config.max_open_requests)
+        self.admission = Admission(self.config.max_open_requests, self.config.max_waiting_tokens)
         self.metrics = Metrics(self)
         self.keyring: Keyring | None = None
         self._read_keys()
@@ -100,9 +100,14 @@ class Service:
 
         Raises where none can be taken: `QueueFullError`, or the errors of `check_ready`.
         """
-        try:
+        with self._counting_refusals():
             self.check_ready()
             return self.admission.enter(request.state.tenant, num_streams)
+
+    @contextlib.contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
         except OctavoError as error:
             self.metrics.count_refusal(error)
             raise
@@ -113,13 +118,19 @@ class Service:
         params: SamplingParams,
         request_id: str,
         *,
-        tenant: Tenant,
+        place: Place,
         priority: int,
         cache_salt: str | None,
         timeout_s: float | None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield a request's outputs; closing the iterator aborts it."""
         self.check_ready()
+        tenant = place.tenant
+
+        def take_room(processed: ProcessedInput) -> None:
+            with self._counting_refusals():
+                place.hold_tokens(len(processed.prompt_token_ids) * len(processed.streams))
+
         self._open_ids.add(request_id)
         self._idle.clear()
         try:
@@ -132,6 +143,7 @@ class Service:
                 tenant=tenant.name,
                 tenant_weight=tenant.weight,
                 timeout_s=timeout_s,
+                on_processed=take_room,
             )
             async with aclosing(outputs) as stream:  # type: ignore[type-var]  # an async generator, by its protocol
                 async for output in stream:

@@ -43,7 +43,8 @@ class GracefulServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the door."""
-        if hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread():
+        has_keys = self._service.config.api_keys_file is not None
+        if has_keys and hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._service.reload)
         await super().startup(sockets)
 

@@ -7,6 +7,7 @@
     requests_per_minute = 600
     tokens_per_minute = 100000
     share_prefix_cache = true         # else nobody can tell from an answer's speed what others have asked
+    read_metrics = true               # else /metrics, which tells of all keys, is closed to it
 
 Keys are random and long, so that a plain SHA-256 keeps them; they stand nowhere else.
 """
@@ -22,6 +23,7 @@ import tomllib
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from octavo.engine.input_processor import check_salt
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,18 +45,24 @@ class Tenant:
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     share_prefix_cache: bool = False
+    read_metrics: bool = False
 
     def cache_salt(self, asked: str | None) -> str | None:
         """Return the salt of its prompts' blocks: who has another one finds none of them.
 
-        A name holds no NUL, so what a client asks for cannot spell another tenant's salt.
+        Its first words say whose it is, so whatever a client asks for cannot spell the salt of somebody else. Raises
+        `RequestError` for what is no salt.
         """
-        if not self.name or self.share_prefix_cache:
+        check_salt(asked)
+        if not self.name:
             return asked
-        return f"{self.name}\0{asked or ''}"
+        own = "" if asked is None else hashlib.sha256(asked.encode()).hexdigest()  # of one length
+        if self.share_prefix_cache:
+            return f"shared\0{own}" if own else None
+        return f"key\0{self.name}\0{own}"
 
 
-EVERYBODY = Tenant(share_prefix_cache=True)
+EVERYBODY = Tenant(share_prefix_cache=True, read_metrics=True)
 _DEFAULTS = Tenant()
 
 
@@ -129,7 +137,7 @@ def _entry(name: str, table: Any, place: str) -> tuple[bytes, Tenant]:
 def _check(field: str, value: Any, place: str) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     match field:
-        case "share_prefix_cache":
+        case "share_prefix_cache" | "read_metrics":
             fits, wanted = isinstance(value, bool), "true or false"
         case "max_concurrency":
             fits, wanted = isinstance(value, int) and is_number and value > 0, "a whole number above 0"

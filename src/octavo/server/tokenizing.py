@@ -16,6 +16,11 @@ from octavo.server.openai_requests import TokenIds  # noqa: TC001 - pydantic rea
 from octavo.server.openai_responses import Detokenized, Tokenized
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from msgspec import Struct
+    from starlette.requests import Request
+
     from octavo.server.service import Service
 
 
@@ -43,37 +48,45 @@ class DetokenizeRequest(BaseModel):
     tokens: TokenIds
 
 
-async def tokenize(service: Service, request: TokenizeRequest) -> Response:
+async def tokenize(service: Service, http_request: Request, request: TokenizeRequest) -> Response:
     """Return the token ids of a text or a conversation."""
     service.check_model(request.model)
-    inputs = service.llm.engine.input_processor
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give prompt or messages, one of them", parameter="prompt")
-    if request.prompt is not None:
-        add_special_tokens = request.add_special_tokens is not False
-        token_ids = await asyncio.to_thread(
-            inputs.tokenizer.encode, request.prompt, add_special_tokens=add_special_tokens
-        )
-    else:
-        if request.add_special_tokens:
-            raise RequestError("the chat template adds the special tokens itself", parameter="add_special_tokens")
-        messages, options = read_messages(request.messages), template_options(request)
-        rendered = await asyncio.to_thread(inputs.chat_prompt, messages, **options)
-        token_ids = rendered["prompt_token_ids"]
-    spell = inputs.tokenizer.token
-    texts = [spell(token_id) for token_id in token_ids] if request.return_token_strs else UNSET
-    answer = Tokenized(len(token_ids), service.model_info.max_model_len, token_ids, texts)
-    return Response(encoder.encode(answer), media_type="application/json")
+    if request.messages is not None and request.add_special_tokens:
+        raise RequestError("the chat template adds the special tokens itself", parameter="add_special_tokens")
+    return await _in_thread(service, http_request, lambda: _tokenized(service, request))
 
 
-async def detokenize(service: Service, request: DetokenizeRequest) -> Response:
+async def detokenize(service: Service, http_request: Request, request: DetokenizeRequest) -> Response:
     """Return the text of token ids, special tokens included."""
     service.check_model(request.model)
+    return await _in_thread(service, http_request, lambda: _detokenized(service, request))
+
+
+async def _in_thread(service: Service, http_request: Request, work: Callable[[], Struct]) -> Response:
+    """Do the work, and spell its result, beside the event loop; it takes a place like any other request."""
+    with service.enter(http_request, 1):
+        content = await asyncio.to_thread(lambda: encoder.encode(work()))
+    return Response(content, media_type="application/json")
+
+
+def _tokenized(service: Service, request: TokenizeRequest) -> Tokenized:
+    inputs = service.llm.engine.input_processor
+    if request.prompt is not None:
+        token_ids = inputs.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
+    else:
+        token_ids = inputs.chat_prompt(read_messages(request.messages), **template_options(request))["prompt_token_ids"]
+    spell = inputs.tokenizer.token
+    texts = [spell(token_id) for token_id in token_ids] if request.return_token_strs else UNSET
+    return Tokenized(len(token_ids), service.model_info.max_model_len, token_ids, texts)
+
+
+def _detokenized(service: Service, request: DetokenizeRequest) -> Detokenized:
     vocab_size = service.model_info.vocab_size
     for index, token_id in enumerate(request.tokens):
         if not 0 <= token_id < vocab_size:
             message = f"tokens[{index}]: token id {token_id} is outside the vocabulary of {vocab_size}"
             raise RequestError(message, parameter=f"tokens[{index}]")
     tokenizer = service.llm.engine.input_processor.tokenizer
-    text = await asyncio.to_thread(tokenizer.decode, request.tokens, skip_special_tokens=False)
-    return Response(encoder.encode(Detokenized(text)), media_type="application/json")
+    return Detokenized(tokenizer.decode(request.tokens, skip_special_tokens=False))

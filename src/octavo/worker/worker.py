@@ -24,6 +24,7 @@ from octavo.worker.probe import kept_result, probe_file, probe_largest_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -92,7 +93,7 @@ class Worker:
         self.dtype = str(self.model.dtype).removeprefix("torch.")
         self.kv_dtype = self.dtype if cache_config.kv_cache_dtype == "auto" else cache_config.kv_cache_dtype
         self._limits = (max_model_len, cache_config, scheduler_config)
-        self._grammars = grammars
+        self.grammars = grammars
         step_bytes = self._step_bytes(directory) if cache_config.probe_largest_batch else 0
         num_blocks = decide_num_blocks(
             architecture,
@@ -137,7 +138,7 @@ class Worker:
             max_num_seqs=scheduler_config.max_num_seqs,
             max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
             max_model_len=max_model_len,
-            grammars=self._grammars,
+            grammars=self.grammars,
         )
 
     def _step_bytes(self, directory: Path) -> int:
@@ -215,6 +216,13 @@ class LocalExecutor:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self._result: ModelOutput | ExecutionError | None = None
+
+    def prepare(self, params: SamplingParams) -> Future[None] | None:
+        """Compile the grammar that a request asks for, in the background."""
+        wanted, grammars = params.structured_outputs, self.worker.grammars
+        if wanted is None or grammars is None:  # without a tokenizer nobody can ask
+            return None
+        return grammars.prepare(wanted)
 
     def submit(self, scheduled: SchedulerOutput) -> None:
         """Compute a step now; a failure is kept for `collect`."""
