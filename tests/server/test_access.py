@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 from fakes import FakeExecutor
 from running import run_server, wait_until
@@ -18,7 +19,6 @@ from octavo.server.tenants import Tenant, add_key
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import httpx
     from running import Running
 
 COMPLETIONS = "/v1/completions"
@@ -38,6 +38,7 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Tenant(name="bob"),
         Tenant(name="one", max_concurrency=1),
         Tenant(name="few", requests_per_minute=2),
+        Tenant(name="tokens", tokens_per_minute=60),
         Tenant(name="open1", share_prefix_cache=True),
         Tenant(name="open2", share_prefix_cache=True),
     ):
@@ -77,6 +78,19 @@ def test_a_key_s_own_limits(tenants: Running) -> None:
             assert response.status_code == expected
         assert 1 <= int(response.headers["retry-after"]) <= 30
         assert http.post(COMPLETIONS, json=BODY, headers=bearer(KEYS["one"])).status_code == 200
+
+
+def test_a_prompt_counts_for_its_key_though_nobody_waits_for_the_answer(tenants: Running) -> None:
+    """It was counted with its first token only: who left before that paid nothing."""
+    tenants.executor.gate.clear()
+    try:
+        with tenants.http() as http, pytest.raises(httpx.ReadTimeout):
+            http.post(COMPLETIONS, json=BODY, headers=bearer(KEYS["tokens"]), timeout=0.5)
+    finally:
+        tenants.executor.gate.set()
+    with tenants.http() as http:
+        response = http.post(COMPLETIONS, json=BODY, headers=bearer(KEYS["tokens"]))
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "rate_limit_exceeded")
 
 
 def test_tokens_are_counted_by_key(tenants: Running) -> None:

@@ -78,7 +78,7 @@ def test_s8_headers_without_end_are_cut_off(shared: Running, flood) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             flood(sock)
         answer = read_all(sock)
-    if answer:  # a reset may overtake it
+    if answer or flood is not flood_in_one_header:  # that one sends on, and a reset may overtake the answer
         assert answer.startswith(b"HTTP/1.1 431 ")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
     check_serves(shared)

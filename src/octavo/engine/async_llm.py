@@ -187,7 +187,8 @@ class AsyncLLM:
     def _add(self, processed: ProcessedInput, stream: _Stream) -> None:
         def accept(error: OctavoError | None) -> None:
             if error is not None:
-                _call_soon(stream.loop, _set_exception, stream.accepted, error)
+                if not stream.is_left:  # else nobody waits to hear of it
+                    _call_soon(stream.loop, _set_exception, stream.accepted, error)
                 return
             self._streams[processed.request_id] = stream
             _call_soon(stream.loop, _set_result, stream.accepted, None)

@@ -131,7 +131,8 @@ class CoreServer:
         self._send(messages.Ready())
         while not self._is_over:
             if not self._core.has_work():
-                self._report()
+                if not self._held:
+                    self._report()
                 self._wait_for_mail()
             self._read_mail()
             self._take_prepared()

@@ -76,13 +76,9 @@ class Place:
             self.leave()
 
     def hold_tokens(self, num_tokens: int) -> None:
-        """Take room for a prompt's tokens until `start`; they count for the tenant's rate as well.
-
-        Raises `QueueFullError` where there is no room for them.
-        """
+        """Take room for tokens that wait, until `start`. Raises `QueueFullError` where there is none."""
         self._admission.hold_tokens(self, num_tokens)
         self.num_waiting_tokens += num_tokens
-        self.charge(num_tokens)
 
     def start(self) -> None:
         """Give the room of its prompts back: they do not wait any more."""

@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from typing import TYPE_CHECKING, Any, Protocol
 
-from octavo.errors import RequestError
+from octavo.errors import PromptTooLongError, RequestError
 from octavo.server.answering import Job, News, answer, read_timeout
 from octavo.server.logprobs import chat_logprobs, prompt_logprobs
 from octavo.server.openai_responses import (
@@ -53,7 +53,11 @@ async def create_chat_completion(service: Service, http_request: Request, reques
     timeout_s = read_timeout(http_request, service.config.request_timeout_s)
     render = service.llm.engine.input_processor.chat_prompt
     with service.enter(http_request, params.n) as place:
-        prompt = await asyncio.to_thread(render, messages, **options)
+        try:
+            prompt = await asyncio.to_thread(render, messages, **options)
+        except PromptTooLongError as error:
+            error.parameter = "messages"
+            raise
         request_id = f"chatcmpl-{uuid.uuid4().hex}"
         job = Job.make(request_id, model, [prompt], params, request, place, timeout_s, prompt_field="messages")
         return await answer(service, http_request, job, ChatReply(job, request.top_logprobs or 0))

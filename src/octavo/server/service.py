@@ -130,6 +130,7 @@ class Service:
         def take_room(processed: ProcessedInput) -> None:
             with self._counting_refusals():
                 place.hold_tokens(len(processed.prompt_token_ids) * len(processed.streams))
+            place.charge(len(processed.prompt_token_ids))
 
         self._open_ids.add(request_id)
         self._idle.clear()
