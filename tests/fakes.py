@@ -43,6 +43,9 @@ class ByteTokenizer:
         detokenizer = ByteDetokenizer(skip_special_tokens)
         return detokenizer.add(token_ids) + detokenizer.finish()
 
+    def is_special(self, token_id: int) -> bool:
+        return token_id == EOS
+
     def token(self, token_id: int) -> str:
         return f"<{token_id}>"
 

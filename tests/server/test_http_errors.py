@@ -258,7 +258,7 @@ def test_nul_and_odd_characters_are_text(http: httpx.Client) -> None:
 
 def test_routes_and_methods(http: httpx.Client) -> None:
     check_error(http.get("/v1/nothing"), 404, None)
-    check_error(http.post("/", json={}), 404, None)
+    check_error(http.post("/v2", json={}), 404, None)
     response = http.get(CHAT)
     check_error(response, 405, None)
     assert response.headers["allow"] == "POST"

@@ -39,6 +39,10 @@ class TextCodec(Protocol):
         """Turn token ids into text."""
         ...
 
+    def is_special(self, token_id: int) -> bool:
+        """Tell whether a token is none of the text."""
+        ...
+
     def token(self, token_id: int) -> str:
         """Return how the vocabulary spells a token."""
         ...

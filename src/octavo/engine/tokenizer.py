@@ -100,6 +100,10 @@ class Tokenizer:
             self._longest_token_chars = max(map(len, self.backend.get_vocab()))
         return self._longest_token_chars
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is none of the text: EOS, a role's tag."""
+        return token_id in self._special_ids
+
     def token(self, token_id: int) -> str:
         """Return how the vocabulary spells a token; "" for an id that has no token."""
         return self.backend.id_to_token(token_id) or ""

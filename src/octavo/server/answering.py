@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 encoder = msgspec.json.Encoder()
 T = TypeVar("T")
 _MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
-_DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,9 @@ class News:
 
 
 class Reply(Protocol):
-    """How one API spells outputs."""
+    """How one API spells outputs. `end`: what ends a stream behind its last event."""
+
+    end: bytes
 
     def chunk(self, news: News, usage: Usage | None) -> msgspec.Struct:
         """One event of a stream."""
@@ -125,6 +126,20 @@ class Reply(Protocol):
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> msgspec.Struct:
         """The whole answer; one output for each prompt."""
         ...
+
+    def error(self, error: Exception) -> Any:
+        """The event of an error in mid-stream."""
+        ...
+
+
+class OpenAIReply:
+    """What the OpenAI API's replies share."""
+
+    end = b"data: [DONE]\n\n"
+
+    def error(self, error: Exception) -> Any:
+        """Return an error object."""
+        return to_http(error).body
 
 
 class UsageCounter:
@@ -313,7 +328,7 @@ async def _news(service: Service, job: Job) -> AsyncGenerator[News, None]:
 async def _events(
     first: News, rest: AsyncGenerator[News, None], job: Job, reply: Reply, counter: UsageCounter
 ) -> AsyncGenerator[bytes, None]:
-    """Spell a stream as server-sent events; an error is its last one before [DONE]."""
+    """Spell a stream as server-sent events; an error is its last one."""
     try:
         async with aclosing(rest):
             async for news in _chain(first, rest):
@@ -325,8 +340,9 @@ async def _events(
     except Exception as error:
         if not isinstance(error, OctavoError):
             logger.exception("a stream failed")
-        yield _event(to_http(error).body)
-    yield _DONE
+        yield _event(reply.error(error))
+    if reply.end:
+        yield reply.end
 
 
 async def _chain(first: News, rest: AsyncGenerator[News, None]) -> AsyncIterator[News]:

@@ -12,6 +12,7 @@ from starlette.requests import Request  # noqa: TC002 - fastapi reads the types 
 from starlette.responses import Response
 
 from octavo import __version__
+from octavo.server import tgi
 from octavo.server.audit import AuditMiddleware
 from octavo.server.auth import ApiKeyMiddleware
 from octavo.server.body import BodyBudget, body_of
@@ -29,6 +30,7 @@ _BODIES = 16  # so many of the largest may arrive at once
 
 ChatBody = Annotated[ChatCompletionRequest, Depends(body_of(ChatCompletionRequest))]
 TokenizeBody = Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest))]
+TgiBody = Annotated[tgi.GenerateRequest, Depends(tgi.read_body)]
 DetokenizeBody = Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))]
 CompletionBody = Annotated[CompletionRequest, Depends(body_of(CompletionRequest))]
 
@@ -41,6 +43,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.body_budget = BodyBudget(_BODIES * config.max_body_bytes)
     add_error_handlers(app)
     _add_routes(app, service)
+    _add_tgi_routes(app, service)
     _add_operator_routes(app, service)
     # The last one is the outermost.
     app.add_middleware(ApiKeyMiddleware, service=service)
@@ -88,6 +91,24 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> JSONResponse:
         return JSONResponse(card(service.check_model(name)))
+
+
+def _add_tgi_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/generate")
+    async def generate(request: Request, body: TgiBody) -> Response:
+        return await tgi.generate(service, request, body, stream=False)
+
+    @app.post("/generate_stream")
+    async def generate_stream(request: Request, body: TgiBody) -> Response:
+        return await tgi.generate(service, request, body, stream=True)
+
+    @app.post("/")
+    async def either(request: Request, body: TgiBody) -> Response:
+        return await tgi.generate(service, request, body, stream=bool(body.stream))
+
+    @app.get("/info")
+    async def info() -> JSONResponse:
+        return JSONResponse(tgi.info(service))
 
 
 def _add_operator_routes(app: FastAPI, service: Service) -> None:

@@ -7,7 +7,7 @@ import uuid
 from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.errors import PromptTooLongError, RequestError
-from octavo.server.answering import Job, News, answer, read_timeout
+from octavo.server.answering import Job, News, OpenAIReply, answer, read_timeout
 from octavo.server.logprobs import chat_logprobs, prompt_logprobs
 from octavo.server.openai_responses import (
     ChatChoice,
@@ -136,7 +136,7 @@ def template_options(request: TemplateFields) -> dict[str, Any]:
     return options
 
 
-class ChatReply:
+class ChatReply(OpenAIReply):
     """Spells outputs as chat completions."""
 
     def __init__(self, job: Job, num_top_logprobs: int) -> None:

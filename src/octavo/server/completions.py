@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET
 
 from octavo.errors import RequestError
-from octavo.server.answering import Job, News, answer, read_timeout
+from octavo.server.answering import Job, News, OpenAIReply, answer, read_timeout
 from octavo.server.logprobs import completion_logprobs, prompt_logprobs
 from octavo.server.openai_responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from octavo.server.sampling import sampling_params
@@ -98,7 +98,7 @@ class Echo:
         return output.prompt if output.prompt is not None else self.decode(output.prompt_token_ids)
 
 
-class CompletionReply:
+class CompletionReply(OpenAIReply):
     """Spells outputs as text completions."""
 
     def __init__(self, job: Job, echo: Echo, show_prompt_logprobs: bool) -> None:

@@ -24,6 +24,8 @@ from octavo.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fastapi import FastAPI
     from starlette.requests import Request
 
@@ -124,11 +126,12 @@ def to_http(error: Exception) -> HttpError:
 def add_error_handlers(app: FastAPI) -> None:
     """Make every error that leaves a route, or that no route was found for, an OpenAI error object."""
 
-    async def octavo_error(_: Request, error: Exception) -> Response:
+    async def octavo_error(request: Request, error: Exception) -> Response:
         http_error = to_http(error)
         if http_error.status == 500:
             logger.error("a request failed: %s", error, exc_info=error)
-        return http_error.response()
+        spell: Callable[[HttpError], Response] | None = getattr(request.state, "spell_error", None)
+        return http_error.response() if spell is None else spell(http_error)
 
     async def routing_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -1,0 +1,362 @@
+"""POST /generate, /generate_stream and /, GET /info: the API of Hugging Face's text-generation-inference.
+
+`huggingface_hub.InferenceClient` speaks it. Parameters that are not served are refused by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of a dependency
+from starlette.responses import Response
+
+from octavo import __version__
+from octavo.errors import RequestError
+from octavo.sampling_params import MAX_STOP_STRINGS, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from octavo.server.answering import Job, News, answer, encoder, read_timeout
+from octavo.server.body import body_of
+from octavo.server.errors import HttpError, to_http
+from octavo.server.openai_requests import Strings  # noqa: TC001 - pydantic reads the types of fields
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.outputs import CompletionOutput, Logprob, RequestOutput
+    from octavo.server.openai_responses import Usage
+    from octavo.server.service import Service
+
+DEFAULT_MAX_NEW_TOKENS = 100
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "adapter_id": (None,),
+    "best_of": (None, 1),
+    "typical_p": (None, 1.0),
+    "watermark": (None, False),
+}
+_SPELLED = {
+    "prompt": "inputs",
+    "structured_outputs": "grammar",
+    "max_tokens": "max_new_tokens",
+    "logprobs": "top_n_tokens",
+}
+_ERROR_TYPES = {400: "validation", 413: "validation", 429: "overloaded"}
+
+
+class Grammar(BaseModel):
+    """What form the answer must have: a JSON schema or a regular expression."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    value: Any
+
+
+class GenerateParameters(BaseModel):
+    """How to generate. Without do_sample, and with nothing that only sampling knows, the likeliest token is taken."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    adapter_id: str | None = None
+    best_of: int | None = None
+    decoder_input_details: bool | None = None
+    details: bool | None = None
+    do_sample: bool | None = None
+    frequency_penalty: float | None = None
+    grammar: Grammar | None = None
+    max_new_tokens: int | None = None
+    repetition_penalty: float | None = None
+    return_full_text: bool | None = None
+    seed: int | None = None
+    stop: Strings | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_n_tokens: int | None = None
+    top_p: float | None = None
+    truncate: int | None = None
+    typical_p: float | None = None
+    watermark: bool | None = None
+
+
+class GenerateRequest(BaseModel):
+    """One prompt."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    inputs: str
+    parameters: GenerateParameters | None = None
+    stream: bool | None = None
+
+
+class Token(Struct):
+    """A token with its text, "" where it is a part of a character, or hidden."""
+
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+
+
+class PrefillToken(Struct):
+    """A token of the prompt; the first has no log probability."""
+
+    id: int
+    text: str
+    logprob: float | None
+
+
+class Details(Struct):
+    """What is told beside the text."""
+
+    finish_reason: str
+    generated_tokens: int
+    seed: int | None
+    prefill: list[PrefillToken]
+    tokens: list[Token]
+    top_tokens: list[list[Token]] | UnsetType = UNSET
+
+
+class Generated(Struct):
+    """POST /generate."""
+
+    generated_text: str
+    details: Details | UnsetType = UNSET
+
+
+class StreamDetails(Struct):
+    """What is told beside the text, in a stream's last event."""
+
+    finish_reason: str
+    generated_tokens: int
+    input_length: int
+    seed: int | None
+
+
+class StreamEvent(Struct):
+    """POST /generate_stream: one token; the last one has the whole text."""
+
+    index: int
+    token: Token
+    generated_text: str | None = None
+    details: StreamDetails | None = None
+    top_tokens: list[Token] | UnsetType = UNSET
+
+
+class TgiError(Struct):
+    """An error as TGI spells it."""
+
+    error: str
+    error_type: str
+
+
+async def read_body(request: Request) -> GenerateRequest:
+    """Read a request; whatever is wrong from here on is told as TGI tells it."""
+    request.state.spell_error = _error_response
+    return await _read(request)
+
+
+_read = body_of(GenerateRequest)
+
+
+def _spell_error(error: HttpError) -> TgiError:
+    return TgiError(error.message, _ERROR_TYPES.get(error.status, "generation"))
+
+
+def _error_response(error: HttpError) -> Response:
+    """What is wrong with a request is 422 here."""
+    status = 422 if error.status == 400 else error.status
+    content = encoder.encode(_spell_error(error))
+    return Response(content, status, headers=error.headers, media_type="application/json")
+
+
+async def generate(service: Service, http_request: Request, request: GenerateRequest, *, stream: bool) -> Response:
+    """Continue a prompt."""
+    wanted = request.parameters or GenerateParameters()
+    try:
+        params = _params(wanted, stream=stream)
+    except RequestError as error:
+        own = error.parameter or ""
+        name = _SPELLED.get(own, own)
+        raise RequestError(str(error).replace(own, name, 1), parameter=name) from None
+    timeout_s = read_timeout(http_request, service.config.request_timeout_s)
+    with service.enter(http_request, 1) as place:
+        prompt = await asyncio.to_thread(_prompt, service, request.inputs, wanted.truncate)
+        job = Job(
+            request_id=f"gen-{uuid.uuid4().hex}",
+            model=service.model_names[0],
+            prompts=[prompt],
+            params=params,
+            stream=stream,
+            include_usage=False,
+            continuous_usage=False,
+            priority=0,
+            cache_salt=None,
+            created=int(time.time()),
+            place=place,
+            timeout_s=timeout_s,
+            spelled=_SPELLED,
+        )
+        return await answer(service, http_request, job, GenerateReply(service, wanted, request.inputs))
+
+
+def info(service: Service) -> dict[str, Any]:
+    """Return what TGI tells of a model and its limits."""
+    length, limits = service.model_info.max_model_len, service.config
+    return {
+        "model_id": service.model_names[0],
+        "model_sha": None,
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": limits.max_open_requests,
+        "max_best_of": 1,
+        "max_stop_sequences": MAX_STOP_STRINGS,
+        "max_input_tokens": length - 1,
+        "max_total_tokens": length,
+        "validation_workers": 1,
+        "max_client_batch_size": 1,
+        "router": "octavo",
+        "version": __version__,
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+def _params(wanted: GenerateParameters, *, stream: bool) -> SamplingParams:
+    for name, harmless in _UNSUPPORTED.items():
+        if getattr(wanted, name) not in harmless:
+            raise RequestError(f"{name} is not supported by this server", parameter=name)
+    if wanted.decoder_input_details and stream:
+        raise RequestError(
+            "decoder_input_details needs an answer that is not streamed", parameter="decoder_input_details"
+        )
+    if wanted.temperature is not None and wanted.temperature <= 0:
+        raise RequestError("temperature must be above 0; without do_sample none is needed", parameter="temperature")
+    samples = wanted.do_sample or any(value is not None for value in (wanted.temperature, wanted.top_k, wanted.top_p))
+    values: dict[str, Any] = {
+        "top_k": wanted.top_k,
+        "top_p": wanted.top_p,
+        "seed": wanted.seed,
+        "stop": wanted.stop,
+        "frequency_penalty": wanted.frequency_penalty,
+        "repetition_penalty": wanted.repetition_penalty,
+        "prompt_logprobs": 0 if wanted.decoder_input_details else None,
+    }
+    default = 1.0 if samples else 0.0
+    return SamplingParams(
+        **{name: value for name, value in values.items() if value is not None},
+        temperature=default if wanted.temperature is None else wanted.temperature,
+        max_tokens=DEFAULT_MAX_NEW_TOKENS if wanted.max_new_tokens is None else wanted.max_new_tokens,
+        include_stop_str_in_output=True,
+        logprobs=wanted.top_n_tokens or 0,
+        structured_outputs=_structure(wanted.grammar),
+        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _structure(grammar: Grammar | None) -> StructuredOutputsParams | None:
+    if grammar is None:
+        return None
+    kind = {"json": "json", "json_schema": "json", "regex": "regex"}.get(grammar.type)
+    value = grammar.value
+    if grammar.type == "json_schema" and isinstance(value, dict):  # with its name, as OpenAI has it
+        value = value.get("schema")
+    if kind is None or (kind == "json" and not isinstance(value, dict)):
+        raise RequestError("grammar must be {type: json, value: a schema} or {type: regex, ...}", parameter="grammar")
+    return StructuredOutputsParams(**{kind: value})
+
+
+def _prompt(service: Service, text: str, num_kept: int | None) -> Any:
+    """Return the prompt; truncate keeps its last tokens."""
+    if num_kept is None:
+        return text
+    if num_kept < 1:
+        raise RequestError("truncate must be at least 1", parameter="truncate")
+    token_ids = service.llm.engine.input_processor.tokenizer.encode(text)
+    return {"prompt": text, "prompt_token_ids": token_ids[-num_kept:]}
+
+
+class GenerateReply:
+    """Spells outputs as TGI does."""
+
+    end = b""
+
+    def __init__(self, service: Service, wanted: GenerateParameters, inputs: str) -> None:
+        tokenizer = service.llm.engine.input_processor.tokenizer
+        self._spell, self._is_special = tokenizer.token, tokenizer.is_special
+        self._wanted = wanted
+        self._prefix = inputs if wanted.return_full_text else ""
+        self._text = ""
+        self._num_tokens = 0
+
+    def chunk(self, news: News, _usage: Usage | None) -> StreamEvent:
+        """One event for a token; the last one has the text and why it ended."""
+        completion = news.completion
+        self._text += completion.text
+        self._num_tokens += len(completion.token_ids)
+        tokens = self._tokens(completion)
+        token = tokens[-1] if tokens else Token(0, "", None, special=True)  # an end without a token: an abort, say
+        token.text = completion.text
+        event = StreamEvent(self._num_tokens, token)
+        if self._wanted.top_n_tokens and completion.logprobs:
+            event.top_tokens = self._best(completion.logprobs[-1])
+        if completion.finished:
+            event.generated_text = self._prefix + self._text
+            event.details = StreamDetails(
+                _finish_reason(completion), self._num_tokens, len(news.output.prompt_token_ids), self._wanted.seed
+            )
+        return event
+
+    def usage_chunk(self, _usage: Usage) -> Struct:
+        """Nobody asks for it."""
+        raise AssertionError("TGI's streams have no usage of their own")
+
+    def whole(self, outputs: Sequence[RequestOutput], _usage: Usage) -> Generated:
+        """Return the whole answer."""
+        (output,) = outputs
+        (completion,) = output.outputs
+        generated = Generated(self._prefix + completion.text)
+        if self._wanted.details:
+            generated.details = Details(
+                _finish_reason(completion),
+                len(completion.token_ids),
+                self._wanted.seed,
+                self._prefill(output),
+                self._tokens(completion),
+            )
+            if self._wanted.top_n_tokens:
+                generated.details.top_tokens = [self._best(entry) for entry in completion.logprobs or []]
+        return generated
+
+    def error(self, error: Exception) -> TgiError:
+        """Return the event of an error in mid-stream."""
+        return _spell_error(to_http(error))
+
+    def _tokens(self, completion: CompletionOutput) -> list[Token]:
+        entries: Sequence[dict[int, Logprob] | None] = completion.logprobs or [None] * len(completion.token_ids)
+        return [
+            self._token(token_id, None if entry is None else entry[token_id])
+            for token_id, entry in zip(completion.token_ids, entries, strict=True)
+        ]
+
+    def _best(self, entry: dict[int, Logprob]) -> list[Token]:
+        ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)
+        return [self._token(token_id, logprob) for token_id, logprob in ranked[: self._wanted.top_n_tokens]]
+
+    def _token(self, token_id: int, logprob: Logprob | None) -> Token:
+        text = "" if logprob is None else logprob.decoded_token or ""
+        return Token(token_id, text, None if logprob is None else logprob.logprob, self._is_special(token_id))
+
+    def _prefill(self, output: RequestOutput) -> list[PrefillToken]:
+        entries = output.prompt_logprobs or []
+        return [
+            PrefillToken(token_id, self._spell(token_id), entry[token_id].logprob if entry else None)
+            for token_id, entry in zip(output.prompt_token_ids, entries, strict=False)
+        ]
+
+
+def _finish_reason(completion: CompletionOutput) -> str:
+    if completion.finish_reason == "stop":
+        return "stop_sequence" if isinstance(completion.stop_reason, str) else "eos_token"
+    return "length" if completion.finish_reason == "length" else str(completion.finish_reason)

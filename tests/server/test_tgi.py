@@ -1,0 +1,147 @@
+"""TGI's routes, driven by the real `huggingface_hub` package."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import huggingface_hub
+import pytest
+from fakes import EOS, FakeExecutor, answer_text, answer_token
+from huggingface_hub.errors import GenerationError, OverloadedError, ValidationError
+from running import run_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from running import Running
+
+WHOLE = answer_text(5)
+
+
+@pytest.fixture
+def client(shared: Running) -> huggingface_hub.InferenceClient:
+    return huggingface_hub.InferenceClient(model=shared.url, timeout=20)
+
+
+def test_a_text(client: huggingface_hub.InferenceClient) -> None:
+    assert client.text_generation("hello", max_new_tokens=20) == answer_text(5, 0, 20)
+    assert client.text_generation("hello", max_new_tokens=2000) == WHOLE
+    assert client.text_generation("hello", max_new_tokens=5, return_full_text=True) == "hello" + answer_text(5, 0, 5)
+
+
+def test_details(client: huggingface_hub.InferenceClient) -> None:
+    answer = client.text_generation("hello", max_new_tokens=6, details=True, decoder_input_details=True, top_n_tokens=2)
+    details = answer.details
+    assert answer.generated_text == answer_text(5, 0, 6)
+    assert (details.finish_reason, details.generated_tokens) == ("length", 6)
+    expected = [answer_token(5, 0, index) for index in range(6)]
+    assert [token["id"] for token in details.tokens] == expected
+    assert all(token["logprob"] == -0.25 and not token["special"] for token in details.tokens)
+    assert [token["id"] for token in details.prefill] == list(b"hello")
+    assert details.prefill[0]["logprob"] is None
+    assert [len(best) for best in details.top_tokens] == [2] * 6
+    assert details.top_tokens[0][0]["id"] == details.tokens[0]["id"]
+
+
+def test_why_it_ended(client: huggingface_hub.InferenceClient) -> None:
+    assert client.text_generation("hello", max_new_tokens=2000, details=True).details.finish_reason == "eos_token"
+    stopped = client.text_generation("hello", max_new_tokens=2000, details=True, stop=["fox"])
+    assert stopped.details.finish_reason == "stop_sequence"
+    assert stopped.generated_text == WHOLE[: WHOLE.index("fox") + 3]
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 30, 2000])
+def test_a_stream_is_the_whole_answer(client: huggingface_hub.InferenceClient, max_new_tokens: int) -> None:
+    whole = client.text_generation("hello", max_new_tokens=max_new_tokens, details=True)
+    events = list(client.text_generation("hello", max_new_tokens=max_new_tokens, stream=True, details=True))
+    assert "".join(event.token.text for event in events) == events[-1].generated_text == whole.generated_text
+    assert [event.token.id for event in events] == [token["id"] for token in whole.details.tokens]
+    assert [event.index for event in events] == list(range(1, len(events) + 1))
+    assert all(event.details is None and event.generated_text is None for event in events[:-1])
+    last = events[-1].details
+    assert (last.finish_reason, last.generated_tokens) == (whole.details.finish_reason, len(events))
+    assert last.input_length == 5
+    assert events[-1].token.special == (events[-1].token.id == EOS)
+    plain = client.text_generation("hello", max_new_tokens=max_new_tokens, stream=True)
+    assert "".join(plain) == whole.generated_text
+
+
+def test_a_prompt_can_be_cut(shared: Running) -> None:
+    with shared.http() as http:
+        body = {"inputs": "a long prompt: hello", "parameters": {"truncate": 5, "max_new_tokens": 8, "details": True}}
+        answer = http.post("/generate", json=body).json()
+    assert answer["generated_text"] == answer_text(5, 0, 8)
+
+
+def test_info(shared: Running) -> None:
+    with shared.http() as http:
+        info = http.get("/info").json()
+    assert (info["model_id"], info["max_total_tokens"], info["max_input_tokens"]) == ("fake", 2048, 2047)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"temperature": 0.0},
+        {"temperature": -1.0},
+        {"top_p": 2.0},
+        {"top_k": -5},
+        {"max_new_tokens": 0},
+        {"best_of": 2},
+        {"typical_p": 0.5},
+        {"watermark": True},
+        {"adapter_id": "x"},
+        {"truncate": 0},
+        {"top_n_tokens": 100},
+        {"stop": ["a"] * 1000},
+        {"grammar": {"type": "xml", "value": "a"}},
+        {"grammar": {"type": "json", "value": "a"}},
+        {"repetition_penalty": -1.0},
+        {"seed": "x"},
+    ],
+)
+@pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
+def test_what_cannot_be_served_is_told_as_tgi_does(shared: Running, route: str, parameters: dict[str, Any]) -> None:
+    with shared.http() as http:
+        response = http.post(route, json={"inputs": "hello", "parameters": parameters})
+    assert response.status_code == 422, response.text
+    assert response.json()["error_type"] == "validation"
+    assert next(iter(parameters)) in response.json()["error"]
+
+
+def test_errors_are_the_package_s_own(client: huggingface_hub.InferenceClient) -> None:
+    with pytest.raises(ValidationError, match="temperature"):
+        client.text_generation("hello", temperature=-1.0)
+    with pytest.raises(ValidationError, match="max_model_len"):
+        client.text_generation("x" * 3000)
+    executor = FakeExecutor()
+    with run_server(executor) as running:
+        client = huggingface_hub.InferenceClient(model=running.url, timeout=20)
+        executor.fail_next = True
+        with pytest.raises(GenerationError):
+            client.text_generation("hello", details=True)
+        assert client.text_generation("hello", max_new_tokens=3) == answer_text(5, 0, 3)
+    with run_server(FakeExecutor(step_s=0.05), max_open_requests=1) as running, running.http() as http:
+        body = {"inputs": "hello", "parameters": {"max_new_tokens": 2000}}
+        with http.stream("POST", "/generate_stream", json=body) as response:
+            lines = response.iter_lines()  # to let go of it closes the connection
+            next(lines)
+            with pytest.raises(OverloadedError):
+                huggingface_hub.InferenceClient(model=running.url, timeout=20).text_generation("hello")
+
+
+def test_an_error_in_mid_stream_is_its_last_event(shared: Running) -> None:
+    executor = FakeExecutor(step_s=0.02)
+    body = {"inputs": "a", "parameters": {"max_new_tokens": 500}}
+    with (
+        run_server(executor) as running,
+        running.http() as http,
+        http.stream("POST", "/generate_stream", json=body) as stream,
+    ):
+        lines: Iterator[str] = stream.iter_lines()
+        next(lines)
+        executor.fail_next = True
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    assert events[-1]["error_type"] == "generation"
+    assert "secret" not in events[-1]["error"]
