@@ -271,8 +271,8 @@ class ServerConfig:
 
     served_model_names: names that clients use; () for the model's own. api_key: one key for everybody, api_keys_file:
     a file with a key for each tenant (`octavo.server.tenants`); neither: nobody is asked.
-    max_open_requests: output streams that may run and wait, max_waiting_tokens: tokens of prompts that wait; more are
-    refused with 429.
+    max_open_requests: output streams that may run and wait, max_waiting_tokens: tokens of prompts of which no
+    output was told yet (of answers that are not streamed: until their end); more are refused with 429.
     request_timeout_s: the longest that a request may take, also where its X-Request-Timeout asks for more.
     body_timeout_s: within this time a request's headers, and then its body, have to arrive. idle_timeout_s: so long may
     a client take nothing of what is sent to it. max_unread_outputs: outputs of a stream that wait for a client who

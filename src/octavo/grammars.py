@@ -78,11 +78,6 @@ class Matcher:
             raise GrammarError(f"the grammar takes too much: {self._matcher.get_error()[:200]}", parameter=_PARAMETER)
         return np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[: self._vocab_size].view(np.bool_)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the text so far may end here."""
-        return bool(self._matcher.is_accepting())
-
 
 class GrammarCompiler:
     """Compiles grammars for one vocabulary, and keeps those used last.

@@ -15,7 +15,7 @@ from octavo.request import Request
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler_output import SchedulerOutput
 
-REQUEST_OPTIONS = ("priority", "cache_salt", "tenant", "adapter", "deadline", "arrival_time")
+REQUEST_OPTIONS = ("priority", "cache_salt", "tenant", "tenant_weight", "adapter", "deadline", "arrival_time")
 
 
 class Core:

@@ -227,6 +227,36 @@ def test_fair_share_holds_its_bound_while_one_floods(make_core):
     assert served["flood"] > 10_000
 
 
+def test_fair_share_follows_weights(make_core):
+    """Two tenants that always wait: one of weight 3 is served three times as much, within the bound. By the events."""
+    rng = random.Random(7)
+    core = make_core(max_num_seqs=4, policy="fair", num_blocks=200)
+    weights = {"heavy": 3.0, "light": 1.0}
+    served, tenants = dict.fromkeys(weights, 0.0), {}
+    bound = core.scheduler.policy.counters.bound(20, 10, 4, least_weight=1.0)
+    number = read = 0
+    for _ in range(2000):
+        waiting = [request.tenant for request in core.scheduler.waiting]
+        for tenant, weight in weights.items():
+            for _ in range(8 - waiting.count(tenant)):
+                number += 1
+                tenants[f"r{number}"] = tenant
+                ids = [rng.randrange(1 << 40) for _ in range(rng.randint(1, 20))]
+                options = {"tenant": tenant, "tenant_weight": weight}
+                core.add(f"r{number}", ids, max_tokens=rng.randint(1, 10), **options)
+        core.step()
+        for event in core.log.events[read:]:
+            if isinstance(event, events.RequestAdmitted):
+                served[tenants[event.request_id]] += event.num_tokens - event.num_cached_tokens
+            elif isinstance(event, events.StepCompleted):
+                for name, count in event.num_new_tokens.items():
+                    served[tenants[name]] += 2 * count
+        read = len(core.log.events)
+        assert abs(served["heavy"] / 3 - served["light"]) <= bound
+    assert served["light"] > 5_000
+    assert served["heavy"] / served["light"] == pytest.approx(3.0, rel=0.02)
+
+
 def test_fair_share_begins_anew_after_idleness(make_core):
     core = make_core(max_num_seqs=1, policy="fair")
     core.add("a0", 3, max_tokens=300, tenant="a")

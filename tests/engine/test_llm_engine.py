@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from fakes import EOS, TEXT, FakeExecutor, answer_text, make_engine
+from fakes import EOS, TEXT, ByteTokenizer, FakeExecutor, answer_text, make_engine
 
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.input_processor import draw_seed
-from octavo.errors import RequestError
+from octavo.errors import PromptTooLongError, RequestError
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -315,3 +315,16 @@ def test_a_request_past_its_time_ends_with_an_error_and_others_go_on():
 def test_a_time_limit_is_a_number_above_zero(timeout_s):
     with pytest.raises(RequestError, match="timeout_s"):
         make_engine().add_request("a", "hello", SamplingParams(), timeout_s=timeout_s)
+
+
+def test_a_text_that_cannot_fit_is_not_even_taken_apart(monkeypatch):
+    engine = make_engine(max_model_len=100)
+    encoded = []
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda _self, text, **_: encoded.append(text) or [1])
+    with pytest.raises(PromptTooLongError, match="2000 characters; 100 tokens are 500 at most") as caught:
+        engine.add_request("a", "x" * 2000)
+    assert caught.value.parameter == "prompt"
+    assert not encoded
+    monkeypatch.setattr(ByteTokenizer, "longest_token_chars", 50)
+    engine.add_request("b", "x" * 2000)
+    assert encoded == ["x" * 2000]
