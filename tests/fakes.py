@@ -5,6 +5,7 @@ With them the real core, engine and server run without weights, and what comes o
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from dataclasses import dataclass
@@ -46,6 +47,9 @@ class ByteTokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id == EOS
 
+    def token_id(self, _text: str) -> int | None:
+        return None
+
     def token(self, token_id: int) -> str:
         return f"<{token_id}>"
 
@@ -85,11 +89,24 @@ class ByteDetokenizer:
 
 
 class FakeChatTemplate:
-    """`<role>content` for each message, and the assistant's tag at the end."""
+    """`<role>content` for each message, and the assistant's tag at the end; in front what else there is.
+
+    marks: what its text is said to hold, so that the server knows how calls and reasoning are written.
+    behind: what stands behind the assistant's tag.
+    """
+
+    def __init__(self, marks: str = "", behind: str = "") -> None:
+        self.templates = {"default": marks}
+        self._behind = behind
+        self.tools: Any = None
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        text = "".join(f"<{message['role']}>{message['content']}\n" for message in messages)
-        return text + "<assistant>" if options.get("add_generation_prompt", True) else text
+        self.tools = options.get("tools")
+        text = "" if self.tools is None else f"<tools>{json.dumps(self.tools)}\n"
+        for message in messages:
+            calls = message.get("tool_calls")
+            text += f"<{message['role']}>{message['content']}{json.dumps(calls) if calls else ''}\n"
+        return text + "<assistant>" + self._behind if options.get("add_generation_prompt", True) else text
 
 
 def answer_token(num_prompt_tokens: int, sample_index: int, num_output_tokens: int) -> int:
@@ -118,12 +135,14 @@ class _Row:
 class FakeExecutor:
     """Recites `TEXT`. Checks what it is sent as a worker would have to.
 
-    step_s: how long a step takes. `fail_next` makes the next step fail, `die` kills the engine's thread.
+    step_s: how long a step takes. answer: what is recited instead of `TEXT`, always from its beginning.
+    `fail_next` makes the next step fail, `die` kills the engine's thread.
     `gate`, while cleared, holds the next step back.
     """
 
-    def __init__(self, step_s: float = 0.0) -> None:
+    def __init__(self, step_s: float = 0.0, answer: str | None = None) -> None:
         self.step_s = step_s
+        self.answer = answer
         self.fail_next = False
         self.die = False
         self.gate = threading.Event()
@@ -160,10 +179,15 @@ class FakeExecutor:
             scored = row.token_ids[start + 1 : min(end + 1, num_prompt)]
             result.prompt_logprobs[request_id] = [_logprobs(token, params.prompt_logprobs) for token in scored]
         if end == len(row.token_ids):
-            token = answer_token(num_prompt, row.data.sample_index, len(row.token_ids) - num_prompt)
+            token = self._token(num_prompt, row.data.sample_index, len(row.token_ids) - num_prompt)
             result.sampled_token_ids[request_id] = [token]
             if params.logprobs is not None:
                 result.logprobs[request_id] = [_logprobs(token, params.logprobs)]
+
+    def _token(self, num_prompt_tokens: int, sample_index: int, num_output_tokens: int) -> int:
+        if self.answer is None:
+            return answer_token(num_prompt_tokens, sample_index, num_output_tokens)
+        return [*self.answer.encode(), EOS][num_output_tokens]
 
     def collect(self) -> ModelOutput:
         if not self.gate.wait(timeout=30):

@@ -16,6 +16,7 @@ from kernels_available import COMPILED, kv_precision, precision
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import kernels_required
 from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.worker.input_batch import InputBatch
 
 needs_kernels = pytest.mark.skipif(
     not COMPILED and not kernels_required(), reason="octavo was installed without its compiled kernels"
@@ -241,3 +242,52 @@ def test_a_preemption_keeps_the_seed_of_a_request_without_one(checkpoint):
     engine = make_engine(checkpoint, "float32", Schedule("few", num_blocks=20), "cpu")
     assert answers(engine, requests) == roomy
     assert engine.core.scheduler.get_stats().total_preempted > 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_embeddings_do_not_depend_on_the_schedule(checkpoint, dtype, monkeypatch):
+    """Last states and means of prompts, among requests that are answered; whole, in chunks, preempted and swapped."""
+    others = make_requests()
+    prompts = [prompt for prompt, _ in others if len(prompt) > 30]
+    kinds = ["mean" if index % 3 else "last" for index in range(len(prompts))]
+    asked = [(prompt, SamplingParams(max_tokens=1, pooling=kind)) for prompt, kind in zip(prompts, kinds, strict=True)]
+    mixed = [request for pair in zip(others, asked, strict=False) for request in pair]
+    resumed = []
+    add_request = InputBatch.add_request
+
+    def watch(batch, data):
+        """A mean finds nothing in the prefix cache: what is computed already was swapped out."""
+        if data.sampling_params.pooling == "mean" and data.num_computed_tokens:
+            resumed.append(data.request_id)
+        add_request(batch, data)
+
+    monkeypatch.setattr(InputBatch, "add_request", watch)
+
+    def vectors(schedule: Schedule, requests) -> list[bytes]:
+        engine = make_engine(checkpoint, dtype, schedule, "cpu")
+        result = {}
+        for _ in range(schedule.rounds):
+            pending = list(enumerate(requests))
+            while pending or engine.has_unfinished_requests():
+                for index, (prompt, params) in pending[:5]:
+                    engine.add_request(f"{index}", {"prompt_token_ids": prompt}, params, priority=-(index % 3))
+                del pending[:5]
+                result.update({output.request_id: output for output in engine.step() if output.finished})
+        if schedule.num_blocks is not None:
+            assert engine.core.scheduler.get_stats().total_preempted >= 3
+        return [result[str(i)].pooled for i, (_, params) in enumerate(requests) if params.pooling is not None]
+
+    expected = vectors(Schedule("alone", max_num_seqs=1, prefix_caching=False), asked)
+    assert len({*expected}) == len(asked)
+    assert all(len(vector) == 192 * 4 for vector in expected)
+    few = {"block_size": 2, "num_blocks": 100, "budget": 40, "threshold": 11}
+    schedules = [
+        Schedule("crowd", rounds=2),
+        Schedule("chunks_of_7", threshold=7),
+        Schedule("few_blocks", **few, options=(("policy", "priority"),)),
+        Schedule("swapped", **few, swap_space_bytes=1 << 22, options=(("policy", "priority"), ("preemption", "swap"))),
+    ]
+    for schedule in schedules:
+        assert vectors(schedule, mixed) == expected, schedule.name
+    assert resumed, "no sum was gone on with after a swap"

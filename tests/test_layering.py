@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "grammars": DATA | {"grammars"},
     "engine": DATA | {"core", "engine", "grammars"},
     "journal": DATA | {"core", "journal"},
-    "server": DATA | {"core", "engine", "server"},
+    "server": DATA | {"core", "engine", "server", "grammars"},
     "kernels": DATA | {"kernels", "_kernels"},
     "models": DATA | {"kernels", "models"},
     "worker": DATA | {"kernels", "models", "worker", "grammars"},

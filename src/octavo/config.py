@@ -256,6 +256,7 @@ class ModelInfo:
     """What the engine must know of a loaded model without seeing a tensor.
 
     generation_defaults: sampling parameters from the checkpoint's generation_config.json, by SamplingParams' names.
+    pooling: how the checkpoint wants hidden states to become an embedding, "last" or "mean". hidden_size: of it.
     """
 
     name: str
@@ -263,6 +264,13 @@ class ModelInfo:
     max_model_len: int
     eos_token_ids: frozenset[int] = frozenset()
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+    pooling: str = "last"
+    hidden_size: int = 1
+
+
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
+REASONING_PARSERS = ("auto", "none", "think")
+POOLING = ("auto", "last", "mean")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +286,10 @@ class ServerConfig:
     a client take nothing of what is sent to it. max_unread_outputs: outputs of a stream that wait for a client who
     reads too slowly; one more ends it.
     grace_s: when the server is told to stop, how long open requests may go on.
+    stream_keep_alive_s: a stream that has told nothing for so long sends a comment.
+    tool_call_parser, reasoning_parser: how the model writes calls of tools, and its reasoning; "auto" looks at its chat
+    template (`octavo.server.tools`).
+    pooling: how an embedding is made of hidden states, "last" or "mean"; "auto" for what the checkpoint asks for.
     allowed_hosts, allowed_origins: names to answer to, and pages that may ask (`octavo.server.origins`).
     """
 
@@ -292,6 +304,10 @@ class ServerConfig:
     idle_timeout_s: float = 60.0
     max_unread_outputs: int = 1024
     grace_s: float = 5.0
+    stream_keep_alive_s: float = 15.0
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    pooling: str = "auto"
     allowed_hosts: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] = ()
     ssl_certfile: Path | None = None
@@ -305,6 +321,12 @@ class ServerConfig:
             _at_least(name, getattr(self, name), 1, may_be_none=True)
         for name in ("request_timeout_s", "body_timeout_s", "idle_timeout_s", "grace_s"):
             _not_negative(name, getattr(self, name))
+        if not self.stream_keep_alive_s > 0:
+            raise ConfigError(f"stream_keep_alive_s must be above 0, got {self.stream_keep_alive_s}")
+        choices = {"tool_call_parser": TOOL_CALL_PARSERS, "reasoning_parser": REASONING_PARSERS, "pooling": POOLING}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         for name in ("allowed_hosts", "allowed_origins"):
             given = getattr(self, name)
             if given is not None:

@@ -44,6 +44,7 @@ _LIMITS = {
 # JSON comes on one line, with a space behind commas and colons if the model likes: where white space has no bound,
 # small models fill an answer with it until they have no tokens left.
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+_FREE = "start: free SPACE @answer\nfree[lazy]: TEXT {}\nTEXT: /(.|\\n)*/\nSPACE: /\\s*/"
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -180,8 +181,23 @@ def _llguidance() -> Any:
     return llguidance
 
 
+def lark_json(schema: str | dict[str, Any]) -> str:
+    """Return how a grammar in Lark's notation names JSON of a schema, spelled as `json` structures are."""
+    fields = json.loads(schema) if isinstance(schema, str) else schema
+    return "%json " + json.dumps({**fields, "x-guidance": _JSON_OPTIONS})
+
+
 def _grammar_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
     """Return what llguidance compiles."""
+    text = _structure_text(llguidance, wanted)
+    if wanted.starts_after is None:
+        return text
+    free = _FREE.format(json.dumps(wanted.starts_after))
+    inner = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
+    return json.dumps({"grammars": [{"name": "all", "lark_grammar": free}, {**inner[0], "name": "answer"}, *inner[1:]]})
+
+
+def _structure_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
     matcher = llguidance.LLMatcher
     try:
         match wanted.kind:

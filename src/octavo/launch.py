@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from octavo.assets import BUILT_IN_MODEL, built_in_model_path
 from octavo.config import EngineConfig, ModelConfig, ModelInfo
 from octavo.engine.chat_template import ChatTemplate
-from octavo.engine.generation_config import read_generation_defaults
+from octavo.engine.generation_config import read_generation_defaults, read_json_object
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.tokenizer import Tokenizer
@@ -119,7 +119,22 @@ def _model_info(model_config: ModelConfig, checkpoint: Checkpoint, tokenizer: To
         max_model_len=checkpoint.max_model_len,
         eos_token_ids=_eos_token_ids(checkpoint, tokenizer),
         generation_defaults=defaults,
+        pooling=read_pooling(directory),
+        hidden_size=architecture.hidden_size,
     )
+
+
+def read_pooling(directory: Path) -> str:
+    """Return how a checkpoint makes embeddings, as sentence-transformers writes it: "mean", or else "last"."""
+    path = directory / "1_Pooling" / "config.json"
+    modes = [
+        name for name, value in read_json_object(path).items() if name.startswith("pooling_mode_") and value is True
+    ]
+    known = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
+    if len(modes) > 1 or not known.keys() >= {*modes}:
+        logger.warning("%s asks for %s; octavo takes the last state or the mean, and the last here", path, modes)
+        return "last"
+    return known[modes[0]] if modes else "last"
 
 
 def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -20,8 +20,10 @@ from octavo.config import (
     default_max_num_batched_tokens,
 )
 from octavo.config import scheduling_policy as parse_policy
+from octavo.engine.embedding import embedding
 from octavo.engine.llm_engine import Engine
 from octavo.errors import RequestError
+from octavo.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from octavo.progress import LoadingProgress, RequestProgress
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 
@@ -214,6 +216,31 @@ class LLM:
                 max_tokens=self.llm_engine.input_processor.model_info.generation_defaults.get("max_tokens")
             )
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        pooling: str | None = None,
+        normalize: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Turn prompts into vectors; they come in the prompts' order, in `outputs.embedding`.
+
+        pooling: "last" or "mean" of the hidden states behind the final norm; None for what the checkpoint asks for.
+        normalize: to length 1.
+        """
+        kind = self.llm_engine.input_processor.model_info.pooling if pooling is None else pooling
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=kind, detokenize=False)
+        return [
+            EmbeddingRequestOutput(
+                output.request_id,
+                EmbeddingOutput(embedding(output, normalize=normalize).tolist()),
+                output.prompt_token_ids,
+                output.num_cached_tokens,
+            )
+            for output in self.generate(prompts, params, use_tqdm=use_tqdm)
+        ]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV; False while requests are open."""

@@ -22,6 +22,7 @@ class ModelOutput:
     """Result of one step, by request id. A request whose prompt is not computed to its end has no entry.
 
     prompt_logprobs: of the prompt positions computed in this step, in order; position 0 has none and is left out.
+    pooled: the vectors of requests for embeddings whose prompt is computed, float32 in the machine's byte order.
     errors: requests whose logits were not numbers; they fail alone.
     kv_loads: transfers that ended, by id, and whether all of their KV arrived.
     """
@@ -31,4 +32,5 @@ class ModelOutput:
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    pooled: dict[str, bytes] = field(default_factory=dict)
     kv_loads: list[tuple[int, bool]] = field(default_factory=list)

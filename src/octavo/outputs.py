@@ -58,7 +58,10 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """State of one request after a step; the last one of a request has `finished` set."""
+    """State of one request after a step; the last one of a request has `finished` set.
+
+    pooled: float32 vector of a request that asked for one (`SamplingParams.pooling`).
+    """
 
     request_id: str
     prompt: str | None
@@ -69,6 +72,25 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: str | None = None
+    pooled: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """A vector that stands for a text."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """The embedding of one prompt."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
 
 
 @dataclass(slots=True)
@@ -83,3 +105,4 @@ class EngineCoreOutput:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    pooled: bytes | None = None

@@ -81,7 +81,7 @@ class Request:
     priority: lower goes first. stop_token_ids: all ids that end it, EOS included unless ignored.
     max_total_tokens: prompt and output together never exceed it.
     num_prompt_logprobs: how many were delivered; a preempted prompt is computed, but not told, twice.
-    reads_prefix_cache: False for prompt_logprobs, which need every prompt position computed.
+    reads_prefix_cache: False for prompt_logprobs and means, which need every prompt position computed.
     tenant: whose request it is, for fair share; one of tenant_weight 2 gets twice the share of one of 1.
     adapter: identity of weights laid over the model's, part of the KV's.
     deadline: time on the engine's clock at which it is of no more use and ends with an error.
@@ -152,7 +152,7 @@ class Request:
         self.num_preemptions = 0
         self.num_prompt_logprobs = 0
         self.spec_token_ids: list[int] = []
-        self.reads_prefix_cache = sampling_params.prompt_logprobs is None
+        self.reads_prefix_cache = sampling_params.prompt_logprobs is None and sampling_params.pooling != "mean"
 
     @property
     def num_tokens(self) -> int:

@@ -14,10 +14,12 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
 MAX_GRAMMAR_CHARS = 1 << 16  # so much is compiled within seconds, and within a thread's stack
 MAX_CHOICES = 1000
+POOLING = ("last", "mean")
 MAX_LOGPROBS = 20  # as vLLM by default: each costs time and memory for every position
 MAX_COUNT = 2**31 - 1  # what the worker's tensors hold
 SEED_RANGE = (-(2**63), 2**64 - 1)
 _STRUCTURED = "structured_outputs"
+_STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 _SAMPLING_EPS = 1e-5  # as in vLLM: a temperature below it is greedy
 
 
@@ -27,6 +29,7 @@ class StructuredOutputsParams:
 
     json: a JSON schema, as text or as the object itself. json_object: any JSON object. regex: a regular expression for
     the whole answer. choice: one of these texts. grammar: a grammar in Lark's or GBNF's notation.
+    starts_after: what comes up to and with this text is free ("</think>"), the structure stands behind it.
     Raises `RequestError` for none or several of them, or one of another type.
     """
 
@@ -35,19 +38,20 @@ class StructuredOutputsParams:
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    starts_after: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.json, dict):
             self.json = _dumps(self.json)
         if self.json_object is not None and not isinstance(self.json_object, bool):
             _refuse_structure("json_object", "true or false")
-        given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
+        given = [name for name in _STRUCTURES if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise RequestError(
                 f"exactly one of json, json_object, regex, choice and grammar is needed, got {given or 'none'}",
                 parameter=_STRUCTURED,
             )
-        for name in ("json", "regex", "grammar"):
+        for name in ("json", "regex", "grammar", "starts_after"):
             text = getattr(self, name)
             if text is not None and not (isinstance(text, str) and 0 < len(text) <= MAX_GRAMMAR_CHARS):
                 _refuse_structure(name, f"a text of 1 to {MAX_GRAMMAR_CHARS} characters")
@@ -57,7 +61,7 @@ class StructuredOutputsParams:
     @property
     def kind(self) -> str:
         """Which of the fields is given."""
-        return next(each.name for each in fields(self) if getattr(self, each.name))
+        return next(name for name in _STRUCTURES if getattr(self, name))
 
     @staticmethod
     def _check_choice(choice: list[str]) -> None:
@@ -95,7 +99,8 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 mean "all".
     max_tokens None means up to the model's limit. logprobs/prompt_logprobs: how many of the best are reported beside
     the token itself; None for none at all. logit_bias: token id -> number added to its logit. structured_outputs: what
-    form the answer must have; it ends where that does.
+    form the answer must have; it ends where that does. pooling: "last" or "mean" asks for the hidden states of the
+    prompt as one vector, beside the one token that max_tokens must allow.
 
     Raises `RequestError` for a value out of range. Fields may be changed until the request is sent: the engine checks
     them anew and keeps a copy.
@@ -121,6 +126,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    pooling: str | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -147,6 +153,11 @@ class SamplingParams:
             if value is not None:
                 _check_int(name, value, 0, MAX_LOGPROBS)
         self._check_lists()
+        if self.pooling is not None:
+            if self.pooling not in POOLING:
+                _refuse("pooling", self.pooling, " or ".join(POOLING))
+            if (self.n, self.max_tokens) != (1, 1):
+                raise RequestError("pooling needs n = 1 and max_tokens = 1", parameter="pooling")
         if self.structured_outputs is not None:
             self._check_structure(self.structured_outputs)
 

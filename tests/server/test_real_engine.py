@@ -5,7 +5,10 @@ The answers are compared with those of `LLM` on the same checkpoint: what is ser
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
+import struct
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -35,18 +38,22 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_byte_checkpoint(tmp_path_factory.mktemp("served") / "tiny", TEMPLATE)
+
+
+def write_byte_checkpoint(directory: Path, template: str) -> Path:
     """One token per byte, so that a random model writes unfinished characters, and 257 of them with the EOS."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     config = tiny_config(
         "Qwen2ForCausalLM", vocab_size=len(alphabet) + 1, eos_token_id=0, max_position_embeddings=MAX_MODEL_LEN
     )
-    directory = write_checkpoint(tmp_path_factory.mktemp("served") / "tiny", config, std=0.1)
+    write_checkpoint(directory, config, std=0.1)
     tokenizer = Tokenizer(models.BPE({"<eos>": 0} | {token: i for i, token in enumerate(alphabet, start=1)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<eos>"])
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": TEMPLATE}))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": template}))
     return directory
 
 
@@ -62,6 +69,12 @@ def served(checkpoint: Path) -> Iterator[running.Running]:
         CacheConfig(num_gpu_blocks=2 * MAX_MODEL_LEN // 16),
         SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
     )
+    with served_engine(engine) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def served_engine(engine: LLMEngine) -> Iterator[running.Running]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "make_engine", lambda executor: engine)
         with run_server(served_model_names=["tiny"]) as server:
@@ -332,3 +345,131 @@ def test_a_grammar_that_takes_too_much_on_its_way_is_its_user_s_fault(
         response = http.post("/v1/completions", json=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "structured_outputs"
+
+
+# --- embeddings
+
+
+def test_embeddings_are_those_computed_offline(client: openai.OpenAI, offline: LLM) -> None:
+    texts = ["Where is 狐?", "a", "Where is 狐? " * 20]
+    expected = [output.outputs.embedding for output in offline.embed(texts, use_tqdm=False)]
+    for options in ({"encoding_format": "float"}, {"encoding_format": "base64"}, {}):
+        result = client.embeddings.create(model="tiny", input=texts, **options)  # type: ignore[arg-type]
+        got = [each.embedding for each in result.data]
+        if options.get("encoding_format") == "base64":  # which the client leaves as it is when it was asked for
+            got = [struct.unpack(f"<{len(expected[0])}f", base64.b64decode(each)) for each in got]  # type: ignore[arg-type, misc]
+        assert [list(each) for each in got] == expected
+        assert [each.index for each in result.data] == [0, 1, 2]
+        assert result.usage.prompt_tokens == result.usage.total_tokens == sum(len(text.encode()) for text in texts)
+    one = client.embeddings.create(model="tiny", input=list(b"a"), dimensions=5)
+    assert len(one.data[0].embedding) == 5
+    assert abs(sum(value * value for value in one.data[0].embedding) - 1) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("body", "parameter"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": [1, "a"]}, "input"),
+        ({"input": [999]}, "input"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "dimensions": 10**6}, "dimensions"),
+        ({"input": "a", "encoding_format": "int"}, "encoding_format"),
+        ({"input": "a" * MAX_MODEL_LEN * 2}, "input"),
+        ({"input": ["a"] * 3000}, "input"),
+    ],
+)
+def test_embeddings_that_are_refused(served: running.Running, body: dict[str, Any], parameter: str) -> None:
+    with served.http() as http:
+        response = http.post("/v1/embeddings", json=body)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == parameter
+
+
+# --- calls of tools: a model of random weights is held to their form
+
+
+TOOL_TEMPLATES = {
+    "hermes": "{{ tools | tojson if tools else '' }}<tool_call>",
+    "llama3_json": "{{ tools | tojson if tools else '' }}<|python_tag|>",
+    "mistral": "{{ tools | tojson if tools else '' }}[TOOL_CALLS]",
+}
+PLACES = ["Rome", "Röme", "狐"]
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"place": {"enum": PLACES}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+                "required": ["place", "days"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "additionalProperties": False}}},
+]
+
+
+@pytest.fixture(scope="module", params=TOOL_TEMPLATES)
+def tool_client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    template = TOOL_TEMPLATES[request.param] + TEMPLATE
+    checkpoint = write_byte_checkpoint(tmp_path_factory.mktemp("tools") / "tiny", template)
+    engine = LLMEngine(
+        ModelConfig(model=str(checkpoint)),
+        CacheConfig(num_gpu_blocks=256),
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+    )
+    with served_engine(engine) as server:
+        url = f"{server.url}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
+            yield client
+
+
+def check_call(name: str, arguments: str) -> None:
+    values = json.loads(arguments)
+    if name == "weather":
+        assert values["place"] in PLACES
+        assert 1 <= values["days"] <= 9
+    else:
+        assert (name, values) == ("now", {})
+
+
+@pytest.mark.parametrize(
+    ("choice", "finish_reason"),
+    [("required", "tool_calls"), ({"type": "function", "function": {"name": "weather"}}, "stop")],
+)
+def test_forced_calls_of_a_random_model(tool_client: openai.OpenAI, choice: Any, finish_reason: str) -> None:
+    for seed in range(3):
+        asked: dict[str, Any] = {
+            "model": "tiny", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "seed": seed,
+            "parallel_tool_calls": False, "max_tokens": 300,
+        }  # fmt: skip
+        whole = tool_client.chat.completions.create(**asked).choices[0]
+        assert whole.finish_reason == finish_reason
+        assert whole.message.content is None
+        (call,) = whole.message.tool_calls or []
+        check_call(call.function.name, call.function.arguments)
+        name, arguments = "", ""
+        for chunk in tool_client.chat.completions.create(**asked, stream=True):
+            for piece in chunk.choices[0].delta.tool_calls or []:
+                name, arguments = piece.function.name or name, arguments + (piece.function.arguments or "")
+        assert (name, arguments) == (call.function.name, call.function.arguments)
+
+
+def test_a_choice_with_json_or_calls(tool_client: openai.OpenAI) -> None:
+    """With response_format and tools an answer is one or the other."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for seed in range(4):
+        choice = tool_client.chat.completions.create(
+            model="tiny", messages=MESSAGES, tools=TOOLS, response_format=wanted, seed=seed, max_tokens=300,  # type: ignore[call-overload]
+            parallel_tool_calls=False,
+        ).choices[0]  # fmt: skip
+        if choice.message.tool_calls:
+            check_call(choice.message.tool_calls[0].function.name, choice.message.tool_calls[0].function.arguments)
+        else:
+            assert json.loads(choice.message.content) in ({"a": 1}, {"a": 2})

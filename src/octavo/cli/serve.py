@@ -16,6 +16,9 @@ from octavo.config import (
     DEFAULT_MAX_BODY_BYTES,
     DEFAULT_MAX_NUM_WAITING,
     DEFAULT_MAX_NUM_WAITING_TOKENS,
+    POOLING,
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
     SchedulingPolicy,
     ServerConfig,
     api_key_from_environment,
@@ -68,6 +71,39 @@ class ServerOptions:
             help="When told to stop, how long open requests may go on before they are ended.",
         ),
     ] = _DEFAULT.grace_s
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(TOOL_CALL_PARSERS),
+            rich_help_panel=_PANEL,
+            help="How the model writes calls of tools; auto looks at its chat template.",
+        ),
+    ] = _DEFAULT.tool_call_parser
+    reasoning_parser: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(REASONING_PARSERS),
+            rich_help_panel=_PANEL,
+            help="Whether <think>...</think> is split off as reasoning_content; auto looks at the chat template.",
+        ),
+    ] = _DEFAULT.reasoning_parser
+    pooling: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(POOLING),
+            rich_help_panel=_PANEL,
+            help="How hidden states become an embedding; auto does as the checkpoint asks, else it takes the last one.",
+        ),
+    ] = _DEFAULT.pooling
+    stream_keep_alive: Annotated[
+        float,
+        typer.Option(
+            min=0.001,
+            metavar="SECONDS",
+            rich_help_panel=_PANEL,
+            help="A stream that has told nothing for so long sends a comment, so that no proxy ends it.",
+        ),
+    ] = _DEFAULT.stream_keep_alive_s
     log_level: Annotated[
         str, typer.Option(metavar="debug|info|warning|error", rich_help_panel=_PANEL, help="How much is logged.")
     ] = "info"
@@ -189,6 +225,10 @@ class ServerOptions:
             idle_timeout_s=self.idle_timeout,
             max_unread_outputs=self.max_unread_outputs,
             grace_s=self.shutdown_timeout,
+            stream_keep_alive_s=self.stream_keep_alive,
+            tool_call_parser=self.tool_call_parser,
+            reasoning_parser=self.reasoning_parser,
+            pooling=self.pooling,
             allowed_hosts=hosts or None,
             allowed_origins=tuple(self.allowed_origin or ()),
             ssl_certfile=self.ssl_certfile,

@@ -663,6 +663,7 @@ class Scheduler:
             None if status is None else status.finish_reason,
             request.stop_reason,
             request.sequence.num_cached_tokens,
+            pooled=result.pooled.get(request_id) if result.pooled else None,
         )
 
     @staticmethod

@@ -44,6 +44,10 @@ class TextCodec(Protocol):
         """Tell whether a token is none of the text."""
         ...
 
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the token of that text; None where there is none."""
+        ...
+
     def token(self, token_id: int) -> str:
         """Return how the vocabulary spells a token."""
         ...
@@ -51,6 +55,11 @@ class TextCodec(Protocol):
 
 class ChatRenderer(Protocol):
     """What the input processor asks of a chat template."""
+
+    @property
+    def templates(self) -> Mapping[str, str]:
+        """The texts of the templates, by name."""
+        ...
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Turn messages into the text of a prompt."""
@@ -84,6 +93,11 @@ class InputProcessor:
     def has_chat_template(self) -> bool:
         """Whether `chat_prompt` works."""
         return self._tokenizer is not None and self._chat_template is not None
+
+    @property
+    def chat_templates(self) -> list[str]:
+        """The texts of the checkpoint's templates."""
+        return [] if self._chat_template is None else list(self._chat_template.templates.values())
 
     @property
     def tokenizer(self) -> TextCodec:

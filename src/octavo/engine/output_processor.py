@@ -80,6 +80,7 @@ class _RequestState:
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     num_cached_tokens: int = 0
     error: str | None = None
+    pooled: bytes | None = None
 
     @property
     def finished(self) -> bool:
@@ -181,6 +182,7 @@ class OutputProcessor:
         """Add news to a stream; whether a stop string ended it while the core thinks it goes on."""
         state.num_cached_tokens = max(state.num_cached_tokens, news.num_cached_tokens)
         state.error = state.error or news.error
+        state.pooled = state.pooled or news.pooled
         if state.prompt_logprobs is not None and stream.index == 0:
             state.prompt_logprobs.extend(self._logprob_dict(entry) for entry in news.new_prompt_logprobs)
         if news.new_token_ids and state.metrics.first_token_time is None:
@@ -252,6 +254,7 @@ class OutputProcessor:
                 num_cached_tokens=state.num_cached_tokens,
                 metrics=state.metrics,
                 error=state.error,
+                pooled=state.pooled,
             )
         ]
 

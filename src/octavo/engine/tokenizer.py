@@ -104,6 +104,11 @@ class Tokenizer:
         """Whether a token is none of the text: EOS, a role's tag."""
         return token_id in self._special_ids
 
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the token of that text; None where there is none."""
+        token_id: int | None = self.backend.token_to_id(text)
+        return token_id
+
     def token(self, token_id: int) -> str:
         """Return how the vocabulary spells a token; "" for an id that has no token."""
         return self.backend.id_to_token(token_id) or ""

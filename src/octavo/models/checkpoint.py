@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from octavo.models.stored_quantization import StoredTensor
 
 _RESIDENT_BYTES = 32 << 20  # of pages of files that are kept in memory, besides the last tensor
+_PREFIX, _BARE_NAME = "model.", "embed_tokens.weight"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Tensors that some checkpoints carry and that are computed anew here.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
@@ -30,9 +31,11 @@ class CheckpointFiles:
 
     The files stay mapped while this object or a tensor from it lives. Of what was handed out, only the last pages stay
     in this process's memory; the system reads others again if they are asked for.
+
+    Models for embeddings are often saved without their head, and their names without `model.`: they get it here.
     """
 
-    __slots__ = ("_file_of", "_handed_out", "directory")
+    __slots__ = ("_file_of", "_handed_out", "_left_out", "directory")
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -46,6 +49,9 @@ class CheckpointFiles:
                         f"{path}: {name} stands in {self._file_of[name][0].name}, too; remove the file that is too much"
                     )
                 self._file_of[name] = (path, file)
+        self._left_out = _PREFIX if _BARE_NAME in self._file_of else ""
+        if self._left_out:
+            self._file_of = {self._left_out + name: where for name, where in self._file_of.items()}
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
         """Raise unless the files hold exactly the tensors of `expected`; known leftovers are ignored.
@@ -68,7 +74,7 @@ class CheckpointFiles:
             if name not in self._file_of:
                 continue
             path, file = self._file_of[name]
-            stored = file.get_slice(name)
+            stored = file.get_slice(name.removeprefix(self._left_out))
             if tuple(stored.get_shape()) != shape:
                 found = list(stored.get_shape())
                 raise ModelError(
@@ -89,7 +95,7 @@ class CheckpointFiles:
         """Return a tensor that aliases the file's pages: copy it before the file may change."""
         path, file = self._file_of[name]
         try:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(name.removeprefix(self._left_out))
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: {name} cannot be read ({error}); download it again") from error
         if sum(each.nbytes for tensors in self._handed_out.values() for each in tensors) >= _RESIDENT_BYTES:

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
@@ -24,10 +24,10 @@ from octavo.server.errors import to_http
 from octavo.server.openai_responses import PromptTokensDetails, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
 
     from starlette.requests import Request
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import Message, Receive, Scope, Send
 
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
@@ -41,57 +41,46 @@ T = TypeVar("T")
 _MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is to be answered. `model` is the name to answer under, `place` what it holds until it is."""
+    """What is to be answered. `model` is the name to answer under, `place` what it holds until it is.
+
+    spelled: the engine's name of a parameter -> the one that the client used.
+    """
 
     request_id: str
     model: str
     prompts: list[Any]
     params: SamplingParams
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    priority: int
-    cache_salt: str | None
-    created: int
     place: Place
     timeout_s: float
-    spelled: dict[str, str]  # the engine's name of a parameter -> the one that the client used
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    spelled: dict[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def make(
-        cls,
-        request_id: str,
-        model: str,
-        prompts: list[Any],
-        params: SamplingParams,
-        request: SamplingFields,
-        place: Place,
-        timeout_s: float,
-        *,
-        prompt_field: str = "prompt",
-    ) -> Job:
-        """Take the fields that all APIs spell alike."""
-        structure_field = "structured_outputs" if request.response_format is None else "response_format"
-        options = request.stream_options
-        stream = bool(request.stream)
-        kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
-        return cls(
-            request_id=request_id,
-            model=model,
-            prompts=prompts,
-            params=replace(params, output_kind=kind),
-            stream=stream,
-            include_usage=bool(options and options.include_usage),
-            continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
-            priority=request.priority or 0,
-            cache_salt=request.cache_salt,
-            created=int(time.time()),
-            place=place,
-            timeout_s=timeout_s,
-            spelled={"prompt": prompt_field, "structured_outputs": structure_field},
-        )
+    def __post_init__(self) -> None:
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        object.__setattr__(self, "params", replace(self.params, output_kind=kind))
+
+
+def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]:
+    """Return what the OpenAI API's requests tell a job beside their prompts and parameters."""
+    options = request.stream_options
+    return {
+        "stream": bool(request.stream),
+        "include_usage": bool(options and options.include_usage),
+        "continuous_usage": bool(options and options.include_usage and options.continuous_usage_stats),
+        "priority": request.priority or 0,
+        "cache_salt": request.cache_salt,
+        "spelled": {
+            "prompt": prompt_field,
+            "structured_outputs": "structured_outputs" if request.response_format is None else "response_format",
+        },
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,35 +100,55 @@ class News:
 
 
 class Reply(Protocol):
-    """How one API spells outputs. `end`: what ends a stream behind its last event."""
+    """How one API spells outputs: as server-sent events, or whole."""
 
-    end: bytes
-
-    def chunk(self, news: News, usage: Usage | None) -> msgspec.Struct:
-        """One event of a stream."""
+    def news(self, news: News, usage: Usage | None) -> bytes:
+        """Return the events of some news; none where they tell a client nothing. usage: if counts go with each."""
         ...
 
-    def usage_chunk(self, usage: Usage) -> msgspec.Struct:
-        """The event that ends a stream with its usage."""
+    def end(self, usage: Usage) -> bytes:
+        """Return the last events."""
+        ...
+
+    def error(self, error: Exception) -> bytes:
+        """Return the last events of a stream that fails."""
         ...
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> msgspec.Struct:
-        """The whole answer; one output for each prompt."""
+        """Return the whole answer; there is one output for each prompt."""
         ...
 
-    def error(self, error: Exception) -> Any:
-        """The event of an error in mid-stream."""
-        ...
+
+def event(data: Any) -> bytes:
+    """Spell a server-sent event."""
+    return b"data: " + encoder.encode(data) + b"\n\n"
 
 
 class OpenAIReply:
-    """What the OpenAI API's replies share."""
+    """What replies share that are chunks."""
 
-    end = b"data: [DONE]\n\n"
+    _done = b"data: [DONE]\n\n"
 
-    def error(self, error: Exception) -> Any:
-        """Return an error object."""
-        return to_http(error).body
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def news(self, news: News, usage: Usage | None) -> bytes:
+        """Return a chunk, if there is something to tell."""
+        return event(self._chunk(news, usage)) if news.is_visible else b""
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the counts, if they are asked for, and the end."""
+        return event(self._usage_chunk(usage)) + self._done if self._job.include_usage else self._done
+
+    def error(self, error: Exception) -> bytes:
+        """Return an error object, and the end."""
+        return event(to_http(error).body) + self._done
+
+    def _chunk(self, news: News, usage: Usage | None) -> msgspec.Struct:
+        raise NotImplementedError
+
+    def _usage_chunk(self, usage: Usage) -> msgspec.Struct:
+        raise NotImplementedError
 
 
 class UsageCounter:
@@ -211,10 +220,11 @@ async def _answer(service: Service, http_request: Request, job: Job, reply: Repl
         note(http_request, job, usage)
         return Response(encoder.encode(reply.whole(outputs, usage.usage())), media_type="application/json")
     news = _news(service, job)
-    first = await unless_disconnected(http_request, _next(news))
+    first = await _begun(http_request, news, service.config.stream_keep_alive_s)
     usage = UsageCounter()
     note(http_request, job, usage)
-    return EventStream(_events(first, news, job, reply, usage), news, job.place)
+    events = _events(_chain(first, news), job, reply, usage)
+    return EventStream(events, first, news, job.place, service.config.stream_keep_alive_s)
 
 
 def note(http_request: Request, job: Job, usage: UsageCounter) -> None:
@@ -223,21 +233,77 @@ def note(http_request: Request, job: Job, usage: UsageCounter) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. However it ends, also before its first one, its request and its place are given up."""
+    """Server-sent events. However it ends, also before its first one, its request and its place are given up.
 
-    def __init__(self, events: AsyncIterator[bytes], news: AsyncGenerator[News, None], place: Place) -> None:
+    Where nothing is told for keep_alive_s seconds, a comment is: whatever stands between a server and its client ends
+    connections on which nothing moves.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        first: asyncio.Task[News],
+        news: AsyncGenerator[News, None],
+        place: Place,
+        keep_alive_s: float,
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._news, self._place = news, place
+        self._first, self._news, self._place = first, news, place
+        self._keep_alive_s = keep_alive_s
+        self._last_sent = 0.0
+        self._is_open = False
         place.is_kept = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events."""
+        clock = asyncio.get_running_loop().time
+
+        async def sending(message: Message) -> None:
+            self._last_sent = clock()
+            self._is_open = bool(message.get("more_body", True))
+            await send(message)
+
+        keeper = asyncio.create_task(self._keep_alive(send, clock))
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, sending)
         finally:
+            keeper.cancel()
+            self._first.cancel()
+            await asyncio.gather(keeper, self._first, return_exceptions=True)
             await self._news.aclose()
             self._place.leave()
+
+    async def _keep_alive(self, send: Send, clock: Callable[[], float]) -> None:
+        """Send comments between events; an event is handed over at once, so none is cut by a comment."""
+        while True:
+            await asyncio.sleep(self._last_sent + self._keep_alive_s - clock())
+            if self._is_open and clock() >= self._last_sent + self._keep_alive_s:
+                self._last_sent = clock()
+                await send({"type": "http.response.body", "body": b": still at work\n\n", "more_body": True})
+            elif not self._is_open:
+                await asyncio.sleep(self._keep_alive_s)
+
+
+async def _begun(http_request: Request, news: AsyncGenerator[News, None], patience_s: float) -> asyncio.Task[News]:
+    """Wait for the first news, as a request that is refused has a status of its own then; not for ever, though."""
+    first = asyncio.create_task(_next(news))
+    watcher = asyncio.create_task(_disconnected(http_request))
+    is_kept = False
+    try:
+        await asyncio.wait({first, watcher}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        if first.done():
+            first.result()
+        elif watcher.done():
+            raise ClientDisconnect
+        is_kept = True
+        return first
+    finally:
+        watcher.cancel()
+        if not is_kept:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+        await asyncio.gather(watcher, return_exceptions=True)
 
 
 async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -326,33 +392,28 @@ async def _news(service: Service, job: Job) -> AsyncGenerator[News, None]:
 
 
 async def _events(
-    first: News, rest: AsyncGenerator[News, None], job: Job, reply: Reply, counter: UsageCounter
+    news: AsyncGenerator[News, None], job: Job, reply: Reply, counter: UsageCounter
 ) -> AsyncGenerator[bytes, None]:
     """Spell a stream as server-sent events; an error is its last one."""
     try:
-        async with aclosing(rest):
-            async for news in _chain(first, rest):
-                counter.add(news.output, [news.completion])
-                if news.is_visible:
-                    yield _event(reply.chunk(news, counter.usage() if job.continuous_usage else None))
-        if job.include_usage:
-            yield _event(reply.usage_chunk(counter.usage()))
+        async with aclosing(news):
+            async for each in news:
+                counter.add(each.output, [each.completion])
+                told = reply.news(each, counter.usage() if job.continuous_usage else None)
+                if told:
+                    yield told
+        yield reply.end(counter.usage())
     except Exception as error:
         if not isinstance(error, OctavoError):
             logger.exception("a stream failed")
-        yield _event(reply.error(error))
-    if reply.end:
-        yield reply.end
+        yield reply.error(error)
 
 
-async def _chain(first: News, rest: AsyncGenerator[News, None]) -> AsyncIterator[News]:
-    yield first
-    async for news in rest:
-        yield news
-
-
-def _event(data: Any) -> bytes:
-    return b"data: " + encoder.encode(data) + b"\n\n"
+async def _chain(first: asyncio.Task[News], rest: AsyncGenerator[News, None]) -> AsyncGenerator[News, None]:
+    yield await first
+    async with aclosing(rest):
+        async for news in rest:
+            yield news
 
 
 async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:

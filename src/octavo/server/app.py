@@ -12,15 +12,17 @@ from starlette.requests import Request  # noqa: TC002 - fastapi reads the types 
 from starlette.responses import Response
 
 from octavo import __version__
-from octavo.server import tgi
+from octavo.server import messages, tgi
 from octavo.server.audit import AuditMiddleware
 from octavo.server.auth import ApiKeyMiddleware
 from octavo.server.body import BodyBudget, body_of
 from octavo.server.chat import create_chat_completion
 from octavo.server.completions import create_completion
+from octavo.server.embeddings import EmbeddingRequest, create_embeddings
 from octavo.server.errors import NotAllowedError, add_error_handlers
 from octavo.server.openai_requests import ChatCompletionRequest, CompletionRequest
 from octavo.server.origins import OriginMiddleware
+from octavo.server.responses import ResponsesRequest, create_response
 from octavo.server.tokenizing import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 
 if TYPE_CHECKING:
@@ -30,6 +32,10 @@ _BODIES = 16  # so many of the largest may arrive at once
 
 ChatBody = Annotated[ChatCompletionRequest, Depends(body_of(ChatCompletionRequest))]
 TokenizeBody = Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest))]
+ResponsesBody = Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest))]
+EmbeddingBody = Annotated[EmbeddingRequest, Depends(body_of(EmbeddingRequest))]
+MessagesBody = Annotated[messages.MessagesRequest, Depends(messages.read_body)]
+CountTokensBody = Annotated[messages.CountTokensRequest, Depends(messages.read_count_tokens)]
 TgiBody = Annotated[tgi.GenerateRequest, Depends(tgi.read_body)]
 DetokenizeBody = Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))]
 CompletionBody = Annotated[CompletionRequest, Depends(body_of(CompletionRequest))]
@@ -75,6 +81,22 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionBody) -> Response:
         return await create_completion(service, request, body)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request, body: ResponsesBody) -> Response:
+        return await create_response(service, request, body)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(request: Request, body: EmbeddingBody) -> Response:
+        return await create_embeddings(service, request, body)
+
+    @app.post("/v1/messages")
+    async def create_message(request: Request, body: MessagesBody) -> Response:
+        return await messages.create_message(service, request, body)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request, body: CountTokensBody) -> Response:
+        return await messages.count_tokens(service, request, body)
 
     @app.post("/tokenize")
     async def tokenize_text(request: Request, body: TokenizeBody) -> Response:

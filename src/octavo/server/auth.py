@@ -8,6 +8,8 @@ from octavo.server.errors import AuthenticationError, to_http
 from octavo.server.tenants import EVERYBODY
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from octavo.server.service import Service
@@ -30,7 +32,9 @@ class ApiKeyMiddleware:
             return
         tenant = self._tenant(scope)
         if tenant is None:
-            error = AuthenticationError("a valid API key is needed: send the header 'Authorization: Bearer KEY'")
+            error = AuthenticationError(
+                "a valid API key is needed: send the header 'Authorization: Bearer KEY', or 'x-api-key: KEY'"
+            )
             await to_http(error).response()(scope, receive, send)
             return
         scope.setdefault("state", {})["tenant"] = tenant
@@ -40,6 +44,15 @@ class ApiKeyMiddleware:
         keyring = self._service.keyring
         if keyring is None or scope["path"] in OPEN_PATHS:
             return EVERYBODY
-        sent = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, key = sent[0].partition(b" ") if len(sent) == 1 else (b"", b"", b"")
-        return keyring.find(key.strip()) if scheme.lower() == b"bearer" else None
+        key = _key(scope["headers"])
+        return None if key is None else keyring.find(key)
+
+
+def _key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """Return the one key that is sent, as OpenAI's clients send it or as Anthropic's do; both may say the same."""
+    keys: dict[bytes, bytes | None] = {}
+    for name, value in headers:
+        if name in {b"authorization", b"x-api-key"}:
+            scheme, _, key = value.partition(b" ") if name == b"authorization" else (b"bearer", b"", value)
+            keys[name] = None if name in keys or scheme.lower() != b"bearer" else key.strip()
+    return keys.popitem()[1] if len({*keys.values()}) == 1 else None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import PromptTooLongError, RequestError
-from octavo.server.answering import Job, News, OpenAIReply, answer, read_timeout
+from octavo.server.answer_form import AnswerForm, AnswerReader
+from octavo.server.answering import Job, News, OpenAIReply, answer, event, openai_options, read_timeout
+from octavo.server.conversation import read_messages, template_options
 from octavo.server.logprobs import chat_logprobs, prompt_logprobs
 from octavo.server.openai_responses import (
     ChatChoice,
@@ -16,31 +18,26 @@ from octavo.server.openai_responses import (
     ChatCompletionChunk,
     ChatDelta,
     ChatMessage,
+    CompletionTokensDetails,
+    FunctionCall,
+    ToolCall,
     Usage,
 )
 from octavo.server.sampling import sampling_params
+from octavo.server.tools import read_chat_tools
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from octavo.outputs import RequestOutput
+    from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.openai_requests import ChatCompletionRequest
+    from octavo.server.parts import Part
     from octavo.server.service import Service
-
-
-class TemplateFields(Protocol):
-    """The fields of a request that go to the chat template."""
-
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-    chat_template_kwargs: dict[str, Any] | None
-
-
-_RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "chat_template", "self"}
+    from octavo.server.tools import Toolbox
 
 
 async def create_chat_completion(service: Service, http_request: Request, request: ChatCompletionRequest) -> Response:
@@ -49,18 +46,38 @@ async def create_chat_completion(service: Service, http_request: Request, reques
     request.refuse_unsupported()
     params = _params(request, service.default_params, service.model_info.generation_defaults.get("max_tokens"))
     messages = read_messages(request.messages)
+    style = service.answer_style
+    toolbox = read_chat_tools(request.tools, request.tool_choice, request.parallel_tool_calls, style.tools)
     options = template_options(request)
     timeout_s = read_timeout(http_request, service.config.request_timeout_s)
-    render = service.llm.engine.input_processor.chat_prompt
     with service.enter(http_request, params.n) as place:
-        try:
-            prompt = await asyncio.to_thread(render, messages, **options)
-        except PromptTooLongError as error:
-            error.parameter = "messages"
-            raise
-        request_id = f"chatcmpl-{uuid.uuid4().hex}"
-        job = Job.make(request_id, model, [prompt], params, request, place, timeout_s, prompt_field="messages")
-        return await answer(service, http_request, job, ChatReply(job, request.top_logprobs or 0))
+        prompt = await render(service, messages, toolbox, options)
+        form = AnswerForm.of(style, toolbox, prompt["prompt"])
+        params = form.applied_to(params)
+        job = Job(
+            request_id=f"chatcmpl-{uuid.uuid4().hex}",
+            model=model,
+            prompts=[prompt],
+            params=params,
+            place=place,
+            timeout_s=timeout_s,
+            **openai_options(request, "messages"),
+        )
+        if toolbox.format is not None:
+            job.spelled["structured_outputs"] = "tools"
+        return await answer(service, http_request, job, ChatReply(job, form, request.top_logprobs or 0))
+
+
+async def render(
+    service: Service, messages: list[dict[str, Any]], toolbox: Toolbox, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Spell a conversation as the chat template does, beside the event loop."""
+    tools = list(toolbox.given) or None
+    try:
+        return await asyncio.to_thread(service.llm.engine.input_processor.chat_prompt, messages, tools=tools, **options)
+    except PromptTooLongError as error:
+        error.parameter = "messages"
+        raise
 
 
 def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
@@ -81,83 +98,41 @@ def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_ma
         raise
 
 
-def read_messages(messages: Any) -> list[dict[str, Any]]:
-    """Check a conversation; the text parts of a message are joined. Raises `RequestError` with the place."""
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("messages must be a list of at least one message", parameter="messages")
-    return [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-
-
-def _read_message(message: Any, place: str) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise RequestError(f"{place} must be an object with role and content", parameter=place)
-    if not isinstance(message.get("role"), str):
-        raise RequestError(f"{place}.role must be a string", parameter=f"{place}.role")
-    if message.get("tool_calls"):
-        raise RequestError(f"{place}.tool_calls is not supported by this server", parameter=f"{place}.tool_calls")
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "\n".join(_read_part(part, f"{place}.content[{index}]") for index, part in enumerate(content))
-    if content is None and message["role"] == "assistant":
-        content = ""
-    if not isinstance(content, str):
-        raise RequestError(f"{place}.content must be text or a list of text parts", parameter=f"{place}.content")
-    return {**message, "content": content}
-
-
-def _read_part(part: Any, place: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
-        shown = f", got type {kind!r}" if isinstance(kind, str) else ""
-        raise RequestError(f'{place} must be {{"type": "text", "text": ...}}{shown[:60]}', parameter=place)
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise RequestError(f"{place}.text must be a string", parameter=f"{place}.text")
-    return text
-
-
-def template_options(request: TemplateFields) -> dict[str, Any]:
-    """Return what a request tells the chat template. Raises `RequestError` for what only the server may tell it."""
-    options = request.chat_template_kwargs or {}
-    for name in options:
-        if name in _RESERVED_TEMPLATE_NAMES:
-            raise RequestError(f"chat_template_kwargs must not set {name}", parameter="chat_template_kwargs")
-    options = dict(options)
-    if request.add_generation_prompt is not None:
-        options["add_generation_prompt"] = request.add_generation_prompt
-    if request.continue_final_message is not None:
-        options["continue_final_message"] = request.continue_final_message
-    options.setdefault("add_generation_prompt", True)
-    if options.get("continue_final_message") and options["add_generation_prompt"]:
-        raise RequestError(
-            "continue_final_message continues the last message, so add_generation_prompt must be false",
-            parameter="continue_final_message",
-        )
-    return options
-
-
 class ChatReply(OpenAIReply):
     """Spells outputs as chat completions."""
 
-    def __init__(self, job: Job, num_top_logprobs: int) -> None:
-        self._job = job
+    def __init__(self, job: Job, form: AnswerForm, num_top_logprobs: int) -> None:
+        super().__init__(job)
+        self._form = form
         self._num_top = num_top_logprobs
+        self._answers: dict[int, _Answer] = {}
 
-    def chunk(self, news: News, usage: Usage | None) -> ChatCompletionChunk:
-        """One event; the first one of a choice has the role, the last one the finish_reason."""
+    def news(self, news: News, usage: Usage | None) -> bytes:
+        """Return a chunk; the first one of a choice has the role, the last one the finish_reason."""
         completion = news.completion
+        answer = self._answers.setdefault(news.choice, _Answer(self._form))
+        delta = answer.grow(completion)
+        if not (news.is_first or delta is not None or completion.logprobs or completion.finished):
+            return b""
         choice = ChatChunkChoice(
-            news.choice, ChatDelta(content=completion.text), chat_logprobs(completion.logprobs, self._num_top)
+            news.choice, delta or ChatDelta(content=""), chat_logprobs(completion.logprobs, self._num_top)
         )
         if news.is_first:
             choice.delta.role = "assistant"
         if completion.finished:
-            choice.finish_reason, choice.stop_reason = completion.finish_reason, completion.stop_reason
-        return self._event([choice], usage)
+            choice.finish_reason, choice.stop_reason = answer.finish_reason(completion), completion.stop_reason
+        return event(self._event([choice], usage))
 
-    def usage_chunk(self, usage: Usage) -> ChatCompletionChunk:
+    def _usage_chunk(self, usage: Usage) -> ChatCompletionChunk:
         """No choices, only counts."""
-        return self._event([], usage)
+        return self._event([], self._counted(usage, self._answers.values()))
+
+    def _counted(self, usage: Usage, answers: Iterable[_Answer]) -> Usage:
+        """Add how many of the tokens were reasoning."""
+        if self._form.has_reasoning:
+            num_tokens = sum(answer.reader.num_reasoning_tokens for answer in answers)
+            usage.completion_tokens_details = CompletionTokensDetails(num_tokens)
+        return usage
 
     def _event(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatCompletionChunk:
         chunk = ChatCompletionChunk(self._job.request_id, self._job.created, self._job.model, choices)
@@ -168,17 +143,73 @@ class ChatReply(OpenAIReply):
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
         """All n choices of the one prompt."""
         (output,) = outputs
-        choices = [
-            ChatChoice(
-                completion.index,
-                ChatMessage(completion.text),
-                chat_logprobs(completion.logprobs, self._num_top),
-                completion.finish_reason,
-                completion.stop_reason,
-            )
-            for completion in output.outputs
-        ]
-        result = ChatCompletion(self._job.request_id, self._job.created, self._job.model, choices, usage)
+        answers = [_Answer(self._form) for _ in output.outputs]
+        choices = [self._choice(each, answer) for each, answer in zip(output.outputs, answers, strict=True)]
+        counts = self._counted(usage, answers)
+        result = ChatCompletion(self._job.request_id, self._job.created, self._job.model, choices, counts)
         if output.prompt_logprobs is not None:
             result.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
         return result
+
+    def _choice(self, completion: CompletionOutput, answer: _Answer) -> ChatChoice:
+        return ChatChoice(
+            completion.index,
+            answer.message(completion),
+            chat_logprobs(completion.logprobs, self._num_top),
+            answer.finish_reason(completion),
+            completion.stop_reason,
+        )
+
+
+class _Answer:
+    """One choice while it grows."""
+
+    def __init__(self, form: AnswerForm) -> None:
+        self.reader = AnswerReader(form)
+        self._toolbox = form.toolbox
+        self._has_calls = False
+
+    def message(self, completion: CompletionOutput) -> ChatMessage:
+        """Return a whole answer."""
+        message = ChatMessage(None)
+        for part in self.reader.read(completion):
+            match part.kind:
+                case "content":
+                    message.content = (message.content or "") + part.text
+                case "reasoning":
+                    message.reasoning_content = (message.reasoning_content or "") + part.text
+                case "call":
+                    message.tool_calls = message.tool_calls or []
+                    message.tool_calls.append(self._call(part))
+                case "arguments":
+                    assert message.tool_calls
+                    message.tool_calls[part.call].function.arguments += part.text
+        if message.content is None and not message.tool_calls:
+            message.content = ""
+        return message
+
+    def grow(self, completion: CompletionOutput) -> ChatDelta | None:
+        """Return what an answer grew by."""
+        delta = ChatDelta()
+        for part in self.reader.read(completion):
+            match part.kind:
+                case "content":
+                    delta.content = (delta.content or "") + part.text
+                case "reasoning":
+                    delta.reasoning_content = (delta.reasoning_content or "") + part.text
+                case _:
+                    delta.tool_calls = delta.tool_calls or []
+                    call = ToolCall(FunctionCall(part.text)) if part.kind == "arguments" else self._call(part)
+                    call.index = part.call
+                    delta.tool_calls.append(call)
+        return None if delta == ChatDelta() else delta
+
+    def finish_reason(self, completion: CompletionOutput) -> str | None:
+        """Tell why it ended, in the API's words: a call that the client forced by name is an ordinary end."""
+        is_call = self._has_calls and self._toolbox.named is None
+        return "tool_calls" if is_call and completion.finish_reason == "stop" else completion.finish_reason
+
+    def _call(self, part: Part) -> ToolCall:
+        self._has_calls = True
+        assert self._toolbox.format is not None
+        return ToolCall(FunctionCall("", part.text), self._toolbox.format.new_call_id(), "function")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET
 
 from octavo.errors import RequestError
-from octavo.server.answering import Job, News, OpenAIReply, answer, read_timeout
+from octavo.server.answering import Job, News, OpenAIReply, answer, openai_options, read_timeout
 from octavo.server.logprobs import completion_logprobs, prompt_logprobs
 from octavo.server.openai_responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from octavo.server.sampling import sampling_params
@@ -43,7 +43,15 @@ async def create_completion(service: Service, http_request: Request, request: Co
     echo = Echo(bool(request.echo), is_alone=request.max_tokens == 0, num_chars={}, decode=decode)
     show_prompt_logprobs = request.prompt_logprobs is not None
     with service.enter(http_request, len(prompts) * params.n) as place:
-        job = Job.make(f"cmpl-{uuid.uuid4().hex}", model, prompts, params, request, place, timeout_s)
+        job = Job(
+            request_id=f"cmpl-{uuid.uuid4().hex}",
+            model=model,
+            prompts=prompts,
+            params=params,
+            place=place,
+            timeout_s=timeout_s,
+            **openai_options(request, "prompt"),
+        )
         return await answer(service, http_request, job, CompletionReply(job, echo, show_prompt_logprobs))
 
 
@@ -61,21 +69,21 @@ def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingPar
     return params
 
 
-def read_prompts(prompt: Any) -> list[Any]:
-    """Return the prompts of `prompt`: text, texts, token ids, or lists of token ids. Raises `RequestError`."""
+def read_prompts(prompt: Any, name: str = "prompt", limit: int = MAX_CHOICES) -> list[Any]:
+    """Return the prompts of a field: text, texts, token ids, or lists of token ids. Raises `RequestError`."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
-        raise RequestError("prompt must be a string, token ids, or a non-empty list of those", parameter="prompt")
+        raise RequestError(f"{name} must be a string, token ids, or a non-empty list of those", parameter=name)
     if _is_token_ids(prompt):
         return [{"prompt_token_ids": prompt}]
-    if len(prompt) > MAX_CHOICES:
-        raise RequestError(f"prompt holds {len(prompt)} prompts; the limit is {MAX_CHOICES}", parameter="prompt")
+    if len(prompt) > limit:
+        raise RequestError(f"{name} holds {len(prompt)} prompts; the limit is {limit}", parameter=name)
     if all(isinstance(item, str) for item in prompt):
         return list(prompt)
     if all(isinstance(item, list) and _is_token_ids(item) for item in prompt):
         return [{"prompt_token_ids": item} for item in prompt]
-    raise RequestError("prompt must hold strings only, or integers, or lists of integers", parameter="prompt")
+    raise RequestError(f"{name} must hold strings only, or integers, or lists of integers", parameter=name)
 
 
 def _is_token_ids(items: list[Any]) -> bool:
@@ -102,16 +110,16 @@ class CompletionReply(OpenAIReply):
     """Spells outputs as text completions."""
 
     def __init__(self, job: Job, echo: Echo, show_prompt_logprobs: bool) -> None:
-        self._job = job
+        super().__init__(job)
         self._echo = echo
         self._show_prompt_logprobs = show_prompt_logprobs
 
-    def chunk(self, news: News, usage: Usage | None) -> Completion:
+    def _chunk(self, news: News, usage: Usage | None) -> Completion:
         """One event; the first one of a choice has the echoed prompt."""
         choice = self._choice(news.choice, news.completion, news.output, with_prompt=news.is_first)
         return self._event([choice], usage)
 
-    def usage_chunk(self, usage: Usage) -> Completion:
+    def _usage_chunk(self, usage: Usage) -> Completion:
         """No choices, only counts."""
         return self._event([], usage)
 

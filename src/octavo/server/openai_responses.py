@@ -13,6 +13,12 @@ class PromptTokensDetails(Struct):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(Struct):
+    """Of the generated tokens, those of the reasoning."""
+
+    reasoning_tokens: int = 0
+
+
 class Usage(Struct):
     """Token counts over all prompts and choices of a request."""
 
@@ -20,6 +26,7 @@ class Usage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class TopLogprob(Struct):
@@ -57,12 +64,30 @@ class PromptLogprob(Struct):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-class ChatMessage(Struct):
-    """The answer."""
+class FunctionCall(Struct):
+    """What is called: arguments are JSON as the model wrote it. In a stream: what they grow by, the name once."""
 
-    content: str
+    arguments: str = ""
+    name: str | UnsetType = UNSET
+
+
+class ToolCall(Struct):
+    """A call of a tool. In a stream index says which one, and what is told once is left out later."""
+
+    function: FunctionCall
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+
+
+class ChatMessage(Struct):
+    """The answer. content is null where there is nothing but calls."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -93,6 +118,8 @@ class ChatDelta(Struct):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):

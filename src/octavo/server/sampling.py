@@ -13,11 +13,8 @@ if TYPE_CHECKING:
 
 _STRUCTURES = {field.name for field in fields(StructuredOutputsParams)}
 # What the two APIs spell in a way of their own is passed by their routes.
-_SHARED = tuple(
-    field.name
-    for field in fields(SamplingParams)
-    if field.name not in {"max_tokens", "logprobs", "logit_bias", "detokenize", "output_kind", "structured_outputs"}
-)
+_OWN = {"max_tokens", "logprobs", "logit_bias", "detokenize", "output_kind", "structured_outputs", "pooling"}
+_SHARED = tuple(field.name for field in fields(SamplingParams) if field.name not in _OWN)
 
 
 def sampling_params(
@@ -38,7 +35,7 @@ def sampling_params(
 
 def _structure(request: SamplingFields) -> StructuredOutputsParams | None:
     """Read OpenAI's response_format or vLLM's structured_outputs."""
-    wanted, fields = _response_format(request.response_format), request.structured_outputs
+    wanted, fields = read_response_format(request.response_format), request.structured_outputs
     if fields is None:
         return wanted
     if wanted is not None:
@@ -49,25 +46,27 @@ def _structure(request: SamplingFields) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(**fields)
 
 
-def _response_format(given: dict[str, Any] | None) -> StructuredOutputsParams | None:
+def read_response_format(
+    given: dict[str, Any] | None, parameter: str = "response_format"
+) -> StructuredOutputsParams | None:
+    """Read what form an answer shall have, as OpenAI's API has it. Raises `RequestError`."""
     kind = "text" if given is None else given.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
         return StructuredOutputsParams(json_object=True)
     if kind != "json_schema":
-        message = f"response_format.type must be text, json_object or json_schema, got {kind!r:.60}"
-        raise RequestError(message, parameter="response_format")
+        message = f"{parameter}.type must be text, json_object or json_schema, got {kind!r:.60}"
+        raise RequestError(message, parameter=parameter)
     assert given is not None
     described = given.get("json_schema")
     schema = described.get("schema") if isinstance(described, dict) else None
     if not isinstance(schema, dict):
-        message = "response_format.json_schema.schema must be a JSON schema"
-        raise RequestError(message, parameter="response_format")
+        raise RequestError(f"{parameter}.json_schema.schema must be a JSON schema", parameter=parameter)
     try:
         return StructuredOutputsParams(json=schema)
     except RequestError as error:
-        raise RequestError(str(error), parameter="response_format") from None
+        raise RequestError(str(error), parameter=parameter) from None
 
 
 def _logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.config import ServerConfig
 from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError, OctavoError
 from octavo.server.admission import Admission
+from octavo.server.answer_form import AnswerStyle
 from octavo.server.errors import ModelNotFoundError, ServerClosingError
 from octavo.server.metrics import Metrics
 from octavo.server.tenants import Keyring
@@ -45,7 +46,10 @@ class Service:
         self.metrics = Metrics(self)
         self.keyring: Keyring | None = None
         self._read_keys()
-        self.default_params: SamplingParams = llm.engine.input_processor.default_sampling_params()
+        inputs = llm.engine.input_processor
+        self.default_params: SamplingParams = inputs.default_sampling_params()
+        self.answer_style = AnswerStyle.find(self.config.tool_call_parser, self.config.reasoning_parser, inputs)
+        self.pooling = self.model_info.pooling if self.config.pooling == "auto" else self.config.pooling
         self.is_closing = False
         self._open_ids: set[str] = set()
         self._idle = asyncio.Event()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,8 @@ from starlette.responses import Response
 
 from octavo import __version__
 from octavo.errors import RequestError
-from octavo.sampling_params import MAX_STOP_STRINGS, RequestOutputKind, SamplingParams, StructuredOutputsParams
-from octavo.server.answering import Job, News, answer, encoder, read_timeout
+from octavo.sampling_params import MAX_STOP_STRINGS, SamplingParams, StructuredOutputsParams
+from octavo.server.answering import Job, News, answer, encoder, event, read_timeout
 from octavo.server.body import body_of
 from octavo.server.errors import HttpError, to_http
 from octavo.server.openai_requests import Strings  # noqa: TC001 - pydantic reads the types of fields
@@ -189,14 +188,9 @@ async def generate(service: Service, http_request: Request, request: GenerateReq
             model=service.model_names[0],
             prompts=[prompt],
             params=params,
-            stream=stream,
-            include_usage=False,
-            continuous_usage=False,
-            priority=0,
-            cache_salt=None,
-            created=int(time.time()),
             place=place,
             timeout_s=timeout_s,
+            stream=stream,
             spelled=_SPELLED,
         )
         return await answer(service, http_request, job, GenerateReply(service, wanted, request.inputs))
@@ -251,7 +245,6 @@ def _params(wanted: GenerateParameters, *, stream: bool) -> SamplingParams:
         include_stop_str_in_output=True,
         logprobs=wanted.top_n_tokens or 0,
         structured_outputs=_structure(wanted.grammar),
-        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
     )
 
 
@@ -280,8 +273,6 @@ def _prompt(service: Service, text: str, num_kept: int | None) -> Any:
 class GenerateReply:
     """Spells outputs as TGI does."""
 
-    end = b""
-
     def __init__(self, service: Service, wanted: GenerateParameters, inputs: str) -> None:
         tokenizer = service.llm.engine.input_processor.tokenizer
         self._spell, self._is_special = tokenizer.token, tokenizer.is_special
@@ -290,27 +281,30 @@ class GenerateReply:
         self._text = ""
         self._num_tokens = 0
 
-    def chunk(self, news: News, _usage: Usage | None) -> StreamEvent:
-        """One event for a token; the last one has the text and why it ended."""
+    def news(self, news: News, _usage: Usage | None) -> bytes:
+        """Return one event for a token; the last one has the text and why it ended."""
+        self._text += news.completion.text
+        self._num_tokens += len(news.completion.token_ids)
+        return event(self._event(news)) if news.is_visible else b""
+
+    def _event(self, news: News) -> StreamEvent:
         completion = news.completion
-        self._text += completion.text
-        self._num_tokens += len(completion.token_ids)
         tokens = self._tokens(completion)
         token = tokens[-1] if tokens else Token(0, "", None, special=True)  # an end without a token: an abort, say
         token.text = completion.text
-        event = StreamEvent(self._num_tokens, token)
+        result = StreamEvent(self._num_tokens, token)
         if self._wanted.top_n_tokens and completion.logprobs:
-            event.top_tokens = self._best(completion.logprobs[-1])
+            result.top_tokens = self._best(completion.logprobs[-1])
         if completion.finished:
-            event.generated_text = self._prefix + self._text
-            event.details = StreamDetails(
+            result.generated_text = self._prefix + self._text
+            result.details = StreamDetails(
                 _finish_reason(completion), self._num_tokens, len(news.output.prompt_token_ids), self._wanted.seed
             )
-        return event
+        return result
 
-    def usage_chunk(self, _usage: Usage) -> Struct:
-        """Nobody asks for it."""
-        raise AssertionError("TGI's streams have no usage of their own")
+    def end(self, _usage: Usage) -> bytes:
+        """The last token's event is the last one."""
+        return b""
 
     def whole(self, outputs: Sequence[RequestOutput], _usage: Usage) -> Generated:
         """Return the whole answer."""
@@ -329,9 +323,9 @@ class GenerateReply:
                 generated.details.top_tokens = [self._best(entry) for entry in completion.logprobs or []]
         return generated
 
-    def error(self, error: Exception) -> TgiError:
+    def error(self, error: Exception) -> bytes:
         """Return the event of an error in mid-stream."""
-        return _spell_error(to_http(error))
+        return event(_spell_error(to_http(error)))
 
     def _tokens(self, completion: CompletionOutput) -> list[Token]:
         entries: Sequence[dict[int, Logprob] | None] = completion.logprobs or [None] * len(completion.token_ids)

@@ -11,9 +11,10 @@ from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.server.answering import encoder
-from octavo.server.chat import read_messages, template_options
+from octavo.server.conversation import read_messages, template_options
 from octavo.server.openai_requests import TokenIds  # noqa: TC001 - pydantic reads the types of fields
 from octavo.server.openai_responses import Detokenized, Tokenized
+from octavo.server.tools import read_chat_tools
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +38,7 @@ class TokenizeRequest(BaseModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
 
 
 class DetokenizeRequest(BaseModel):
@@ -76,7 +78,9 @@ def _tokenized(service: Service, request: TokenizeRequest) -> Tokenized:
     if request.prompt is not None:
         token_ids = inputs.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
     else:
-        token_ids = inputs.chat_prompt(read_messages(request.messages), **template_options(request))["prompt_token_ids"]
+        given = list(read_chat_tools(request.tools, None, None, service.answer_style.tools).given) or None
+        messages, options = read_messages(request.messages), template_options(request)
+        token_ids = inputs.chat_prompt(messages, tools=given, **options)["prompt_token_ids"]
     spell = inputs.tokenizer.token
     texts = [spell(token_id) for token_id in token_ids] if request.return_token_strs else UNSET
     return Tokenized(len(token_ids), service.model_info.max_model_len, token_ids, texts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ from octavo.model_output import ModelOutput, TokenLogprobs
 from octavo.outputs import GRAMMAR_EXCEEDED
 from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
 from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
+from octavo.worker.pooler import Pooler
 from octavo.worker.sampler import Sampler, SampleTask
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.sampler = Sampler(kernels)
         self._grammars = grammars
+        self._pooler = Pooler()
         self.batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -63,12 +66,14 @@ class ModelRunner:
         """Compute a step: every scheduled token in one batched forward, one token for whoever is due one."""
         self.kv_cache.copy(scheduled.copies)
         self.batch.update(scheduled)
+        self._pooler.forget(scheduled.finished_req_ids)
         if not scheduled.num_scheduled_tokens:
             return ModelOutput(scheduled.step, {})
         inputs = self.batch.prepare_inputs(scheduled)
         hidden = self.forward(inputs)
         prompt_logprobs = self._prompt_logprobs(inputs, hidden)
-        return self.sample(scheduled.step, inputs, hidden, prompt_logprobs)
+        pooled = self._pooler.pool(inputs, hidden, self.batch)
+        return replace(self.sample(scheduled.step, inputs, hidden, prompt_logprobs), pooled=pooled)
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Return hidden states [num_tokens, hidden]; writes this step's KV. They last until the next call.

@@ -1,0 +1,31 @@
+"""From the vector that a model's hidden states became to the one that users get."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from octavo.errors import ExecutionError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from octavo.outputs import RequestOutput
+
+
+def embedding(
+    output: RequestOutput, *, normalize: bool = True, num_dimensions: int | None = None
+) -> NDArray[np.float32]:
+    """Return the vector of an output, float32: its first dimensions, brought to length 1.
+
+    Raises `ExecutionError` where there is none, or where it is no number.
+    """
+    if output.error is not None or output.pooled is None:
+        raise ExecutionError(output.error or "the request ended before its embedding was there")
+    vector = np.frombuffer(output.pooled, np.float32)[:num_dimensions].astype(np.float64)
+    if normalize:
+        vector /= max(float(np.sqrt(np.square(vector).sum())), 1e-12)
+    if not np.isfinite(vector).all():
+        raise ExecutionError("the embedding is no number")
+    return vector.astype(np.float32)

@@ -1,0 +1,414 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, as its SDK and agents speak it."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+import pydantic_core
+from msgspec import Struct
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of dependencies
+from starlette.responses import Response
+
+from octavo.errors import RequestError
+from octavo.server.answer_form import AnswerForm, AnswerReader
+from octavo.server.answering import Job, News, answer, encoder, read_timeout
+from octavo.server.body import body_of
+from octavo.server.chat import render
+from octavo.server.conversation import read_text_part
+from octavo.server.errors import HttpError, to_http
+from octavo.server.openai_requests import Strings  # noqa: TC001 - pydantic reads the types of fields
+from octavo.server.tools import Toolbox, read_function
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from octavo.outputs import CompletionOutput, RequestOutput
+    from octavo.sampling_params import SamplingParams
+    from octavo.server.openai_responses import Usage
+    from octavo.server.parts import Part
+    from octavo.server.service import Service
+    from octavo.server.tool_formats import ToolFormat
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# The engine's names of parameters, and Anthropic's.
+_SPELLED = {"prompt": "messages", "structured_outputs": "tools", "stop": "stop_sequences"}
+
+
+class CountTokensRequest(BaseModel):
+    """POST /v1/messages/count_tokens. What is not listed changes nothing here and is not looked at."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str
+    messages: Any
+    system: Any = None
+    tools: list[Any] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """POST /v1/messages."""
+
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: Strings | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+
+class MessageUsage(Struct):
+    """Token counts; those of the prompt that were found in the prefix cache stand apart."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class Message(Struct):
+    """An answer."""
+
+    id: str
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    type: str = "message"
+    role: str = "assistant"
+
+
+async def read_count_tokens(request: Request) -> CountTokensRequest:
+    """Read a request; whatever is wrong from here on is told as Anthropic tells it."""
+    request.state.spell_error = _error_response
+    return await _read_count(request)
+
+
+async def read_body(request: Request) -> MessagesRequest:
+    """Read a request; whatever is wrong from here on is told as Anthropic tells it."""
+    request.state.spell_error = _error_response
+    return await _read(request)
+
+
+_read_count = body_of(CountTokensRequest)
+_read = body_of(MessagesRequest)
+
+
+async def create_message(service: Service, http_request: Request, request: MessagesRequest) -> Response:
+    """Answer a conversation."""
+    model = service.check_model(request.model)
+    params = _params(request, service.default_params)
+    timeout_s = read_timeout(http_request, service.config.request_timeout_s)
+    style = service.answer_style
+    messages, toolbox = _read_conversation(request, style.tools)
+    with service.enter(http_request, 1) as place:
+        prompt = await render(service, messages, toolbox, _template_options(request, messages))
+        form = AnswerForm.of(style, toolbox, prompt["prompt"])
+        job = Job(
+            request_id=f"msg_{uuid.uuid4().hex}",
+            model=model,
+            prompts=[prompt],
+            params=form.applied_to(params),
+            place=place,
+            timeout_s=timeout_s,
+            stream=bool(request.stream),
+            spelled=_SPELLED,
+        )
+        return await answer(service, http_request, job, MessageReply(job, form))
+
+
+async def count_tokens(service: Service, http_request: Request, request: CountTokensRequest) -> Response:
+    """Tell how many tokens a conversation's prompt has."""
+    service.check_model(request.model)
+    messages, toolbox = _read_conversation(request, service.answer_style.tools)
+    with service.enter(http_request, 1):
+        prompt = await render(service, messages, toolbox, _template_options(request, messages))
+    return Response(encoder.encode({"input_tokens": len(prompt["prompt_token_ids"])}), media_type="application/json")
+
+
+def _params(request: MessagesRequest, defaults: SamplingParams) -> SamplingParams:
+    given: dict[str, Any] = {
+        "stop": request.stop_sequences,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+    }
+    try:
+        return replace(
+            defaults,
+            max_tokens=request.max_tokens,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+    except RequestError as error:
+        own = error.parameter or ""
+        raise RequestError(str(error), parameter=_SPELLED.get(own, own)) from None
+
+
+# --- what is asked
+
+
+def _read_conversation(
+    request: CountTokensRequest, tool_format: ToolFormat | None
+) -> tuple[list[dict[str, Any]], Toolbox]:
+    """Return the messages as chat templates read them, and the tools."""
+    messages: list[dict[str, Any]] = []
+    if request.system is not None:
+        messages.append({"role": "system", "content": _text(request.system, "system")})
+    if not isinstance(request.messages, list) or not request.messages:
+        raise RequestError("messages must be a list of at least one message", parameter="messages")
+    for index, message in enumerate(request.messages):
+        messages += _read_message(message, f"messages[{index}]")
+    return messages, _read_tools(request, tool_format)
+
+
+def _template_options(request: CountTokensRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the chat template is told: an answer that has begun already is gone on with."""
+    begun = messages[-1]["role"] == "assistant"
+    options: dict[str, Any] = {"add_generation_prompt": not begun, "continue_final_message": begun}
+    kind = None if request.thinking is None else request.thinking.get("type")
+    if kind in {"enabled", "disabled"}:
+        options["enable_thinking"] = kind == "enabled"
+    return options
+
+
+def _read_message(message: Any, place: str) -> list[dict[str, Any]]:
+    """Return one message, or several: a tool's results are messages of their own for chat templates."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in {"user", "assistant", "system"}:
+        raise RequestError(f"{place}.role must be user or assistant", parameter=f"{place}.role")
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise RequestError(f"{place}.content must be text or a list of blocks", parameter=f"{place}.content")
+    places = [f"{place}.content[{index}]" for index in range(len(content))]
+    blocks = list(zip(content, places, strict=True))
+    return [_read_answer(blocks)] if role == "assistant" else _read_turn(role, blocks)
+
+
+def _read_answer(blocks: Iterable[tuple[Any, str]]) -> dict[str, Any]:
+    """Read what the model said, thought and called."""
+    texts, thoughts, calls = [], [], []
+    for block, place in blocks:
+        match _kind(block):
+            case "tool_use":
+                calls.append(_read_tool_use(block, place))
+            case "thinking":
+                thoughts.append(str(block.get("thinking", "")))
+            case "redacted_thinking":
+                pass  # nobody can read it
+            case _:
+                texts.append(read_text_part(block, place))
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _read_turn(role: str, blocks: Iterable[tuple[Any, str]]) -> list[dict[str, Any]]:
+    """Read what a user said, and what tools gave."""
+    messages: list[dict[str, Any]] = []
+    for block, place in blocks:
+        if _kind(block) == "tool_result":
+            content = block.get("content")
+            text = "" if content is None else _text(content, f"{place}.content")
+            messages.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": text})
+            continue
+        text = read_text_part(block, place)
+        if messages and messages[-1]["role"] == role:
+            messages[-1]["content"] += "\n" + text
+        else:
+            messages.append({"role": role, "content": text})
+    return messages or [{"role": role, "content": ""}]
+
+
+def _read_tool_use(block: dict[str, Any], place: str) -> dict[str, Any]:
+    name, arguments = block.get("name"), block.get("input")
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise RequestError(f"{place} must have a name and an object as input", parameter=place)
+    function = {"name": name, "arguments": arguments}
+    return {"id": str(block.get("id", "")), "type": "function", "function": function}
+
+
+def _kind(block: Any) -> Any:
+    return block.get("type") if isinstance(block, dict) else None
+
+
+def _text(content: Any, place: str) -> str:
+    """Return a text that may come in blocks."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{place} must be text or a list of text blocks", parameter=place)
+    return "\n".join(read_text_part(block, f"{place}[{index}]") for index, block in enumerate(content))
+
+
+def _read_tools(request: CountTokensRequest, tool_format: ToolFormat | None) -> Toolbox:
+    described = []
+    for index, tool in enumerate(request.tools or []):
+        place = f"tools[{index}]"
+        if _kind(tool) not in {None, "custom"}:
+            raise RequestError(f"{place}: tools of Anthropic's servers are not here", parameter=f"{place}.type")
+        described.append(read_function(tool, place, "input_schema"))
+    wanted = request.tool_choice or {"type": "auto"}
+    kind, named = wanted.get("type"), None
+    if kind == "tool":
+        named = wanted.get("name")
+        if not isinstance(named, str):
+            _refuse_choice()
+    elif not isinstance(kind, str) or kind not in _CHOICES:
+        _refuse_choice()
+    only_one = wanted.get("disable_parallel_tool_use") is True
+    return Toolbox.make(described, tool_format, choice=_CHOICES.get(str(kind), "auto"), named=named, only_one=only_one)
+
+
+def _refuse_choice() -> NoReturn:
+    raise RequestError('tool_choice.type must be auto, any, none, or tool with a "name"', parameter="tool_choice")
+
+
+# --- what is answered
+
+
+class MessageReply:
+    """Spells outputs as messages: blocks of text, thinking and calls, one behind the other."""
+
+    def __init__(self, job: Job, form: AnswerForm) -> None:
+        self._job = job
+        self._form = form
+        self._reader = AnswerReader(form)
+        self._block: dict[str, Any] | None = None
+        self._num_blocks = 0
+        self._end: dict[str, Any] = {}
+        self._has_calls = False
+
+    def news(self, news: News, _usage: Usage | None) -> bytes:
+        """Return the events of some news."""
+        events = b""
+        if news.is_first:
+            output = news.output
+            usage = _usage_of(len(output.prompt_token_ids), output.num_cached_tokens, 0)
+            message = Message(self._job.request_id, self._job.model, [], None, None, usage)
+            events += _event("message_start", message=message)
+        for part in self._reader.read(news.completion):
+            if self._block is None or not _goes_on(self._block, part):
+                events += self._stop_block()
+                self._block = self._new_block(part)
+                events += _event("content_block_start", index=self._num_blocks, content_block=self._block)
+            if part.kind != "call":
+                events += _event("content_block_delta", index=self._num_blocks, delta=_delta(part))
+        if news.completion.finished:
+            events += self._stop_block()
+            self._end = _ending(news.completion, has_calls=self._has_calls)
+        return events
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the last events: why it ended, and the counts."""
+        counts = _usage_of(usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
+        return _event("message_delta", delta=self._end, usage=counts) + _event("message_stop")
+
+    def error(self, error: Exception) -> bytes:
+        """Return the event of an error."""
+        return _event("error", error=_spell_error(to_http(error)))
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Message:
+        """Return the whole answer."""
+        ((completion,),) = (output.outputs for output in outputs)
+        blocks: list[dict[str, Any]] = []
+        for part in self._reader.read(completion):
+            if not blocks or not _goes_on(blocks[-1], part):
+                blocks.append(self._new_block(part))
+            if part.kind == "arguments":
+                blocks[-1]["input"] = _read_input(part.text)
+            elif part.kind != "call":
+                blocks[-1][_TEXT_KEYS[part.kind]] += part.text
+        counts = _usage_of(usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
+        ending = _ending(completion, has_calls=self._has_calls)
+        return Message(self._job.request_id, self._job.model, blocks, **ending, usage=counts)
+
+    def _new_block(self, part: Part) -> dict[str, Any]:
+        if part.kind == "reasoning":
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        if part.kind == "content":
+            return {"type": "text", "text": ""}
+        self._has_calls = True
+        assert self._form.toolbox.format is not None
+        return {"type": "tool_use", "id": self._form.toolbox.format.new_call_id(), "name": part.text, "input": {}}
+
+    def _stop_block(self) -> bytes:
+        if self._block is None:
+            return b""
+        self._block = None
+        self._num_blocks += 1
+        return _event("content_block_stop", index=self._num_blocks - 1)
+
+
+_TEXT_KEYS = {"content": "text", "reasoning": "thinking"}
+
+
+def _goes_on(block: dict[str, Any], part: Part) -> bool:
+    """Whether a part belongs to a block that has begun."""
+    kinds = {"content": "text", "reasoning": "thinking", "arguments": "tool_use"}
+    return bool(block["type"] == kinds.get(part.kind))
+
+
+def _delta(part: Part) -> dict[str, str]:
+    if part.kind == "arguments":
+        return {"type": "input_json_delta", "partial_json": part.text}
+    key = _TEXT_KEYS[part.kind]
+    return {"type": f"{key}_delta", key: part.text}
+
+
+def _read_input(text: str) -> Any:
+    """Read arguments as Anthropic's SDK reads a stream of them: what a limit cut off may lack its end."""
+    try:
+        return pydantic_core.from_json(text, allow_partial=True, allow_inf_nan=False)
+    except ValueError:
+        return {}
+
+
+def _ending(completion: CompletionOutput, *, has_calls: bool) -> dict[str, Any]:
+    reason, sequence = "end_turn", None
+    if completion.finish_reason == "length":
+        reason = "max_tokens"
+    elif isinstance(completion.stop_reason, str):
+        reason, sequence = "stop_sequence", completion.stop_reason
+    elif has_calls:
+        reason = "tool_use"
+    elif completion.finish_reason != "stop":
+        reason = str(completion.finish_reason)
+    return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def _usage_of(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> MessageUsage:
+    return MessageUsage(num_prompt_tokens - num_cached_tokens, num_output_tokens, num_cached_tokens)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + encoder.encode({"type": kind, **fields}) + b"\n\n"
+
+
+def _spell_error(error: HttpError) -> dict[str, Any]:
+    return {"type": _ERROR_TYPES.get(error.status, "api_error"), "message": error.message}
+
+
+def _error_response(error: HttpError) -> Response:
+    content = msgspec.json.encode({"type": "error", "error": _spell_error(error)})
+    return Response(content, error.status, headers=error.headers, media_type="application/json")

@@ -1,0 +1,132 @@
+"""What an answer's text is made of: reasoning, content, and calls of tools, told apart while it comes.
+
+The parts of an answer are a function of its text alone, however it was cut into pieces: whole answers and streams go
+through the same parsers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from octavo.engine.stop_strings import num_held_back_chars
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+REASONING_OPENS = "<think>"
+REASONING_CLOSES = "</think>"
+
+PartKind = Literal["content", "reasoning", "call", "arguments"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of an answer.
+
+    content, reasoning: some more text of it. call: a call of a tool begins, text is the tool's name. arguments: some
+    more of a call's arguments, as the model wrote them: JSON, if nothing cut it off. call: counts an answer's calls.
+    """
+
+    kind: PartKind
+    text: str
+    call: int = 0
+
+
+class AnswerParser(Protocol):
+    """Takes the text of one answer, piece by piece."""
+
+    def feed(self, text: str) -> list[Part]:
+        """Take some more text; return what is certain now."""
+        ...
+
+    def finish(self) -> list[Part]:
+        """Return what was held back."""
+        ...
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """Join neighbours of one kind; leave out what is empty."""
+    result: list[Part] = []
+    for part in parts:
+        last = result[-1] if result else None
+        if last is not None and part.kind != "call" and (last.kind, last.call) == (part.kind, part.call):
+            result[-1] = Part(part.kind, last.text + part.text, part.call)
+        elif part.text:
+            result.append(part)
+    return result
+
+
+class PlainParser:
+    """All text is content."""
+
+    def feed(self, text: str) -> list[Part]:
+        """Return the text."""
+        return [Part("content", text)] if text else []
+
+    def finish(self) -> list[Part]:
+        """Nothing is held back."""
+        return []
+
+
+class ReasoningParser:
+    """Splits off what stands between <think> and </think> at an answer's beginning.
+
+    behind: takes the text that follows. is_open: the prompt ends with <think>, so the answer begins with reasoning.
+    White space around both is nobody's.
+    """
+
+    def __init__(self, behind: AnswerParser, *, is_open: bool) -> None:
+        self._behind = behind
+        self._place: Literal["before", "inside", "after", "behind"] = "inside" if is_open else "before"
+        self._pending = ""
+        self._has_begun = False
+
+    def feed(self, text: str) -> list[Part]:
+        """Take some more text."""
+        self._pending += text
+        parts: list[Part] = []
+        if self._place == "before":
+            self._look_for_beginning()
+        if self._place == "inside":
+            self._take_reasoning(parts)
+        if self._place == "after":
+            self._pending = self._pending.lstrip()
+            self._place = "behind" if self._pending else "after"
+        if self._place == "behind":
+            parts += self._behind.feed(self._take(len(self._pending)))
+        return parts
+
+    def finish(self) -> list[Part]:
+        """Return what was held back."""
+        rest = self._take(len(self._pending))
+        if self._place == "inside":
+            return [Part("reasoning", rest)] if rest.strip() else []
+        return joined([*self._behind.feed(rest), *self._behind.finish()])
+
+    def _look_for_beginning(self) -> None:
+        text = self._pending.lstrip()
+        if text.startswith(REASONING_OPENS):
+            self._pending, self._place = text[len(REASONING_OPENS) :], "inside"
+        elif not REASONING_OPENS.startswith(text):
+            self._place = "behind"
+
+    def _take_reasoning(self, parts: list[Part]) -> None:
+        """Take what is certainly reasoning; white space and what may be the end are held back."""
+        if not self._has_begun:
+            self._pending = self._pending.lstrip()
+            self._has_begun = bool(self._pending)
+        end = self._pending.find(REASONING_CLOSES)
+        is_over = end >= 0
+        if not is_over:
+            end = len(self._pending) - num_held_back_chars(self._pending, [REASONING_CLOSES])
+        text = self._take(len(self._pending[:end].rstrip()))
+        if text:
+            parts.append(Part("reasoning", text))
+        if is_over:
+            self._pending = self._pending[self._pending.index(REASONING_CLOSES) + len(REASONING_CLOSES) :]
+            self._place = "after"
+
+    def _take(self, num_chars: int) -> str:
+        text, self._pending = self._pending[:num_chars], self._pending[num_chars:]
+        return text

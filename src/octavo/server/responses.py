@@ -1,0 +1,458 @@
+"""POST /v1/responses: OpenAI's newer API. Nothing is stored: a request brings its whole conversation."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from msgspec import Struct
+from pydantic import BaseModel, ConfigDict
+
+from octavo.errors import RequestError
+from octavo.server.answer_form import AnswerForm, AnswerReader
+from octavo.server.answering import Job, News, answer, encoder, read_timeout
+from octavo.server.chat import render
+from octavo.server.conversation import read_arguments, read_text_part
+from octavo.server.errors import to_http
+from octavo.server.openai_requests import Priority  # noqa: TC001 - pydantic reads the types of fields
+from octavo.server.sampling import read_response_format
+from octavo.server.tools import Toolbox, read_function
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from octavo.outputs import CompletionOutput, RequestOutput
+    from octavo.sampling_params import SamplingParams
+    from octavo.server.openai_responses import Usage
+    from octavo.server.parts import Part
+    from octavo.server.service import Service
+    from octavo.server.tool_formats import ToolFormat
+
+_TEXT_KINDS = ("input_text", "output_text", "text")
+_SPELLED = {"prompt": "input", "structured_outputs": "text.format", "max_tokens": "max_output_tokens"}
+# What would change the answer, and the values that change nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "background": (None, False),
+    "conversation": (None,),
+    "max_tool_calls": (None,),
+    "previous_response_id": (None,),
+    "prompt": (None,),
+    "top_logprobs": (None, 0),
+    "truncation": (None, "disabled"),
+}
+
+
+class ResponsesRequest(BaseModel):
+    """POST /v1/responses. What is not listed changes nothing here and is not looked at."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    input: Any = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    text: dict[str, Any] | None = None
+    tool_choice: Any = None
+    tools: list[Any] | None = None
+    top_p: float | None = None
+    priority: Priority | None = None
+    cache_salt: str | None = None
+
+
+class InputTokensDetails(Struct):
+    """Of the prompt's tokens, those whose KV was found in the prefix cache."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(Struct):
+    """Of the generated tokens, those of the reasoning."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseObject(Struct):
+    """An answer, or what there is of it."""
+
+    id: str
+    created_at: int
+    model: str
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    reasoning: dict[str, Any]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[Any]
+    top_p: float
+    output: list[dict[str, Any]]
+    status: str = "in_progress"
+    usage: ResponseUsage | None = None
+    error: dict[str, Any] | None = None
+    incomplete_details: dict[str, str] | None = None
+    object: str = "response"
+    background: bool = False
+    previous_response_id: None = None
+    store: bool = False
+    truncation: str = "disabled"
+
+
+async def create_response(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
+    """Answer a conversation."""
+    model = service.check_model(request.model)
+    _refuse_unsupported(request)
+    params = _params(request, service.default_params, service.model_info.generation_defaults.get("max_tokens"))
+    timeout_s = read_timeout(http_request, service.config.request_timeout_s)
+    style = service.answer_style
+    messages, toolbox = _read_conversation(request), _read_tools(request, style.tools)
+    options = _template_options(request)
+    with service.enter(http_request, 1) as place:
+        try:
+            prompt = await render(service, messages, toolbox, options)
+        except RequestError as error:
+            error.parameter = "input"
+            raise
+        form = AnswerForm.of(style, toolbox, prompt["prompt"])
+        job = Job(
+            request_id=f"resp_{uuid.uuid4().hex}",
+            model=model,
+            prompts=[prompt],
+            params=form.applied_to(params),
+            place=place,
+            timeout_s=timeout_s,
+            stream=bool(request.stream),
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt,
+            spelled=_SPELLED if toolbox.format is None else {**_SPELLED, "structured_outputs": "tools"},
+        )
+        return await answer(service, http_request, job, ResponseReply(job, form, request))
+
+
+def _refuse_unsupported(request: ResponsesRequest) -> None:
+    extra = request.model_extra or {}
+    for name, harmless in _UNSUPPORTED.items():
+        if name in extra and not any(extra[name] == each for each in harmless):
+            raise RequestError(f"{name} is not supported by this server", parameter=name)
+    include = extra.get("include")
+    if isinstance(include, list) and "message.output_text.logprobs" in include:
+        raise RequestError("logprobs are not supported by this route of this server", parameter="include")
+
+
+def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
+    """Without max_output_tokens the checkpoint's limit holds, or else the context's."""
+    given: dict[str, Any] = {"temperature": request.temperature, "top_p": request.top_p}
+    wanted = (request.text or {}).get("format")
+    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
+        wanted = {"type": "json_schema", "json_schema": wanted}
+    try:
+        return replace(
+            defaults,
+            max_tokens=default_max_tokens if request.max_output_tokens is None else request.max_output_tokens,
+            structured_outputs=read_response_format(wanted, "text.format"),
+            **{name: value for name, value in given.items() if value is not None},
+        )
+    except RequestError as error:
+        own = error.parameter or ""
+        name = _SPELLED.get(own, own)
+        raise RequestError(str(error).replace(own, name, 1), parameter=name) from None
+
+
+def _template_options(request: ResponsesRequest) -> dict[str, Any]:
+    """Tell the chat template how much to think; those that know no degrees know whether to."""
+    effort = (request.reasoning or {}).get("effort")
+    if effort is None:
+        return {}
+    if not isinstance(effort, str):
+        raise RequestError("reasoning.effort must be a string", parameter="reasoning.effort")
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+# --- what is asked
+
+
+def _read_conversation(request: ResponsesRequest) -> list[dict[str, Any]]:
+    """Return the messages as chat templates read them."""
+    messages: list[dict[str, Any]] = []
+    if request.instructions is not None:
+        messages.append({"role": "system", "content": request.instructions})
+    given = request.input
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise RequestError("input must be a text or a list of at least one item", parameter="input")
+    for index, item in enumerate(given):
+        _add_item(messages, item, f"input[{index}]")
+    return messages
+
+
+def _add_item(messages: list[dict[str, Any]], item: Any, place: str) -> None:
+    """Add an item; what the model thought, said and called in one turn becomes one message."""
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    match kind:
+        case "message":
+            message = _read_message(item, place)
+            last = messages[-1] if messages else {}
+            if message["role"] == last.get("role") == "assistant" and not last.get("tool_calls"):
+                last["content"] += message["content"]
+            else:
+                messages.append(message)
+        case "reasoning":
+            texts = [part.get("text") for part in item.get("content") or [] if isinstance(part, dict)]
+            thoughts = "".join(text for text in texts if isinstance(text, str))
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
+        case "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(_read_call(item, place))
+        case "function_call_output":
+            text = _read_text(item.get("output"), f"{place}.output")
+            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": text})
+        case _:
+            raise RequestError(
+                f"{place} must be a message, a function_call, a function_call_output or reasoning", parameter=place
+            )
+
+
+def _read_message(item: dict[str, Any], place: str) -> dict[str, Any]:
+    role = item.get("role")
+    if not isinstance(role, str) or role not in {"user", "assistant", "system", "developer"}:
+        raise RequestError(f"{place}.role must be user, assistant, system or developer", parameter=f"{place}.role")
+    content = _read_text(item.get("content"), f"{place}.content")
+    return {"role": "system" if role == "developer" else role, "content": content}
+
+
+def _read_text(content: Any, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{place} must be text or a list of text parts", parameter=place)
+    parts = (read_text_part(part, f"{place}[{index}]", _TEXT_KINDS) for index, part in enumerate(content))
+    return "\n".join(parts)
+
+
+def _read_call(item: dict[str, Any], place: str) -> dict[str, Any]:
+    name = item.get("name")
+    if not isinstance(name, str):
+        raise RequestError(f"{place}.name must be a string", parameter=f"{place}.name")
+    function = {"name": name, "arguments": read_arguments(item.get("arguments"), f"{place}.arguments")}
+    return {"id": str(item.get("call_id", "")), "type": "function", "function": function}
+
+
+def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> Toolbox:
+    described = []
+    for index, tool in enumerate(request.tools or []):
+        place = f"tools[{index}]"
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise RequestError(f"{place}: only tools of type function are here", parameter=f"{place}.type")
+        described.append(read_function(tool, place))
+    wanted, named, choice = request.tool_choice, None, "auto"
+    if isinstance(wanted, dict):
+        named = wanted.get("name")
+        if wanted.get("type") != "function" or not isinstance(named, str):
+            _refuse_choice()
+    elif isinstance(wanted, str) and wanted in {"none", "auto", "required"}:
+        choice = wanted
+    elif wanted is not None:
+        _refuse_choice()
+    only_one = request.parallel_tool_calls is False
+    return Toolbox.make(described, tool_format, choice=choice, named=named, only_one=only_one)
+
+
+def _refuse_choice() -> NoReturn:
+    message = 'tool_choice must be none, auto, required or {"type": "function", "name": ...}'
+    raise RequestError(message, parameter="tool_choice")
+
+
+# --- what is answered
+
+
+class ResponseReply:
+    """Spells outputs as responses: items of reasoning, messages and calls, one behind the other."""
+
+    def __init__(self, job: Job, form: AnswerForm, request: ResponsesRequest) -> None:
+        self._form = form
+        self._reader = AnswerReader(form)
+        self._num_events = 0
+        self._events = b""
+        self._is_open = False  # the last item of the output goes on
+        self._ending: CompletionOutput | None = None
+        self._response = ResponseObject(
+            id=job.request_id,
+            created_at=job.created,
+            model=job.model,
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            metadata=request.metadata or {},
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            reasoning={"effort": None, "summary": None, **(request.reasoning or {})},
+            temperature=job.params.temperature,
+            text=request.text or {"format": {"type": "text"}},
+            tool_choice="auto" if request.tool_choice is None else request.tool_choice,
+            tools=request.tools or [],
+            top_p=job.params.top_p,
+            output=[],
+        )
+
+    def news(self, news: News, _usage: Usage | None) -> bytes:
+        """Return the events of some news."""
+        if news.is_first:
+            self._tell("response.created", response=self._response)
+            self._tell("response.in_progress", response=self._response)
+        self._take(news.completion)
+        return self._told()
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the last event: the whole answer."""
+        self._finish(usage)
+        self._tell(f"response.{self._response.status}", response=self._response)
+        return self._told()
+
+    def error(self, error: Exception) -> bytes:
+        """Return the event of an error: the answer, as one that failed."""
+        http_error = to_http(error)
+        self._response.status = "failed"
+        self._response.error = {"code": http_error.code or http_error.type, "message": http_error.message}
+        self._tell("response.failed", response=self._response)
+        return self._told()
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ResponseObject:
+        """Return the whole answer."""
+        ((completion,),) = (output.outputs for output in outputs)
+        self._take(completion)
+        self._finish(usage)
+        return self._response
+
+    def _take(self, completion: CompletionOutput) -> None:
+        for part in self._reader.read(completion):
+            if not self._is_open or not _goes_on(self._item, part):
+                self._end_item("completed")
+                self._begin_item(part)
+            self._grow(part)
+        if completion.finished:
+            self._end_item("completed" if completion.finish_reason == "stop" else "incomplete")
+            self._ending = completion
+
+    def _finish(self, usage: Usage) -> None:
+        response = self._response
+        reason = None if self._ending is None else self._ending.finish_reason
+        response.status = "completed" if reason == "stop" else "incomplete"
+        if response.status == "incomplete":
+            response.incomplete_details = {"reason": "max_output_tokens" if reason == "length" else str(reason)}
+        response.usage = ResponseUsage(
+            usage.prompt_tokens,
+            InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+            usage.completion_tokens,
+            OutputTokensDetails(self._reader.num_reasoning_tokens),
+            usage.total_tokens,
+        )
+
+    # --- items
+
+    @property
+    def _item(self) -> dict[str, Any]:
+        return self._response.output[-1]
+
+    def _begin_item(self, part: Part) -> None:
+        item = self._new_item(part)
+        self._response.output.append(item)
+        self._is_open = True
+        self._tell_item("response.output_item.added", item=item)
+        if part.kind != "call":
+            item["content"] = [_text_part(part.kind)]
+            self._tell_part("response.content_part.added", part=item["content"][0])
+
+    def _new_item(self, part: Part) -> dict[str, Any]:
+        if part.kind == "reasoning":
+            return {"type": "reasoning", "id": _new_id("rs"), "summary": [], "content": [], "status": "in_progress"}
+        if part.kind == "content":
+            fields = {"type": "message", "id": _new_id("msg"), "role": "assistant"}
+            return {**fields, "content": [], "status": "in_progress"}
+        assert self._form.toolbox.format is not None
+        call_id = self._form.toolbox.format.new_call_id()
+        fields = {"type": "function_call", "id": _new_id("fc"), "call_id": call_id, "name": part.text}
+        return {**fields, "arguments": "", "status": "in_progress"}
+
+    def _grow(self, part: Part) -> None:
+        item = self._item
+        if part.kind == "arguments":
+            item["arguments"] += part.text
+            self._tell_item("response.function_call_arguments.delta", item_id=item["id"], delta=part.text)
+        elif part.kind != "call":
+            item["content"][0]["text"] += part.text
+            more: dict[str, Any] = {"logprobs": []} if part.kind == "content" else {}
+            self._tell_part(f"response.{_text_kind(item)}.delta", delta=part.text, **more)
+
+    def _end_item(self, status: str) -> None:
+        if not self._is_open:
+            return
+        item = self._item
+        item["status"] = status
+        if item["type"] == "function_call":
+            fields = {"name": item["name"], "arguments": item["arguments"]}
+            self._tell_item("response.function_call_arguments.done", item_id=item["id"], **fields)
+        else:
+            text = item["content"][0]["text"]
+            more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+            self._tell_part(f"response.{_text_kind(item)}.done", text=text, **more)
+            self._tell_part("response.content_part.done", part=item["content"][0])
+        self._tell_item("response.output_item.done", item=item)
+        self._is_open = False
+
+    # --- events
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        data = {"type": kind, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        self._events += b"event: " + kind.encode() + b"\ndata: " + encoder.encode(data) + b"\n\n"
+
+    def _tell_item(self, kind: str, **fields: Any) -> None:
+        self._tell(kind, output_index=len(self._response.output) - 1, **fields)
+
+    def _tell_part(self, kind: str, **fields: Any) -> None:
+        self._tell_item(kind, item_id=self._item["id"], content_index=0, **fields)
+
+    def _told(self) -> bytes:
+        events, self._events = self._events, b""
+        return events
+
+
+def _goes_on(item: dict[str, Any], part: Part) -> bool:
+    """Whether a part belongs to an item that has begun."""
+    kinds = {"content": "message", "reasoning": "reasoning", "arguments": "function_call"}
+    return bool(item["type"] == kinds.get(part.kind))
+
+
+def _text_part(kind: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": ""}
+    return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+
+
+def _text_kind(item: dict[str, Any]) -> str:
+    return str(item["content"][0]["type"])
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"

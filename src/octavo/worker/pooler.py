@@ -1,0 +1,75 @@
+"""Hidden states of a whole prompt as one vector: an embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+    from numpy.typing import NDArray
+
+    from octavo.worker.input_batch import InputBatch, ModelInputs
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Of the hidden states of the first `num_tokens` positions."""
+
+    total: NDArray[np.float64]
+    num_tokens: int = 0
+
+
+class Pooler:
+    """Takes the last hidden state of a prompt, or the mean of all of them, behind the final norm.
+
+    A sum is kept from step to step, and through a preemption whose KV is kept: it is added up position by position, so
+    that no cut of the prompt changes a bit. A prompt that is computed anew begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, _Sum] = {}
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drop the sums of requests that ended."""
+        for request_id in request_ids:
+            self._sums.pop(request_id, None)
+
+    def pool(self, inputs: ModelInputs, hidden: torch.Tensor, batch: InputBatch) -> dict[str, bytes]:
+        """Take a step's hidden states [num_tokens, hidden]; return the vectors that are complete, float32 each."""
+        result: dict[str, bytes] = {}
+        for index, request in enumerate(inputs.requests):
+            kind = request.sampling_params.pooling
+            if kind is None:
+                continue
+            first, end = int(inputs.query_start[index]), int(inputs.query_start[index + 1])
+            is_complete = index in inputs.sampled
+            if kind == "last":
+                if is_complete:
+                    result[request.request_id] = _rows(hidden[end - 1 : end])[0].tobytes()
+                continue
+            position = int(batch.num_computed_tokens[request.row])
+            total = self._add(request.request_id, position, _rows(hidden[first:end]))
+            if is_complete:
+                result[request.request_id] = (total.total / total.num_tokens).astype(np.float32).tobytes()
+        return result
+
+    def _add(self, request_id: str, position: int, rows: NDArray[np.float32]) -> _Sum:
+        kept = self._sums.get(request_id)
+        if kept is None or kept.num_tokens != position:
+            if position:
+                raise ValueError(f"{position} positions of {request_id} were not seen")
+            kept = self._sums[request_id] = _Sum(np.zeros(rows.shape[1]))
+        for row in rows:
+            kept.total += row
+        kept.num_tokens += len(rows)
+        return kept
+
+
+def _rows(hidden: torch.Tensor) -> NDArray[np.float32]:
+    rows: NDArray[np.float32] = hidden.float().cpu().numpy()
+    return rows

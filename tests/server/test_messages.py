@@ -1,0 +1,210 @@
+"""Anthropic's API, with the real `anthropic` package: what is streamed equals what is whole."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import anthropic
+import pytest
+from fakes import FakeChatTemplate, FakeExecutor
+from running import DEADLINE_S, run_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from running import Running
+
+ANSWER = (
+    '<think>Rome, 狐.</think>\n\nI look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Röme"}}\n'
+    '</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+WEATHER: Any = {
+    "name": "get_weather",
+    "description": "What the weather is like.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+NOW: Any = {"name": "now", "input_schema": {"type": "object"}}
+MESSAGES: list[Any] = [{"role": "user", "content": "How is Rome?"}]
+ASKED: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "max_tokens": 1000}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    template = FakeChatTemplate("<tool_call> </think>")
+    with run_server(FakeExecutor(answer=ANSWER), engine_options={"chat_template": template}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
+        yield client
+
+
+def without_ids(message: anthropic.types.Message) -> dict[str, Any]:
+    fields = message.model_dump()
+    for block in fields["content"]:
+        block.pop("id", None)
+    return {name: fields[name] for name in ("role", "model", "content", "stop_reason", "stop_sequence", "usage")}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tools": [WEATHER, NOW]},
+        {"tools": [WEATHER, NOW], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        {},
+        {"stop_sequences": ["look"]},
+        {"system": [{"type": "text", "text": "Be brief."}], "extra_body": {"temperature": 0.5, "top_k": 5}},
+    ],
+)
+def test_stream_equals_whole(client: anthropic.Anthropic, options: dict[str, Any]) -> None:
+    whole = client.messages.create(**ASKED, **options)
+    with client.messages.stream(**ASKED, **options) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_message()
+    first, second = without_ids(whole), without_ids(streamed)
+    for usage in (first["usage"], second["usage"]):  # the second one finds the first one's prompt
+        usage["input_tokens"] += usage.pop("cache_read_input_tokens")
+    assert first == second
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == len(whole.content)
+
+
+def test_what_blocks_hold(client: anthropic.Anthropic) -> None:
+    message = client.messages.create(**ASKED, tools=[WEATHER, NOW])
+    thinking, text, weather, now = message.content
+    assert (thinking.type, text.type, weather.type, now.type) == ("thinking", "text", "tool_use", "tool_use")
+    assert thinking.thinking == "Rome, 狐."
+    assert text.text == "I look."
+    assert (weather.name, weather.input) == ("get_weather", {"city": "Röme"})
+    assert (now.name, now.input) == ("now", {})
+    assert weather.id != now.id
+    assert message.stop_reason == "tool_use"
+    assert client.messages.create(**{**ASKED, "max_tokens": 3}).stop_reason == "max_tokens"
+    stopped = client.messages.create(**ASKED, stop_sequences=["zzz", "look"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "look")
+    assert client.messages.create(**ASKED).stop_reason == "end_turn"
+
+
+def test_calls_cut_off_by_a_limit(client: anthropic.Anthropic) -> None:
+    for limit in range(1, len(ANSWER.encode()), 5):
+        asked = {**ASKED, "max_tokens": limit, "tools": [WEATHER, NOW]}
+        whole = client.messages.create(**asked)
+        with client.messages.stream(**asked) as stream:
+            streamed = stream.get_final_message()
+        assert without_ids(whole)["content"] == without_ids(streamed)["content"]
+        assert streamed.stop_reason == whole.stop_reason == "max_tokens"
+
+
+def test_a_whole_conversation_reaches_the_template(client: anthropic.Anthropic) -> None:
+    template = FakeChatTemplate("<tool_call> </think>")
+    with run_server(engine_options={"chat_template": template}) as running, running.http() as http:
+        messages = [
+            *MESSAGES,
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": ""},
+                    {"type": "text", "text": "I look."},
+                    {"type": "tool_use", "id": "c1", "name": "now", "input": {"zone": "UTC"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "noon"}]},
+                    {"type": "text", "text": "And?", "cache_control": {"type": "ephemeral"}},
+                ],
+            },
+        ]
+        body = {"model": "fake", "system": "Be brief.", "messages": messages, "tools": [NOW]}
+        num_tokens = http.post("/v1/messages/count_tokens", json=body).json()["input_tokens"]
+        answer = http.post("/v1/messages", json={**body, "max_tokens": 1}).json()
+        assert answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] == num_tokens
+        call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
+        tools = json.dumps(
+            [{"type": "function", "function": {"name": "now", "description": "", "parameters": {"type": "object"}}}]
+        )
+        text = (
+            f"<tools>{tools}\n<system>Be brief.\n<user>How is Rome?\n<assistant>I look.{json.dumps([call])}\n"
+            "<tool>noon\n<user>And?\n<assistant>"
+        )
+        assert num_tokens == len(text.encode())
+
+
+def test_an_answer_that_has_begun_is_gone_on_with(client: anthropic.Anthropic) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "It is"}]
+    more = client.messages.count_tokens(model="fake", messages=begun).input_tokens  # type: ignore[arg-type]
+    assert more == len(b"<user>How is Rome?\n<assistant>It is\n")
+
+
+@pytest.mark.parametrize(
+    ("body", "parameter"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0]"),
+        ({"system": 7}, "system"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"name": "a", "input_schema": 7}]}, "tools[0].input_schema"),
+        ({"tools": [NOW], "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": {"type": ["auto"]}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"stop_sequences": [""]}, "stop"),
+        ({"temperature": -1.0}, "temperature"),
+    ],
+)
+def test_what_is_refused(running: Running, body: dict[str, Any], parameter: str) -> None:
+    with running.http() as http:
+        response = http.post("/v1/messages", json={**ASKED, **body})
+        assert response.status_code == 400, response.text
+        error = response.json()
+        assert error["type"] == "error"
+        assert error["error"]["type"] == "invalid_request_error"
+        assert parameter in error["error"]["message"]
+
+
+def test_errors_are_anthropics(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(**{**ASKED, "model": "other"})
+    with pytest.raises(anthropic.BadRequestError, match="tokens"):
+        client.messages.create(**{**ASKED, "messages": [{"role": "user", "content": "a" * 5000}]})
+
+
+def test_a_key_in_anthropics_header() -> None:
+    with run_server(api_key="right") as running:
+        for key, error in (("right", None), ("wrong", anthropic.AuthenticationError)):
+            with anthropic.Anthropic(base_url=running.url, api_key=key, max_retries=0, timeout=DEADLINE_S) as client:
+                if error is None:
+                    assert client.messages.create(**ASKED).content
+                else:
+                    with pytest.raises(error):
+                        client.messages.create(**ASKED)
+        with running.http() as http:
+            right, wrong = {"x-api-key": "right"}, {"Authorization": "Bearer wrong"}
+            assert http.get("/version", headers=right).status_code == 200
+            assert http.get("/version", headers={**right, **wrong}).status_code == 401
+            assert http.get("/version", headers={**right, "Authorization": "Bearer right"}).status_code == 200
+            assert http.get("/version", headers=[("x-api-key", "right")] * 2).status_code == 401
+
+
+def test_a_failing_stream_ends_with_an_error() -> None:
+    executor = FakeExecutor(step_s=0.01)
+    with run_server(executor) as running, running.http() as http:
+        events = []
+        with http.stream("POST", "/v1/messages", json={**ASKED, "stream": True}) as response:
+            lines = response.iter_lines()
+            for line in lines:
+                if line.startswith("event: "):
+                    events.append(line.removeprefix("event: "))
+                if len(events) == 5:
+                    executor.fail_next = True
+        assert events[-1] == "error"
+        assert "message_stop" not in events

@@ -1,0 +1,183 @@
+"""OpenAI's Responses API, with the real `openai` package: what is streamed equals what is whole."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+from fakes import FakeChatTemplate, FakeExecutor
+from running import DEADLINE_S, run_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from running import Running
+
+ANSWER = (
+    '<think>Rome, 狐.</think>\n\nI look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Röme"}}\n'
+    '</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+WEATHER: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "strict": None,
+}
+NOW: Any = {"type": "function", "name": "now", "parameters": None, "strict": None}
+ASKED: dict[str, Any] = {"model": "fake", "input": "How is Rome?"}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    template = FakeChatTemplate("<tool_call> </think>")
+    with run_server(FakeExecutor(answer=ANSWER), engine_options={"chat_template": template}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> Iterator[openai.OpenAI]:
+    with make_client(running) as client:
+        yield client
+
+
+def make_client(running: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+
+
+def comparable(response: Any) -> dict[str, Any]:
+    """What does not differ between two answers to one question."""
+    fields = response.to_dict()
+    fields.pop("id")
+    fields.pop("created_at")
+    fields["usage"].pop("input_tokens_details")  # the second one finds the first one's prompt
+    for item in fields["output"]:
+        item.pop("id")
+        item.pop("call_id", None)
+    return fields  # type: ignore[no-any-return]
+
+
+def rebuild(events: list[Any]) -> list[dict[str, Any]]:
+    """Put the items together from what grew alone."""
+    items: list[dict[str, Any]] = []
+    for number, event in enumerate(events):
+        assert event.sequence_number == number
+        if event.type == "response.output_item.added":
+            assert event.output_index == len(items)
+            items.append({"type": event.item.type, "text": ""})
+        elif event.type.endswith(".delta"):
+            items[event.output_index]["text"] += event.delta
+        elif event.type == "response.function_call_arguments.done":
+            assert items[event.output_index]["text"] == event.arguments
+        elif event.type in {"response.output_text.done", "response.reasoning_text.done"}:
+            assert items[event.output_index]["text"] == event.text
+    return items
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tools": [WEATHER, NOW]},
+        {"tools": [WEATHER, NOW], "parallel_tool_calls": False, "tool_choice": "auto"},
+        {"tools": [WEATHER, NOW], "max_output_tokens": 90},
+        {"tools": [NOW], "tool_choice": "none"},
+        {"max_output_tokens": 16},
+        {"instructions": "Be brief.", "temperature": 0.5, "top_p": 0.9, "metadata": {"a": "b"}, "store": True},
+    ],
+)
+def test_stream_equals_whole(client: openai.OpenAI, options: dict[str, Any]) -> None:
+    whole = client.responses.create(**ASKED, **options)
+    events = list(client.responses.create(**ASKED, **options, stream=True))
+    last = events[-1]
+    assert last.type == f"response.{whole.status}"
+    assert comparable(last.response) == comparable(whole)
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert len([event for event in events if event.type == last.type]) == 1
+    texts = [
+        item.arguments if item.type == "function_call" else item.content[0].text  # type: ignore[union-attr, index]
+        for item in whole.output
+    ]
+    assert [item["text"] for item in rebuild(events)] == texts
+
+
+def test_what_items_hold(client: openai.OpenAI) -> None:
+    response = client.responses.create(**ASKED, tools=[WEATHER, NOW])
+    reasoning, message, weather, now = response.output
+    assert reasoning.content[0].text == "Rome, 狐."  # type: ignore[union-attr, index]
+    assert response.output_text == message.content[0].text == "I look."  # type: ignore[union-attr, index]
+    assert (weather.name, json.loads(weather.arguments)) == ("get_weather", {"city": "Röme"})  # type: ignore[union-attr]
+    assert (now.name, now.arguments) == ("now", "{}")  # type: ignore[union-attr]
+    assert response.status == "completed"
+    cut = client.responses.create(**ASKED, max_output_tokens=16)
+    assert cut.status == "incomplete"
+    assert cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+    assert cut.output[-1].status == "incomplete"  # type: ignore[union-attr]
+
+
+def test_a_whole_conversation_reaches_the_template() -> None:
+    template = FakeChatTemplate("<tool_call> </think>")
+    with run_server(engine_options={"chat_template": template}) as running, running.http() as http:
+        items = [
+            {"role": "developer", "content": "Be kind."},
+            {"role": "user", "content": [{"type": "input_text", "text": "How is Rome?"}]},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+            {"type": "function_call", "call_id": "c1", "name": "now", "arguments": '{"zone": "UTC"}'},
+            {"type": "function_call_output", "call_id": "c1", "output": "noon"},
+        ]
+        body = {"instructions": "Be brief.", "input": items, "tools": [NOW], "max_output_tokens": 1}
+        usage = http.post("/v1/responses", json=body).json()["usage"]
+        call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
+        text = (
+            f"<tools>{json.dumps(template.tools)}\n<system>Be brief.\n<system>Be kind.\n<user>How is Rome?\n"
+            f"<assistant>I look.{json.dumps([call])}\n<tool>noon\n<assistant>"
+        )
+        assert usage["input_tokens"] == len(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("body", "parameter"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [7]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"role": "bot", "content": "a"}]}, "input[0].role"),
+        ({"input": [{"role": ["user"], "content": "a"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"type": "function_call", "name": "a", "arguments": "{"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input[0].output"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": ["auto"]}, "tool_choice"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": 1000.0}, "temperature"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"reasoning": {"effort": 7}}, "reasoning.effort"),
+        ({"input": "a" * 5000}, "input"),
+    ],
+)
+def test_what_is_refused(running: Running, body: dict[str, Any], parameter: str) -> None:
+    with running.http() as http:
+        response = http.post("/v1/responses", json={**ASKED, **body})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == parameter
+
+
+def test_a_failing_stream_ends_as_failed() -> None:
+    executor = FakeExecutor(step_s=0.01)
+    with run_server(executor) as running, make_client(running) as client:
+        kinds = []
+        for event in client.responses.create(**ASKED, stream=True):
+            kinds.append(event.type)
+            executor.fail_next = executor.fail_next or len(kinds) == 6
+        assert kinds[-1] == "response.failed"
+        assert event.response.status == "failed"  # type: ignore[union-attr]
+        assert event.response.error.message  # type: ignore[union-attr]

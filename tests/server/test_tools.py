@@ -1,0 +1,251 @@
+"""Calls of tools and reasoning, with the real `openai` package: what is streamed equals what is whole."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+from fakes import FakeChatTemplate, FakeExecutor, make_engine
+from running import DEADLINE_S, run_server, wait_until
+
+from octavo.server.answer_form import AnswerStyle
+from octavo.server.parts import PlainParser
+from octavo.server.tool_formats import HermesFormat, LlamaFormat, NamedMistralFormat
+from octavo.server.tools import read_chat_tools
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from running import Running
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "What the weather is like.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+CALLS = (
+    '<think>Rome, 狐.</think>\n\nI look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Röme"}}\n'
+    '</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+MESSAGES: list[Any] = [{"role": "user", "content": "How is Rome?"}]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    template = FakeChatTemplate("<tool_call> </think>")
+    with run_server(FakeExecutor(answer=CALLS), engine_options={"chat_template": template}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
+        yield client
+
+
+def assemble(stream: Any) -> dict[str, Any]:
+    """Put a stream together, as a client has to."""
+    result: dict[str, Any] = {"content": None, "reasoning": None, "calls": [], "finish_reason": None, "chunks": 0}
+    for chunk in stream:
+        (choice,) = chunk.choices
+        assert result["finish_reason"] is None
+        result["chunks"] += 1
+        result["finish_reason"] = choice.finish_reason
+        if choice.delta.content:
+            result["content"] = (result["content"] or "") + choice.delta.content
+        reasoning = getattr(choice.delta, "reasoning_content", None)
+        if reasoning:
+            result["reasoning"] = (result["reasoning"] or "") + reasoning
+        for call in choice.delta.tool_calls or []:
+            if call.index == len(result["calls"]):
+                assert call.type == "function"
+                result["calls"].append([call.id, call.function.name, ""])
+            assert call.index == len(result["calls"]) - 1
+            result["calls"][-1][2] += call.function.arguments
+    return result
+
+
+def test_calls_whole_and_streamed(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "tools": [WEATHER, NOW]}
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content == "I look."
+    assert whole.message.reasoning_content == "Rome, 狐."  # type: ignore[attr-defined]  # not OpenAI's own
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in whole.message.tool_calls or []]
+    assert calls == [("get_weather", {"city": "Röme"}), ("now", {})]
+    ids = [call.id for call in whole.message.tool_calls or []]
+    assert len({*ids}) == 2
+    assert all(call_id.startswith("call_") for call_id in ids)
+    streamed = assemble(client.chat.completions.create(**asked, stream=True))
+    assert streamed["finish_reason"] == "tool_calls"
+    assert (streamed["content"], streamed["reasoning"]) == ("I look.", "Rome, 狐.")
+    assert [call[1:] for call in streamed["calls"]] == [["get_weather", '{"city": "Röme"}'], ["now", "{}"]]
+    assert streamed["chunks"] > 20, "arguments come as they are written"
+
+
+def test_without_tools_it_is_text(client: openai.OpenAI) -> None:
+    for options in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        choice = client.chat.completions.create(model="fake", messages=MESSAGES, **options).choices[0]  # type: ignore[call-overload]
+        assert choice.finish_reason == "stop"
+        assert choice.message.tool_calls is None
+        assert choice.message.content == CALLS.partition("</think>")[2].lstrip()
+
+
+def test_one_call_where_no_parallel_ones_are_wanted(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "tools": [WEATHER, NOW]}
+    whole = client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0]
+    assert [call.function.name for call in whole.message.tool_calls or []] == ["get_weather"]
+
+
+def test_calls_cut_off_by_a_limit(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "tools": [WEATHER, NOW]}
+    for limit in range(1, len(CALLS.encode()) + 1, 3):
+        whole = client.chat.completions.create(**asked, max_tokens=limit).choices[0]
+        streamed = assemble(client.chat.completions.create(**asked, max_tokens=limit, stream=True))
+        assert streamed["finish_reason"] == whole.finish_reason == "length"
+        assert (streamed["content"] or "") == (whole.message.content or "")
+        calls = [[call.function.name, call.function.arguments] for call in whole.message.tool_calls or []]
+        assert [call[1:] for call in streamed["calls"]] == calls
+
+
+def test_the_template_gets_the_tools_and_their_results() -> None:
+    template = FakeChatTemplate("<tool_call>")
+    with run_server(engine_options={"chat_template": template}) as running, running.http() as http:
+        call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
+        messages = [
+            {"role": "developer", "content": "Be brief."},
+            *MESSAGES,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "noon"}]},
+        ]
+        body = {"messages": messages, "tools": [NOW], "max_tokens": 1}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+        assert template.tools == [
+            {
+                "type": "function",
+                "function": {
+                    "name": "now",
+                    "description": "",
+                    "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+                },
+            }
+        ]
+        shown = http.post("/tokenize", json={"messages": messages, "tools": [NOW]}).json()["tokens"]
+        text = bytes(shown).decode()
+        assert '"arguments": {"zone": "UTC"}' in text
+        assert "<system>Be brief." in text
+        assert "<tool>noon" in text
+        assert text.startswith("<tools>")
+
+
+GOOD = {"messages": MESSAGES, "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("body", "parameter"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [7]}, "tools[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]}, "tools[0].function.parameters"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "description": 1}}]},
+            "tools[0].function.description",
+        ),
+        ({"tools": [NOW, NOW]}, "tools"),
+        ({"tools": [NOW] * 129}, "tools"),
+        ({"tools": {"a": 1}}, "tools"),
+        ({"tools": [NOW], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": ["auto"]}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": "auto", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0]"),
+        ({"messages": [{"role": "assistant", "tool_calls": 7}]}, "messages[0].tool_calls"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[" * 9999}}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_what_is_refused(running: Running, body: dict[str, Any], parameter: str) -> None:
+    with running.http() as http:
+        response = http.post("/v1/chat/completions", json={**GOOD, **body})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == parameter
+
+
+def test_a_model_without_a_known_form_of_calls_says_so(shared: Running) -> None:
+    with shared.http() as http:
+        response = http.post("/v1/chat/completions", json={**GOOD, "tools": [NOW]})
+        assert response.status_code == 400
+        assert "--tool-call-parser" in response.json()["error"]["message"]
+
+
+def test_the_form_is_found_in_the_template() -> None:
+    def find(template: str, tools: str = "auto", reasoning: str = "auto") -> AnswerStyle:
+        engine = make_engine(chat_template=FakeChatTemplate(template))
+        return AnswerStyle.find(tools, reasoning, engine.input_processor)
+
+    assert isinstance(find("a <tool_call> b").tools, HermesFormat)
+    assert isinstance(find("<|python_tag|>").tools, LlamaFormat)
+    assert isinstance(find("[TOOL_CALLS] [ARGS]").tools, NamedMistralFormat)
+    assert find("<tool_call> <function=").tools is None
+    assert isinstance(find("<tool_call> <function=", "hermes").tools, HermesFormat)
+    assert find("<tool_call>", "none").tools is None
+    assert find("").tools is None
+    assert isinstance(find("", "llama3_json").tools, LlamaFormat)
+    assert find("</think>").has_reasoning
+    assert not find("</think>", reasoning="none").has_reasoning
+    assert find("", reasoning="think").has_reasoning
+    assert isinstance(read_chat_tools([NOW], "none", None, find("<tool_call>").tools).parser(), PlainParser)
+
+
+def test_reasoning_that_the_prompt_began() -> None:
+    template = FakeChatTemplate("</think>", behind="<think>\n")
+    executor = FakeExecutor(answer="So it is.\n</think>\n\nYes.")
+    with run_server(executor, engine_options={"chat_template": template}) as running, running.http() as http:
+        message = http.post("/v1/chat/completions", json={"messages": MESSAGES}).json()["choices"][0]["message"]
+        assert message["reasoning_content"] == "So it is."
+        assert message["content"] == "Yes."
+
+
+def test_a_quiet_stream_says_that_it_lives() -> None:
+    executor = FakeExecutor(answer="ab")
+    with run_server(executor, stream_keep_alive_s=0.05) as running, running.http() as http:
+        executor.gate.clear()
+        with http.stream("POST", "/v1/chat/completions", json={"messages": MESSAGES, "stream": True}) as response:
+            assert response.status_code == 200
+            lines = response.iter_lines()
+            comments = [next(lines) for _ in range(4)]
+            assert comments == [": still at work", ""] * 2
+            executor.gate.set()
+            data = [line for line in lines if line.startswith("data: ")]
+        text = "".join(
+            choice["delta"].get("content") or "" for line in data[:-1] for choice in json.loads(line[6:])["choices"]
+        )
+        assert text == "ab"
+        assert data[-1] == "data: [DONE]"
+
+
+def test_a_client_that_leaves_a_quiet_stream_is_noticed() -> None:
+    executor = FakeExecutor(answer="ab")
+    with run_server(executor, stream_keep_alive_s=0.05) as running, running.http() as http:
+        executor.gate.clear()
+        with http.stream("POST", "/v1/chat/completions", json={"messages": MESSAGES, "stream": True}) as response:
+            lines = response.iter_lines()
+            assert next(lines) == ": still at work"
+        executor.gate.set()
+        wait_until(lambda: running.num_unfinished == 0 and running.num_blocks_in_use == 0, "its blocks are free")

@@ -1,0 +1,56 @@
+"""Hidden states of a prompt as one vector: sums go on over steps, and begin anew where the prompt does."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from octavo import SamplingParams
+from octavo.worker.pooler import Pooler
+
+HIDDEN = torch.from_numpy(np.random.default_rng(1).normal(size=(24, 8)).astype(np.float32))
+
+
+def pool(pooler: Pooler, position: int, count: int, *, pooling: str | None = "mean", is_complete: bool = False) -> dict:
+    """One step of one request."""
+    request = SimpleNamespace(request_id="a", row=0, sampling_params=SamplingParams(max_tokens=1, pooling=pooling))
+    inputs = SimpleNamespace(requests=[request], query_start=np.array([0, count]), sampled=[0] if is_complete else [])
+    batch = SimpleNamespace(num_computed_tokens=np.array([position]))
+    return pooler.pool(inputs, HIDDEN[position : position + count], batch)  # type: ignore[arg-type]
+
+
+def values(result: dict) -> np.ndarray:
+    return np.frombuffer(result["a"], np.float32)
+
+
+def test_a_mean_in_any_cut():
+    whole = pool(Pooler(), 0, 24, is_complete=True)
+    np.testing.assert_allclose(values(whole), HIDDEN.numpy().mean(axis=0), rtol=1e-5)
+    for cuts in ([1] * 24, [7, 7, 7, 3], [23, 1]):
+        pooler, position = Pooler(), 0
+        for count in cuts:
+            result = pool(pooler, position, count, is_complete=position + count == 24)
+            position += count
+        assert result == whole
+
+
+def test_the_last_state_is_what_it_is():
+    pooler = Pooler()
+    assert pool(pooler, 0, 20, pooling="last") == {}
+    result = pool(pooler, 20, 4, pooling="last", is_complete=True)
+    assert values(result).tolist() == HIDDEN[23].tolist()
+    assert pool(pooler, 0, 24, pooling=None, is_complete=True) == {}
+
+
+def test_a_prompt_that_is_computed_anew_begins_anew():
+    whole = pool(Pooler(), 0, 24, is_complete=True)
+    pooler = Pooler()
+    pool(pooler, 0, 9)
+    assert pool(pooler, 0, 24, is_complete=True) == whole  # preempted, its KV dropped
+    pool(pooler, 0, 5)
+    pooler.forget(["a"])
+    with pytest.raises(ValueError, match="5 positions"):
+        pool(pooler, 5, 3)
