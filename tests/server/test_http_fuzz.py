@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fakes import answer_text
 
+from octavo.server.embeddings import EmbeddingRequest
+from octavo.server.messages import CountTokensRequest, MessagesRequest
 from octavo.server.openai_requests import ChatCompletionRequest, CompletionRequest
+from octavo.server.responses import ResponsesRequest
+from octavo.server.tokenizing import DetokenizeRequest, TokenizeRequest
 
 if TYPE_CHECKING:
     from running import Running
@@ -39,13 +43,19 @@ def test_no_body_is_a_server_error(shared: Running, seed: int) -> None:
     routes = [
         ("/v1/completions", CompletionRequest, {"prompt": "hello", "max_tokens": 3}),
         ("/v1/chat/completions", ChatCompletionRequest, {"messages": VALUES[-4], "max_tokens": 3}),
+        ("/v1/responses", ResponsesRequest, {"input": "hello", "max_output_tokens": 3}),
+        ("/v1/messages", MessagesRequest, {"model": "fake", "messages": VALUES[-4], "max_tokens": 3}),
+        ("/v1/messages/count_tokens", CountTokensRequest, {"model": "fake", "messages": VALUES[-4]}),
+        ("/v1/embeddings", EmbeddingRequest, {"input": "hello", "dimensions": 0}),
+        ("/tokenize", TokenizeRequest, {"prompt": "hello"}),
+        ("/detokenize", DetokenizeRequest, {"tokens": [65]}),
     ]
     rng = random.Random(seed)
     seen = set()
     with shared.http() as http:
-        for _ in range(150):
+        for _ in range(300):
             route, schema, sound = rng.choice(routes)
-            fields = sorted({*schema.model_fields, *schema.unsupported, "best_of"})
+            fields = sorted({*schema.model_fields, *getattr(schema, "unsupported", ()), "best_of", "include"})
             content = json.dumps(make_body(rng, fields, sound))
             response = http.post(route, content=content)
             seen.add(response.status_code)
@@ -53,8 +63,9 @@ def test_no_body_is_a_server_error(shared: Running, seed: int) -> None:
             if response.status_code != 200:
                 assert response.json()["error"]["message"]
             elif response.headers["content-type"].startswith("text/event-stream"):
-                assert response.text.endswith("data: [DONE]\n\n")
-                assert '"error"' not in response.text, content[:500]
+                last = response.text.strip().rpartition("\n\n")[2]
+                assert last == "data: [DONE]" or '"response.' in last or '"message_stop"' in last
+                assert '"error":{' not in response.text, content[:500]
         answer = http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 20})
     assert answer.json()["choices"][0]["text"] == answer_text(5, 0, 20)
     assert {200, 400} <= seen

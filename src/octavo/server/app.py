@@ -21,6 +21,7 @@ from octavo.server.completions import create_completion
 from octavo.server.embeddings import EmbeddingRequest, create_embeddings
 from octavo.server.errors import NotAllowedError, add_error_handlers
 from octavo.server.openai_requests import ChatCompletionRequest, CompletionRequest
+from octavo.server.openapi import describe
 from octavo.server.origins import OriginMiddleware
 from octavo.server.responses import ResponsesRequest, create_response
 from octavo.server.tokenizing import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
@@ -150,6 +151,10 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
             raise NotAllowedError("this key may not read the metrics, which tell of all keys")
         content, content_type = service.metrics.text(request.headers.get("accept", ""))
         return Response(content, media_type=content_type)
+
+    @app.get("/openapi.json")
+    async def openapi() -> JSONResponse:
+        return JSONResponse(describe(service))
 
     @app.get("/version")
     async def version() -> JSONResponse:

@@ -1,0 +1,143 @@
+"""The OpenAPI document is true: it has every route, and what routes take and give is what it says."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import pytest
+from fakes import FakeChatTemplate, FakeExecutor
+from fastapi.routing import APIRoute
+from running import run_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from running import Running
+
+USER = {"role": "user", "content": "How is Rome?"}
+TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+# Sound bodies by route; each is sent, and has to fit its schema as its answer has to.
+BODIES: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [
+        {"messages": [USER]},
+        {"messages": [USER], "n": 2, "logprobs": True, "top_logprobs": 2, "max_tokens": 4, "prompt_logprobs": 1},
+        {"messages": [USER], "tools": [TOOL], "tool_choice": "auto", "stop": ["a", "b"], "temperature": 0.5},
+        {
+            "messages": [
+                {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
+                USER,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}],
+                },
+                {"role": "tool", "tool_call_id": "a", "content": "noon"},
+            ],
+            "tools": [TOOL],
+            "logit_bias": {"65": 1.5},
+        },
+    ],
+    "/v1/completions": [
+        {"prompt": "a", "max_tokens": 3, "logprobs": 2, "echo": True},
+        {"prompt": [[1, 2], [3]], "max_tokens": 3, "n": 2},
+    ],
+    "/v1/responses": [
+        {"input": "Hello."},
+        {"input": [USER, {"type": "function_call_output", "call_id": "a", "output": "noon"}], "max_output_tokens": 5},
+    ],
+    "/v1/embeddings": [],  # this engine has no hidden states; tests/server/test_real_engine.py asks for some
+    "/v1/messages": [{"model": "fake", "max_tokens": 9, "messages": [USER], "system": "Be brief.", "top_k": 3}],
+    "/v1/messages/count_tokens": [{"model": "fake", "messages": [USER]}],
+    "/generate": [{"inputs": "a", "parameters": {"max_new_tokens": 3, "details": True, "decoder_input_details": True}}],
+    "/": [{"inputs": "a", "parameters": {"max_new_tokens": 3}}],
+    "/generate_stream": [{"inputs": "a", "parameters": {"max_new_tokens": 3}}],
+    "/tokenize": [{"prompt": "a", "return_token_strs": True}, {"messages": [USER], "tools": [TOOL]}],
+    "/detokenize": [{"tokens": [65, 66]}],
+}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    template = FakeChatTemplate("<tool_call> </think>")
+    answer = '<think>Hm.</think>So.<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    with run_server(FakeExecutor(answer=answer), engine_options={"chat_template": template}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def document(running: Running) -> dict[str, Any]:
+    with running.http() as http:
+        return http.get("/openapi.json").json()  # type: ignore[no-any-return]
+
+
+def check(document: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
+    jsonschema.Draft202012Validator({**schema, "components": document["components"]}).validate(value)
+
+
+def test_every_route_is_described(running: Running, document: dict[str, Any]) -> None:
+    routes = {
+        (route.path.replace("{name:path}", "{model}"), method.lower())
+        for route in running.server.config.app.routes  # type: ignore[union-attr]
+        if isinstance(route, APIRoute)
+        for method in route.methods
+    }
+    assert routes == {(path, method) for path, methods in document["paths"].items() for method in methods}
+    assert {path for path, methods in document["paths"].items() if "post" in methods} == BODIES.keys()
+
+
+def test_references_resolve(document: dict[str, Any]) -> None:
+    for schema in document["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    text = json.dumps(document)
+    names = {part.partition('"')[0] for part in text.split('"$ref": "#/components/schemas/')[1:]}
+    assert names <= document["components"]["schemas"].keys()
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_requests_and_answers_are_as_described(running: Running, document: dict[str, Any], path: str) -> None:
+    operation = document["paths"][path]["post"]
+    asked = operation["requestBody"]["content"]["application/json"]["schema"]
+    answers = operation["responses"]
+    with running.http() as http:
+        for body in BODIES[path]:
+            check(document, asked, body)
+            response = http.post(path, json=body)
+            assert response.status_code == 200, response.text
+            kind = response.headers["content-type"].partition(";")[0]
+            if kind == "application/json":
+                check(document, answers["200"]["content"][kind]["schema"], response.json())
+            else:
+                assert kind in answers["200"]["content"]
+            if "stream" in document["components"]["schemas"][asked["$ref"].rpartition("/")[2]]["properties"]:
+                streamed = http.post(path, json={**body, "stream": True, "prompt_logprobs": None})
+                assert streamed.headers["content-type"].startswith("text/event-stream"), streamed.text
+        for wrong in (b"{", b"[]", b'{"model": 7, "inputs": 7, "tokens": 7, "max_tokens": "a"}'):
+            refused = http.post(path, content=wrong)
+            schema = answers[str(refused.status_code)]["content"]["application/json"]["schema"]
+            check(document, schema, refused.json())
+
+
+def test_answers_of_the_other_routes(running: Running, document: dict[str, Any]) -> None:
+    with running.http() as http:
+        for path, methods in document["paths"].items():
+            if "get" not in methods:
+                continue
+            response = http.get(path.replace("{model}", "alias/of-fake"))
+            assert response.status_code == 200
+            content = methods["get"]["responses"]["200"].get("content", {})
+            if "application/json" in content:
+                check(document, content["application/json"]["schema"], response.json())
+        missing = http.get("/v1/models/other")
+        schema = document["paths"]["/v1/models/{model}"]["get"]["responses"]["404"]["content"]["application/json"]
+        check(document, schema["schema"], missing.json())
+
+
+def test_keys_are_described_where_they_are_asked_for(document: dict[str, Any]) -> None:
+    assert "security" not in document
+    with run_server(api_key="key") as running, running.http() as http:
+        assert http.get("/openapi.json").status_code == 401
+        keyed = http.get("/openapi.json", headers={"x-api-key": "key"}).json()
+        assert keyed["security"] == [{"bearer": []}, {"x-api-key": []}]
+        assert keyed["paths"]["/health"]["get"]["security"] == []

@@ -1,0 +1,596 @@
+"""What octavo promises of its server, in numbers: `python tests/system/figures_api.py 5 7 8`, or `all` of them.
+
+Each figure starts `octavo serve` on the built-in model, does to it what its docstring says, prints a line, and fails
+the run where the promise does not hold. Counts are those of the promise; `--scale 0.1` does a tenth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import codecs
+import contextlib
+import json
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+from raw_http import Answer, Connection, events, text_of
+from serving_process import DEADLINE_S, Served, Stream, serve
+
+from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.stop_strings import find_stop
+from octavo.outputs import EngineCoreOutput
+from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.server.tenants import Tenant, add_key
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable
+
+COMPLETIONS = "/v1/completions"
+TOKENS = 512  # of an answer: the built-in model is so fast that shorter ones would measure clients and not the engine
+GENERATED = "octavo:generation_tokens_total"
+SHORT = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0.0}
+LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "temperature": 0.0, "stream": True}
+
+
+class BrokenPromiseError(Exception):
+    """A promise that does not hold."""
+
+
+def check(holds: object, what: str) -> None:
+    if not holds:
+        raise BrokenPromiseError(what)
+
+
+def address(served: Served) -> tuple[str, int]:
+    return str(served.http.base_url.host), int(served.http.base_url.port or 80)
+
+
+def figures(served: Served) -> Counter[str]:
+    """The sum of each of the server's own figures over its labels."""
+    totals: Counter[str] = Counter()
+    for family in text_string_to_metric_families(served.http.get("/metrics").text):
+        for sample in family.samples:
+            totals[sample.name] += sample.value
+    return totals
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+def rss_mb(served: Served) -> float:
+    return psutil.Process(served.process.pid).memory_info().rss / 2**20
+
+
+async def timed(work: Awaitable[Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = await work
+    return time.perf_counter() - start, result
+
+
+def figure_4(scale: float) -> str:
+    """Each process is killed and frozen, 20 times, under streams: all end within 10 s, right answers come again."""
+    rounds, ended, unready, back = max(round(20 * scale), 1), [], [], []
+    for kind in (signal.SIGKILL, signal.SIGSTOP):
+        with serve() as served:
+            expected = served.answer()
+            for _ in range(rounds):
+                streams, engine = [Stream(served) for _ in range(3)], served.engine
+                start = time.monotonic()
+                engine.send_signal(kind)
+                served.wait_until(lambda: not served.is_ready(), 5)
+                unready.append(time.monotonic() - start)
+                for stream in streams:
+                    stream.ended_within(10 - (time.monotonic() - start))
+                    check(stream.events[-1] == "[DONE]", "a stream without an end")
+                ended.append(time.monotonic() - start)
+                served._wait(served.is_ready)
+                back.append(time.monotonic() - start)
+                check(served.answer() == expected, "another answer after a restart")
+                check(not psutil.pid_exists(engine.pid), "an engine was left over")
+    orphans = 0
+    for _ in range(rounds):
+        with serve() as served:
+            stream, engine = Stream(served), served.engine
+            served.process.kill()
+            stream.ended_within(10)
+            try:
+                engine.wait(10)
+            except psutil.TimeoutExpired:
+                orphans += 1
+    check(orphans == 0, "orphans")
+    return (
+        f"{rounds} kills and {rounds} freezes of the engine, {rounds} kills of the server: not ready within "
+        f"{max(unready):.1f} s, streams ended within {max(ended):.1f} s, back within {max(back):.1f} s, "
+        f"{orphans} orphans, 0 wrong answers"
+    )
+
+
+VALUES = (
+    b"null", b"true", b"NaN", b"Infinity", b"-Infinity", b"-1", b"0", b"1e400", b"2147483648", b"9223372036854775808",
+    b"1" + b"0" * 400, b'""', b'"\\u0000"', b'"\\ud800"', b'"\xff"', b"[]", b"[[]]", b"{}", b"[" * 3000,
+    b'{"a":' * 3000,
+    b'"' + b"x" * 5000 + b'"', b"[null]", b"[-1]", b"[1.5]", b'[{"role": "user"}]', b'{"type": "json_schema"}', b"",
+)  # fmt: skip
+FIELDS = {
+    "/v1/completions": ("prompt", "max_tokens", "n", "stop", "logprobs", "temperature", "seed", "logit_bias", "stream"),
+    "/v1/chat/completions": ("messages", "max_tokens", "tools", "tool_choice", "response_format", "top_logprobs", "n"),
+    "/v1/responses": ("input", "max_output_tokens", "tools", "text", "reasoning", "instructions", "stream"),
+    "/v1/messages": ("messages", "max_tokens", "model", "system", "tools", "thinking", "stop_sequences"),
+    "/v1/embeddings": ("input", "dimensions", "encoding_format"),
+    "/generate": ("inputs", "parameters"),
+    "/tokenize": ("prompt", "messages"),
+    "/detokenize": ("tokens",),
+}
+SOUND = {
+    "prompt": b'"a"', "messages": b'[{"role": "user", "content": "a"}]', "input": b'"a"', "inputs": b'"a"',
+    "tokens": b"[1]", "max_tokens": b"2", "max_output_tokens": b"2", "model": b'"octavo-demo"',
+}  # fmt: skip
+
+
+def malformed(rng: random.Random) -> tuple[str, bytes]:
+    """A path, and a body with something wrong in it."""
+    path, fields = rng.choice(list(FIELDS.items()))
+    values = {name: SOUND[name] for name in fields if name in SOUND}
+    for name in rng.sample(fields, rng.randint(1, min(3, len(fields)))):
+        values[name] = rng.choice(VALUES)
+    body = b"{" + b", ".join(b'"%s": %s' % (name.encode(), value) for name, value in values.items()) + b"}"
+    match rng.randrange(12):
+        case 0:
+            body = body[: rng.randrange(len(body))]
+        case 1:
+            position = rng.randrange(len(body))
+            body = body[:position] + bytes([rng.randrange(256)]) + body[position + 1 :]
+        case 2:
+            body = rng.randbytes(rng.randrange(200))
+    return path, body
+
+
+HEADS = (
+    b"GET\r\n\r\n", b"POST /v1/completions HTTP/9.9\r\n\r\n", b"\x00\x01\x02\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcde",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"POST /%00%ff HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n",
+    b"GET /v1/models/" + b"a/../" * 500 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+)  # fmt: skip
+
+
+def figure_5(scale: float) -> str:
+    """100,000 malformed requests: no answer of 5xx, and the engine is the one that was there before."""
+    count, workers = max(round(100_000 * scale), 100), 16
+
+    async def work(served: Served, seed: int, statuses: Counter[int]) -> None:
+        rng = random.Random(seed)
+        for part in range(0, count // workers, 50):
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                async with Connection(address(served)) as connection:
+                    connection.writer.write(rng.choice(HEADS))
+                    with contextlib.suppress(TimeoutError, ValueError, IndexError):
+                        statuses[(await asyncio.wait_for(connection.head(), 0.2)).status] += 1
+            async with Connection(address(served)) as connection:
+                for _ in range(min(50, count // workers - part)):
+                    path, body = malformed(rng)
+                    statuses[(await connection.ask(path, body)).status] += 1
+
+    with serve("--max-model-len", "128", "--log-level", "warning") as served:
+        expected, engine, statuses = served.answer(), served.engine.pid, Counter[int]()
+        memory = rss_mb(served)
+
+        async def run() -> None:
+            await asyncio.gather(*(work(served, seed, statuses) for seed in range(workers)))
+
+        seconds, _ = asyncio.run(timed(run()))
+        check(not any(status >= 500 for status in statuses), f"answers of 5xx: {statuses}")
+        check(served.engine.pid == engine and served.answer() == expected, "the engine is another one")
+        grown = rss_mb(served) - memory
+    shown = ", ".join(f"{status}: {number}" for status, number in sorted(statuses.items()))
+    count = sum(statuses.values())
+    return f"{count} malformed requests in {seconds:.0f} s: {shown}; 0 restarts, the server grew by {grown:.0f} MB"
+
+
+def figure_6(_scale: float) -> str:
+    """Every route, and every way to try without its key: 401 always, but for the health checks."""
+    with tempfile.TemporaryDirectory() as folder:
+        key = add_key(Path(folder) / "keys.toml", Tenant(name="alice"))
+        with serve("--api-keys", str(Path(folder) / "keys.toml"), key=key) as served:
+            document = served.http.get("/openapi.json").json()
+            statuses = asyncio.run(_without_key(address(served), document["paths"], key))
+    check(set(statuses) <= {401, 421}, f"answers other than 401 and 421 (an odd Host): {statuses}")
+    return f"{sum(statuses.values())} requests without a valid key, to {len(document['paths'])} routes: 0 bypasses"
+
+
+async def _without_key(where: tuple[str, int], paths: dict[str, Any], key: str) -> Counter[int]:
+    ways: list[dict[str, str]] = [
+        {}, {"Authorization": ""}, {"Authorization": "Bearer"}, {"Authorization": "Bearer "}, {"Authorization": key},
+        {"Authorization": f"Basic {key}"}, {"Authorization": f"Bearer {key[:-1]}"}, {"Authorization": f"Bearer {key}x"},
+        {"Authorization": f"Bearer {key.swapcase()}"}, {"Authorization": f"Bearer,{key}"}, {"X_Api_Key": key[:-1]},
+        {"X_Api_Key": f"Bearer {key}"}, {"X_Api_Key": key, "Authorization": "Bearer no"}, {"Cookie": f"key={key}"},
+        {"X_Forwarded_For": "127.0.0.1"}, {"Host": "localhost"}, {"X_Original_URL": "/health"},
+        {"X_Rewrite_URL": "/health"}, {"X_HTTP_Method_Override": "GET"}, {"Proxy_Authorization": f"Bearer {key}"},
+    ]  # fmt: skip
+    spellings: list[Callable[[str], str]] = [
+        lambda path: path, lambda path: "/" + path, lambda path: path + "/", lambda path: path.upper(),
+        lambda path: "/health/.." + path, lambda path: "/./" + path.lstrip("/"), lambda path: path + "?key=" + key,
+        lambda path: path + "#/health", lambda path: "/%2e" + path, lambda path: path.replace("v1", "v%31"),
+        lambda path: path + "%00/health", lambda path: path + ";/health", lambda path: "//health" + path,
+    ]  # fmt: skip
+    statuses: Counter[int] = Counter()
+    for path in paths:
+        if path in {"/health", "/ready"}:
+            continue
+        for spelling in spellings:
+            async with Connection(where) as connection:
+                for headers in ways:
+                    for method in ("GET", "POST", "OPTIONS"):
+                        statuses[(await connection.ask(spelling(path), b"{}", method, **headers)).status] += 1
+    return statuses
+
+
+def figure_7(scale: float) -> str:
+    """500 slow senders and 100 slow readers: others' p99 at most 1.2 times as long, at most 50 MB more memory."""
+    senders, readers = max(round(500 * scale), 5), max(round(100 * scale), 1)
+
+    async def run(served: Served) -> tuple[list[float], list[float], float]:
+        where, calm, under = address(served), list[float](), list[float]()
+        await _others(where, 2)
+        grown = 0.0
+        for _ in range(3):  # by turns, as machines have moods
+            calm += await _during(where, [_read(where) for _ in range(readers)])
+            memory = rss_mb(served)
+            attack = [_read_slowly(where) for _ in range(readers)] + [_send_slowly(where) for _ in range(senders)]
+            under += await _during(where, attack)
+            grown = max(grown, rss_mb(served) - memory)
+        return calm, under, grown
+
+    with serve("--max-num-seqs", "256", "--log-level", "warning") as served:
+        calm, under, grown = asyncio.run(run(served))
+    before, after = percentile(calm, 0.99), percentile(under, 0.99)
+    line = (
+        f"{senders} slow senders, {readers} slow readers: p99 of {len(under)} others {1000 * after:.0f} ms, "
+        f"{1000 * before:.0f} ms ({len(calm)}) beside as many readers who read; memory +{grown:.0f} MB"
+    )
+    check(after <= 1.2 * before and grown <= 50, line)
+    return line
+
+
+async def _send_slowly(where: tuple[str, int]) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 999999\r\n\r\n"
+    async with Connection(where) as connection:
+        for byte in head + b" " * 10_000:
+            connection.writer.write(bytes([byte]))
+            await asyncio.sleep(0.5)
+
+
+async def _read_slowly(where: tuple[str, int]) -> None:
+    while True:
+        async with Connection(where) as connection:
+            await connection.send(COMPLETIONS, {**LONG, "max_tokens": 120})
+            await asyncio.sleep(20)
+
+
+async def _read(where: tuple[str, int]) -> None:
+    while True:
+        async with Connection(where) as connection:
+            await connection.ask(COMPLETIONS, {**LONG, "max_tokens": 120})
+        await asyncio.sleep(20)
+
+
+async def _others(where: tuple[str, int], seconds: float) -> list[float]:
+    """Latencies of one who asks for little, again and again."""
+    latencies = []
+    async with Connection(where) as connection:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            latency, answer = await timed(connection.ask(COMPLETIONS, SHORT))
+            check(answer.status == 200, f"others got {answer.status}")
+            latencies.append(latency)
+            await asyncio.sleep(0.02)
+    return latencies
+
+
+async def _during(where: tuple[str, int], attack: list[Coroutine[Any, Any, None]]) -> list[float]:
+    """Others' latencies while something goes on."""
+    tasks = [asyncio.create_task(each) for each in attack]
+    try:
+        return await _others(where, 12)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(3)
+
+
+def figure_8(scale: float) -> str:
+    """1,000 clients vanish at random: their blocks are free within a second, bystanders get what they get alone."""
+    count = max(round(1000 * scale), 20)
+
+    async def vanish(where: tuple[str, int], rng: random.Random) -> None:
+        async with Connection(where) as connection:
+            await connection.send(COMPLETIONS, {**LONG, "prompt": f"{rng.random()} times", "seed": 1})
+            await asyncio.sleep(rng.random() * 0.5)
+            connection.vanish()
+
+    async def run(served: Served) -> int:
+        where, rng = address(served), random.Random(1)
+        bystander = {**LONG, "max_tokens": 300}
+        async with Connection(where) as connection:
+            alone = text_of((await connection.ask(COMPLETIONS, bystander)).body)
+
+        async def stand_by() -> str:
+            async with Connection(where) as connection:
+                return text_of((await connection.ask(COMPLETIONS, bystander)).body)
+
+        bystanders = [asyncio.create_task(stand_by()) for _ in range(4)]
+        for start in range(0, count, 50):
+            await asyncio.gather(*(vanish(where, rng) for _ in range(min(50, count - start))))
+        texts = await asyncio.gather(*bystanders)
+        check(all(text == alone for text in texts), "a bystander's text differs")
+        return len(texts)
+
+    with serve("--log-level", "warning") as served:
+        num_bystanders = asyncio.run(run(served))
+        start = time.monotonic()
+        while (left := figures(served))["octavo:num_requests_running"] + left["octavo:num_requests_waiting"]:
+            check(time.monotonic() - start < 10, "requests of those who left go on")
+            time.sleep(0.05)
+        seconds = time.monotonic() - start
+        check(left["octavo:kv_cache_usage_perc"] == 0, "blocks are in use")
+        served.http.post(COMPLETIONS, json=SHORT)
+    check(seconds <= 1.5, f"free after {seconds:.2f} s")  # figures come twice a second
+    left_over = f"no request and no block left {seconds:.2f} s later"
+    return f"{count} clients vanished: {left_over}; {num_bystanders} bystanders exact"
+
+
+def figure_10(scale: float) -> str:
+    """Ten times as many requests as can be served: all answered, refusals at once, 90 % of the peak's tokens served."""
+    seconds = max(20 * scale, 5)
+    body = {"prompt": "Once upon a time", "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0.0}
+
+    async def rate(served: Served, work: Coroutine[Any, Any, None]) -> float:
+        """Tokens a second while some work goes on, by the server's own count."""
+        task = asyncio.create_task(work)
+        await asyncio.sleep(4)
+        start, before = time.monotonic(), await asyncio.to_thread(figures, served)
+        await asyncio.sleep(seconds)
+        after = await asyncio.to_thread(figures, served)
+        result = (after[GENERATED] - before[GENERATED]) / (time.monotonic() - start)
+        await task
+        return result
+
+    async def closed(where: tuple[str, int]) -> None:
+        """32 clients, each with one request after another: nobody waits, and nobody is refused."""
+        end = time.monotonic() + seconds + 5
+
+        async def client() -> None:
+            async with Connection(where) as connection:
+                while time.monotonic() < end:
+                    check((await connection.ask(COMPLETIONS, body)).status == 200, "refused at the peak")
+
+        await asyncio.gather(*(client() for _ in range(32)))
+
+    async def flood(where: tuple[str, int], per_second: float, answers: list[tuple[float, Answer]]) -> None:
+        """Requests at a rate, whatever becomes of those before."""
+
+        async def one() -> None:
+            async with Connection(where) as connection:
+                answers.append(await timed(connection.ask(COMPLETIONS, body)))
+
+        tasks, start = list[asyncio.Task[None]](), time.monotonic()
+        while (now := time.monotonic() - start) < seconds + 5:
+            while len(tasks) < per_second * now:
+                tasks.append(asyncio.create_task(one()))
+            await asyncio.sleep(0.005)
+        await asyncio.gather(*tasks)
+        check(len(answers) == len(tasks), "a request without an answer")
+
+    async def run(served: Served) -> tuple[float, float, list[tuple[float, Answer]]]:
+        where, answers, peaks, goodputs = address(served), list[tuple[float, Answer]](), list[float](), list[float]()
+        for _ in range(3):  # by turns, as machines have moods
+            peaks.append(await rate(served, closed(where)))
+            batch: list[tuple[float, Answer]] = []
+            goodputs.append(await rate(served, flood(where, 10 * peaks[-1] / TOKENS, batch)))
+            answers += batch
+        shares = [goodput / peak for goodput, peak in zip(goodputs, peaks, strict=True)]
+        return statistics.median(shares), statistics.median(peaks), answers
+
+    options = ("--max-num-seqs", "32", "--max-num-waiting", "32", "--log-level", "warning")
+    with serve(*options, *MODEL) as served:
+        share, peak, answers = asyncio.run(run(served))
+    statuses = Counter(answer.status for _, answer in answers)
+    refusals = [latency for latency, answer in answers if answer.status == 429]
+    check(set(statuses) == {200, 429}, f"{statuses}")
+    check(all("retry-after" in answer.headers for _, answer in answers if answer.status == 429), "no Retry-After")
+    line = (
+        f"{len(answers)} requests at 10 times the peak: {statuses[200]} served, {statuses[429]} refused, p99 of a "
+        f"refusal {1000 * percentile(refusals, 0.99):.0f} ms; {share:.0%} of the peak's {peak:.0f} tok/s"
+    )
+    check(percentile(refusals, 0.99) <= 0.05 and share >= 0.9, line)
+    return line
+
+
+def figure_11(scale: float) -> str:
+    """One key floods with 50 times as many requests: another key keeps at least 90 % of its fair share, a half."""
+    seconds = max(40 * scale, 15)
+    body = {"prompt": "Once upon a time", "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0.0}
+
+    async def run(where: tuple[str, int], keys: dict[str, str]) -> Counter[str]:
+        tokens: Counter[str] = Counter()
+        end = time.monotonic() + seconds
+
+        async def client(name: str) -> None:
+            while time.monotonic() < end:
+                async with Connection(where, keys[name]) as connection:
+                    answer = await connection.ask(COMPLETIONS, body)
+                    if answer.status == 200 and end - seconds + 3 < time.monotonic() < end:
+                        tokens[name] += TOKENS
+                    elif answer.status == 429:
+                        await asyncio.sleep(int(answer.headers["retry-after"]))
+
+        clients = ["flood"] * 800 + ["modest"] * 16
+        await asyncio.gather(*(client(name) for name in clients))
+        return tokens
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "keys.toml"
+        keys = {name: add_key(path, Tenant(name=name)) for name in ("flood", "modest")}
+        with serve(
+            "--api-keys", str(path), "--max-num-seqs", "16", "--log-level", "warning", key=keys["modest"]
+        ) as served:
+            tokens = asyncio.run(run(address(served), keys))
+    share = tokens["modest"] / sum(tokens.values())
+    total = sum(tokens.values())
+    line = f"800 clients of one key, 16 of another: the other gets {share:.0%} of {total} tokens (half is fair)"
+    check(share >= 0.45, line)
+    return line
+
+
+def figure_12(_scale: float) -> str:
+    """SIGTERM under 50 open streams: each gets its last event."""
+
+    async def run(served: Served) -> list[bytes]:
+        async def stream() -> bytes:
+            async with Connection(address(served)) as connection:
+                await connection.send(COMPLETIONS, {**LONG, "max_tokens": 4000})
+                head = await connection.head()
+                pieces = connection.pieces(head)
+                body = await anext(pieces)
+                begun.release()
+                return body + b"".join([piece async for piece in pieces])
+
+        begun = asyncio.Semaphore(0)
+        tasks = [asyncio.create_task(stream()) for _ in range(50)]
+        for _ in tasks:
+            await begun.acquire()
+        served.process.send_signal(signal.SIGTERM)
+        return await asyncio.gather(*tasks)
+
+    with serve("--max-num-seqs", "64", "--log-level", "warning") as served:
+        start = time.monotonic()
+        bodies = asyncio.run(run(served))
+        check(served.process.wait(DEADLINE_S) == 0, "the server's exit status")
+        seconds = time.monotonic() - start
+    reasons: Counter[str] = Counter()
+    for body in bodies:
+        check(events(body)[-1] == "[DONE]", "a stream without an end")
+        reasons[json.loads(events(body)[-2])["choices"][0]["finish_reason"]] += 1
+    return (
+        f"SIGTERM with 50 open streams: {dict(reasons)}, each with [DONE]; the server ended by itself ({seconds:.0f} s)"
+    )
+
+
+def figure_13(scale: float) -> str:
+    """A million answers, cut into tokens anywhere: what streams is what comes whole, and nothing past a stop string."""
+    count, rng = max(round(1_000_000 * scale), 1000), random.Random(1)
+    words = ["a", "b", "ab", "ü", "狐", "\U0001f984", " ", "\n", "stop", "END", "</s>", "🇩🇪", "e\u0301"]
+    num_stopped = 0
+    for _ in range(count):
+        text = "".join(rng.choice(words) for _ in range(rng.randrange(12)))
+        data = text.encode()[: rng.choice([None, -1, -2])]
+        stops = ["".join(rng.choice(words) for _ in range(rng.randrange(1, 3))) for _ in range(rng.randrange(3))]
+        params = {"max_tokens": 100, "stop": stops, "include_stop_str_in_output": rng.random() < 0.3}
+        tokens = _cut(data, rng)
+        whole, piecewise = (
+            _answer(tokens, params, kind, rng) for kind in (RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA)
+        )
+        check(whole == piecewise, f"{data!r} {params}: {whole!r} whole, {piecewise!r} streamed")
+        decoded = data.decode(errors="replace")
+        match = find_stop(decoded, len(decoded), stops, include_in_output=params["include_stop_str_in_output"])
+        num_stopped += match is not None
+        check(whole == (decoded if match is None else decoded[: match.end]), f"{data!r} {params}: {whole!r}")
+    return f"{count} answers in random tokens, {num_stopped} ended by a stop string: streamed is whole, 0 differences"
+
+
+class _Bytes:
+    """A tokenizer whose tokens are what the test cut: bytes by their number in a list."""
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self._tokens = tokens
+
+    def incremental_detokenizer(self, _prompt: list[int], *, skip_special_tokens: bool) -> _Decoder:
+        return _Decoder(self._tokens)
+
+    def decode_token(self, token_id: int) -> str:
+        return self._tokens[token_id].decode(errors="replace")
+
+
+class _Decoder:
+    """Holds the bytes of an unfinished character back, as the real one does."""
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self._tokens, self._decoder = tokens, codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token_ids: list[int]) -> str:
+        return "".join(self._decoder.decode(self._tokens[token_id]) for token_id in token_ids)
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+def _cut(data: bytes, rng: random.Random) -> list[bytes]:
+    tokens, start = [], 0
+    while start < len(data):
+        end = start + rng.randint(1, 6)
+        tokens.append(data[start:end])
+        start = end
+    return tokens
+
+
+def _answer(tokens: list[bytes], params: dict[str, Any], kind: RequestOutputKind, rng: random.Random) -> str:
+    processor = OutputProcessor(_Bytes(tokens), lambda: 0.0)
+    processor.add_request("a", ["a"], None, [0], SamplingParams(**params, output_kind=kind), arrival_time=0.0)
+    text, position, is_over = "", 0, False
+    while not is_over:
+        count = rng.randint(1, 3)
+        ids = list(range(position, min(position + count, len(tokens))))
+        position += count
+        reason = "length" if position >= len(tokens) else None
+        for output in processor.process([EngineCoreOutput("a", ids, finish_reason=reason)]).request_outputs:
+            text += output.outputs[0].text
+            is_over = output.finished
+    return text
+
+
+FIGURES: dict[str, Callable[[float], str]] = {
+    "4": figure_4, "5": figure_5, "6": figure_6, "7": figure_7, "8": figure_8, "10": figure_10, "11": figure_11,
+    "12": figure_12, "13": figure_13,
+}  # fmt: skip
+
+
+MODEL: list[str] = []  # for figure 10, and its options
+
+
+def main() -> int:
+    """Run figures; the exit status is the number of those that do not hold."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("figures", nargs="+", help=f"all, or some of {', '.join(FIGURES)}")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the counts")
+    parser.epilog = "Other options are for the server of figure 10: --model ./my-checkpoint --quantization int8, say."
+    arguments, MODEL[:] = parser.parse_known_args()
+    wanted = list(FIGURES) if "all" in arguments.figures else arguments.figures
+    num_failed = 0
+    for name in wanted:
+        start = time.monotonic()
+        try:
+            line = FIGURES[name](arguments.scale)
+        except (BrokenPromiseError, AssertionError, TimeoutError) as error:
+            num_failed += 1
+            line = f"DOES NOT HOLD: {error}"
+        print(f"| {name} | {line} | {time.monotonic() - start:.0f} s |", flush=True)
+    return num_failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

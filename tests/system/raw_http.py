@@ -1,0 +1,97 @@
+"""HTTP/1.1 on bare sockets: for clients that are too many, too slow or too broken for a library."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Status, headers with names in lower case, and what came."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes = b""
+
+
+class Connection:
+    """One connection; requests on it come one after another."""
+
+    def __init__(self, address: tuple[str, int], key: str | None = None) -> None:
+        self._address = address
+        self._key = key
+        self.reader: asyncio.StreamReader
+        self.writer: asyncio.StreamWriter
+
+    async def __aenter__(self) -> Self:
+        self.reader, self.writer = await asyncio.open_connection(*self._address)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.writer.close()
+        with contextlib.suppress(OSError):
+            await self.writer.wait_closed()
+
+    def vanish(self) -> None:
+        """Be gone without a word."""
+        self.writer.transport.abort()
+
+    async def send(self, path: str, body: Any, method: str = "POST", **headers: str) -> None:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        lines = [f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", f"Content-Length: {len(content)}"]
+        if self._key is not None:
+            lines.append(f"Authorization: Bearer {self._key}")
+        lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+        self.writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + content)
+        await self.writer.drain()
+
+    async def head(self) -> Answer:
+        """Read a status line and headers."""
+        first = await self.reader.readline()
+        if not first:
+            raise ConnectionResetError("the server closed the connection")
+        headers = {}
+        while line := (await self.reader.readline()).rstrip(b"\r\n"):
+            name, _, value = line.decode("latin-1").partition(":")
+            headers[name.lower()] = value.strip()
+        return Answer(int(first.split()[1]), headers)
+
+    async def pieces(self, head: Answer) -> AsyncIterator[bytes]:
+        """Read a body as it comes."""
+        if head.headers.get("transfer-encoding") != "chunked":
+            yield await self.reader.readexactly(int(head.headers.get("content-length", 0)))
+            return
+        while size := int(await self.reader.readline(), 16):
+            piece = await self.reader.readexactly(size + 2)
+            yield piece[:-2]
+        await self.reader.readline()
+
+    async def answer(self) -> Answer:
+        """Read an answer, however it comes."""
+        head = await self.head()
+        body = b"".join([piece async for piece in self.pieces(head)])
+        return Answer(head.status, head.headers, body)
+
+    async def ask(self, path: str, body: Any = b"", method: str = "POST", **headers: str) -> Answer:
+        """Send a request and read its answer."""
+        await self.send(path, body, method, **headers)
+        return await self.answer()
+
+
+def events(body: bytes) -> list[str]:
+    """The data of the events of a stream."""
+    lines = body.decode().split("\n")
+    return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+
+
+def text_of(body: bytes) -> str:
+    """The text of a stream of completions."""
+    chunks = [json.loads(event) for event in events(body) if event != "[DONE]"]
+    return "".join(choice.get("text", "") for chunk in chunks for choice in chunk.get("choices", []))
