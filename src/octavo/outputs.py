@@ -8,6 +8,7 @@ from octavo.model_output import TokenLogprobs  # noqa: TC001 - read at run time 
 
 # The `error` of requests that these ended.
 DEADLINE_PASSED = "the request's deadline has passed"
+NOTHING_ALLOWED = "what the request allows (allowed_token_ids, a grammar, min_tokens) leaves no token to choose"
 GRAMMAR_EXCEEDED = "the grammar takes more than one may, or leaves no token to go on with"
 
 

@@ -110,7 +110,7 @@ def test_requests_and_answers_are_as_described(running: Running, document: dict[
                 check(document, answers["200"]["content"][kind]["schema"], response.json())
             else:
                 assert kind in answers["200"]["content"]
-            if "stream" in document["components"]["schemas"][asked["$ref"].rpartition("/")[2]]["properties"]:
+            if len(answers["200"]["content"]) == 2:
                 streamed = http.post(path, json={**body, "stream": True, "prompt_logprobs": None})
                 assert streamed.headers["content-type"].startswith("text/event-stream"), streamed.text
         for wrong in (b"{", b"[]", b'{"model": 7, "inputs": 7, "tokens": 7, "max_tokens": "a"}'):

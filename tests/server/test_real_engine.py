@@ -388,6 +388,28 @@ def test_embeddings_that_are_refused(served: running.Running, body: dict[str, An
         assert response.json()["error"]["param"] == parameter
 
 
+# --- what a request leaves itself
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": [0], "min_tokens": 3},
+        {"allowed_token_ids": [5], "structured_outputs": {"choice": ["狐"]}},
+        {"allowed_token_ids": [0], "min_tokens": 3, "repetition_penalty": 1e-320},
+    ],
+)
+def test_a_request_that_leaves_no_token_is_told_so(served: running.Running, fields: dict[str, Any]) -> None:
+    with served.http() as http:
+        body = {"prompt": "abc", "max_tokens": 5, **fields}
+        response = http.post("/v1/completions", json=body)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == "allowed_token_ids"
+        streamed = http.post("/v1/completions", json={**body, "stream": True})
+        assert streamed.status_code == 400
+        assert http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 5}).status_code == 200
+
+
 # --- calls of tools: a model of random weights is held to their form
 
 

@@ -159,6 +159,8 @@ def test_a_whole_conversation_reaches_the_template() -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 1000.0}, "temperature"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format"),
+        ({"text": {"format": "json_object"}}, "text.format"),
+        ({"text": {"format": []}}, "text.format"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"reasoning": {"effort": 7}}, "reasoning.effort"),
         ({"input": "a" * 5000}, "input"),

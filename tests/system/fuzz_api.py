@@ -40,6 +40,8 @@ def main() -> int:
         is_same = served.engine.pid == engine and text_of(served) == answer
         answers = statuses(served)
     server_errors = sum(count for status, count in answers.items() if status >= 500)
+    if server_errors:
+        print("".join(served.log)[-20_000:], file=sys.stderr)
     print(f"requests: {sum(answers.values())} in {rounds} rounds; answers by status: {dict(sorted(answers.items()))}")
     print(f"answers of 5xx: {server_errors}; the same engine process, and the same answers: {is_same}")
     return int(failed or server_errors > 0 or not is_same)

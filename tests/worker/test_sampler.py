@@ -66,6 +66,12 @@ def test_min_tokens_hides_what_would_end_it(sampler):
     assert sampler.sample(row.clone(), [late]).token_ids == [best]
 
 
+def test_a_penalty_that_underflows_leaves_what_is_excluded(sampler):
+    params = {"allowed_token_ids": [3, 4], "repetition_penalty": 1e-320, "temperature": 0.0}
+    row = torch.tensor([[5.0, 4.0, 3.0, 2.0, 1.0]])
+    assert sampler.sample(row, [task(known=[0, 1, 2], **params)]).token_ids == [3]
+
+
 def test_penalties_are_those_of_the_papers(sampler):
     row = logits(3)
     known = [4, 4, 8, 8, 8, 10]

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestError
-from octavo.outputs import DEADLINE_PASSED, GRAMMAR_EXCEEDED
+from octavo.outputs import DEADLINE_PASSED, GRAMMAR_EXCEEDED, NOTHING_ALLOWED
 from octavo.sampling_params import RequestOutputKind
 from octavo.server.errors import to_http
 from octavo.server.openai_responses import PromptTokensDetails, Usage
@@ -372,6 +372,8 @@ def _error_of(message: str) -> OctavoError:
         return DeadlineError(message)
     if message == GRAMMAR_EXCEEDED:
         return RequestError(message, parameter="structured_outputs")
+    if message == NOTHING_ALLOWED:
+        return RequestError(message, parameter="allowed_token_ids")
     return ExecutionError(message)
 
 

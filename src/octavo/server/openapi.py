@@ -136,7 +136,7 @@ def _operation(route: _Route) -> dict[str, Any]:
         name = route.answer if isinstance(route.answer, str) else route.answer.__name__
         answers[route.content_type] = {"schema": {"$ref": REF + name}}
     if route.streams:
-        answers["text/event-stream"] = {"schema": {"type": "string"}}
+        answers["text/event-stream"] = {"schema": {"$ref": REF + "Event"}}
     success: dict[str, Any] = {"description": "The answer."}
     operation["responses"] = {"200": {**success, "content": answers} if answers else success, **_errors(route)}
     if route.family == "operator" and route.answer is None:

@@ -230,6 +230,7 @@ MORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 OWN_SCHEMAS: dict[str, Any] = {
     "Object": _OBJECT,
     "Text": _TEXT,
+    "Event": _object(("data",), data=_TEXT, event=_TEXT),
     "Model": _object(("id", "object"), id=_TEXT, object={"const": "model"}, created=_WHOLE, max_model_len=_WHOLE),
     "ModelList": _object(("object", "data"), object={"const": "list"}, data=_list({"$ref": REF + "Model"})),
     "TokenCount": _object(("input_tokens",), input_tokens=_WHOLE),

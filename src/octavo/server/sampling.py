@@ -46,10 +46,10 @@ def _structure(request: SamplingFields) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(**fields)
 
 
-def read_response_format(
-    given: dict[str, Any] | None, parameter: str = "response_format"
-) -> StructuredOutputsParams | None:
+def read_response_format(given: Any, parameter: str = "response_format") -> StructuredOutputsParams | None:
     """Read what form an answer shall have, as OpenAI's API has it. Raises `RequestError`."""
+    if given is not None and not isinstance(given, dict):
+        raise RequestError(f"{parameter} must be an object with a type", parameter=parameter)
     kind = "text" if given is None else given.get("type")
     if kind == "text":
         return None

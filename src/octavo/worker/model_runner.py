@@ -10,7 +10,7 @@ import torch
 
 from octavo.errors import RequestError
 from octavo.model_output import ModelOutput, TokenLogprobs
-from octavo.outputs import GRAMMAR_EXCEEDED
+from octavo.outputs import GRAMMAR_EXCEEDED, NOTHING_ALLOWED
 from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
 from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
 from octavo.worker.pooler import Pooler
@@ -113,15 +113,15 @@ class ModelRunner:
                 logger.info("request %s: %s", request.request_id, error)
                 allowed, errors[request.request_id] = None, GRAMMAR_EXCEEDED
             tasks.append(self._sample_task(request, allowed))
-        sampled = self.sampler.sample(self.model.compute_logits(hidden[inputs.logits_indices]), tasks)
+        logits = self.model.compute_logits(hidden[inputs.logits_indices])
+        sampled = self.sampler.sample(logits, tasks)
         tokens = {}
-        for task, token_id in zip(tasks, sampled.token_ids, strict=True):
+        for row, (task, token_id) in enumerate(zip(tasks, sampled.token_ids, strict=True)):
             if task.request_id in errors:
                 continue
             if token_id < 0:
-                errors[task.request_id] = (
-                    "the logits leave no token to choose: they are NaN, or every token is excluded"
-                )
+                is_excluded = task.adjusts_logits and not bool(torch.isnan(logits[row]).any())
+                errors[task.request_id] = NOTHING_ALLOWED if is_excluded else "the logits are not numbers"
             else:
                 tokens[task.request_id] = [token_id]
         logprobs = {request_id: [entry] for request_id, entry in sampled.logprobs.items()}

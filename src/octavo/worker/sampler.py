@@ -127,7 +127,8 @@ def _adjust(row: Tensor, task: SampleTask) -> None:
     if params.repetition_penalty != 1.0:
         seen = torch.from_numpy(np.unique(task.known_tokens)).to(row.device)
         values = row[seen]
-        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        penalized = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        row[seen] = torch.where(values.isinf(), values, penalized)  # -inf times what underflows to zero is no number
     if params.presence_penalty or params.frequency_penalty:
         ids_array, counts = np.unique(task.known_tokens[task.num_prompt_tokens :], return_counts=True)
         penalty = params.frequency_penalty * counts + params.presence_penalty
