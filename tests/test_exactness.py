@@ -291,3 +291,24 @@ def test_embeddings_do_not_depend_on_the_schedule(checkpoint, dtype, monkeypatch
     for schedule in schedules:
         assert vectors(schedule, mixed) == expected, schedule.name
     assert resumed, "no sum was gone on with after a swap"
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["crowd", "few_blocks", "swapped"])
+def test_what_requests_cost_adds_up(checkpoint, name):
+    """Every position that was computed is on one request's receipt; those computed twice are told apart."""
+    schedule = next(each for each in SCHEDULES if each.name == name)
+    engine = make_engine(checkpoint, "float32", schedule, "cpu")
+    requests, done = make_requests(), []
+    pending = list(enumerate(requests))
+    while pending or engine.has_unfinished_requests():
+        for index, (prompt, params) in pending[:5]:
+            engine.add_request(str(index), {"prompt_token_ids": prompt}, params, priority=index % 3)
+        del pending[:5]
+        done += [output for output in engine.step() if output.finished]
+    metrics = [output.metrics for output in done]
+    assert sum(each.num_computed_tokens for each in metrics) == engine.core.scheduler.get_stats().total_tokens_scheduled
+    assert any(each.num_recomputed_tokens for each in metrics) == (name == "few_blocks")
+    for output in done:
+        needed = len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1 - output.num_cached_tokens
+        assert output.metrics.num_computed_tokens == needed + output.metrics.num_recomputed_tokens

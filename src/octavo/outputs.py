@@ -48,12 +48,16 @@ class CompletionOutput:
 class RequestMetrics:
     """Times of one request in seconds of the engine's clock, and its token counts.
 
-    num_wasted_tokens: generated, but behind a stop string and cut off.
+    num_computed_tokens: positions that the model computed for it, over all n outputs. num_recomputed_tokens: of them
+    those that a preemption had lost, and drafts in vain. num_wasted_tokens: generated, but behind a stop string and cut
+    off.
     """
 
     arrival_time: float
     first_token_time: float | None = None
     finished_time: float | None = None
+    num_computed_tokens: int = 0
+    num_recomputed_tokens: int = 0
     num_wasted_tokens: int = 0
 
 
@@ -105,5 +109,6 @@ class EngineCoreOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
     error: str | None = None
     pooled: bytes | None = None

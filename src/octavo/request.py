@@ -80,6 +80,7 @@ class Request:
     seed: 64-bit seed of its sampling noise. sample_index: which of the n outputs of the user's request it is.
     priority: lower goes first. stop_token_ids: all ids that end it, EOS included unless ignored.
     max_total_tokens: prompt and output together never exceed it.
+    num_computed_in_all: positions computed for it, those that a preemption lost and drafts in vain included.
     num_prompt_logprobs: how many were delivered; a preempted prompt is computed, but not told, twice.
     reads_prefix_cache: False for prompt_logprobs and means, which need every prompt position computed.
     tenant: whose request it is, for fair share; one of tenant_weight 2 gets twice the share of one of 1.
@@ -94,6 +95,7 @@ class Request:
         "cache_salt",
         "deadline",
         "max_total_tokens",
+        "num_computed_in_all",
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_logprobs",
@@ -149,6 +151,7 @@ class Request:
         self.stop_reason: int | str | None = None
         self.max_total_tokens = len(prompt_token_ids) + (sampling_params.max_tokens or 2**62)
         self.num_computed_tokens = 0
+        self.num_computed_in_all = 0
         self.num_preemptions = 0
         self.num_prompt_logprobs = 0
         self.spec_token_ids: list[int] = []

@@ -388,6 +388,20 @@ def test_embeddings_that_are_refused(served: running.Running, body: dict[str, An
         assert response.json()["error"]["param"] == parameter
 
 
+def test_a_receipt_tells_what_was_computed(served: running.Running) -> None:
+    body = {"prompt": "What does it cost? " * 3, "max_tokens": 9, "ignore_eos": True}
+    with served.http() as http:
+        for _ in range(2):
+            usage = http.post("/v1/completions", json=body).json()["usage"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            computed = usage["prompt_tokens"] - cached + usage["completion_tokens"] - 1
+            assert usage["receipt"] == {"computed_tokens": computed, "recomputed_tokens": 0, "wasted_tokens": 0}
+        assert cached > 0
+        streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        last = http.post("/v1/completions", json=streamed).text.strip().split("\n\n")[-2]
+        assert json.loads(last.removeprefix("data: "))["usage"]["receipt"] == usage["receipt"]
+
+
 # --- what a request leaves itself
 
 

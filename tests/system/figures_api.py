@@ -513,6 +513,52 @@ def figure_13(scale: float) -> str:
     return f"{count} answers in random tokens, {num_stopped} ended by a stop string: streamed is whole, 0 differences"
 
 
+def figure_streams(scale: float) -> str:
+    """1,000 streams at once: memory per stream is flat, no event is lost, and what a token costs the HTTP process."""
+    counts = [max(round(count * scale), 10) for count in (250, 500, 1000)]
+    tokens = 200
+    body = {**LONG, "max_tokens": tokens, "stream_options": {"include_usage": True}}
+
+    async def stream(where: tuple[str, int]) -> int:
+        async with Connection(where) as connection:
+            answer = await connection.ask(COMPLETIONS, body)
+        chunks = [json.loads(event) for event in events(answer.body) if event != "[DONE]"]
+        check(events(answer.body)[-1] == "[DONE]" and chunks[-1]["usage"]["completion_tokens"] == tokens, "lost tokens")
+        check(text_of(answer.body) == expected, "another text")
+        return len(chunks)
+
+    async def crowd(served: Served, count: int) -> tuple[float, float, int]:
+        """Open streams, and return the megabytes and the seconds of CPU that they cost."""
+        process, memory = psutil.Process(served.process.pid), rss_mb(served)
+        cpu = sum(process.cpu_times()[:2])
+        peak = memory
+        tasks = [asyncio.create_task(stream(address(served))) for _ in range(count)]
+        while not all(task.done() for task in tasks):
+            await asyncio.wait(tasks, timeout=0.1)
+            peak = max(peak, rss_mb(served))
+        num_events = sum(task.result() for task in tasks)
+        return peak - memory, sum(process.cpu_times()[:2]) - cpu, num_events
+
+    found = []
+    for count in counts:
+        options = ("--max-num-seqs", str(count), "--max-model-len", "512", "--log-level", "warning")
+        with serve(*options) as served:
+            expected = served.http.post(COMPLETIONS, json={**body, "stream": False, "stream_options": None})
+            expected = expected.json()["choices"][0]["text"]
+            asyncio.run(crowd(served, 20))
+            found.append(asyncio.run(crowd(served, count)))
+    per_stream = [1024 * memory / count for (memory, _, _), count in zip(found, counts, strict=True)]
+    cost = [1e6 * cpu / (count * tokens) for (_, cpu, _), count in zip(found, counts, strict=True)]
+    shown = ", ".join(
+        f"{count}: {memory:.0f} KB and {microseconds:.0f} us a token"
+        for count, memory, microseconds in zip(counts, per_stream, cost, strict=True)
+    )
+    check(per_stream[-1] <= 1.5 * per_stream[0] + 20, f"memory per stream grows: {shown}")
+    return (
+        f"streams at once, memory per stream and CPU per token of the HTTP process: {shown}; no event lost, same text"
+    )
+
+
 class _Bytes:
     """A tokenizer whose tokens are what the test cut: bytes by their number in a list."""
 
@@ -565,7 +611,7 @@ def _answer(tokens: list[bytes], params: dict[str, Any], kind: RequestOutputKind
 
 FIGURES: dict[str, Callable[[float], str]] = {
     "4": figure_4, "5": figure_5, "6": figure_6, "7": figure_7, "8": figure_8, "10": figure_10, "11": figure_11,
-    "12": figure_12, "13": figure_13,
+    "12": figure_12, "13": figure_13, "streams": figure_streams,
 }  # fmt: skip
 
 

@@ -643,6 +643,7 @@ class Scheduler:
             self._emit(events.DraftsVerified, request_id, num_drafts, num_drafts - num_rejected)
         prompt_logprobs = self._new_prompt_logprobs(request, result) if result.prompt_logprobs else []
         request.num_computed_tokens += count - num_rejected
+        request.num_computed_in_all += count
         request.spec_token_ids = []
         accepted, status = _append_tokens(request, sampled)
         if status is not None:  # drafts behind the token that ends it are not part of it
@@ -663,6 +664,7 @@ class Scheduler:
             None if status is None else status.finish_reason,
             request.stop_reason,
             request.sequence.num_cached_tokens,
+            request.num_computed_in_all,
             pooled=result.pooled.get(request_id) if result.pooled else None,
         )
 

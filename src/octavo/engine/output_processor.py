@@ -67,6 +67,9 @@ class _Stream:
     stop_reason: int | str | None = None
     num_shown_chars: int = 0
     num_shown_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_sampled_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -181,6 +184,9 @@ class OutputProcessor:
     def _advance(self, state: _RequestState, stream: _Stream, news: EngineCoreOutput, now: float) -> bool:
         """Add news to a stream; whether a stop string ended it while the core thinks it goes on."""
         state.num_cached_tokens = max(state.num_cached_tokens, news.num_cached_tokens)
+        stream.num_cached_tokens = max(stream.num_cached_tokens, news.num_cached_tokens)
+        stream.num_computed_tokens = max(stream.num_computed_tokens, news.num_computed_tokens)
+        stream.num_sampled_tokens += len(news.new_token_ids)
         state.error = state.error or news.error
         state.pooled = state.pooled or news.pooled
         if state.prompt_logprobs is not None and stream.index == 0:
@@ -239,6 +245,7 @@ class OutputProcessor:
         finished = state.finished
         if finished:
             state.metrics.finished_time = now
+            _count_computed(state)
             del self._states[state.request_id]
         if state.params.output_kind is RequestOutputKind.FINAL_ONLY and not finished:
             return []
@@ -275,3 +282,11 @@ class OutputProcessor:
             finish_reason=stream.finish_reason,
             stop_reason=stream.stop_reason,
         )
+
+
+def _count_computed(state: _RequestState) -> None:
+    """Tell what a request cost: of every sequence all but the last token is computed once, unless it is found."""
+    for stream in state.streams.values():
+        needed = len(state.prompt_token_ids) + stream.num_sampled_tokens - 1 - stream.num_cached_tokens
+        state.metrics.num_computed_tokens += stream.num_computed_tokens
+        state.metrics.num_recomputed_tokens += max(stream.num_computed_tokens - needed, 0)

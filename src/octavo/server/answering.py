@@ -21,7 +21,7 @@ from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestErr
 from octavo.outputs import DEADLINE_PASSED, GRAMMAR_EXCEEDED, NOTHING_ALLOWED
 from octavo.sampling_params import RequestOutputKind
 from octavo.server.errors import to_http
-from octavo.server.openai_responses import PromptTokensDetails, Usage
+from octavo.server.openai_responses import PromptTokensDetails, Receipt, Usage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
@@ -157,11 +157,18 @@ class UsageCounter:
     def __init__(self) -> None:
         self._prompts: dict[str, tuple[int, int]] = {}
         self._num_completion_tokens = 0
+        self._receipt = Receipt()
+        self._ended: set[str] = set()
         self.finish_reasons: list[str] = []
 
     def add(self, output: RequestOutput, completions: Iterable[CompletionOutput]) -> None:
         """Count an output's prompt, once, and the tokens of some of its completions."""
         self._prompts[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
+        if output.finished and output.metrics is not None and output.request_id not in self._ended:
+            self._ended.add(output.request_id)
+            self._receipt.computed_tokens += output.metrics.num_computed_tokens
+            self._receipt.recomputed_tokens += output.metrics.num_recomputed_tokens
+            self._receipt.wasted_tokens += output.metrics.num_wasted_tokens
         for completion in completions:
             self._num_completion_tokens += len(completion.token_ids)
             if completion.finish_reason is not None:
@@ -174,6 +181,9 @@ class UsageCounter:
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.prompt_tokens_details.cached_tokens,
             "completion_tokens": usage.completion_tokens,
+            "computed_tokens": self._receipt.computed_tokens,
+            "recomputed_tokens": self._receipt.recomputed_tokens,
+            "wasted_tokens": self._receipt.wasted_tokens,
             "finish_reasons": self.finish_reasons,
         }
 
@@ -182,7 +192,10 @@ class UsageCounter:
         num_prompt_tokens = sum(num_tokens for num_tokens, _ in self._prompts.values())
         num_cached_tokens = sum(num_cached for _, num_cached in self._prompts.values())
         total = num_prompt_tokens + self._num_completion_tokens
-        return Usage(num_prompt_tokens, self._num_completion_tokens, total, PromptTokensDetails(num_cached_tokens))
+        usage = Usage(num_prompt_tokens, self._num_completion_tokens, total, PromptTokensDetails(num_cached_tokens))
+        if self._ended:
+            usage.receipt = self._receipt
+        return usage
 
 
 def read_timeout(http_request: Request, limit_s: float) -> float:

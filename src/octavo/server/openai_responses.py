@@ -19,14 +19,26 @@ class CompletionTokensDetails(Struct):
     reasoning_tokens: int = 0
 
 
+class Receipt(Struct):
+    """What a request cost, in positions that the model computed; cached ones are none of them.
+
+    recomputed: of them those that a preemption had lost. wasted: tokens that came behind a stop string.
+    """
+
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0
+    wasted_tokens: int = 0
+
+
 class Usage(Struct):
-    """Token counts over all prompts and choices of a request."""
+    """Token counts over all prompts and choices of a request. receipt: octavo's own, once a request has ended."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET
 
 
 class TopLogprob(Struct):
