@@ -486,9 +486,8 @@ def figure_12(_scale: float) -> str:
     for body in bodies:
         check(events(body)[-1] == "[DONE]", "a stream without an end")
         reasons[json.loads(events(body)[-2])["choices"][0]["finish_reason"]] += 1
-    return (
-        f"SIGTERM with 50 open streams: {dict(reasons)}, each with [DONE]; the server ended by itself ({seconds:.0f} s)"
-    )
+    shown = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+    return f"SIGTERM with 50 open streams: {shown}, each with [DONE]; the server ended by itself ({seconds:.0f} s)"
 
 
 def figure_13(scale: float) -> str:

@@ -1,0 +1,313 @@
+"""Threats and faults of the catalogue (ids as in docs/reliability.md), against a real server around a fake executor."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import math
+import socket
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fakes import TEXT, FakeChatTemplate, FakeExecutor, answer_text, make_engine
+from running import run_server, wait_until
+
+from octavo.engine.stop_strings import find_stop
+from octavo.errors import ModelError
+from octavo.models.checkpoint import find_weight_files
+from octavo.sampling_params import SamplingParams
+from octavo.server.body import parse
+from octavo.server.conversation import read_messages
+from octavo.server.openai_requests import ChatCompletionRequest, CompletionRequest
+from octavo.server.tenants import Keyring
+from octavo.server.tool_parsers import HermesParser
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from running import Running
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "hello"}
+
+
+def test_s4_weights_that_could_run_code_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'touch /tmp/owned'\ntR.")
+    with pytest.raises(ModelError, match="safetensors"):
+        find_weight_files(tmp_path)
+    refusal = (
+        "from pathlib import Path\nfrom octavo.models.checkpoint import find_weight_files\n"
+        "from octavo.errors import ModelError\n"
+        f"try: find_weight_files(Path({str(tmp_path)!r}))\nexcept ModelError: print('refused')"
+    )
+    done = subprocess.run([sys.executable, "-O", "-c", refusal], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "refused", "what guards is no assert"
+
+
+def test_s7_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+    real = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or real(a, b))
+    keyring = Keyring.of_one("the right key")
+    assert keyring.find(b"the right key") is not None
+    num_right = len(compared)
+    for wrong in (b"", b"t", b"the right kez", b"the right key ", b"x" * 5000):
+        assert keyring.find(wrong) is None
+    assert num_right == 1
+    assert all(len(a) == len(b) for a, b in compared), "a digest is as long as any other"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "parameter"),
+    [
+        (COMPLETIONS, {"n": 2**31}, "n"),
+        (COMPLETIONS, {"n": 129}, "n"),
+        (COMPLETIONS, {"best_of": 10**9}, "best_of"),
+        (COMPLETIONS, {"logprobs": 10**9}, "logprobs"),
+        (COMPLETIONS, {"prompt_logprobs": 10**9}, "prompt_logprobs"),
+        (COMPLETIONS, {"stop": ["a"] * 100_000}, "stop"),
+        (COMPLETIONS, {"stop": "a" * 100_000}, "stop"),
+        (COMPLETIONS, {"max_tokens": 2**63}, "max_tokens"),
+        (COMPLETIONS, {"prompt": ["a"] * 100_000}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * 1000, "n": 100}, "n"),
+        (CHAT, {"logprobs": True, "top_logprobs": 10**9}, "top_logprobs"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(5000)]}, "tools"),
+        ("/v1/embeddings", {"input": ["a"] * 100_000}, "input"),
+        ("/v1/responses", {"max_output_tokens": 2**40}, "max_output_tokens"),
+    ],
+)
+def test_s10_huge_counts_are_refused(shared: Running, path: str, fields: dict[str, Any], parameter: str) -> None:
+    own = {"input": "a"} if path in {"/v1/embeddings", "/v1/responses"} else {"prompt": "a", "max_tokens": 2}
+    body = {"messages": [USER], **own, **fields}
+    with shared.http() as http:
+        steps = shared.executor.num_steps
+        response = http.post(path, json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == parameter
+        assert shared.executor.num_steps == steps
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chat_template": "{{ 1 }}"},
+        {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        {"chat_template_kwargs": {"messages": []}},
+        {"chat_template_kwargs": {"tools": []}},
+        {"chat_template_kwargs": {"self": 1}},
+    ],
+)
+def test_s14_a_request_brings_no_template(shared: Running, fields: dict[str, Any]) -> None:
+    with shared.http() as http:
+        for path in (CHAT, "/tokenize"):
+            if path == "/tokenize" and "chat_template" in fields:
+                continue  # which it does not know, and does not look at
+            response = http.post(path, json={"messages": [USER], "max_tokens": 1, **fields})
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] in fields
+
+
+def work(size: int) -> dict[str, Callable[[], object]]:
+    """What is done with a request before the engine hears of it, on `size` characters."""
+    text = ("word " * size)[:size]
+    messages = [{"role": "user", "content": text[start : start + 50]} for start in range(0, size, 50)]
+    completion = json.dumps({"prompt": text, "stop": ["a", "b"]}).encode()
+    chat = json.dumps({"messages": messages}).encode()
+    arguments = json.dumps({"a": text, "b": list(range(size // 8))})
+    call = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    engine = make_engine(max_model_len=2 * size, chat_template=FakeChatTemplate())
+    inputs = engine.input_processor
+
+    def read_call(piece: int) -> None:
+        parser = HermesParser(frozenset({"f"}))
+        for start in range(0, len(call), piece):
+            parser.feed(call[start : start + piece])
+        parser.finish()
+
+    return {
+        "parse a completion": lambda: parse(CompletionRequest, completion),
+        "parse a chat": lambda: parse(ChatCompletionRequest, chat),
+        "read messages": lambda: read_messages(messages),
+        "render a chat": lambda: inputs.chat_prompt(messages),
+        "process a prompt": lambda: inputs.process("a", text, SamplingParams(max_tokens=1)),
+        "find stops": lambda: [find_stop(text[:end], 5, ["zz"], include_in_output=False) for end in (10, size)],
+        "read a call whole": lambda: read_call(len(call)),
+        "read a call in pieces": lambda: read_call(5),
+    }
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """The least of several runs, of this process alone."""
+    best = math.inf
+    for _ in range(5):
+        start = time.process_time()
+        function()
+        best = min(best, time.process_time() - start)
+    return best
+
+
+@pytest.mark.parametrize("name", work(64))
+def test_s15_what_is_done_before_the_engine_grows_with_the_text_alone(name: str) -> None:
+    """From 4k to 64k characters the time grows with an exponent of 1.2 at most."""
+    exponents = []
+    for _ in range(4):  # a disturbed measurement is measured again; it only ever shows too much
+        small, large = (seconds(work(size)[name]) for size in (4096, 65536))
+        exponents.append(math.log(large / max(small, 1e-5)) / math.log(16))
+        if exponents[-1] <= 1.2:
+            return
+    raise AssertionError(f"{name}: {exponents}")
+
+
+def test_s16_no_address_of_a_client_is_fetched(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    real = socket.getaddrinfo
+
+    def look_up(host: Any, *rest: Any, **more: Any) -> Any:
+        if "127.0.0.1" not in str(host):
+            asked.append(host)
+        return real("127.0.0.1", *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    image = {"type": "image_url", "image_url": {"url": "http://metadata.internal/latest"}}
+    source = {"type": "image", "source": {"type": "url", "url": "http://metadata.internal/latest"}}
+    with shared.http() as http:
+        for path, part in ((CHAT, image), ("/v1/messages", source), ("/v1/messages", {**source, "type": "document"})):
+            body = {"model": "fake", "max_tokens": 1, "messages": [{"role": "user", "content": [part]}]}
+            assert http.post(path, json=body).status_code == 400
+        item = {"role": "user", "content": [{"type": "input_image", "image_url": "http://metadata.internal/latest"}]}
+        assert http.post("/v1/responses", json={"input": [item]}).status_code == 400
+    assert asked == []
+
+
+def test_s19_what_a_model_writes_as_a_call_is_never_run(tmp_path: Path) -> None:
+    owned = tmp_path / "owned"
+    wicked = f"__import__('pathlib').Path({str(owned)!r}).touch()"
+    answers = [
+        f'<tool_call>{{"name": "now", "arguments": {{"a": {json.dumps(wicked)}}}}}</tool_call>',
+        f'<tool_call>{{"name": "now", "arguments": {wicked}}}</tool_call>',
+        f'<tool_call>{{"name": {json.dumps(wicked)}, "arguments": {{}}}}</tool_call>',
+        f"<tool_call>{wicked}</tool_call>",
+    ]
+    tool = {"type": "function", "function": {"name": "now"}}
+    for answer in answers:
+        engine = {"chat_template": FakeChatTemplate("<tool_call>")}
+        with run_server(FakeExecutor(answer=answer), engine_options=engine) as running, running.http() as http:
+            message = http.post(CHAT, json={"messages": [USER], "tools": [tool]}).json()["choices"][0]["message"]
+            told = (message["content"] or "") + "".join(
+                call["function"]["arguments"] for call in message.get("tool_calls", [])
+            )
+            assert "__import__" in told
+    assert not owned.exists()
+
+
+def test_s20_no_path_and_no_address_stands_in_an_error() -> None:
+    executor = FakeExecutor()
+    with run_server(executor) as running, running.http() as http:
+        executor.fail_next = True
+        replies = [
+            http.post(COMPLETIONS, json={"prompt": "a"}),
+            http.post("/nothing/at/all"),
+            http.post(COMPLETIONS, content=b"{"),
+            http.get("/v1/models/..%2f..%2fetc%2fpasswd"),
+            http.request("PUT", COMPLETIONS),
+        ]
+        executor.die = True
+        replies.append(http.post(COMPLETIONS, json={"prompt": "a"}))
+    assert [reply.status_code for reply in replies] == [500, 404, 400, 404, 405, 503]
+    for reply in replies:
+        for forbidden in ("secret", "site-packages", "Traceback", ".py", "0x7f", "/work", "/home", "/usr"):
+            assert forbidden not in reply.text, reply.text
+
+
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "/etc/passwd", "..", "fake/../../x", "\0", "fake\0", "%2e%2e%2f", "file:///etc/passwd"]
+)
+def test_s22_names_are_names_and_no_paths(shared: Running, name: str) -> None:
+    with shared.http() as http:
+        for path, body in (
+            (COMPLETIONS, {"prompt": "a"}),
+            (CHAT, {"messages": [USER]}),
+            ("/v1/embeddings", {"input": "a"}),
+            ("/v1/messages", {"messages": [USER], "max_tokens": 1}),
+            ("/tokenize", {"prompt": "a"}),
+        ):
+            response = http.post(path, json={"model": name, **body})
+            assert response.status_code == 404
+            assert "root:" not in response.text
+        assert http.get("/v1/models/../../../etc/passwd").status_code == 404
+
+
+def test_f27_overload_leaves_nobody_without_an_answer() -> None:
+    executor = FakeExecutor(step_s=0.001)
+    options = {"max_num_seqs": 4}
+    with run_server(executor, engine_options=options, max_open_requests=12) as running, running.http() as http:
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(40) as pool:
+            body = {"prompt": "hello", "max_tokens": 20}
+            replies = list(pool.map(lambda _: http.post(COMPLETIONS, json=body), range(120)))
+        statuses = {reply.status_code for reply in replies}
+        assert statuses == {200, 429}
+        for reply in replies:
+            if reply.status_code == 200:
+                assert reply.json()["choices"][0]["text"] == answer_text(5, 0, 20)
+            else:
+                assert int(reply.headers["retry-after"]) >= 1
+        wait_until(lambda: running.num_blocks_in_use == 0, "all blocks are free")
+
+
+def streamed_text(running: Running, body: dict[str, Any]) -> str:
+    with running.http() as http:
+        lines = http.post(COMPLETIONS, json={**body, "stream": True}).text.split("\n")
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+
+def test_f29_no_stream_has_half_a_character(shared: Running) -> None:
+    size = len(TEXT.encode())
+    with shared.http() as http:
+        for limit in range(1, size + 1):
+            body = {"prompt": "hello", "max_tokens": limit}
+            whole = http.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
+            assert streamed_text(shared, body) == whole == answer_text(5, 0, limit)
+            assert "\ufffd" not in whole[:-1]
+
+
+def test_f30_nothing_past_a_stop_string_leaks(shared: Running) -> None:
+    full = answer_text(5)
+    with shared.http() as http:
+        for start in range(0, len(full) - 4, 3):
+            for length in (1, 2, 4):
+                stop = full[start : start + length]
+                for include in (False, True):
+                    body = {"prompt": "hello", "max_tokens": 200, "stop": stop, "include_stop_str_in_output": include}
+                    whole = http.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
+                    first = full.index(stop)
+                    assert whole == full[: first + (length if include else 0)]
+                    assert streamed_text(shared, body) == whole
+
+
+def test_f31_nothing_is_kept_of_requests_that_ended() -> None:
+    import gc
+
+    def count() -> int:
+        gc.collect()
+        return len(gc.get_objects())
+
+    with run_server() as running, running.http() as http:
+
+        def some(number: int) -> None:
+            for index in range(number):
+                body = {"prompt": f"hello {index % 7}", "max_tokens": 5}
+                http.post(COMPLETIONS, json=body)
+                http.post(COMPLETIONS, json={**body, "stream": True})
+                http.post(COMPLETIONS, json={**body, "n": 0})
+
+        some(60)
+        before = count()
+        some(100)
+        assert count() - before < 200, "less than one object a request"
