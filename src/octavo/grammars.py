@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import logging
+import re
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +45,12 @@ _LIMITS = {
 # JSON comes on one line, with a space behind commas and colons if the model likes: where white space has no bound,
 # small models fill an answer with it until they have no tokens left.
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-_FREE = "start: free SPACE @answer\nfree[lazy]: TEXT {}\nTEXT: /(.|\\n)*/\nSPACE: /\\s*/"
+ANY_TEXT = "TEXT: /(.|\\n)*/"  # how a grammar of text with calls in it names the text
+_TEXT_RULE = re.compile(r"^TEXT: /.*/$", re.MULTILINE)
+_FREE = "start: {} SPACE @answer\nfree[lazy]: ANY {}\nANY: /(.|\\n)*/\nSPACE: /\\s*/"
+_COMMENTS = {"description", "title", "examples", "default", "$comment", "deprecated"}
+_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
+_VALUES = {"const", "enum", "required"}
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -184,7 +190,22 @@ def _llguidance() -> Any:
 def lark_json(schema: str | dict[str, Any]) -> str:
     """Return how a grammar in Lark's notation names JSON of a schema, spelled as `json` structures are."""
     fields = json.loads(schema) if isinstance(schema, str) else schema
-    return "%json " + json.dumps({**fields, "x-guidance": _JSON_OPTIONS})
+    return "%json " + json.dumps({**_bare(fields), "x-guidance": _JSON_OPTIONS})
+
+
+def _bare(schema: Any) -> Any:
+    """Leave out of a schema what only people read: tools are described at length, and a grammar has a limit."""
+    if isinstance(schema, list):
+        return [_bare(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: {name: _bare(each) for name, each in value.items()}
+        if key in _NAMED_SCHEMAS and isinstance(value, dict)
+        else (value if key in _VALUES else _bare(value))
+        for key, value in schema.items()
+        if key not in _COMMENTS
+    }
 
 
 def _grammar_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
@@ -192,7 +213,11 @@ def _grammar_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
     text = _structure_text(llguidance, wanted)
     if wanted.starts_after is None:
         return text
-    free = _FREE.format(json.dumps(wanted.starts_after))
+    begin = "free" if wanted.free_from is None else f"({json.dumps(wanted.free_from)} free)?"
+    free = _FREE.format(begin, json.dumps(wanted.starts_after))
+    if wanted.free_from is not None:  # text that a grammar allows is none that begins so: it would be both
+        begins_so = f"/{re.escape(wanted.free_from)}(.|\\n)*/"
+        text = _TEXT_RULE.sub(lambda rule: f"{rule.group()} & ~{begins_so}", text)
     inner = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
     return json.dumps({"grammars": [{"name": "all", "lark_grammar": free}, {**inner[0], "name": "answer"}, *inner[1:]]})
 

@@ -29,7 +29,8 @@ class StructuredOutputsParams:
 
     json: a JSON schema, as text or as the object itself. json_object: any JSON object. regex: a regular expression for
     the whole answer. choice: one of these texts. grammar: a grammar in Lark's or GBNF's notation.
-    starts_after: what comes up to and with this text is free ("</think>"), the structure stands behind it.
+    starts_after: what comes up to and with this text is free ("</think>"), the structure stands behind it. free_from:
+    only an answer that begins with this text ("<think>") has such a free part.
     Raises `RequestError` for none or several of them, or one of another type.
     """
 
@@ -39,6 +40,7 @@ class StructuredOutputsParams:
     choice: list[str] | None = None
     grammar: str | None = None
     starts_after: str | None = None
+    free_from: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.json, dict):
@@ -51,10 +53,12 @@ class StructuredOutputsParams:
                 f"exactly one of json, json_object, regex, choice and grammar is needed, got {given or 'none'}",
                 parameter=_STRUCTURED,
             )
-        for name in ("json", "regex", "grammar", "starts_after"):
+        for name in ("json", "regex", "grammar", "starts_after", "free_from"):
             text = getattr(self, name)
             if text is not None and not (isinstance(text, str) and 0 < len(text) <= MAX_GRAMMAR_CHARS):
                 _refuse_structure(name, f"a text of 1 to {MAX_GRAMMAR_CHARS} characters")
+        if self.free_from is not None and self.starts_after is None:
+            _refuse_structure("free_from", "with starts_after")
         if self.choice is not None:
             self._check_choice(self.choice)
 

@@ -147,6 +147,9 @@ def test_an_answer_that_has_begun_is_gone_on_with(client: anthropic.Anthropic) -
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "bot", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": {}, "content": "a"}]}, "messages[0].role"),
+        ({"tools": [{"type": [], "name": "a"}]}, "tools[0]"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0]"),
@@ -169,6 +172,23 @@ def test_what_is_refused(running: Running, body: dict[str, Any], parameter: str)
         assert error["type"] == "error"
         assert error["error"]["type"] == "invalid_request_error"
         assert parameter in error["error"]["message"]
+
+
+def test_every_error_below_the_route_is_spelled_as_anthropic_does(running: Running) -> None:
+    with running.http() as http:
+        replies = [http.post("/v1/messages/nothing"), http.get("/v1/messages"), http.post("/v1/messages", content=b"{")]
+        thinking = {**ASKED, "thinking": {"type": []}}
+        assert http.post("/v1/messages", json=thinking).status_code == 200
+    with run_server(api_key="key") as keyed, keyed.http() as http:
+        replies.append(http.post("/v1/messages", json=ASKED))
+    executor = FakeExecutor()
+    with run_server(executor) as failing, failing.http() as http:
+        executor.fail_next = True
+        replies.append(http.post("/v1/messages", json=ASKED))
+    assert [reply.status_code for reply in replies] == [404, 405, 400, 401, 500]
+    kinds = ["not_found_error", "api_error", "invalid_request_error", "authentication_error", "api_error"]
+    assert [reply.json()["error"]["type"] for reply in replies] == kinds
+    assert {reply.json()["type"] for reply in replies} == {"error"}
 
 
 def test_errors_are_anthropics(client: anthropic.Anthropic) -> None:

@@ -65,6 +65,8 @@ HERMES = [
     ('<tool_call>{"name": "nothing"}</tool_call>', call(0, "nothing", "{}")),
     ('<tool_call>{"name": "nothing", "arguments": null}</tool_call>', call(0, "nothing", "{}")),
     ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', call(0, "add", '{"a": 1}')),
+    ('<tool_call>{"name": "add", "arguments": {"a": 1}, "arguments": {}}</tool_call>', call(0, "add", '{"a": 1}')),
+    ("a" + " " * 300 + f"<tool_call>{ADD}", [*content("a" + " " * 44), *call(0, "add", '{"a": 1, "b": -2.5e3}')]),
     # None of these is a call: what the model wrote stays.
     ("<tool_call>", content("<tool_call>")),
     ("a <tool_cal", content("a <tool_cal")),
@@ -95,6 +97,7 @@ LLAMA = [
     (WEATHER.replace("arguments", "parameters"), call(0, "get_weather", ARGUMENTS)),
     (f"\n<|python_tag|>{ADD}", call(0, "add", '{"a": 1, "b": -2.5e3}')),
     (f"{ADD}; {ADD}", [*call(0, "add", '{"a": 1, "b": -2.5e3}'), *call(1, "add", '{"a": 1, "b": -2.5e3}')]),
+    (f"{ADD}\n{ADD}\n", [*call(0, "add", '{"a": 1, "b": -2.5e3}'), *call(1, "add", '{"a": 1, "b": -2.5e3}')]),
     (f"{ADD};\nand so on", [*call(0, "add", '{"a": 1, "b": -2.5e3}'), *content("and so on")]),
     ('{"name": "Bob", "age": 3}', content('{"name": "Bob", "age": 3}')),
     ('{"age": 3} ', content('{"age": 3} ')),
@@ -126,6 +129,7 @@ MISTRAL = [
     ("[TOOL_CALLS]add", content("[TOOL_CALLS]add")),
     ("[TOOL_CALLS]" + "a" * 300 + "{}", content("[TOOL_CALLS]" + "a" * 300 + "{}")),
     ("[TOOL_CALLS][1]", content("[TOOL_CALLS][1]")),
+    (f"[TOOL_CALLS] {ADD}", call(0, "add", '{"a": 1, "b": -2.5e3}')),
     (f"[TOOL_CALLS][{ADD}, 7]", [*call(0, "add", '{"a": 1, "b": -2.5e3}'), *content(", 7]")]),
 ]
 
@@ -151,6 +155,8 @@ REASONING = [
     ("  <thin", False, content("  <thin")),
     ("<think>a</think>", False, [Part("reasoning", "a")]),
     ("", True, []),
+    (" " * 300 + "<think>a</think>b", False, content(" " * 300 + "<think>a</think>b")),
+    ("<think>a" + " " * 300 + "</think>b", False, [Part("reasoning", "a" + " " * 44), *content("b")]),
 ]
 
 

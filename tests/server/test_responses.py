@@ -131,7 +131,7 @@ def test_a_whole_conversation_reaches_the_template() -> None:
         usage = http.post("/v1/responses", json=body).json()["usage"]
         call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
         text = (
-            f"<tools>{json.dumps(template.tools)}\n<system>Be brief.\n<system>Be kind.\n<user>How is Rome?\n"
+            f"<tools>{json.dumps(template.tools)}\n<system>Be brief.\n\nBe kind.\n<user>How is Rome?\n"
             f"<assistant>I look.{json.dumps([call])}\n<tool>noon\n<assistant>"
         )
         assert usage["input_tokens"] == len(text.encode())
@@ -147,7 +147,7 @@ def test_a_whole_conversation_reaches_the_template() -> None:
         ({"input": [{"role": "bot", "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": ["user"], "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"type": "function_call", "name": "a", "arguments": "{"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "name": "a", "arguments": 7}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input[0].output"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
@@ -183,3 +183,33 @@ def test_a_failing_stream_ends_as_failed() -> None:
         assert kinds[-1] == "response.failed"
         assert event.response.status == "failed"  # type: ignore[union-attr]
         assert event.response.error.message  # type: ignore[union-attr]
+
+
+def test_items_of_one_turn_are_one_message() -> None:
+    template = FakeChatTemplate("<tool_call> </think>")
+    with run_server(engine_options={"chat_template": template}) as running, running.http() as http:
+        call = {
+            "type": "function_call",
+            "call_id": "c",
+            "name": "now",
+            "arguments": '{"zone": "U',
+        }  # cut off by a limit
+        thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
+        items = [{"role": "user", "content": "a"}, thought, call, thought, call, {"type": "reasoning", "content": 5}]
+        items += [{"type": "function_call_output", "call_id": "c", "output": "noon"}] * 2
+        usage = http.post("/v1/responses", json={"input": items, "max_output_tokens": 1}).json()["usage"]
+        function = {"id": "c", "type": "function", "function": {"name": "now", "arguments": {}}}
+        text = f"<user>a\n<assistant>{json.dumps([function] * 2)}\n<tool>noon\n<tool>noon\n<assistant>"
+        assert usage["input_tokens"] == len(text.encode())
+
+
+def test_a_stream_that_fails_before_its_first_token_begins_nevertheless() -> None:
+    executor = FakeExecutor()
+    with run_server(executor, stream_keep_alive_s=0.05) as running, make_client(running) as client:
+        executor.gate.clear()
+        executor.fail_next = True
+        kinds = []
+        with client.responses.create(**ASKED, stream=True) as stream:
+            executor.gate.set()
+            kinds += [event.type for event in stream]
+        assert kinds == ["response.created", "response.failed"]

@@ -21,7 +21,12 @@ from octavo.models.checkpoint import find_weight_files
 from octavo.sampling_params import SamplingParams
 from octavo.server.body import parse
 from octavo.server.conversation import read_messages
+from octavo.server.messages import MessagesRequest
+from octavo.server.messages import _read_conversation as messages_of
 from octavo.server.openai_requests import ChatCompletionRequest, CompletionRequest
+from octavo.server.parts import Part, ReasoningParser, joined
+from octavo.server.responses import ResponsesRequest
+from octavo.server.responses import _read_conversation as items_of
 from octavo.server.tenants import Keyring
 from octavo.server.tool_parsers import HermesParser
 
@@ -128,7 +133,29 @@ def work(size: int) -> dict[str, Callable[[], object]]:
             parser.feed(call[start : start + piece])
         parser.finish()
 
+    blocks = {
+        "role": "user",
+        "content": [{"type": "text", "text": text[start : start + 8]} for start in range(0, size, 8)],
+    }
+    anthropic = MessagesRequest(model="a", max_tokens=1, messages=[blocks])
+    items = [{"role": "assistant", "content": text[start : start + 8]} for start in range(0, size, 8)]
+    turns = ResponsesRequest(input=items)
+
+    def read_space() -> None:
+        parser = ReasoningParser(HermesParser(frozenset({"f"})), is_open=True)
+        parser.feed("a")
+        for _ in range(0, size, 8):
+            parser.feed(" " * 8)
+        parser.feed("</think>b")
+        for _ in range(0, size, 8):
+            parser.feed(" " * 8)
+        parser.finish()
+
     return {
+        "read blocks": lambda: messages_of(anthropic, None),
+        "read items": lambda: items_of(turns),
+        "read space": read_space,
+        "join parts": lambda: joined([Part("content", "abc")] * (size // 8)),
         "parse a completion": lambda: parse(CompletionRequest, completion),
         "parse a chat": lambda: parse(ChatCompletionRequest, chat),
         "read messages": lambda: read_messages(messages),

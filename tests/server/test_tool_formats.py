@@ -11,10 +11,11 @@ import tokenizers
 
 from octavo import assets
 from octavo.errors import RequestError
-from octavo.grammars import GrammarCompiler, GrammarError
+from octavo.grammars import GrammarCompiler, GrammarError, lark_json
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.server.parts import joined
 from octavo.server.tool_formats import Function, HermesFormat, LlamaFormat, MistralFormat, NamedMistralFormat
+from octavo.server.tools import read_function
 
 if TYPE_CHECKING:
     from octavo.server.tool_formats import ToolFormat
@@ -147,7 +148,55 @@ def test_a_structure_that_starts_after_a_text(grammars: Grammars, structure: dic
         assert not grammars.accepts(behind, wrong), wrong
 
 
+@each_family
+def test_reasoning_before_calls(grammars: Grammars, family: type[ToolFormat]) -> None:
+    """A model that may think first may name a call in its thoughts."""
+    one, _, wrong = FAMILIES[family]
+    style = family(grammars.spell)
+    thought = "<think>\nI could write " + one[:14].replace("[TOOL_CALLS]", "[TOOL") + " now.\n</think>\n\n"
+    for grammar in (style.forced(FUNCTIONS, only_one=False), style.optional(FUNCTIONS, only_one=False)):
+        structure = StructuredOutputsParams(grammar=grammar, starts_after="</think>", free_from="<think>")
+        assert grammars.accepts(structure, one)
+        assert grammars.accepts(structure, thought + one)
+        assert not grammars.accepts(structure, thought + wrong)
+        assert not grammars.accepts(structure, "<think>" + one)
+
+
+@pytest.mark.parametrize("parameters", [{"properties": {}}, {"description": "anything"}, {}])
+def test_arguments_are_an_object_whatever_a_schema_leaves_out(grammars: Grammars, parameters: dict[str, Any]) -> None:
+    function, _ = read_function({"name": "weather", "parameters": parameters}, "tools[0]")
+    structure = StructuredOutputsParams(grammar=HermesFormat(grammars.spell).forced([function], only_one=True))
+    call = '<tool_call>\n{"name": "weather", "arguments": ARGUMENTS}\n</tool_call>'
+    assert grammars.accepts(structure, call.replace("ARGUMENTS", '{"city": 1}'))
+    for wrong in ("[1]", "5", '"x"', "null"):
+        assert not grammars.accepts(structure, call.replace("ARGUMENTS", wrong))
+
+
+def test_what_only_people_read_is_no_part_of_a_grammar() -> None:
+    schema = {
+        "type": "object",
+        "description": "hush " * 99,
+        "properties": {
+            "description": {"type": "string", "description": "hush", "title": "hush"},
+            "title": {"const": {"title": "kept"}},
+            "default": {"enum": [{"description": "kept"}], "default": "hush", "examples": ["hush"]},
+        },
+        "required": ["description", "title"],
+    }
+    text = lark_json(schema)
+    assert "hush" not in text
+    fields = json.loads(text.removeprefix("%json "))
+    assert fields["properties"] == {
+        "description": {"type": "string"},
+        "title": {"const": {"title": "kept"}},
+        "default": {"enum": [{"description": "kept"}]},
+    }
+    assert fields["required"] == ["description", "title"]
+
+
 def test_where_a_structure_starts_is_checked() -> None:
+    with pytest.raises(RequestError, match="free_from"):
+        StructuredOutputsParams(regex="a", free_from="<think>")
     with pytest.raises(RequestError, match="starts_after"):
         StructuredOutputsParams(regex="a", starts_after="")
     with pytest.raises(RequestError, match="exactly one"):

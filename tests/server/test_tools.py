@@ -160,7 +160,16 @@ GOOD = {"messages": MESSAGES, "max_tokens": 1}
             "tools[0].function.description",
         ),
         ({"tools": [NOW, NOW]}, "tools"),
-        ({"tools": [NOW] * 129}, "tools"),
+        ({"tools": [NOW] * 1025}, "tools"),
+        ({"tools": [NOW], "structured_outputs": {"json": "not json"}}, "tools"),
+        ({"tools": [NOW], "structured_outputs": {"json": "[1]"}}, "tools"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}],
+                "tool_choice": "required",
+            },
+            "tools[0].function.parameters",
+        ),
         ({"tools": {"a": 1}}, "tools"),
         ({"tools": [NOW], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": ["auto"]}, "tool_choice"),
@@ -171,11 +180,11 @@ GOOD = {"messages": MESSAGES, "max_tokens": 1}
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0]"),
         ({"messages": [{"role": "assistant", "tool_calls": 7}]}, "messages[0].tool_calls"),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]},
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": 7}}]}]},
             "messages[0].tool_calls[0].function.arguments",
         ),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[" * 9999}}]}]},
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": [1]}}]}]},
             "messages[0].tool_calls[0].function.arguments",
         ),
     ],
@@ -249,3 +258,39 @@ def test_a_client_that_leaves_a_quiet_stream_is_noticed() -> None:
             assert next(lines) == ": still at work"
         executor.gate.set()
         wait_until(lambda: running.num_unfinished == 0 and running.num_blocks_in_use == 0, "its blocks are free")
+
+
+def test_deep_parameters_are_refused_or_served(running: Running) -> None:
+    with running.http() as http:
+        for depth in (50, 450, 470, 490, 498, 5000):
+            schema = '{"type": "object", "properties": {"a": ' * depth + '{"type": "object"}' + "}}" * depth
+            tool = f'{{"type": "function", "function": {{"name": "a", "parameters": {schema}}}}}'
+            body = (
+                f'{{"messages": {json.dumps(MESSAGES)}, "tools": [{tool}], "tool_choice": "required", "max_tokens": 1}}'
+            )
+            assert http.post("/v1/chat/completions", content=body).status_code in {200, 400}
+
+
+def test_calls_that_a_limit_cut_off_may_stand_in_the_next_request(running: Running) -> None:
+    with running.http() as http:
+        for arguments in ('{"city": "Ro', '{"a":tru}', "", "[", "nonsense", "[" * 9999):
+            call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": arguments}}
+            messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "?"}]
+            assert http.post("/v1/chat/completions", json={**GOOD, "messages": messages}).status_code == 200
+
+
+def test_a_chunk_tells_of_each_call_once(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "tools": [WEATHER, NOW], "stream": True}
+    for chunk in client.chat.completions.create(**asked):
+        calls = chunk.choices[0].delta.tool_calls or []
+        assert len({call.index for call in calls}) == len(calls)
+
+
+def test_llama_calls_one_tool_unless_several_are_asked_for() -> None:
+    answer = '{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}'
+    engine = {"chat_template": FakeChatTemplate("<|python_tag|>")}
+    with run_server(FakeExecutor(answer=answer), engine_options=engine) as running, running.http() as http:
+        for options, count in (({}, 1), ({"parallel_tool_calls": True}, 2)):
+            body = {"messages": MESSAGES, "tools": [NOW], **options}
+            choice = http.post("/v1/chat/completions", json=body).json()["choices"][0]
+            assert len(choice["message"]["tool_calls"]) == count

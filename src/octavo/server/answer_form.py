@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from octavo.server.parts import REASONING_CLOSES, REASONING_OPENS, ReasoningParser, joined
+from octavo.server.parts import REASONING_CLOSES, REASONING_OPENS, Part, ReasoningParser, joined
 from octavo.server.tool_formats import find_tool_format
 from octavo.server.tools import NO_TOOLS
+
+_PIECE = 4096  # characters that a parser takes at once: what it cuts off is copied
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from octavo.engine.input_processor import InputProcessor
     from octavo.outputs import CompletionOutput
     from octavo.sampling_params import SamplingParams
-    from octavo.server.parts import AnswerParser, Part
+    from octavo.server.parts import AnswerParser
     from octavo.server.tool_formats import ToolFormat
     from octavo.server.tools import Toolbox
 
@@ -67,10 +69,11 @@ class AnswerForm:
         return ReasoningParser(parser, is_open=self.in_reasoning) if self.has_reasoning else parser
 
     def applied_to(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters that make the whole text have this form: reasoning, if the prompt began one, is free."""
+        """Return parameters that make the whole text have this form: reasoning at its beginning is free."""
         structure = self.toolbox.structure(params.structured_outputs)
-        if structure is not None and self.in_reasoning:
-            structure = replace(structure, starts_after=REASONING_CLOSES)
+        if structure is not None and self.has_reasoning and structure.starts_after is None:
+            free_from = None if self.in_reasoning else REASONING_OPENS
+            structure = replace(structure, starts_after=REASONING_CLOSES, free_from=free_from)
         shows = self.toolbox.format is not None and self.toolbox.format.shows_special_tokens
         return replace(
             params, structured_outputs=structure, skip_special_tokens=params.skip_special_tokens and not shows
@@ -89,13 +92,15 @@ class AnswerReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """How many tokens the reasoning took, its end included."""
-        return self._num_tokens if self._has_reasoning else 0
+        """How many tokens the reasoning took, its end included; 0 where its end is not one token."""
+        return self._num_tokens if self._has_reasoning and self._end_id is not None else 0
 
     def read(self, completion: CompletionOutput) -> list[Part]:
         """Return the parts of some more text."""
         self._count(completion.token_ids)
-        parts = self._parser.feed(completion.text)
+        text, parts = completion.text, list[Part]()
+        for start in range(0, len(text), _PIECE):  # of no matter which length: the parts are the same
+            parts += self._parser.feed(text[start : start + _PIECE])
         if completion.finished:
             parts += self._parser.finish()
         self._has_reasoning = self._has_reasoning or any(part.kind == "reasoning" for part in parts)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 encoder = msgspec.json.Encoder()
 T = TypeVar("T")
+_MANY = 16  # outputs that are spelled beside the event loop
 _MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
 
 
@@ -231,7 +232,11 @@ async def _answer(service: Service, http_request: Request, job: Job, reply: Repl
         for output in outputs:
             usage.add(output, output.outputs)
         note(http_request, job, usage)
-        return Response(encoder.encode(reply.whole(outputs, usage.usage())), media_type="application/json")
+        if len(outputs) > _MANY:
+            content = await asyncio.to_thread(lambda: encoder.encode(reply.whole(outputs, usage.usage())))
+        else:
+            content = encoder.encode(reply.whole(outputs, usage.usage()))
+        return Response(content, media_type="application/json")
     news = _news(service, job)
     first = await _begun(http_request, news, service.config.stream_keep_alive_s)
     usage = UsageCounter()

@@ -58,7 +58,7 @@ class AuditMiddleware:
             if status:
                 raise
             logger.exception("a request failed")
-            await to_http(error).response()(scope, receive, tell)
+            await to_http(error).response(scope["path"])(scope, receive, tell)
         finally:
             handler = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "other"

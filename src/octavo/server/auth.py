@@ -35,7 +35,7 @@ class ApiKeyMiddleware:
             error = AuthenticationError(
                 "a valid API key is needed: send the header 'Authorization: Bearer KEY', or 'x-api-key: KEY'"
             )
-            await to_http(error).response()(scope, receive, send)
+            await to_http(error).response(scope["path"])(scope, receive, send)
             return
         scope.setdefault("state", {})["tenant"] = tenant
         await self.app(scope, receive, send)

@@ -63,7 +63,7 @@ async def create_chat_completion(service: Service, http_request: Request, reques
             timeout_s=timeout_s,
             **openai_options(request, "messages"),
         )
-        if toolbox.format is not None:
+        if toolbox.format is not None and request.response_format is None:
             job.spelled["structured_outputs"] = "tools"
         return await answer(service, http_request, job, ChatReply(job, form, request.top_logprobs or 0))
 
@@ -199,6 +199,9 @@ class _Answer:
                     delta.reasoning_content = (delta.reasoning_content or "") + part.text
                 case _:
                     delta.tool_calls = delta.tool_calls or []
+                    if part.kind == "arguments" and delta.tool_calls:  # a chunk tells of each call once
+                        delta.tool_calls[-1].function.arguments += part.text
+                        continue
                     call = ToolCall(FunctionCall(part.text)) if part.kind == "arguments" else self._call(part)
                     call.index = part.call
                     delta.tool_calls.append(call)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Protocol
+
+import pydantic_core
 
 from octavo.errors import RequestError
 
@@ -38,13 +39,17 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
     else:
         result.pop("tool_calls", None)
     content = message.get("content")
-    if isinstance(content, list):
-        content = "\n".join(read_text_part(part, f"{place}.content[{index}]") for index, part in enumerate(content))
-    if content is None and role == "assistant":
-        content = ""
-    if not isinstance(content, str):
-        raise RequestError(f"{place}.content must be text or a list of text parts", parameter=f"{place}.content")
-    return {**result, "content": content}
+    is_empty = content is None and role == "assistant"
+    return {**result, "content": "" if is_empty else read_text(content, f"{place}.content")}
+
+
+def read_text(content: Any, place: str, kinds: tuple[str, ...] = ("text",)) -> str:
+    """Return a text that may come in parts. Raises `RequestError` with the place."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{place} must be text or a list of text parts", parameter=place)
+    return "\n".join(read_text_part(part, f"{place}[{index}]", kinds) for index, part in enumerate(content))
 
 
 def read_text_part(part: Any, place: str, kinds: tuple[str, ...] = ("text",)) -> str:
@@ -76,13 +81,21 @@ def _read_tool_call(call: Any, place: str) -> dict[str, Any]:
 
 def read_arguments(text: Any, place: str) -> dict[str, Any]:
     """Return the arguments of a call, which APIs spell as JSON in a string and templates want as an object."""
-    try:
-        arguments = json.loads(text or "{}") if text is None or isinstance(text, str) else text
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
+    if text is not None and not isinstance(text, str | dict):
         raise RequestError(f"{place} must be a JSON object in a string", parameter=place)
-    return arguments
+    arguments = parse_arguments(text or "{}") if not isinstance(text, dict) else text
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def parse_arguments(text: str) -> Any:
+    """Parse arguments that a model wrote: what a limit cut off may lack its end; {} for what is no JSON at all.
+
+    So a call that the server itself gave can stand in the next request, as it is.
+    """
+    try:
+        return pydantic_core.from_json(text, allow_partial=True, allow_inf_nan=False)
+    except ValueError:
+        return {}
 
 
 def template_options(request: TemplateFields) -> dict[str, Any]:

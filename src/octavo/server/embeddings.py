@@ -118,4 +118,5 @@ class EmbeddingReply:
         vector = embedding(output, num_dimensions=self._request.dimensions)
         if self._request.encoding_format == "base64":
             return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-        return [float(value) for value in vector]
+        numbers: list[float] = vector.tolist()
+        return numbers

@@ -60,6 +60,18 @@ class ServerClosingError(EngineError):
     """The server is shutting down and takes nothing new."""
 
 
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class HttpError:
     """A status and the four fields of an OpenAI error object."""
@@ -88,9 +100,16 @@ class HttpError:
             return {"x-should-retry": "false"}  # OpenAI's clients would send it again at once
         return {"Retry-After": str(math.ceil(self.retry_after_s))} if self.status in {429, 503} else {}
 
-    def response(self) -> JSONResponse:
-        """The whole answer."""
-        return JSONResponse(self.body, self.status, headers=self.headers)
+    def response(self, path: str = "") -> JSONResponse:
+        """Return the whole answer, as the API of a path spells errors."""
+        body = self.anthropic_body if path.startswith("/v1/messages") else self.body
+        return JSONResponse(body, self.status, headers=self.headers)
+
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The error as Anthropic's API has it."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
 # The first row whose class fits counts. A message is shown only where a user's request caused the error; what is said
@@ -131,21 +150,22 @@ def add_error_handlers(app: FastAPI) -> None:
         if http_error.status == 500:
             logger.error("a request failed: %s", error, exc_info=error)
         spell: Callable[[HttpError], Response] | None = getattr(request.state, "spell_error", None)
-        return http_error.response() if spell is None else spell(http_error)
+        return http_error.response(request.url.path) if spell is None else spell(http_error)
 
     async def routing_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         where = f"{request.method} {request.url.path}"
         messages = {404: f"there is no such route: {where}", 405: f"this route does not take the method: {where}"}
-        response = HttpError(error.status_code, messages.get(error.status_code, str(error.detail))).response()
+        message = messages.get(error.status_code, str(error.detail))
+        response = HttpError(error.status_code, message).response(request.url.path)
         response.headers.update(error.headers or {})
         return response
 
     async def left(_: Request, __: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it; the number is nginx's, for the log
 
-    async def own_bug(_: Request, error: Exception) -> Response:
-        return to_http(error).response()
+    async def own_bug(request: Request, error: Exception) -> Response:
+        return to_http(error).response(request.url.path)
 
     app.add_exception_handler(OctavoError, octavo_error)
     app.add_exception_handler(HTTPException, routing_error)

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import msgspec
-import pydantic_core
 from msgspec import Struct
 from pydantic import BaseModel, ConfigDict
-from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of dependencies
 from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.server.answer_form import AnswerForm, AnswerReader
 from octavo.server.answering import Job, News, answer, encoder, read_timeout
-from octavo.server.body import body_of
 from octavo.server.chat import render
-from octavo.server.conversation import read_text_part
-from octavo.server.errors import HttpError, to_http
+from octavo.server.conversation import parse_arguments, read_text, read_text_part
+from octavo.server.errors import to_http
 from octavo.server.openai_requests import Strings  # noqa: TC001 - pydantic reads the types of fields
 from octavo.server.tools import Toolbox, read_function
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from starlette.requests import Request
 
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
@@ -33,16 +32,6 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
     from octavo.server.tool_formats import ToolFormat
 
-_ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # The engine's names of parameters, and Anthropic's.
 _SPELLED = {"prompt": "messages", "structured_outputs": "tools", "stop": "stop_sequences"}
@@ -92,22 +81,6 @@ class Message(Struct):
     usage: MessageUsage
     type: str = "message"
     role: str = "assistant"
-
-
-async def read_count_tokens(request: Request) -> CountTokensRequest:
-    """Read a request; whatever is wrong from here on is told as Anthropic tells it."""
-    request.state.spell_error = _error_response
-    return await _read_count(request)
-
-
-async def read_body(request: Request) -> MessagesRequest:
-    """Read a request; whatever is wrong from here on is told as Anthropic tells it."""
-    request.state.spell_error = _error_response
-    return await _read(request)
-
-
-_read_count = body_of(CountTokensRequest)
-_read = body_of(MessagesRequest)
 
 
 async def create_message(service: Service, http_request: Request, request: MessagesRequest) -> Response:
@@ -169,7 +142,7 @@ def _read_conversation(
     """Return the messages as chat templates read them, and the tools."""
     messages: list[dict[str, Any]] = []
     if request.system is not None:
-        messages.append({"role": "system", "content": _text(request.system, "system")})
+        messages.append({"role": "system", "content": read_text(request.system, "system")})
     if not isinstance(request.messages, list) or not request.messages:
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     for index, message in enumerate(request.messages):
@@ -181,7 +154,7 @@ def _template_options(request: CountTokensRequest, messages: list[dict[str, Any]
     """Return what the chat template is told: an answer that has begun already is gone on with."""
     begun = messages[-1]["role"] == "assistant"
     options: dict[str, Any] = {"add_generation_prompt": not begun, "continue_final_message": begun}
-    kind = None if request.thinking is None else request.thinking.get("type")
+    kind = _kind(request.thinking)
     if kind in {"enabled", "disabled"}:
         options["enable_thinking"] = kind == "enabled"
     return options
@@ -190,7 +163,7 @@ def _template_options(request: CountTokensRequest, messages: list[dict[str, Any]
 def _read_message(message: Any, place: str) -> list[dict[str, Any]]:
     """Return one message, or several: a tool's results are messages of their own for chat templates."""
     role = message.get("role") if isinstance(message, dict) else None
-    if role not in {"user", "assistant", "system"}:
+    if not isinstance(role, str) or role not in {"user", "assistant", "system"}:
         raise RequestError(f"{place}.role must be user or assistant", parameter=f"{place}.role")
     content = message.get("content")
     if isinstance(content, str):
@@ -226,18 +199,18 @@ def _read_answer(blocks: Iterable[tuple[Any, str]]) -> dict[str, Any]:
 def _read_turn(role: str, blocks: Iterable[tuple[Any, str]]) -> list[dict[str, Any]]:
     """Read what a user said, and what tools gave."""
     messages: list[dict[str, Any]] = []
-    for block, place in blocks:
-        if _kind(block) == "tool_result":
-            content = block.get("content")
-            text = "" if content is None else _text(content, f"{place}.content")
-            messages.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": text})
-            continue
-        text = read_text_part(block, place)
-        if messages and messages[-1]["role"] == role:
-            messages[-1]["content"] += "\n" + text
+    for is_result, run in groupby(blocks, key=lambda block: _kind(block[0]) == "tool_result"):
+        if is_result:
+            messages += [_read_result(block, place) for block, place in run]
         else:
-            messages.append({"role": role, "content": text})
+            messages.append({"role": role, "content": "\n".join(read_text_part(block, place) for block, place in run)})
     return messages or [{"role": role, "content": ""}]
+
+
+def _read_result(block: dict[str, Any], place: str) -> dict[str, Any]:
+    content = block.get("content")
+    text = "" if content is None else read_text(content, f"{place}.content")
+    return {"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": text}
 
 
 def _read_tool_use(block: dict[str, Any], place: str) -> dict[str, Any]:
@@ -248,24 +221,16 @@ def _read_tool_use(block: dict[str, Any], place: str) -> dict[str, Any]:
     return {"id": str(block.get("id", "")), "type": "function", "function": function}
 
 
-def _kind(block: Any) -> Any:
-    return block.get("type") if isinstance(block, dict) else None
-
-
-def _text(content: Any, place: str) -> str:
-    """Return a text that may come in blocks."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(f"{place} must be text or a list of text blocks", parameter=place)
-    return "\n".join(read_text_part(block, f"{place}[{index}]") for index, block in enumerate(content))
+def _kind(block: Any) -> str | None:
+    kind = block.get("type") if isinstance(block, dict) else None
+    return kind if isinstance(kind, str) else None
 
 
 def _read_tools(request: CountTokensRequest, tool_format: ToolFormat | None) -> Toolbox:
     described = []
     for index, tool in enumerate(request.tools or []):
         place = f"tools[{index}]"
-        if _kind(tool) not in {None, "custom"}:
+        if isinstance(tool, dict) and tool.get("type", "custom") != "custom":
             raise RequestError(f"{place}: tools of Anthropic's servers are not here", parameter=f"{place}.type")
         described.append(read_function(tool, place, "input_schema"))
     wanted = request.tool_choice or {"type": "auto"}
@@ -276,8 +241,9 @@ def _read_tools(request: CountTokensRequest, tool_format: ToolFormat | None) -> 
             _refuse_choice()
     elif not isinstance(kind, str) or kind not in _CHOICES:
         _refuse_choice()
-    only_one = wanted.get("disable_parallel_tool_use") is True
-    return Toolbox.make(described, tool_format, choice=_CHOICES.get(str(kind), "auto"), named=named, only_one=only_one)
+    parallel = False if wanted.get("disable_parallel_tool_use") is True else None
+    choice = _CHOICES.get(str(kind), "auto")
+    return Toolbox.make(described, tool_format, choice=choice, named=named, parallel=parallel)
 
 
 def _refuse_choice() -> NoReturn:
@@ -326,7 +292,7 @@ class MessageReply:
 
     def error(self, error: Exception) -> bytes:
         """Return the event of an error."""
-        return _event("error", error=_spell_error(to_http(error)))
+        return _event("error", error=to_http(error).anthropic_body["error"])
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Message:
         """Return the whole answer."""
@@ -336,7 +302,7 @@ class MessageReply:
             if not blocks or not _goes_on(blocks[-1], part):
                 blocks.append(self._new_block(part))
             if part.kind == "arguments":
-                blocks[-1]["input"] = _read_input(part.text)
+                blocks[-1]["input"] = parse_arguments(part.text)
             elif part.kind != "call":
                 blocks[-1][_TEXT_KEYS[part.kind]] += part.text
         counts = _usage_of(usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
@@ -376,14 +342,6 @@ def _delta(part: Part) -> dict[str, str]:
     return {"type": f"{key}_delta", key: part.text}
 
 
-def _read_input(text: str) -> Any:
-    """Read arguments as Anthropic's SDK reads a stream of them: what a limit cut off may lack its end."""
-    try:
-        return pydantic_core.from_json(text, allow_partial=True, allow_inf_nan=False)
-    except ValueError:
-        return {}
-
-
 def _ending(completion: CompletionOutput, *, has_calls: bool) -> dict[str, Any]:
     reason, sequence = "end_turn", None
     if completion.finish_reason == "length":
@@ -403,12 +361,3 @@ def _usage_of(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens:
 
 def _event(kind: str, **fields: Any) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + encoder.encode({"type": kind, **fields}) + b"\n\n"
-
-
-def _spell_error(error: HttpError) -> dict[str, Any]:
-    return {"type": _ERROR_TYPES.get(error.status, "api_error"), "message": error.message}
-
-
-def _error_response(error: HttpError) -> Response:
-    content = msgspec.json.encode({"type": "error", "error": _spell_error(error)})
-    return Response(content, error.status, headers=error.headers, media_type="application/json")

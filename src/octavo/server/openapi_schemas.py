@@ -41,7 +41,7 @@ def _text_or(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 _TEXT_PART = _object(("type", "text"), type={"const": "text"}, text=_TEXT)
-_FUNCTION_NAME = {**_TEXT, "pattern": "^[A-Za-z0-9_.:/-]{1,64}$"}
+_FUNCTION_NAME = {**_TEXT, "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"}
 _FUNCTION = _object(
     ("name",),
     name=_FUNCTION_NAME,

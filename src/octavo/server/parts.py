@@ -7,6 +7,7 @@ through the same parsers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from octavo.engine.stop_strings import num_held_back_chars
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 REASONING_OPENS = "<think>"
 REASONING_CLOSES = "</think>"
+
+MAX_HELD_SPACE = 256  # characters of white space that wait for what follows; more of it is text
 
 PartKind = Literal["content", "reasoning", "call", "arguments"]
 
@@ -48,13 +51,18 @@ class AnswerParser(Protocol):
 def joined(parts: Iterable[Part]) -> list[Part]:
     """Join neighbours of one kind; leave out what is empty."""
     result: list[Part] = []
-    for part in parts:
-        last = result[-1] if result else None
-        if last is not None and part.kind != "call" and (last.kind, last.call) == (part.kind, part.call):
-            result[-1] = Part(part.kind, last.text + part.text, part.call)
-        elif part.text:
-            result.append(part)
+    for _, run in groupby(parts, key=lambda part: (part.kind, part.call)):
+        same = [part for part in run if part.text]
+        if same and same[0].kind == "call":
+            result += same
+        elif same:
+            result.append(Part(same[0].kind, "".join(part.text for part in same), same[0].call))
     return result
+
+
+def without_space(text: str) -> int:
+    """Return where the white space at the end of a text begins, as far as it is held back."""
+    return max(len(text.rstrip()), len(text) - MAX_HELD_SPACE)
 
 
 class PlainParser:
@@ -73,7 +81,7 @@ class ReasoningParser:
     """Splits off what stands between <think> and </think> at an answer's beginning.
 
     behind: takes the text that follows. is_open: the prompt ends with <think>, so the answer begins with reasoning.
-    White space around both is nobody's.
+    White space around both is nobody's, up to `MAX_HELD_SPACE`.
     """
 
     def __init__(self, behind: AnswerParser, *, is_open: bool) -> None:
@@ -106,7 +114,9 @@ class ReasoningParser:
 
     def _look_for_beginning(self) -> None:
         text = self._pending.lstrip()
-        if text.startswith(REASONING_OPENS):
+        if len(self._pending) - len(text) > MAX_HELD_SPACE:
+            self._place = "behind"
+        elif text.startswith(REASONING_OPENS):
             self._pending, self._place = text[len(REASONING_OPENS) :], "inside"
         elif not REASONING_OPENS.startswith(text):
             self._place = "behind"
@@ -120,7 +130,7 @@ class ReasoningParser:
         is_over = end >= 0
         if not is_over:
             end = len(self._pending) - num_held_back_chars(self._pending, [REASONING_CLOSES])
-        text = self._take(len(self._pending[:end].rstrip()))
+        text = self._take(without_space(self._pending[:end]))
         if text:
             parts.append(Part("reasoning", text))
         if is_over:

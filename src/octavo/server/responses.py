@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 from pydantic import BaseModel, ConfigDict
@@ -13,11 +13,11 @@ from octavo.errors import RequestError
 from octavo.server.answer_form import AnswerForm, AnswerReader
 from octavo.server.answering import Job, News, answer, encoder, read_timeout
 from octavo.server.chat import render
-from octavo.server.conversation import read_arguments, read_text_part
+from octavo.server.conversation import read_arguments, read_text
 from octavo.server.errors import to_http
 from octavo.server.openai_requests import Priority  # noqa: TC001 - pydantic reads the types of fields
 from octavo.server.sampling import read_response_format
-from octavo.server.tools import Toolbox, read_function
+from octavo.server.tools import Toolbox, read_choice, read_function
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -145,7 +145,7 @@ async def create_response(service: Service, http_request: Request, request: Resp
             stream=bool(request.stream),
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
-            spelled=_SPELLED if toolbox.format is None else {**_SPELLED, "structured_outputs": "tools"},
+            spelled=_SPELLED if toolbox.format is None or request.text else {**_SPELLED, "structured_outputs": "tools"},
         )
         return await answer(service, http_request, job, ResponseReply(job, form, request))
 
@@ -193,63 +193,76 @@ def _template_options(request: ResponsesRequest) -> dict[str, Any]:
 
 
 def _read_conversation(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the messages as chat templates read them."""
-    messages: list[dict[str, Any]] = []
+    """Return the messages as chat templates read them: what stands together and is of one role is one message."""
+    turns: list[_Turn] = []
     if request.instructions is not None:
-        messages.append({"role": "system", "content": request.instructions})
+        turns.append(_Turn("system", [request.instructions]))
     given = request.input
     if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise RequestError("input must be a text or a list of at least one item", parameter="input")
-    for index, item in enumerate(given):
-        _add_item(messages, item, f"input[{index}]")
-    return messages
-
-
-def _add_item(messages: list[dict[str, Any]], item: Any, place: str) -> None:
-    """Add an item; what the model thought, said and called in one turn becomes one message."""
-    kind = item.get("type", "message") if isinstance(item, dict) else None
-    match kind:
-        case "message":
-            message = _read_message(item, place)
-            last = messages[-1] if messages else {}
-            if message["role"] == last.get("role") == "assistant" and not last.get("tool_calls"):
-                last["content"] += message["content"]
+        turns.append(_Turn("user", [given]))
+    elif isinstance(given, list) and given:
+        for index, item in enumerate(given):
+            turn = _read_item(item, f"input[{index}]")
+            if turns and turn.role == turns[-1].role and turn.role in {"assistant", "system"}:
+                turns[-1].add(turn)
             else:
-                messages.append(message)
+                turns.append(turn)
+    else:
+        raise RequestError("input must be a text or a list of at least one item", parameter="input")
+    return [turn.message() for turn in turns if turn.texts or turn.thoughts or turn.calls]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A message while it is put together from items."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    call_id: str | None = None
+
+    def add(self, other: _Turn) -> None:
+        """Go on with what follows."""
+        self.texts += other.texts
+        self.thoughts += other.thoughts
+        self.calls += other.calls
+
+    def message(self) -> dict[str, Any]:
+        """Return the message."""
+        separator = "" if self.role == "assistant" else "\n\n"
+        message: dict[str, Any] = {"role": self.role, "content": separator.join(self.texts)}
+        if self.thoughts:
+            message["reasoning_content"] = "\n".join(self.thoughts)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        if self.call_id is not None:
+            message["tool_call_id"] = self.call_id
+        return message
+
+
+def _read_item(item: Any, place: str) -> _Turn:
+    match item.get("type", "message") if isinstance(item, dict) else None:
+        case "message":
+            role = item.get("role")
+            if not isinstance(role, str) or role not in {"user", "assistant", "system", "developer"}:
+                message = f"{place}.role must be user, assistant, system or developer"
+                raise RequestError(message, parameter=f"{place}.role")
+            text = read_text(item.get("content"), f"{place}.content", _TEXT_KINDS)
+            return _Turn("system" if role == "developer" else role, [text])
         case "reasoning":
-            texts = [part.get("text") for part in item.get("content") or [] if isinstance(part, dict)]
-            thoughts = "".join(text for text in texts if isinstance(text, str))
-            messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
+            content = item.get("content")
+            parts = content if isinstance(content, list) else []
+            texts = [part.get("text") for part in parts if isinstance(part, dict)]
+            return _Turn("assistant", thoughts=[text for text in texts if isinstance(text, str)])
         case "function_call":
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            messages[-1].setdefault("tool_calls", []).append(_read_call(item, place))
+            return _Turn("assistant", calls=[_read_call(item, place)])
         case "function_call_output":
-            text = _read_text(item.get("output"), f"{place}.output")
-            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": text})
-        case _:
-            raise RequestError(
-                f"{place} must be a message, a function_call, a function_call_output or reasoning", parameter=place
-            )
-
-
-def _read_message(item: dict[str, Any], place: str) -> dict[str, Any]:
-    role = item.get("role")
-    if not isinstance(role, str) or role not in {"user", "assistant", "system", "developer"}:
-        raise RequestError(f"{place}.role must be user, assistant, system or developer", parameter=f"{place}.role")
-    content = _read_text(item.get("content"), f"{place}.content")
-    return {"role": "system" if role == "developer" else role, "content": content}
-
-
-def _read_text(content: Any, place: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(f"{place} must be text or a list of text parts", parameter=place)
-    parts = (read_text_part(part, f"{place}[{index}]", _TEXT_KINDS) for index, part in enumerate(content))
-    return "\n".join(parts)
+            text = read_text(item.get("output"), f"{place}.output", _TEXT_KINDS)
+            return _Turn("tool", [text], call_id=str(item.get("call_id", "")))
+    raise RequestError(
+        f"{place} must be a message, a function_call, a function_call_output or reasoning", parameter=place
+    )
 
 
 def _read_call(item: dict[str, Any], place: str) -> dict[str, Any]:
@@ -267,22 +280,8 @@ def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> To
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise RequestError(f"{place}: only tools of type function are here", parameter=f"{place}.type")
         described.append(read_function(tool, place))
-    wanted, named, choice = request.tool_choice, None, "auto"
-    if isinstance(wanted, dict):
-        named = wanted.get("name")
-        if wanted.get("type") != "function" or not isinstance(named, str):
-            _refuse_choice()
-    elif isinstance(wanted, str) and wanted in {"none", "auto", "required"}:
-        choice = wanted
-    elif wanted is not None:
-        _refuse_choice()
-    only_one = request.parallel_tool_calls is False
-    return Toolbox.make(described, tool_format, choice=choice, named=named, only_one=only_one)
-
-
-def _refuse_choice() -> NoReturn:
-    message = 'tool_choice must be none, auto, required or {"type": "function", "name": ...}'
-    raise RequestError(message, parameter="tool_choice")
+    choice, named = read_choice(request.tool_choice, lambda wanted: wanted.get("name"))
+    return Toolbox.make(described, tool_format, choice=choice, named=named, parallel=request.parallel_tool_calls)
 
 
 # --- what is answered
@@ -332,6 +331,8 @@ class ResponseReply:
     def error(self, error: Exception) -> bytes:
         """Return the event of an error: the answer, as one that failed."""
         http_error = to_http(error)
+        if not self._num_events:
+            self._tell("response.created", response=self._response)
         self._response.status = "failed"
         self._response.error = {"code": http_error.code or http_error.type, "message": http_error.message}
         self._tell("response.failed", response=self._response)

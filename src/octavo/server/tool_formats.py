@@ -7,13 +7,11 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from octavo.grammars import lark_json
+from octavo.grammars import ANY_TEXT, lark_json
 from octavo.server.tool_parsers import HermesParser, LlamaParser, MistralParser, ToolParser
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-
-_TEXT = "TEXT: /(.|\\n)*/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +26,7 @@ class Function:
 class ToolFormat:
     """One family's way. Grammars are in llguidance's dialect of Lark.
 
+    takes_one: chat templates of the family refuse several calls at once: several are read only if that is asked for.
     shows_special_tokens: what opens a call is a special token, which must not be left out of the text.
     spell: how a grammar names a text that is one special token (`<[123]>`); None for what is none.
     """
@@ -35,6 +34,7 @@ class ToolFormat:
     name: ClassVar[str]
     parser: ClassVar[type[ToolParser]]
     shows_special_tokens: ClassVar[bool] = False
+    takes_one: ClassVar[bool] = False
 
     def __init__(self, spell: Callable[[str], str | None] = lambda _: None) -> None:
         self._spell = spell
@@ -62,7 +62,7 @@ class ToolFormat:
     def _behind_text(self, opener: str) -> str:
         """Return the rules of text up to what opens a call."""
         special = self._spell(opener)
-        return f"head: TEXT {special}\n{_TEXT}" if special else f"head[lazy]: TEXT {json.dumps(opener)}\n{_TEXT}"
+        return f"head: TEXT {special}\n{ANY_TEXT}" if special else f"head[lazy]: TEXT {json.dumps(opener)}\n{ANY_TEXT}"
 
 
 class HermesFormat(ToolFormat):
@@ -92,6 +92,7 @@ class LlamaFormat(ToolFormat):
     name = "llama3_json"
     parser = LlamaParser
     shows_special_tokens = True
+    takes_one = True
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
         """Objects with semicolons between."""
@@ -129,7 +130,7 @@ class MistralFormat(ToolFormat):
 
     def _rest(self, functions: Sequence[Function], only_one: bool) -> str:
         more = "" if only_one else ' (", " call)*'
-        return f'rest: "[" call{more} "]"\n{_calls(functions, "arguments")}'
+        return f'rest: " "? "[" call{more} "]"\n{_calls(functions, "arguments")}'
 
 
 class NamedMistralFormat(MistralFormat):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar
 
 from octavo.engine.stop_strings import num_held_back_chars
-from octavo.server.parts import Part, joined
+from octavo.server.parts import Part, joined, without_space
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -91,7 +91,7 @@ class ToolParser:
             is_found = start >= 0
             if not is_found:
                 start = len(self._text) - (0 if self._is_over else num_held_back_chars(self._text, [opener]))
-            shown = start if self._is_over and not is_found else len(self._text[:start].rstrip())
+            shown = start if self._is_over and not is_found else without_space(self._text[:start])
             self._position = shown
             self._tell_content()
             if is_found:
@@ -130,7 +130,7 @@ class ToolParser:
             char = yield from self._skip_space()
             if key == "name":
                 call.name = yield from self._string()
-            elif key not in _ARGUMENTS:
+            elif key not in _ARGUMENTS or call.index is not None:
                 yield from self._value()
             elif char == "{" and call.name is not None:
                 yield from self._tell_arguments(call)
@@ -288,7 +288,7 @@ class HermesParser(ToolParser):
 
 
 class LlamaParser(ToolParser):
-    """Llama 3: the whole answer is {"name": ..., "parameters": ...}, or several of them with semicolons between."""
+    """Llama 3: the whole answer is {"name": ..., "parameters": ...}, or several with semicolons or lines between."""
 
     opener = "<|python_tag|>"
 
@@ -296,12 +296,9 @@ class LlamaParser(ToolParser):
         yield from self._skip_space()
         yield from self._takes(self.opener)
         while (yield from self._skip_space()) == "{" and (yield from self._call()):
-            is_last = (yield from self._skip_space()) != ";"
-            self._position += not is_last
+            self._position += (yield from self._skip_space()) == ";"
             yield from self._skip_space()
             self._drop()
-            if is_last:
-                break
         yield from self._rest_is_content()
 
 
@@ -312,11 +309,14 @@ class MistralParser(ToolParser):
 
     def _read(self) -> Wait[None]:
         while (yield from self._content(self.opener)):
-            if (yield from self._skip_space()) == "[":
-                self._position += 1
-                yield from self._list()
-            else:
-                yield from self._named()
+            match (yield from self._skip_space()):
+                case "[":
+                    self._position += 1
+                    yield from self._list()
+                case "{":
+                    yield from self._call()
+                case _:
+                    yield from self._named()
 
     def _list(self) -> Wait[None]:
         while True:

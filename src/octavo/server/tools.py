@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
@@ -12,11 +12,13 @@ from octavo.server.parts import PlainParser
 from octavo.server.tool_formats import Function
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from octavo.server.parts import AnswerParser
     from octavo.server.tool_formats import ToolFormat
 
-MAX_TOOLS = 128  # as the OpenAI API
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
+MAX_TOOLS = 1024
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -42,9 +44,12 @@ class Toolbox:
         *,
         choice: str = "auto",
         named: str | None = None,
-        only_one: bool = False,
+        parallel: bool | None = None,
     ) -> Toolbox:
-        """Collect tools with their descriptions. choice: auto, none, required. Raises `RequestError`."""
+        """Collect tools with their descriptions. Raises `RequestError`.
+
+        choice: auto, none, required. parallel: whether there may be several calls; None for what the family is used to.
+        """
         if len(described) > MAX_TOOLS:
             raise RequestError(f"{len(described)} tools are given; the limit is {MAX_TOOLS}", parameter="tools")
         functions = tuple(function for function, _ in described)
@@ -61,6 +66,7 @@ class Toolbox:
             message = "this model's chat template shows no form of tool calls that is known; see --tool-call-parser"
             raise RequestError(message, parameter="tools")
         given = tuple(_as_template_reads(function, description) for function, description in described)
+        only_one = format.takes_one if parallel is None else not parallel
         return cls(functions, given, choice == "required" or named is not None, named, only_one, format)
 
     def parser(self) -> AnswerParser:
@@ -73,23 +79,28 @@ class Toolbox:
         """Return the form that the answer must have. content: the one asked for where no tool is called."""
         if self.format is None:
             return content
-        only_one = self.only_one
+        if not self.is_required and content is not None and content.json is None and content.json_object is None:
+            raise RequestError("tools go with JSON only, with no other structure", parameter="structured_outputs")
+        starts_after = None if content is None else content.starts_after
+        try:
+            grammar = self._grammar(self.format, content)
+            return None if grammar is None else StructuredOutputsParams(grammar=grammar, starts_after=starts_after)
+        except (RequestError, ValueError, TypeError, RecursionError):
+            message = (
+                "the parameters of the tools, or the schema beside them, are no JSON schemas, too long or too deep"
+            )
+            raise RequestError(message, parameter="tools") from None
+
+    def _grammar(self, tool_format: ToolFormat, content: StructuredOutputsParams | None) -> str | None:
         if self.is_required:
             wanted = [each for each in self.functions if self.named in {None, each.name}]
-            grammar = self.format.forced(wanted, only_one=only_one or self.named is not None)
-        elif content is not None:
-            if content.json is None and content.json_object is None:
-                raise RequestError("tools go with JSON only, with no other structure", parameter="structured_outputs")
+            return tool_format.forced(wanted, only_one=self.only_one or self.named is not None)
+        if content is not None:
             schema = str(content.json or '{"type": "object"}')
-            grammar = self.format.or_content(self.functions, schema, only_one=only_one)
-        elif any(function.strict for function in self.functions):
-            grammar = self.format.optional(self.functions, only_one=only_one)
-        else:
-            return None
-        try:
-            return StructuredOutputsParams(grammar=grammar)
-        except RequestError:
-            raise RequestError("the parameters of the tools are too long", parameter="tools") from None
+            return tool_format.or_content(self.functions, schema, only_one=self.only_one)
+        if any(function.strict for function in self.functions):
+            return tool_format.optional(self.functions, only_one=self.only_one)
+        return None
 
 
 NO_TOOLS = Toolbox()
@@ -101,15 +112,32 @@ def read_function(fields: Any, place: str, parameters_name: str = "parameters") 
         raise RequestError(f"{place} must be an object with a name", parameter=place)
     name, description = fields.get("name"), fields.get("description")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        message = f"{place}.name must be 1 to 64 letters, digits and any of _ - . : /"
+        message = f"{place}.name must be 1 to 128 letters, digits and any of _ - . : /"
         raise RequestError(message, parameter=f"{place}.name")
     if description is not None and not isinstance(description, str):
         raise RequestError(f"{place}.description must be a string", parameter=f"{place}.description")
     parameters = fields.get(parameters_name)
-    if parameters is not None and not isinstance(parameters, dict):
+    kind = (
+        "object" if parameters is None else parameters.get("type", "object") if isinstance(parameters, dict) else None
+    )
+    if kind != "object":
         parameter = f"{place}.{parameters_name}"
-        raise RequestError(f"{parameter} must be a JSON schema", parameter=parameter)
-    return Function(name, parameters or _NO_PARAMETERS, fields.get("strict") is True), description or ""
+        raise RequestError(f"{parameter} must be a JSON schema of an object", parameter=parameter)
+    schema = _NO_PARAMETERS if parameters is None else {"type": "object", **parameters}
+    return Function(name, schema, fields.get("strict") is True), description or ""
+
+
+def read_choice(wanted: Any, name_of: Callable[[dict[str, Any]], Any]) -> tuple[str, str | None]:
+    """Read OpenAI's tool_choice: auto, none, required, and the name of the tool that must be called."""
+    if wanted is None:
+        return "auto", None
+    if isinstance(wanted, str) and wanted in {"none", "auto", "required"}:
+        return wanted, None
+    named = name_of(wanted) if isinstance(wanted, dict) and wanted.get("type") == "function" else None
+    if not isinstance(named, str):
+        message = 'tool_choice must be none, auto, required or {"type": "function", ...} with the name of a tool'
+        raise RequestError(message, parameter="tool_choice")
+    return "required", named
 
 
 def read_chat_tools(
@@ -122,23 +150,13 @@ def read_chat_tools(
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise RequestError(f'{place} must be {{"type": "function", "function": ...}}', parameter=place)
         described.append(read_function(tool.get("function"), f"{place}.function"))
-    choice, named = "auto", None
-    if isinstance(tool_choice, dict):
-        function = tool_choice.get("function")
-        named = function.get("name") if isinstance(function, dict) else None
-        if tool_choice.get("type") != "function" or not isinstance(named, str):
-            _refuse_choice()
-    elif isinstance(tool_choice, str) and tool_choice in {"none", "auto", "required"}:
-        choice = tool_choice
-    elif tool_choice is not None:
-        _refuse_choice()
-    only_one = parallel_tool_calls is False
-    return Toolbox.make(described, tool_format, choice=choice, named=named, only_one=only_one)
+    choice, named = read_choice(tool_choice, _name_in_function)
+    return Toolbox.make(described, tool_format, choice=choice, named=named, parallel=parallel_tool_calls)
 
 
-def _refuse_choice() -> NoReturn:
-    message = 'tool_choice must be none, auto, required or {"type": "function", "function": {"name": ...}}'
-    raise RequestError(message, parameter="tool_choice")
+def _name_in_function(wanted: dict[str, Any]) -> Any:
+    function = wanted.get("function")
+    return function.get("name") if isinstance(function, dict) else None
 
 
 def _as_template_reads(function: Function, description: str) -> dict[str, Any]:
