@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
+from octavo.sampling_params import POOLING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -270,7 +271,7 @@ class ModelInfo:
 
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
 REASONING_PARSERS = ("auto", "none", "think")
-POOLING = ("auto", "last", "mean")
+EMBEDDING_POOLING = ("auto", *POOLING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,7 +324,11 @@ class ServerConfig:
             _not_negative(name, getattr(self, name))
         if not self.stream_keep_alive_s > 0:
             raise ConfigError(f"stream_keep_alive_s must be above 0, got {self.stream_keep_alive_s}")
-        choices = {"tool_call_parser": TOOL_CALL_PARSERS, "reasoning_parser": REASONING_PARSERS, "pooling": POOLING}
+        choices = {
+            "tool_call_parser": TOOL_CALL_PARSERS,
+            "reasoning_parser": REASONING_PARSERS,
+            "pooling": EMBEDDING_POOLING,
+        }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")

@@ -10,9 +10,10 @@ import pytest
 from fakes import FakeChatTemplate, FakeExecutor, make_engine
 from running import DEADLINE_S, run_server, wait_until
 
+from octavo.config import TOOL_CALL_PARSERS
 from octavo.server.answer_form import AnswerStyle
 from octavo.server.parts import PlainParser
-from octavo.server.tool_formats import HermesFormat, LlamaFormat, NamedMistralFormat
+from octavo.server.tool_formats import TOOL_FORMATS, HermesFormat, LlamaFormat, NamedMistralFormat
 from octavo.server.tools import read_chat_tools
 
 if TYPE_CHECKING:
@@ -294,3 +295,7 @@ def test_llama_calls_one_tool_unless_several_are_asked_for() -> None:
             body = {"messages": MESSAGES, "tools": [NOW], **options}
             choice = http.post("/v1/chat/completions", json=body).json()["choices"][0]
             assert len(choice["message"]["tool_calls"]) == count
+
+
+def test_the_options_name_what_there_is() -> None:
+    assert ("auto", "none", *TOOL_FORMATS) == TOOL_CALL_PARSERS

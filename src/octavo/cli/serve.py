@@ -16,7 +16,7 @@ from octavo.config import (
     DEFAULT_MAX_BODY_BYTES,
     DEFAULT_MAX_NUM_WAITING,
     DEFAULT_MAX_NUM_WAITING_TOKENS,
-    POOLING,
+    EMBEDDING_POOLING,
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
     SchedulingPolicy,
@@ -90,7 +90,7 @@ class ServerOptions:
     pooling: Annotated[
         str,
         typer.Option(
-            metavar="|".join(POOLING),
+            metavar="|".join(EMBEDDING_POOLING),
             rich_help_panel=_PANEL,
             help="How hidden states become an embedding; auto does as the checkpoint asks, else it takes the last one.",
         ),
