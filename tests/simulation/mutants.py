@@ -51,7 +51,7 @@ MUTANTS = [
     Mutant("the adapter is left out", "F18", _MANAGER, '            own = {"salt": request.cache_salt, "adapter": request.adapter}', '            own = {"salt": request.cache_salt}'),
     Mutant("the weights' epoch is left out", "F18", _MANAGER, "        if not self.pool.reset():\n            return False\n        self._weights_epoch += 1\n", "        pass\n"),
     Mutant("stale drafts after a preemption", "F19", _SCHEDULER, "        victim.num_computed_tokens = 0\n        victim.spec_token_ids = []", "        victim.num_computed_tokens = 0"),
-    Mutant("drafts are kept after the step", "F19", _SCHEDULER, "        request.num_computed_tokens += count - num_rejected\n        request.spec_token_ids = []", "        request.num_computed_tokens += count - num_rejected"),
+    Mutant("drafts are kept after the step", "F19", _SCHEDULER, "        request.num_computed_in_all += count\n        request.spec_token_ids = []", "        request.num_computed_in_all += count"),
     Mutant("drafts beyond the end", "F12", _SCHEDULER, "                room = request.max_total_tokens - len(sequence.token_ids) - 1", "                room = 99"),
     Mutant("a victim's budget is not returned", "B4", "step_plan.py", "        self.budget += self.num_tokens.pop(request.request_id, 0)", "        self.num_tokens.pop(request.request_id, 0)"),
     Mutant("a victim stays in the step", "B4", _SCHEDULER, "        plan.take_back(victim)\n", "        pass\n"),
