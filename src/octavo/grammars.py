@@ -49,7 +49,7 @@ ANY_TEXT = "TEXT: /(.|\\n)*/"  # how a grammar of text with calls in it names th
 _TEXT_RULE = re.compile(r"^TEXT: /.*/$", re.MULTILINE)
 _FREE = "start: {} SPACE @answer\nfree[lazy]: ANY {}\nANY: /(.|\\n)*/\nSPACE: /\\s*/"
 _COMMENTS = {"description", "title", "examples", "default", "$comment", "deprecated"}
-_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
+_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _VALUES = {"const", "enum", "required"}
 _ANY_OBJECT = '{"type": "object"}'
 

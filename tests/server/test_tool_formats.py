@@ -181,6 +181,7 @@ def test_what_only_people_read_is_no_part_of_a_grammar() -> None:
             "title": {"const": {"title": "kept"}},
             "default": {"enum": [{"description": "kept"}], "default": "hush", "examples": ["hush"]},
         },
+        "dependentSchemas": {"title": {"description": "hush", "required": ["default"]}},
         "required": ["description", "title"],
     }
     text = lark_json(schema)
@@ -191,6 +192,7 @@ def test_what_only_people_read_is_no_part_of_a_grammar() -> None:
         "title": {"const": {"title": "kept"}},
         "default": {"enum": [{"description": "kept"}]},
     }
+    assert fields["dependentSchemas"] == {"title": {"required": ["default"]}}
     assert fields["required"] == ["description", "title"]
 
 

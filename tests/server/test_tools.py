@@ -178,6 +178,7 @@ GOOD = {"messages": MESSAGES, "max_tokens": 1}
         ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": "auto", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"tools": [NOW], "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0]"),
         ({"messages": [{"role": "assistant", "tool_calls": 7}]}, "messages[0].tool_calls"),
         (

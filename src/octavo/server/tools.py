@@ -79,7 +79,7 @@ class Toolbox:
         """Return the form that the answer must have. content: the one asked for where no tool is called."""
         if self.format is None:
             return content
-        if not self.is_required and content is not None and content.json is None and content.json_object is None:
+        if content is not None and content.json is None and content.json_object is None:
             raise RequestError("tools go with JSON only, with no other structure", parameter="structured_outputs")
         starts_after = None if content is None else content.starts_after
         try:

@@ -73,7 +73,8 @@ class ModelRunner:
         hidden = self.forward(inputs)
         prompt_logprobs = self._prompt_logprobs(inputs, hidden)
         pooled = self._pooler.pool(inputs, hidden, self.batch)
-        return replace(self.sample(scheduled.step, inputs, hidden, prompt_logprobs), pooled=pooled)
+        output = self.sample(scheduled.step, inputs, hidden, prompt_logprobs)
+        return replace(output, pooled=pooled) if pooled else output
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Return hidden states [num_tokens, hidden]; writes this step's KV. They last until the next call.
