@@ -18,6 +18,7 @@ from octavo.engine.input_processor import InputProcessor
 from octavo.engine.llm_engine import Engine
 from octavo.engine.output_processor import OutputProcessor
 from octavo.errors import ExecutionError
+from octavo.events import FanOut, RecentEvents
 from octavo.metrics import EngineMetrics
 from octavo.model_output import ModelOutput, TokenLogprobs
 
@@ -231,17 +232,17 @@ def make_engine(
         eos_token_ids=frozenset({EOS}),
         generation_defaults=dict(generation_defaults or {}),
     )
-    metrics = EngineMetrics()
+    metrics, recent = EngineMetrics(), RecentEvents(2000)
     scheduler = Scheduler(
         SchedulerConfig(**scheduler_options),
         CacheConfig(block_size=block_size),
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         clock=time.monotonic,
-        sink=metrics,
+        sink=FanOut([metrics, recent]),
     )
     return Engine(
-        EngineCore(scheduler, executor or FakeExecutor(), metrics),
+        EngineCore(scheduler, executor or FakeExecutor(), metrics, recent),
         InputProcessor(tokenizer, info, 0, chat_template or FakeChatTemplate()),
         OutputProcessor(tokenizer, time.monotonic),
         time.monotonic,

@@ -11,7 +11,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.llm_engine import Engine
 from octavo.errors import ConfigError
-from octavo.events import FanOut, NullSink
+from octavo.events import FanOut, NullSink, RecentEvents
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
 from octavo.launch import Checkpoint, make_grammars, make_processors
 from octavo.metrics import EngineMetrics
@@ -76,7 +76,7 @@ def build_core(
         grammars=make_grammars(model_config, checkpoint),
     )
     clock = RecordedClock(time.monotonic)
-    metrics = EngineMetrics()
+    metrics, recent = EngineMetrics(), RecentEvents()
     identity = f"model:{checkpoint.directory.resolve()}"
     scheduler = Scheduler(
         scheduler_config,
@@ -84,11 +84,11 @@ def build_core(
         num_blocks=worker.kv_cache.num_blocks,
         max_model_len=checkpoint.max_model_len,
         clock=clock,
-        sink=FanOut([metrics, sink or NullSink()]),
+        sink=FanOut([metrics, recent, sink or NullSink()]),
         num_host_blocks=worker.kv_cache.num_host_blocks,
         cache_keys=(identity, f"kv:{worker.kv_dtype}", f"weights:{model_config.quantization}"),
     )
-    return EngineCore(_recorded(scheduler, clock, config.record), LocalExecutor(worker), metrics)
+    return EngineCore(_recorded(scheduler, clock, config.record), LocalExecutor(worker), metrics, recent)
 
 
 def _recorded(scheduler: Scheduler, clock: RecordedClock, path: Path | None) -> Scheduler | RecordingScheduler:

@@ -291,6 +291,7 @@ class ServerConfig:
     tool_call_parser, reasoning_parser: how the model writes calls of tools, and its reasoning; "auto" looks at its chat
     template (`octavo.server.tools`).
     pooling: how an embedding is made of hidden states, "last" or "mean"; "auto" for what the checkpoint asks for.
+    dashboard: whether there is a page at /dashboard that shows what the engine does.
     allowed_hosts, allowed_origins: names to answer to, and pages that may ask (`octavo.server.origins`).
     """
 
@@ -309,6 +310,7 @@ class ServerConfig:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     pooling: str = "auto"
+    dashboard: bool = True
     allowed_hosts: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] = ()
     ssl_certfile: Path | None = None

@@ -6,13 +6,15 @@ counts anything, so nothing is counted twice.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Mapping  # noqa: TC003 - msgspec reads these types where events cross to another process
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
 
 class WaitReason(StrEnum):
@@ -205,6 +207,12 @@ class StaleResultDropped(Event):
     detail: str
 
 
+# All that can be emitted. (`Event.__subclasses__()` would also have the classes that `slots=True` made anew.)
+EVENT_TYPES: tuple[type[Event], ...] = tuple(
+    kind
+    for kind in list(globals().values())
+    if isinstance(kind, type) and issubclass(kind, Event) and kind not in {Event, RequestEvent}
+)
 EventT = TypeVar("EventT", bound=Event)
 
 
@@ -236,6 +244,38 @@ class EventLog:
     def of_type(self, kind: type[EventT]) -> list[EventT]:
         """All events of one type, in order."""
         return [event for event in self.events if isinstance(event, kind)]
+
+
+class RecentEvents:
+    """Keeps the newest events: as many as weigh `max_weight`, where a step weighs as much as it has requests.
+
+    They are numbered from 0 on; num_seen is the number of the next one. weight: of those that are kept.
+    """
+
+    def __init__(self, max_weight: int = 50_000) -> None:
+        self.num_seen = self.weight = 0
+        self._max_weight = max_weight
+        self._events: deque[Event] = deque()
+
+    def emit(self, event: Event) -> None:
+        """Keep it, and forget the oldest ones where it takes their room."""
+        self._events.append(event)
+        self.num_seen += 1
+        self.weight += weight_of(event)
+        while self.weight > self._max_weight and len(self._events) > 1:
+            self.weight -= weight_of(self._events.popleft())
+
+    def since(self, number: int) -> list[Event]:
+        """Return those from that number on, as far as they are still kept."""
+        first = self.num_seen - len(self._events)
+        return list(islice(self._events, max(number - first, 0), None))
+
+
+def weight_of(event: Event) -> int:
+    """Return how much memory an event takes, in entries of a step."""
+    if isinstance(event, StepScheduled):
+        return 1 + len(event.num_scheduled_tokens)
+    return 1 + len(event.num_new_tokens) if isinstance(event, StepCompleted) else 1
 
 
 class EventCounters:

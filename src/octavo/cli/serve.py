@@ -104,6 +104,10 @@ class ServerOptions:
             help="A stream that has told nothing for so long sends a comment, so that no proxy ends it.",
         ),
     ] = _DEFAULT.stream_keep_alive_s
+    dashboard: Annotated[
+        bool,
+        typer.Option(rich_help_panel=_PANEL, help="Whether there is a page at /dashboard that shows what happens."),
+    ] = _DEFAULT.dashboard
     log_level: Annotated[
         str, typer.Option(metavar="debug|info|warning|error", rich_help_panel=_PANEL, help="How much is logged.")
     ] = "info"
@@ -229,6 +233,7 @@ class ServerOptions:
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
             pooling=self.pooling,
+            dashboard=self.dashboard,
             allowed_hosts=hosts or None,
             allowed_origins=tuple(self.allowed_origin or ()),
             ssl_certfile=self.ssl_certfile,
@@ -271,9 +276,11 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
             http = make_server(llm, config)
             host = f"[{server.host}]" if ":" in server.host else server.host
             scheme = "http" if config.ssl_certfile is None else "https"
-            address = f"{scheme}://{host}:{sock.getsockname()[1]}/v1"
+            address = f"{scheme}://{host}:{sock.getsockname()[1]}"
             names = ", ".join(config.served_model_names)
-            typer.secho(f"serving {names} at {address} - Ctrl-C stops", bold=True, err=True)
+            if config.dashboard:
+                typer.echo(f"dashboard at {address}/dashboard", err=True)
+            typer.secho(f"serving {names} at {address}/v1 - Ctrl-C stops", bold=True, err=True)
             http.run(sockets=[sock])
         finally:
             llm.shutdown()

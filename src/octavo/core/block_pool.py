@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
+from octavo.glimpse import BlockState
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -82,6 +84,17 @@ class BlockPool:
     def usage(self) -> float:
         """Share of blocks that are held, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks
+
+    def states(self) -> bytes:
+        """Return the `BlockState` of each block, a byte each."""
+        free, cached, owned, shared, quarantined = map(int, BlockState)
+        states = bytearray(
+            (owned if block.ref_count == 1 else shared) if block.ref_count else free if block.hash is None else cached
+            for block in self.blocks
+        )
+        for block_id in self.quarantined:
+            states[block_id] = quarantined
+        return bytes(states)
 
     def free_list(self) -> list[int]:
         """Ids of the blocks without content that nobody holds, for tests and invariants."""

@@ -32,6 +32,7 @@ from octavo.core.stop import check_stop
 from octavo.core.waiting_room import WaitingRoom
 from octavo.errors import PromptTooLongError, QueueFullError, RequestError
 from octavo.events import WaitReason
+from octavo.glimpse import BlockMap
 from octavo.outputs import DEADLINE_PASSED, EngineCoreOutput
 from octavo.request import Request, RequestStatus
 from octavo.scheduler_output import CachedRequestData, KVLoad, NewRequestData, SchedulerOutput
@@ -771,6 +772,16 @@ class Scheduler:
             num_cached_blocks=self.kv_cache_manager.num_cached_blocks,
             num_steps=count[events.StepScheduled],
         )
+
+    def block_map(self) -> BlockMap:
+        """Who holds which block now; transfers hold some, too, for nobody or beside a request."""
+        holders = {
+            request_id: list(request.sequence.block_table)
+            for request_id, request in self.requests.items()
+            if request.sequence.block_table
+        }
+        manager = self.kv_cache_manager
+        return BlockMap(manager.block_size, manager.pool.states(), holders)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV; False and nothing changed while any request holds a block."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from octavo.glimpse import BlockMap
     from octavo.model_output import ModelOutput
     from octavo.outputs import EngineCoreOutput
     from octavo.request import Request, RequestStatus
@@ -47,6 +48,10 @@ class SchedulerInterface(Protocol):
 
     def get_stats(self) -> SchedulerStats:
         """Totals since the start and the state now."""
+        ...
+
+    def block_map(self) -> BlockMap:
+        """Who holds which block now."""
         ...
 
     def reset_prefix_cache(self) -> bool:

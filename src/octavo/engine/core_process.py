@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from octavo.engine import messages
+from octavo.engine.lookout import Lookout
 from octavo.errors import OctavoError, RequestError
 from octavo.request import RequestStatus
 
@@ -125,6 +126,7 @@ class CoreServer:
         self._held: list[_Held] = []
         self._is_over = False
         self._next_report = 0.0
+        self._lookout: Lookout | None = None
 
     def run(self) -> None:
         """Step and read mail until told to stop."""
@@ -133,6 +135,7 @@ class CoreServer:
             if not self._core.has_work():
                 if not self._held:
                     self._report()
+                    self._show()
                 self._wait_for_mail()
             self._read_mail()
             self._take_prepared()
@@ -140,6 +143,8 @@ class CoreServer:
                 self._step()
             if time.monotonic() > self._next_report:
                 self._report()
+            if self._lookout is not None and self._lookout.is_due:
+                self._show()
 
     def _step(self) -> None:
         self._pulse.step_started = time.monotonic()
@@ -151,6 +156,12 @@ class CoreServer:
     def _report(self) -> None:
         self._next_report = time.monotonic() + BEAT_S
         self._send(messages.Report(self._core.metrics.stats))
+
+    def _show(self) -> None:
+        """Tell what happened, where somebody watches."""
+        if self._lookout is not None:
+            for glimpse in self._lookout.look():
+                self._send(messages.Seen.of(glimpse))
 
     def _wait_for_mail(self) -> None:
         for breach in self._core.scheduler.check_when_idle():
@@ -178,6 +189,8 @@ class CoreServer:
                     outputs = self._core.scheduler.finish_requests(message.stream_ids, message.status)
                     if outputs:
                         self._send(messages.News(outputs))
+                case messages.Watch():
+                    self._lookout = Lookout(self._core) if message.is_on else None
                 case messages.Stop():
                     self._is_over = True
 

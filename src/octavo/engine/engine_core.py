@@ -9,17 +9,21 @@ from octavo.errors import ExecutionError
 if TYPE_CHECKING:
     from octavo.core.scheduler_interface import SchedulerInterface
     from octavo.engine.executor import Executor
+    from octavo.events import RecentEvents
     from octavo.metrics import EngineMetrics
     from octavo.outputs import EngineCoreOutput
 
 
 class EngineCore:
-    """A scheduler and an executor, one step at a time. metrics: what reads the scheduler's events."""
+    """A scheduler and an executor, one step at a time. metrics, recent: what reads the scheduler's events."""
 
-    def __init__(self, scheduler: SchedulerInterface, executor: Executor, metrics: EngineMetrics) -> None:
+    def __init__(
+        self, scheduler: SchedulerInterface, executor: Executor, metrics: EngineMetrics, recent: RecentEvents
+    ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.metrics = metrics
+        self.recent = recent
         self._undelivered: list[EngineCoreOutput] = []
 
     def step(self) -> list[EngineCoreOutput]:

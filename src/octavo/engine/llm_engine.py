@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from octavo.engine.lookout import Lookout
 from octavo.errors import EngineDeadError, EngineError, OctavoError, RequestError
 from octavo.request import RequestStatus
 from octavo.sampling_params import SamplingParams
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from octavo.engine.engine_core import EngineCore
     from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
     from octavo.engine.output_processor import OutputProcessor
+    from octavo.glimpse import Glimpse
     from octavo.metrics import EngineStats
     from octavo.outputs import EngineCoreOutput, RequestOutput
 
@@ -46,6 +48,8 @@ class Engine:
         self._preparing: dict[int, Accept] = {}
         self._undelivered: list[EngineCoreOutput] = []
         self._num_generated_ids = 0
+        self._lookout: Lookout | None = None
+        self._watch_with: Callable[[Glimpse], None] = lambda _glimpse: None
 
     def add_request(
         self,
@@ -93,6 +97,17 @@ class Engine:
     def stats(self) -> EngineStats:
         """What it can be measured by, so far; belongs to the thread that drives it, and changes with every step."""
         return self.core.metrics.stats
+
+    def watch(self, listener: Callable[[Glimpse], None] | None) -> None:
+        """Let a listener hear what happens from now on, at most a few times a second, or nobody."""
+        self._lookout = None if listener is None else Lookout(self.core)
+        self._watch_with = listener or self._watch_with
+        self._show()
+
+    def _show(self) -> None:
+        if self._lookout is not None:
+            for glimpse in self._lookout.look():
+                self._watch_with(glimpse)
 
     def submit(self, processed: ProcessedInput, accept: Accept) -> None:
         """Accept a request as `add_processed` does when it is prepared, and tell."""
@@ -165,6 +180,8 @@ class Engine:
         self._undelivered = []
         processed = self.output_processor.process(news + self.core.step())
         self.core.scheduler.finish_requests(processed.streams_to_stop, RequestStatus.FINISHED_STOPPED)
+        if self._lookout is not None and (self._lookout.is_due or not self.core.has_work()):
+            self._show()
         return processed.request_outputs
 
     def has_unfinished_requests(self) -> bool:

@@ -21,6 +21,8 @@ from octavo.errors import (
     QueueFullError,
     RequestError,
 )
+from octavo.events import EVENT_TYPES, Event
+from octavo.glimpse import BlockMap, Glimpse
 from octavo.grammars import GrammarError
 from octavo.metrics import EngineStats  # noqa: TC001
 from octavo.outputs import EngineCoreOutput  # noqa: TC001
@@ -96,6 +98,12 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     status: RequestStatus
 
 
+class Watch(msgspec.Struct, frozen=True, tag=True):
+    """Tell what happens from now on, and what is still known of the past; or tell no more."""
+
+    is_on: bool
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the process."""
 
@@ -145,6 +153,25 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
+class Seen(msgspec.Struct, frozen=True, tag=True):
+    """A `Glimpse` on its way: each event with the name of its type."""
+
+    events: list[tuple[str, msgspec.Raw]]
+    is_first: bool
+    blocks: BlockMap | None
+
+    @classmethod
+    def of(cls, glimpse: Glimpse) -> Seen:
+        """Take it down."""
+        told = [(type(event).__name__, msgspec.Raw(encode(event))) for event in glimpse.events]
+        return cls(told, glimpse.is_first, glimpse.blocks)
+
+    def to_glimpse(self) -> Glimpse:
+        """Return it as it was."""
+        read = [_EVENT_DECODERS[name].decode(event) for name, event in self.events]
+        return Glimpse(read, self.is_first, self.blocks)
+
+
 class Alive(msgspec.Struct, frozen=True, tag=True):
     """The process runs. step_s: how long the step under way has lasted, 0 when idle."""
 
@@ -152,8 +179,8 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
 
 
 DecodeError = msgspec.DecodeError
-ToEngine = Add | Finish | Stop
-ToParent = Loading | Ready | Failed | Accepted | Refused | News | Report | Alive
+ToEngine = Add | Finish | Watch | Stop
+ToParent = Loading | Ready | Failed | Accepted | Refused | News | Report | Seen | Alive
 
 
 class _Envelope(msgspec.Struct, tag="Add"):
@@ -163,6 +190,9 @@ class _Envelope(msgspec.Struct, tag="Add"):
 
 
 encode = msgspec.msgpack.Encoder().encode
+_EVENT_DECODERS: dict[str, msgspec.msgpack.Decoder[Event]] = {
+    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in EVENT_TYPES
+}
 decode_request = msgspec.msgpack.Decoder(ToEngine).decode
 _decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
 decode_news = msgspec.msgpack.Decoder(ToParent).decode

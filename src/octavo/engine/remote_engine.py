@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from octavo.engine.input_processor import InputProcessor, ProcessedInput
     from octavo.engine.llm_engine import Accept, Lose, Post
     from octavo.engine.output_processor import OutputProcessor
+    from octavo.glimpse import Glimpse
     from octavo.outputs import EngineCoreOutput, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ class RemoteEngine:
         self._news: list[EngineCoreOutput] = []
         self._requests: zmq.Socket[bytes] | None = None
         self._life: _Life | None = None
+        self._watch_with: Callable[[Glimpse], None] | None = None
         self._is_closing = threading.Event()
         self._closes_at = 0.0
         self._started: threading.Event = threading.Event()
@@ -203,6 +205,11 @@ class RemoteEngine:
     def check_when_idle(self) -> None:
         """The process does that itself."""
 
+    def watch(self, listener: Callable[[Glimpse], None] | None) -> None:
+        """Let a listener hear what happens from now on, on this thread, or nobody; also in later processes."""
+        self._watch_with = listener
+        self._send(messages.Watch(listener is not None))
+
     def shutdown(self) -> None:
         """Ask the process to end, and see to it that it does."""
         self._closes_at = time.monotonic() + (_STOP_S if self._send(messages.Stop()) else 0.0)
@@ -243,6 +250,9 @@ class RemoteEngine:
                 self._news += message.outputs
             case messages.Accepted() | messages.Refused():
                 self._answer(message)
+            case messages.Seen():
+                if self._watch_with is not None:
+                    self._watch_with(message.to_glimpse())
 
     def _answer(self, message: messages.Accepted | messages.Refused) -> None:
         """Tell who waits what became of a request; an answer that nobody waits for changes nothing."""
@@ -264,6 +274,8 @@ class RemoteEngine:
 
     def _came_up(self, life: _Life) -> None:
         self._requests, life.is_open = life.requests, True
+        if self._watch_with is not None:
+            self._send(messages.Watch(is_on=True))
 
     def _went_down(self, error: EngineDeadError) -> None:
         """Nothing of the process is left: every open request ends here."""

@@ -18,6 +18,7 @@ from octavo.server.auth import ApiKeyMiddleware
 from octavo.server.body import BodyBudget, body_of
 from octavo.server.chat import create_chat_completion
 from octavo.server.completions import create_completion
+from octavo.server.dashboard.routes import add_dashboard
 from octavo.server.embeddings import EmbeddingRequest, create_embeddings
 from octavo.server.errors import NotAllowedError, add_error_handlers
 from octavo.server.openai_requests import ChatCompletionRequest, CompletionRequest
@@ -52,6 +53,8 @@ def create_app(service: Service) -> FastAPI:
     _add_routes(app, service)
     _add_tgi_routes(app, service)
     _add_operator_routes(app, service)
+    if config.dashboard:
+        add_dashboard(app, service)
     # The last one is the outermost.
     app.add_middleware(ApiKeyMiddleware, service=service)
     app.add_middleware(OriginMiddleware, hosts=config.allowed_hosts, origins=config.allowed_origins)

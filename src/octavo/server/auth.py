@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
+import contextlib
 from typing import TYPE_CHECKING
 
 from octavo.server.errors import AuthenticationError, to_http
 from octavo.server.tenants import EVERYBODY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -48,11 +51,37 @@ class ApiKeyMiddleware:
         return None if key is None else keyring.find(key)
 
 
-def _key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """Return the one key that is sent, as OpenAI's clients send it or as Anthropic's do; both may say the same."""
+def _key(headers: Collection[tuple[bytes, bytes]]) -> bytes | None:
+    """Return the one key that is sent, as OpenAI's clients send it, as Anthropic's do, or as a browser does.
+
+    Where several headers have a key it must be the same. A browser sends its password with whatever any page makes it
+    ask for: it counts only where the browser says that no other site's page asks.
+    """
     keys: dict[bytes, bytes | None] = {}
+    asks_itself = True
     for name, value in headers:
-        if name in {b"authorization", b"x-api-key"}:
-            scheme, _, key = value.partition(b" ") if name == b"authorization" else (b"bearer", b"", value)
-            keys[name] = None if name in keys or scheme.lower() != b"bearer" else key.strip()
+        if name == b"sec-fetch-site":
+            asks_itself = asks_itself and value in {b"same-origin", b"none"}
+        elif name in {b"authorization", b"x-api-key"}:
+            keys[name] = None if name in keys else _read_key(name, value)
+    if any(name == b"authorization" and _scheme(value) == b"basic" for name, value in headers) and not asks_itself:
+        return None
     return keys.popitem()[1] if len({*keys.values()}) == 1 else None
+
+
+def _scheme(value: bytes) -> bytes:
+    return value.partition(b" ")[0].lower()
+
+
+def _read_key(name: bytes, value: bytes) -> bytes | None:
+    """Return the key in a header's value; None where there is none."""
+    if name == b"x-api-key":
+        return value.strip()
+    rest = value.partition(b" ")[2].strip()
+    match _scheme(value):
+        case b"bearer":
+            return rest
+        case b"basic":  # of any user, with the key as password
+            with contextlib.suppress(binascii.Error):
+                return base64.b64decode(rest, validate=True).partition(b":")[2] or None
+    return None

@@ -52,6 +52,10 @@ class ModelNotFoundError(RequestError):
     """The server has no model of that name."""
 
 
+class NotFoundError(RequestError):
+    """What is asked for is not there."""
+
+
 class BodyTooLargeError(RequestError):
     """The request's body exceeds the limit."""
 
@@ -103,7 +107,10 @@ class HttpError:
     def response(self, path: str = "") -> JSONResponse:
         """Return the whole answer, as the API of a path spells errors."""
         body = self.anthropic_body if path.startswith("/v1/messages") else self.body
-        return JSONResponse(body, self.status, headers=self.headers)
+        headers = self.headers
+        if self.status == 401 and path.startswith("/dashboard"):
+            headers["WWW-Authenticate"] = 'Basic realm="octavo: any name, and an API key as password", charset="UTF-8"'
+        return JSONResponse(body, self.status, headers=headers)
 
     @property
     def anthropic_body(self) -> dict[str, Any]:
@@ -122,6 +129,7 @@ _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] =
     (AuthenticationError, 401, _INVALID, "invalid_api_key", None),
     (NotAllowedError, 403, _INVALID, "not_allowed", None),
     (ModelNotFoundError, 404, _INVALID, "model_not_found", None),
+    (NotFoundError, 404, _INVALID, "not_found", None),
     (BodyTooLargeError, 413, _INVALID, "request_too_large", None),
     (SlowBodyError, 408, _INVALID, "request_too_slow", None),
     (SlowReaderError, 400, _INVALID, "read_too_slowly", None),

@@ -1,0 +1,60 @@
+"""Tells who watches the engine what happens in it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from octavo.events import weight_of
+from octavo.glimpse import Glimpse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from octavo.engine.engine_core import EngineCore
+    from octavo.events import Event
+
+GLIMPSE_S = 0.25
+_MAX_WEIGHT = 5_000  # of one glimpse: whoever takes it in does other things as well
+
+
+class Lookout:
+    """Follows a core for one watcher, who hears first what is still known of the past. Between two steps only."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._num_told = 0
+        self._is_first = True
+        self._next = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the last look was long enough ago."""
+        return time.monotonic() >= self._next
+
+    def look(self) -> Iterator[Glimpse]:
+        """Yield what is new, if anything is."""
+        self._next = time.monotonic() + GLIMPSE_S
+        recent = self._core.recent
+        if recent.num_seen == self._num_told and not self._is_first:
+            return
+        *parts, last = _parts(recent.since(self._num_told))
+        self._num_told = recent.num_seen
+        for events in parts:
+            yield Glimpse(events, is_first=self._is_first)
+            self._is_first = False
+        yield Glimpse(last, is_first=self._is_first, blocks=self._core.scheduler.block_map())
+        self._is_first = False
+
+
+def _parts(events: list[Event]) -> Iterator[list[Event]]:
+    """Cut a list of events where its parts become heavy; the last part may be empty."""
+    part: list[Event] = []
+    weight = 0
+    for event in events:
+        part.append(event)
+        weight += weight_of(event)
+        if weight >= _MAX_WEIGHT:
+            yield part
+            part, weight = [], 0
+    yield part

@@ -1,0 +1,1 @@
+"""A page that shows what the engine does while it does it."""

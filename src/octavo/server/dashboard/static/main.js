@@ -1,0 +1,96 @@
+// The page: what comes from the feed goes to each of its parts.
+
+import { BlockMap } from "./blocks.js";
+import { Chart } from "./charts.js";
+import { setModel } from "./chat.js";
+import { follow } from "./feed.js";
+import { count, duration, percent } from "./format.js";
+import { RequestTable } from "./requests.js";
+import { toggleTheme } from "./theme.js";
+import { Timeline } from "./timeline.js";
+
+const at = (id) => document.getElementById(id);
+const names = new Map(); // ids of requests by number, as far back as the pictures reach
+const live = new Set();
+let offset = 0; // what makes wall-clock seconds of the engine's
+const name = (number) => names.get(number) ?? "a request of before";
+
+// Columns of a row of the feed: time, prompt tokens, generated tokens, running, waiting, use, then p50 and p99 of both.
+const charts = [
+  new Chart(at("chart-tokens"), [
+    { label: "generated", column: 2, style: "first" },
+    { label: "of prompts", column: 1, style: "second" },
+  ]),
+  new Chart(at("chart-requests"), [
+    { label: "running", column: 3, style: "first" },
+    { label: "waiting", column: 4, style: "second" },
+  ]),
+  new Chart(at("chart-ttft"), [
+    { label: "p50", column: 6, scale: 1000, style: "first" },
+    { label: "p99", column: 7, scale: 1000, style: "second" },
+  ]),
+  new Chart(at("chart-itl"), [
+    { label: "p50", column: 8, scale: 1000, style: "first" },
+    { label: "p99", column: 9, scale: 1000, style: "second" },
+  ]),
+];
+const timeline = new Timeline(at("timeline"), name, (number) => !live.has(number));
+const blocks = new BlockMap(
+  at("blocks"),
+  at("block-note"),
+  ["num-free", "num-cached", "num-owned", "num-shared"].map(at),
+  name,
+);
+const table = new RequestTable(at("requests").tBodies[0], at("no-requests"));
+
+function showMoment(frame) {
+  const { moment } = frame;
+  at("generated").textContent = count(moment.generated_per_s);
+  at("prefill").textContent = count(moment.prefill_per_s);
+  at("running").textContent = count(moment.running);
+  at("waiting").textContent = `${count(moment.waiting)} waiting`;
+  at("ttft").textContent = duration(moment.ttft[0]);
+  at("ttft99").textContent = `p99 ${duration(moment.ttft[1])}`;
+  at("itl").textContent = duration(moment.itl[0]);
+  at("itl99").textContent = `p99 ${duration(moment.itl[1])}`;
+  at("usage").textContent = percent(moment.usage);
+  at("hits").textContent = `${percent(moment.cache_hits)} of prompts found`;
+}
+
+function takeFrame(frame) {
+  const parts = [...charts, timeline, blocks, table];
+  if (frame.is_first) {
+    for (const part of parts) part.clear();
+    names.clear();
+    offset = Date.now() / 1000 - frame.now;
+  }
+  live.clear();
+  for (const request of frame.requests) {
+    names.set(request.number, request.id);
+    if (["waiting", "prompt", "generating", "preempted"].includes(request.state)) live.add(request.number);
+  }
+  while (names.size > 2000) names.delete(names.keys().next().value);
+  for (const chart of charts) chart.add(frame.seconds, offset);
+  showMoment(frame);
+  if (frame.blocks !== null) blocks.update(frame.blocks);
+  timeline.add(frame.steps);
+  if (document.hidden) return; // nobody looks
+  if (frame.is_first || frame.steps.length) timeline.draw();
+  if (frame.is_first || frame.blocks !== null) blocks.draw();
+  table.update(frame.requests);
+}
+
+at("theme").addEventListener("click", toggleTheme);
+follow("dashboard/events", {
+  hello(told) {
+    at("model").textContent = `${told.model} · ${count(told.max_model_len)} tokens of context · octavo ${told.version}`;
+    setModel(told.model, told.has_chat);
+  },
+  frame: takeFrame,
+  state(state, text) {
+    const element = at("state");
+    if (element.textContent !== text) element.textContent = text;
+    element.dataset.state = state;
+    document.body.classList.toggle("stale", state !== "ready");
+  },
+});

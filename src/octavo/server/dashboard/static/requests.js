@@ -1,0 +1,126 @@
+// The list of requests, and where the time of one of them went.
+
+import { count, duration } from "./format.js";
+import { requestColor } from "./theme.js";
+
+const PHASE_COLORS = {
+  "waiting in the queue": "#b08d00",
+  "waiting for a block that another request computed": "#a0663c",
+  "waiting for KV from outside": "#8a6fd1",
+  "computing the prompt": "#4477cc",
+  generating: "#2a9d6f",
+  "preempted, waiting to go on": "#d1495b",
+};
+const dialog = document.getElementById("explanation");
+
+function element(kind, text, className) {
+  const made = document.createElement(kind);
+  if (text !== undefined) made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+
+/** Rows stay where they are while their request does, so that a click hits what was aimed at. */
+export class RequestTable {
+  constructor(body, empty) {
+    this.body = body;
+    this.empty = empty;
+    this.rows = new Map();
+    body.addEventListener("click", (event) => {
+      const row = event.target.closest("tr");
+      if (row) explain(row.dataset.id);
+    });
+  }
+
+  clear() {
+    this.rows.clear();
+    this.body.replaceChildren();
+  }
+
+  update(requests) {
+    const present = new Set(requests.map((request) => request.number));
+    for (const [number, row] of this.rows) {
+      if (present.has(number)) continue;
+      row.remove();
+      this.rows.delete(number);
+    }
+    requests.forEach((request, place) => {
+      const row = this.rows.get(request.number) ?? this.make(request);
+      this.fill(row, request);
+      if (this.body.children[place] !== row) this.body.insertBefore(row, this.body.children[place] ?? null);
+    });
+    this.empty.hidden = requests.length > 0;
+  }
+
+  make(request) {
+    const row = element("tr");
+    row.dataset.id = request.id;
+    const who = element("div", undefined, "who");
+    const dot = element("span", undefined, "dot");
+    dot.style.background = requestColor(request.number);
+    const name = element("button", request.id);
+    name.type = "button";
+    name.title = request.id;
+    who.append(dot, name);
+    const first = element("td");
+    first.append(who);
+    row.append(first, ...["", "key", "number", "number cached", "number", "number", "number age"].map((c) => element("td", "", c)));
+    this.rows.set(request.number, row);
+    return row;
+  }
+
+  fill(row, request) {
+    const preempted = request.preemptions ? ` (preempted ${request.preemptions} times)`.replace("1 times", "once") : "";
+    const values = [
+      request.state + preempted,
+      request.key || "–",
+      count(request.prompt),
+      count(request.cached),
+      count(request.generated),
+      duration(request.ttft),
+      duration(request.age),
+    ];
+    values.forEach((value, i) => {
+      const cell = row.children[i + 1];
+      if (cell.textContent !== value) cell.textContent = value;
+    });
+    const live = ["waiting", "prompt", "generating", "preempted"].includes(request.state);
+    row.classList.toggle("ended", !live);
+    row.children[1].classList.toggle("error", request.state === "error");
+  }
+}
+
+/** Show where a request's time went. */
+export async function explain(id) {
+  document.getElementById("explanation-title").textContent = id;
+  const ending = document.getElementById("explanation-ending");
+  const [phases, sums, reasons] = ["phases", "sums", "reasons"].map((name) => document.getElementById(name));
+  ending.textContent = "asking…";
+  for (const each of [phases, sums, reasons]) each.replaceChildren();
+  if (!dialog.open) dialog.showModal();
+  let told;
+  try {
+    const response = await fetch(`dashboard/requests/${encodeURIComponent(id)}`);
+    told = await response.json();
+    if (!response.ok) throw new Error(told.error.message);
+  } catch (error) {
+    ending.textContent = error.message;
+    return;
+  }
+  ending.textContent = `${duration(told.seconds)} in all; ${told.ending}`;
+  for (const { phase, start, end } of told.phases) {
+    const part = element("div");
+    part.style.flexGrow = 1e6 * (end - start); // a sum below 1 would leave room
+    part.style.background = PHASE_COLORS[phase];
+    part.title = `${phase}: ${duration(end - start)}`;
+    phases.append(part);
+  }
+  for (const { phase, seconds } of told.sums) {
+    const share = told.seconds ? `${Math.round((100 * seconds) / told.seconds)} %` : "";
+    const name = element("dt", phase);
+    name.style.borderLeft = `4px solid ${PHASE_COLORS[phase]}`;
+    name.style.paddingLeft = "8px";
+    sums.append(name, element("dd", duration(seconds)), element("dd", share));
+  }
+  reasons.append(...told.reasons.map((reason) => element("li", reason)));
+}

@@ -1,0 +1,103 @@
+// The batches of the last steps: a column a step, a row a request; below, how many tokens each step had.
+
+import { prepare, tellOnHover } from "./canvas.js";
+import { duration } from "./format.js";
+import { color, onTheme, requestColor } from "./theme.js";
+
+const COLUMN = 7;
+const FOOT = 46;
+
+export class Timeline {
+  /** name(number): the id of a request; ended(number): whether it has ended. */
+  constructor(canvas, name, ended) {
+    this.canvas = canvas;
+    this.name = name;
+    this.ended = ended;
+    this.clear();
+    tellOnHover(canvas, (x, y) => this.tell(x, y));
+    onTheme(() => this.draw());
+    new ResizeObserver(() => this.draw()).observe(canvas);
+  }
+
+  clear() {
+    this.steps = [];
+    this.lanes = new Map();
+  }
+
+  /** steps: [number, start, seconds, [[request, tokens, is of a prompt], ...]]. */
+  add(steps) {
+    this.steps.push(...steps);
+    this.steps.splice(0, Math.max(this.steps.length - 400, 0));
+  }
+
+  visible() {
+    return this.steps.slice(-Math.floor(this.canvas.clientWidth / COLUMN));
+  }
+
+  /** Every request keeps its row while it lives or is in sight; a row that is left is given to the next one. */
+  assign(steps) {
+    const seen = new Set(steps.flatMap((step) => step[3].map((part) => part[0])));
+    for (const number of this.lanes.keys()) {
+      if (!seen.has(number) && this.ended(number)) this.lanes.delete(number);
+    }
+    const taken = new Set(this.lanes.values());
+    let next = 0;
+    for (const number of seen) {
+      if (this.lanes.has(number)) continue;
+      while (taken.has(next)) next += 1;
+      this.lanes.set(number, next);
+      taken.add(next);
+    }
+    return Math.max(...taken, 7) + 1;
+  }
+
+  draw() {
+    const { context, width, height } = prepare(this.canvas);
+    const steps = this.visible();
+    const lanes = this.assign(steps);
+    const room = height - FOOT;
+    const lane = room / lanes;
+    const most = Math.max(1, ...steps.map((step) => step[3].reduce((sum, part) => sum + part[1], 0)));
+    const left = width - steps.length * COLUMN;
+    steps.forEach((step, i) => {
+      const x = left + i * COLUMN;
+      let tokens = 0;
+      for (const [number, count, isPrompt] of step[3]) {
+        tokens += count;
+        const y = this.lanes.get(number) * lane;
+        const thick = Math.max(lane - 1, 1);
+        context.fillStyle = requestColor(number);
+        if (isPrompt) context.fillRect(x, y, COLUMN - 1, thick);
+        else context.fillRect(x, y + thick * 0.35, COLUMN - 1, Math.max(thick * 0.4, 1));
+      }
+      context.fillStyle = color("cached");
+      const tall = Math.max((tokens / most) * (FOOT - 18), 1);
+      context.fillRect(x, height - 12 - tall, COLUMN - 1, tall);
+    });
+    context.fillStyle = color("quiet");
+    context.font = "11px system-ui, sans-serif";
+    if (steps.length) {
+      context.textAlign = "right";
+      context.fillText(`step ${steps.at(-1)[0]}`, width, height - 1);
+      context.textAlign = "left";
+      context.fillText(`${steps.length} steps in ${duration(steps.at(-1)[1] + steps.at(-1)[2] - steps[0][1])}`, 0, height - 1);
+    } else {
+      context.textAlign = "center";
+      context.fillText("no step in the last minutes", width / 2, room / 2);
+    }
+    this.canvas.dataset.steps = steps.length;
+    this.geometry = { left, lane, room, steps };
+  }
+
+  tell(x, y) {
+    const { left, lane, room, steps } = this.geometry;
+    const step = steps[Math.floor((x - left) / COLUMN)];
+    if (x < left || !step) return null;
+    const total = step[3].reduce((sum, part) => sum + part[1], 0);
+    const about = `step ${step[0]}: ${total} tokens for ${step[3].length} requests in ${duration(step[2])}`;
+    const part = y < room && step[3].find((each) => this.lanes.get(each[0]) === Math.floor(y / lane));
+    if (!part) return about;
+    const what = part[2] ? "of its prompt" : part[1] > 1 ? "with guessed ones" : "generated";
+    return `${this.name(part[0])}: ${part[1]} ${part[1] > 1 ? "tokens" : "token"} ${what}\n${about}`;
+  }
+}

@@ -1,0 +1,167 @@
+"""Who watches an engine hears every event once and in order, what is known of the past, and who holds which block."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import random
+import signal
+from collections import Counter
+
+import pytest
+from fakes import make_engine
+from streams import run
+from test_remote_engine import running as running_remotely
+from test_remote_engine import until
+
+from octavo.engine import lookout, messages
+from octavo.engine.lookout import Lookout
+from octavo.events import EVENT_TYPES, EventLog, RecentEvents, RequestQueued, StepCompleted, StepScheduled, WaitReason
+from octavo.glimpse import BlockMap, BlockState, Glimpse
+from octavo.sampling_params import SamplingParams
+
+SAMPLES = {
+    "int": 7, "float": 1.5, "str": "cmpl-1", "bool": True, "int | None": None, "str | None": "why",
+    "WaitReason": WaitReason.NO_BLOCKS, "Mapping[str, int]": {"a": 1, "b": 512}, "tuple[int, ...]": (1, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EVENT_TYPES, ids=lambda kind: kind.__name__)
+def test_every_event_crosses_to_another_process(kind):
+    event = kind(*(SAMPLES[field.type] for field in dataclasses.fields(kind)))
+    blocks = BlockMap(16, bytes([0, 1, 2]), {"a": [2]})
+    glimpse = Glimpse([event, event], is_first=True, blocks=blocks)
+    seen = messages.decode_news(messages.encode(messages.Seen.of(glimpse)))
+    assert isinstance(seen, messages.Seen)
+    assert seen.to_glimpse() == glimpse
+    assert type(seen.to_glimpse().events[0]) is kind
+
+
+def test_the_newest_events_are_kept_by_their_weight():
+    recent, every = RecentEvents(max_weight=100), []
+    rng = random.Random(5)
+    for number in range(500):
+        many = {str(each): 1 for each in range(rng.choice([0, 1, 30]))}
+        event = StepScheduled(number, 0.0, many, len(many), 0, 0, 0.0)
+        every.append(event)
+        recent.emit(event)
+        kept = recent.since(0)
+        assert kept == every[-len(kept) :]
+        assert recent.weight == sum(1 + len(each.num_scheduled_tokens) for each in kept) <= 100
+        assert recent.num_seen == number + 1
+        assert recent.since(number) == [event]
+        assert recent.since(number + 1) == []
+    recent.emit(StepCompleted(1, 0.0, dict.fromkeys(map(str, range(1000)), 1)))
+    assert len(recent.since(0)) == 1, "one that is too heavy is kept alone"
+
+
+def serve_some(engine, rng, watch):
+    """Let random requests come, end and be aborted; watch() after each step."""
+    names = iter(range(10**6))
+    for _ in range(60):
+        for _ in range(rng.randrange(3)):
+            text = rng.choice(["the same beginning of many prompts ", ""]) + "x" * rng.randrange(1, 60)
+            engine.add_request(f"r{next(names)}", text, SamplingParams(max_tokens=rng.randrange(1, 30)))
+        if rng.random() < 0.1:
+            engine.abort_request(f"r{rng.randrange(40)}")
+        engine.step()
+        watch()
+    while engine.has_unfinished_requests():
+        engine.step()
+        watch()
+
+
+def check_blocks(engine, blocks):
+    """Compare a map with the pool and the block tables."""
+    scheduler = engine.core.scheduler
+    pool, held = scheduler.kv_cache_manager.pool, Counter()
+    for name, table in blocks.holders.items():
+        assert table == scheduler.requests[name].sequence.block_table
+        held.update(table)
+    free, counts = pool.free_block_ids(), Counter(map(BlockState, blocks.states))
+    assert counts[BlockState.FREE] + counts[BlockState.CACHED] == pool.num_free_blocks
+    for block, state in enumerate(blocks.states):
+        expected = {0: BlockState.CACHED if pool.blocks[block].hash else BlockState.FREE, 1: BlockState.OWNED}
+        assert (held[block] == 0) == (block in free)
+        assert state == expected.get(held[block], BlockState.SHARED)
+
+
+def test_nothing_is_left_out_and_the_map_is_true(monkeypatch):
+    monkeypatch.setattr(lookout, "_MAX_WEIGHT", 40)
+    engine, log, seen = make_engine(num_blocks=24, block_size=4, max_num_seqs=6), EventLog(), []
+    engine.core.scheduler._sink._sinks += (log,)
+    rng, watcher, states = random.Random(3), Lookout(engine.core), set()
+
+    def watch():
+        if rng.random() < 0.5:
+            *parts, last = glimpses = list(watcher.look())
+            assert all(part.blocks is None for part in parts)
+            check_blocks(engine, last.blocks)
+            states.update(last.blocks.states)
+            seen.extend(glimpses)
+
+    serve_some(engine, rng, watch)
+    seen.extend(watcher.look())
+    assert [event for glimpse in seen for event in glimpse.events] == log.events
+    assert [glimpse.is_first for glimpse in seen] == [True] + [False] * (len(seen) - 1)
+    assert list(watcher.look()) == [], "nothing is new"
+    assert states == {0, 1, 2, 3}
+    assert len(engine.core.scheduler.counters.count) > 8
+
+
+def test_who_comes_late_hears_the_past(monkeypatch):
+    monkeypatch.setattr(lookout, "_MAX_WEIGHT", 40)
+    engine = make_engine()
+    serve_some(engine, random.Random(4), lambda: None)
+    glimpses = list(Lookout(engine.core).look())
+    assert [event for glimpse in glimpses for event in glimpse.events] == engine.core.recent.since(0)
+    assert len(glimpses) > 3
+    assert [bool(glimpse.blocks) for glimpse in glimpses] == [False] * (len(glimpses) - 1) + [True]
+
+
+def queued(glimpses):
+    """Return which requests came."""
+    return [e.request_id for each in list(glimpses) for e in each.events if isinstance(e, RequestQueued)]
+
+
+def test_an_engine_in_this_process_is_watched_as_well():
+    engine, seen = make_engine(), []
+    engine.generate("before")
+    engine.watch(seen.append)
+    assert seen[0].is_first
+    engine.generate("after")
+    while engine.has_unfinished_requests():  # the worker is to forget them
+        engine.step()
+    assert queued(seen) == ["0", "1"]
+    engine.watch(None)
+    before = len(seen)
+    engine.generate("nobody listens")
+    assert len(seen) == before
+
+
+def test_an_engine_in_another_process_is_watched_through_its_death():
+    seen = []
+
+    async def ask(llm, name):
+        async for _ in llm.generate("hello", SamplingParams(max_tokens=3), name):
+            pass
+
+    async def scenario(llm):
+        await ask(llm, "before")
+        await llm.call(lambda engine: engine.watch(seen.append))
+        await ask(llm, "after")
+        await until(lambda: queued(seen) == ["before", "after"])
+        pid = llm.engine.pid
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: llm.engine.pid not in {None, pid} and llm.is_alive)
+        await ask(llm, "in a new life")
+        await until(lambda: queued(seen)[2:] == ["in a new life"])
+        assert [glimpse.is_first for glimpse in seen].count(True) == 2
+        await llm.call(lambda engine: engine.watch(None))
+        await ask(llm, "unseen")
+        await asyncio.sleep(1.5 * lookout.GLIMPSE_S)
+        assert queued(seen)[2:] == ["in a new life"]
+
+    with running_remotely() as llm:
+        run(scenario(llm))

@@ -1,0 +1,264 @@
+"""The dashboard as people see it: a real Chromium clicks through it under load, in both themes and on a phone.
+
+Skipped where there is no Chromium, unless OCTAVO_REQUIRE_BROWSER is set. OCTAVO_PICTURES=FOLDER keeps what was seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from serving_process import STORY, Served, serve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from playwright.sync_api import Browser, Page
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+IS_REQUIRED = os.environ.get("OCTAVO_REQUIRE_BROWSER", "0") not in {"", "0"}
+QUIET = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+WAIT_MS = 30_000
+SCRIPT = "<script>document.title = 'taken over'</script><img src=x onerror=\"document.title = 'taken over'\">"
+COLOURED_CELL = """() => {  // where the map has a colour: only blocks that one request owns do
+    const canvas = document.getElementById("blocks");
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    for (let i = 0; i < data.length; i += 4) {
+        const [most, least] = [Math.max(...data.slice(i, i + 3)), Math.min(...data.slice(i, i + 3))];
+        if (most - least > 70) return [(i / 4) % canvas.width, Math.floor(i / 4 / canvas.width)];
+    }
+    return [0, 0];
+}"""
+PICTURES = os.environ.get("OCTAVO_PICTURES")
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None and not IS_REQUIRED, reason="there is no Chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serve("--max-num-seqs", "6") as server:
+        yield server
+
+
+class Load:
+    """Stories, one after the other, from several clients."""
+
+    def __init__(self, served: Served, num_clients: int = 8) -> None:
+        self._url, self._is_over = str(served.http.base_url), threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=[number]) for number in range(num_clients)]
+
+    def _ask(self, number: int) -> None:
+        with httpx.Client(base_url=self._url, timeout=60, trust_env=False) as http:
+            while not self._is_over.is_set():
+                start = "There was a house by the sea, and in it lived an old man. " * (number % 3)
+                body = {**STORY, "prompt": f"{start}Once upon a time {number}", "max_tokens": 60 + 20 * number}
+                with contextlib.suppress(httpx.TransportError), http.stream("POST", "/v1/completions", json=body) as it:
+                    for _ in it.iter_lines():
+                        if self._is_over.is_set():
+                            return
+
+    def __enter__(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+
+
+@contextlib.contextmanager
+def opened(
+    browser: Browser, served: Served, width: int = 1440, *, num_refused: int = 0, **options: Any
+) -> Iterator[Page]:
+    """Open the dashboard; whatever goes wrong in it fails the test. num_refused: scripts that the policy stops."""
+    context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+    try:
+        page, wrong = context.new_page(), []
+        page.set_default_timeout(WAIT_MS)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda message: wrong.append(message.text) if "Security Policy" in message.text else None)
+        page.goto(f"{served.http.base_url}/dashboard")
+        yield page
+        assert len(wrong) == num_refused, wrong
+    finally:
+        context.close()
+
+
+def picture(page: Page, name: str) -> None:
+    if PICTURES:
+        Path(PICTURES).mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=f"{PICTURES}/{name}.png", full_page=True)
+
+
+def until(page: Page, condition: str) -> None:
+    """Ask from outside: the page's policy keeps the browser's own helper from running text as code."""
+    for _ in range(WAIT_MS // 50):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(50)
+    raise TimeoutError(f"in vain: {condition}")
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "options"),
+    [
+        ("light", 1440, {"color_scheme": "light"}),
+        ("dark", 1440, {"color_scheme": "dark"}),
+        ("phone", 390, {"color_scheme": "light", "is_mobile": True, "has_touch": True}),
+    ],
+)
+def test_everything_moves_under_load(
+    browser: Browser, served: Served, name: str, width: int, options: dict[str, Any]
+) -> None:
+    with Load(served), opened(browser, served, width, **options) as page:
+        until(page, "document.getElementById('state').textContent === 'ready'")
+        until(page, "Number(document.getElementById('generated').textContent.replace(',', '')) > 0")
+        until(page, "Number(document.getElementById('timeline').dataset.steps) > 20")
+        until(page, "document.querySelectorAll('#requests tbody tr').length >= 8")
+        until(page, "Number(document.getElementById('num-owned').textContent) > 0")
+        blocks = page.evaluate("""() => ["free", "cached", "owned", "shared"].map((name) =>
+            Number(document.getElementById(`num-${name}`).textContent.replaceAll(",", "")))""")
+        assert sum(blocks) == int(page.get_attribute("#blocks", "data-blocks") or 0)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
+        assert page.evaluate("document.documentElement.dataset.theme") == ("dark" if name == "dark" else "light")
+        for chart in ("tokens", "requests", "ttft", "itl"):
+            assert page.locator(f"#chart-{chart} canvas").count() == 1
+        if PICTURES:
+            page.wait_for_timeout(20_000)
+        picture(page, f"dashboard-{name}")
+
+
+def test_hovering_tells_whose_block_and_whose_step(browser: Browser, served: Served) -> None:
+    with Load(served), opened(browser, served) as page:
+        until(page, "Number(document.getElementById('timeline').dataset.steps) > 100")
+        box = page.locator("#timeline").bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + box["width"] - 40, box["y"] + box["height"] - 10)
+        until(
+            page, "/^step \\d+: \\d+ tokens for \\d+ requests in /.test(document.getElementById('hover').textContent)"
+        )
+        until(page, "Number(document.getElementById('num-owned').textContent) > 0")
+        page.locator("#blocks").scroll_into_view_if_needed()
+        box = page.locator("#blocks").bounding_box()
+        assert box is not None
+        for _ in range(20):  # a block may be given back before the pointer is there
+            x, y = page.evaluate(COLOURED_CELL)
+            page.mouse.move(box["x"] + x + 1, box["y"] + y + 1)
+            if "owned\ncmpl-" in page.locator("#hover").inner_text():
+                break
+        else:
+            raise AssertionError("no block tells whose it is")
+
+
+def test_a_click_explains_a_request(browser: Browser, served: Served) -> None:
+    with Load(served), opened(browser, served) as page:
+        until(page, "document.querySelectorAll('#requests tbody tr').length >= 8")
+        page.locator("#requests tbody tr button").first.click()
+        until(page, "document.querySelectorAll('#phases div').length > 0")
+        assert page.locator("#explanation-title").inner_text().startswith("cmpl-")
+        assert " in all; " in page.locator("#explanation-ending").inner_text()
+        assert "waiting in the queue" in page.locator("#sums").inner_text()
+        picture(page, "dashboard-explanation")
+        page.keyboard.press("Escape")
+        assert not page.locator("#explanation").is_visible()
+
+
+def test_a_conversation(browser: Browser, served: Served) -> None:
+    with opened(browser, served) as page:
+        until(page, "document.getElementById('state').textContent === 'ready'")
+        page.fill("#temperature", "0")
+        page.fill("#prompt", "What is 12 + 30?")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#messages .assistant .facts button")
+        assert page.locator("#messages .assistant .text").inner_text() == "12 + 30 = 42"
+        facts = page.locator("#messages .assistant .facts")
+        assert "ended: stop" in facts.inner_text()
+        facts.locator("button").click()
+        until(page, "document.querySelectorAll('#phases div').length > 0")
+        page.keyboard.press("Escape")
+        page.fill("#max-tokens", "100000")
+        page.fill("#prompt", "Tell me more.")
+        page.click("#send")
+        page.wait_for_selector("#messages .assistant.failed, #messages li:nth-child(4) .facts button")
+        page.click("#clear")
+        assert page.locator("#messages li").count() == 0
+
+
+def test_s21_script_in_a_prompt_or_an_answer_is_inert(browser: Browser, served: Served) -> None:
+    with opened(browser, served, num_refused=1) as page:
+        until(page, "document.getElementById('state').textContent === 'ready'")
+        page.fill("#prompt", SCRIPT)
+        page.click("#send")
+        page.wait_for_selector("#messages .assistant .facts button")
+        assert page.locator("#messages .user .text").inner_text() == SCRIPT
+        assert page.locator("#messages script, #messages img").count() == 0
+        assert page.title() == "octavo"
+        ran = page.evaluate("""() => new Promise((resolve) => {
+            const script = document.createElement("script");
+            script.textContent = "document.title = 'taken over'";
+            document.body.append(script);
+            setTimeout(() => resolve(document.title), 100);
+        })""")
+        assert ran == "octavo", "the policy keeps what got in from running"
+
+
+def test_a_chosen_theme_stays(browser: Browser, served: Served) -> None:
+    with opened(browser, served, color_scheme="light") as page:
+        page.click("#theme")
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        page.reload()
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        page.evaluate("localStorage.removeItem('octavo-theme')")
+
+
+def test_with_the_server_gone_it_says_so_and_recovers(browser: Browser) -> None:
+    with serve() as first, opened(browser, first) as page:
+        until(page, "document.getElementById('state').textContent === 'ready'")
+        port = first.http.base_url.port
+        first.engine.kill()
+        until(page, "document.getElementById('state').dataset.state === 'restarting'")
+        until(page, "document.getElementById('state').textContent === 'ready'")
+        first.process.terminate()
+        first.process.wait(20)
+        until(page, "document.getElementById('state').dataset.state === 'gone'")
+        assert "cannot be reached" in page.locator("#state").inner_text()
+        picture(page, "dashboard-gone")
+        with serve("--port", str(port)) as second:
+            until(page, "document.getElementById('state').textContent === 'ready'")
+            assert second.answer() == "12 + 30 = 42"
+            until(page, "document.querySelectorAll('#requests tbody tr').length === 1")
+
+
+def test_with_keys_a_browser_is_asked_for_one(browser: Browser) -> None:
+    from playwright.sync_api import Error
+
+    key = "a-key-that-is-long-enough"
+    with serve("--api-key", key, key=key) as served:
+        with opened(browser, served, http_credentials={"username": "x", "password": key}) as page:
+            until(page, "document.getElementById('state').textContent === 'ready'")
+            page.fill("#prompt", "What is 12 + 30?")
+            page.click("#send")
+            page.wait_for_selector("#messages .assistant .facts button")
+            assert not page.locator("#messages .failed").count()
+        with pytest.raises(Error, match="INVALID_AUTH_CREDENTIALS"), opened(browser, served):
+            pass
