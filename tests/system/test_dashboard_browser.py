@@ -104,10 +104,10 @@ def opened(
         context.close()
 
 
-def picture(page: Page, name: str) -> None:
+def picture(page: Page, name: str, *, whole: bool = False) -> None:
     if PICTURES:
         Path(PICTURES).mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=f"{PICTURES}/{name}.png", full_page=True)
+        page.screenshot(path=f"{PICTURES}/{name}.png", full_page=whole)
 
 
 def until(page: Page, condition: str) -> None:
@@ -145,7 +145,7 @@ def test_everything_moves_under_load(
             assert page.locator(f"#chart-{chart} canvas").count() == 1
         if PICTURES:
             page.wait_for_timeout(20_000)
-        picture(page, f"dashboard-{name}")
+        picture(page, f"dashboard-{name}", whole=True)
 
 
 def test_hovering_tells_whose_block_and_whose_step(browser: Browser, served: Served) -> None:
