@@ -26,8 +26,17 @@ from octavo.config import SchedulingPolicy
 from octavo.engine.input_processor import InputProcessor
 
 runner = CliRunner()
-COMMANDS = (["generate"], ["chat"], ["serve"], ["models"], ["bench"], ["bench", "throughput"], ["bench", "latency"])
-MODEL_COMMANDS = tuple(command for command in COMMANDS if command not in (["models"], ["bench"]))
+COMMANDS = (
+    ["generate"],
+    ["chat"],
+    ["serve"],
+    ["models"],
+    ["bench"],
+    ["bench", "throughput"],
+    ["bench", "latency"],
+    ["bench", "serve"],
+)
+MODEL_COMMANDS = tuple(command for command in COMMANDS if command not in (["models"], ["bench"], ["bench", "serve"]))
 
 
 def run(*arguments: str, stdin: str | bytes | None = None) -> Any:

@@ -40,6 +40,23 @@ class LoadingProgress:
         self._progress.stop()
 
 
+class CountProgress:
+    """A bar of things that are done; entering it returns a callback that counts one, whatever it is given."""
+
+    def __init__(self, text: str, total: int) -> None:
+        self._progress = _bar(TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._task = self._progress.add_task("", total=total)
+
+    def __enter__(self) -> Callable[[object], None]:
+        self._progress.start()
+        return lambda _one: self._progress.update(self._task, advance=1)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
 class RequestProgress:
     """A bar of finished requests; entering it returns a callback for outputs."""
 

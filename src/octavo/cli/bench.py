@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from octavo.cli.command import command, make_app
 from octavo.cli.engine_options import EngineOptions
+from octavo.config import api_key_from_environment
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,7 +81,89 @@ def latency(
     _bench(engine, workload, only or [Workload.A, Workload.C], repeat, as_json=json_)
 
 
-for _command in (throughput, latency):
+@command(
+    "octavo bench serve http://127.0.0.1:8000 --rate 2",
+    "octavo bench serve http://127.0.0.1:8000 --workload workloads.json --rate 1.4 --repeat 3 --json",
+)
+def serve(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Address of a server with OpenAI's API, vLLM's say.")],
+    workload: File = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            metavar="PER_SECOND",
+            help="Requests sent a second, at random times. Default: all at once.",
+            show_default=False,
+        ),
+    ] = None,
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests to send. Default: those of workload B once.", show_default=False),
+    ] = None,
+    max_concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests under way at once. Default: no limit.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Name of the model. Default: the first one served.", show_default=False)
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="Key to send; OCTAVO_API_KEY does the same. Default: none.", show_default=False),
+    ] = None,
+    shuffle: Annotated[
+        bool,
+        typer.Option(help="Shuffle each prompt's tokens anew in each run: else the server finds them in its cache."),
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Of the times that the workload file does not tell.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.001, metavar="SECONDS", help="Of one request.")] = 600.0,
+    repeat: Repeat = 1,
+    json_: Json = False,
+) -> None:
+    """Measure a running server: workload B as streams, all at once or over time (workload E)."""
+    try:
+        from octavo.cli import load_test
+    except ImportError as error:
+        raise ConfigError(f"octavo bench serve needs {error.name}: pip install 'octavo[bench]'") from error
+    from octavo.cli.workloads import make_workloads, read_workloads
+    from octavo.progress import CountProgress
+
+    url, api_key = url.rstrip("/").removesuffix("/v1"), api_key or api_key_from_environment()
+    known = make_workloads(vocab_size=256, max_model_len=256) if workload is None else read_workloads(workload)
+    if not known.b:
+        raise ConfigError("the workload file has no requests under 'B'")
+    name = model or asyncio.run(load_test.find_model(url, api_key))
+    target = load_test.Target(url=url, model=name, api_key=api_key)
+    items = [known.b[index % len(known.b)] for index in range(num_prompts or len(known.b))]
+    times = load_test.arrival_times(len(items), rate, known.gaps, seed)
+    rows: list[dict[str, Any]] = []
+    for _ in range(repeat):
+        sent = load_test.shuffled(items) if shuffle else items
+        with CountProgress("requests", len(items)) as on_end:
+            run = load_test.load(target, sent, times, max_concurrency=max_concurrency, timeout_s=timeout, on_end=on_end)
+            seen = asyncio.run(run)
+        rows.append(load_test.summarize(seen))
+        for what in sorted({each.error for each in seen if each.error is not None})[:3]:
+            typer.secho(f"a request failed: {what}", fg="red", err=True)
+    if json_:
+        typer.echo(json.dumps({"url": url, "model": name, "rate": rate, "results": rows}))
+    else:
+        _show_runs(rows if repeat == 1 else [*rows, load_test.medians(rows)])
+    if any(row["failed"] for row in rows):
+        raise typer.Exit(1)
+
+
+def _show_runs(columns: list[dict[str, Any]]) -> None:
+    """Show a run in each column; of several the medians in the last one."""
+    heads = ["", *(str(number + 1) for number in range(len(columns)))]
+    if len(columns) > 1:
+        heads[-1] = "median"
+        typer.echo(f"{'run':18}" + "".join(f"{head:>12}" for head in heads[1:]))
+    for key in max(columns, key=len):
+        typer.echo(f"{key:18}" + "".join(f"{_spell(column.get(key)):>12}" for column in columns))
+
+
+for _command in (throughput, latency, serve):
     _command.add_to(bench)
 
 

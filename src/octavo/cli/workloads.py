@@ -10,7 +10,7 @@ import json
 import random
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError, ExecutionError
@@ -33,12 +33,13 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Workloads:
-    """Requests by workload; D is a list of sets."""
+    """Requests by workload; D is a list of sets. gaps: between requests that are sent one a second, at random."""
 
     a: list[Item]
     b: list[Item]
     c: list[Item]
     d: list[list[Item]]
+    gaps: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +54,17 @@ class Timing:
 
 
 def read_workloads(path: Path) -> Workloads:
-    """Read a file: {"A": [{"prompt": [ids], "out": n}, ...], "B": ..., "C": ..., "D": [[...], ...]}."""
+    """Read a file: {"A": [{"prompt": [ids], "out": n}, ...], "B": ..., "C": ..., "D": [[...]], "E_gaps": [...]}."""
     try:
         data = json.loads(path.read_bytes())
         sets = [[_read_item(item) for item in each] for each in data.get("D", [])]
         a, b, c = ([_read_item(item) for item in data.get(name, [])] for name in "ABC")
+        gaps = [float(gap) for gap in data.get("E_gaps", [])]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f'{path} is no workload file like {{"A": [{{"prompt": [ids], "out": n}}], ...}}: {error!r}'
         ) from None
-    return Workloads(a, b, c, sets)
+    return Workloads(a, b, c, sets, gaps)
 
 
 def _read_item(item: Any) -> Item:

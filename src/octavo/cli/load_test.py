@@ -1,0 +1,214 @@
+"""Requests to a server that speaks OpenAI's API, at a rate, and what their senders saw: `octavo bench serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import random
+import statistics
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from octavo.cli.workloads import Item
+
+_END = b"[DONE]"
+
+
+@dataclass(slots=True)
+class Seen:
+    """One request as its sender saw it. Times in seconds of one clock; token_times: of events that had text or tokens.
+
+    error: why it did not end well; None where it did.
+    """
+
+    sent: float
+    token_times: list[float] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    ended: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A server, by the address under which `/v1` stands, and the model asked for."""
+
+    url: str
+    model: str
+    api_key: str | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request carries."""
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+
+
+async def find_model(url: str, api_key: str | None) -> str:
+    """Return the first model that a server names. Raises `ConfigError` where none can be had."""
+    headers = Target(url=url, model="", api_key=api_key).headers
+    try:
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models", headers=headers) as response:
+            if response.status != 200:
+                raise ConfigError(f"{url}/v1/models answers {response.status}: {(await response.text())[:200]}")
+            return str((await response.json())["data"][0]["id"])
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"no OpenAI API answers at {url}/v1: {error}") from None
+
+
+def shuffled(items: Sequence[Item]) -> list[Item]:
+    """Return requests of the same sizes that no server has seen: their tokens in another order."""
+    rng = random.SystemRandom()
+    return [
+        replace(item, prompt_token_ids=rng.sample(item.prompt_token_ids, len(item.prompt_token_ids))) for item in items
+    ]
+
+
+def arrival_times(count: int, rate: float | None, gaps: Sequence[float], seed: int) -> list[float]:
+    """Return when each request is sent, in seconds from the start: a Poisson process of `rate` requests a second.
+
+    gaps: unit-rate gaps to use, as far as they go; others are drawn from the seed. No rate: all at once.
+    """
+    rng = random.Random(seed)  # noqa: S311 - numbers to compute with, not secrets
+    if rate is None:
+        return [0.0] * count
+    times, now = [], 0.0
+    for index in range(count):
+        now += (gaps[index] if index < len(gaps) else rng.expovariate(1.0)) / rate
+        times.append(now)
+    return times
+
+
+async def load(
+    target: Target,
+    items: Sequence[Item],
+    times: Sequence[float],
+    *,
+    max_concurrency: int | None = None,
+    timeout_s: float = 600.0,
+    on_end: Callable[[Seen], None] = lambda _seen: None,
+) -> list[Seen]:
+    """Send each request at its time and read its stream to the end; greedy, each to its exact length.
+
+    max_concurrency: more than so many wait at the sender, and their time begins when they are sent.
+    """
+    door = asyncio.Semaphore(max_concurrency or len(items) or 1)
+    start = time.perf_counter()
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=target.headers) as session:
+
+        async def one(item: Item, at: float) -> Seen:
+            await asyncio.sleep(start + at - time.perf_counter())
+            async with door:
+                seen = await _send(session, target, item)
+            on_end(seen)
+            return seen
+
+        return await asyncio.gather(*(one(item, at) for item, at in zip(items, times, strict=True)))
+
+
+async def _send(session: aiohttp.ClientSession, target: Target, item: Item) -> Seen:
+    body = {
+        "model": target.model,
+        "prompt": item.prompt_token_ids,
+        "max_tokens": item.num_output_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    seen = Seen(time.perf_counter())
+    try:
+        async with session.post(f"{target.url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                seen.error = f"status {response.status}: {(await response.text())[:200]}"
+                return seen
+            await _read(response, seen)
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        seen.error = f"{type(error).__name__}: {error}"
+    seen.ended = time.perf_counter()
+    if seen.error is None and seen.num_output_tokens != item.num_output_tokens:
+        seen.error = f"{seen.num_output_tokens} tokens came where {item.num_output_tokens} were asked for"
+    return seen
+
+
+async def _read(response: aiohttp.ClientResponse, seen: Seen) -> None:
+    """Note when events come; those that arrive together are read together, as a user would see them."""
+    rest = b""
+    async for chunk in response.content.iter_any():
+        now = time.perf_counter()
+        *events, rest = (rest + chunk).split(b"\n\n")
+        for event in events:
+            data = event.removeprefix(b"data: ")
+            if event.startswith(b":") or data == _END:
+                continue
+            told = json.loads(data)
+            if "error" in told:
+                seen.error = str(told["error"])[:200]
+            if told.get("usage"):
+                seen.num_prompt_tokens = told["usage"]["prompt_tokens"]
+                seen.num_output_tokens = told["usage"]["completion_tokens"]
+            if told.get("choices"):
+                seen.token_times.append(now)
+
+
+def summarize(seen: Sequence[Seen]) -> dict[str, Any]:
+    """Return the figures of a run. Times in milliseconds, but for the wall time in seconds.
+
+    ttft: from sending to the first event. itl: between two events of a stream. tpot: a stream's time behind its first
+    event, for each token. e2e: from sending to the end. Each with its median and 99th percentile.
+    """
+    good = [each for each in seen if each.error is None and each.token_times]
+    row: dict[str, Any] = {"requests": len(seen), "failed": len(seen) - len(good)}
+    if not good:
+        return row
+    wall = max(each.ended for each in good) - min(each.sent for each in good)
+    outputs = sum(each.num_output_tokens for each in good)
+    times = [each.token_times for each in good]
+    figures = {
+        "ttft": [each.token_times[0] - each.sent for each in good],
+        "itl": [after - before for each in times for before, after in itertools.pairwise(each)],
+        "tpot": [
+            (each.token_times[-1] - each.token_times[0]) / (each.num_output_tokens - 1)
+            for each in good
+            if each.num_output_tokens > 1
+        ],
+        "e2e": [each.ended - each.sent for each in good],
+    }
+    row |= {
+        "wall_s": round(wall, 3),
+        "requests_per_s": round(len(good) / wall, 3),
+        "output_tok_per_s": round(outputs / wall, 1),
+        "total_tok_per_s": round((outputs + sum(each.num_prompt_tokens for each in good)) / wall, 1),
+    }
+    for name, values in figures.items():
+        for share in (50, 99):
+            row[f"{name}_p{share}_ms"] = round(1000 * percentile(values, share), 2) if values else None
+    return row
+
+
+def medians(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the median of each figure over several runs."""
+    return {
+        key: statistics.median(values) if (values := [row[key] for row in rows if row.get(key) is not None]) else None
+        for key in max(rows, key=len)
+    }
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return a percentile with linear interpolation, as numpy's default has it."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * share / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
