@@ -1,0 +1,186 @@
+"""Workload E, and B through HTTP: octavo's server beside vLLM's, in turns, each with a fresh process.
+
+    python benchmarks/serving.py                               # bf16 and int8, 3 rounds at 1.4 requests a second
+    python benchmarks/serving.py --precision int8 --rate 2 --engine octavo
+    python benchmarks/serving.py --pairs 5                     # the time between steps, through HTTP and without it
+
+Servers and `octavo bench serve` run at the same priority. --home is that of compare.py: environments and checkpoints are made
+where they are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from comparison.engines import ENGINES, Engine
+from workloads import FOLDER, prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+READY_S = 300.0
+FIGURES = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "wall_s", "output_tok_per_s")
+
+
+def command_of(engine: Engine, checkpoint: Path, precision: str, port: int, kv_gib: int) -> list[str]:
+    """Return what starts a server."""
+    shared = ["--port", str(port), "--max-model-len", "2048", "--max-num-seqs", "64"]
+    if engine.name == "octavo":
+        rounded = [] if precision == "bf16" else ["--quantization", precision]
+        memory = ["--kv-cache-memory-bytes", f"{kv_gib}GiB"]
+        return [engine.python, "-m", "octavo", "serve", str(checkpoint), *shared, *rounded, *memory]
+    module = "vllm.entrypoints.openai.api_server"
+    return [engine.python, "-m", module, "--model", str(checkpoint), "--dtype", "bfloat16", *shared]
+
+
+@contextlib.contextmanager
+def served(engine: Engine, checkpoint: Path, precision: str, kv_gib: int) -> Iterator[tuple[str, float]]:
+    """Run a server; yields its address and the seconds until it answered."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = command_of(engine, checkpoint, precision, port, kv_gib)
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryFile() as log:
+        start = time.monotonic()
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=engine.environment(2, kv_gib << 30), start_new_session=True
+        )
+        try:
+            while not _answers(url):
+                if process.poll() is not None or time.monotonic() - start > READY_S:
+                    log.seek(0)
+                    raise RuntimeError(f"{engine.name} does not start: {log.read()[-2000:].decode(errors='replace')}")
+                time.sleep(0.05)
+            yield url, time.monotonic() - start
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def bench(url: str, workloads: Path, *options: str) -> dict[str, Any]:
+    """Send workload B; return the row of figures."""
+    command = [sys.executable, "-m", "octavo", "bench", "serve", url, "--workload", str(workloads), "--json", *options]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    row: dict[str, Any] = json.loads(result.stdout)["results"][0]
+    return row
+
+
+def num_steps(url: str) -> int:
+    """Return how many steps octavo's engine has done, as its metrics say."""
+    time.sleep(1.0)  # they are half a second old
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    found = re.search(r"^octavo:iteration_tokens_total_count\{[^}]*\} (\S+)", text, re.MULTILINE)
+    assert found is not None
+    return int(float(found[1]))
+
+
+def run_rounds(arguments: argparse.Namespace, engines: list[Engine], source: Path, workloads: Path) -> None:
+    """Measure E and B in turns; print medians of all rounds."""
+    rows: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for number in range(arguments.rounds):
+        for precision in arguments.precision:
+            for engine in engines if number % 2 == 0 else engines[::-1]:
+                checkpoint = engine.checkpoint(source, precision)
+                with served(engine, checkpoint, precision, arguments.kv_gib) as (url, start_s):
+                    bench(url, workloads, "--num-prompts", "16")  # the first requests of a process are slow
+                    for title, options in ((f"E at {arguments.rate:g}/s", ["--rate", str(arguments.rate)]), ("B", [])):
+                        row = {**bench(url, workloads, *options), "start_s": round(start_s, 2)}
+                        rows.setdefault((title, precision, engine.name), []).append(row)
+                        print(json.dumps({"round": number, "workload": title, "precision": precision,
+                                          "engine": engine.name, **row}), flush=True)  # fmt: skip
+    print("\n| workload | precision | engine | runs | " + " | ".join(FIGURES) + " | start s |")
+    print("|---" * (len(FIGURES) + 5) + "|")
+    for (title, precision, name), runs in sorted(rows.items()):
+        figures = [statistics.median(run[figure] for run in runs) for figure in (*FIGURES, "start_s")]
+        print(
+            f"| {title} | {precision} | {name} | {len(runs)} | " + " | ".join(f"{each:.5g}" for each in figures) + " |"
+        )
+
+
+def run_pairs(arguments: argparse.Namespace, octavo: Engine, checkpoint: Path, workloads: Path) -> None:
+    """Measure the mean time between steps of B through HTTP, and without it, in turns."""
+    for precision in arguments.precision:
+        ratios = []
+        rounded = [] if precision == "bf16" else ["--quantization", precision]
+        options = [
+            *rounded,
+            "--max-model-len",
+            "2048",
+            "--max-num-seqs",
+            "64",
+            "--kv-cache-memory-bytes",
+            f"{arguments.kv_gib}GiB",
+        ]
+        offline = [sys.executable, "-m", "octavo", "bench", "throughput", str(checkpoint), "--workload", str(workloads),
+                   "--only", "B", "--repeat", "1", "--json", *options]  # fmt: skip
+        for number in range(arguments.pairs):
+            result = subprocess.run(offline, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+            plain = json.loads(result.stdout)["results"][0]
+            with served(octavo, checkpoint, precision, arguments.kv_gib) as (url, _):
+                bench(url, workloads, "--num-prompts", "4")
+                before = num_steps(url)
+                row = bench(url, workloads)
+                steps = num_steps(url) - before
+            each, through = plain["wall_s"] / plain["steps"], row["wall_s"] / steps
+            ratios.append(through / each)
+            print(f"{precision} pair {number}: {1000 * each:.2f} ms a step offline ({plain['steps']:.0f} steps), "
+                  f"{1000 * through:.2f} ms through HTTP ({steps} steps): {through / each:.4f}", flush=True)  # fmt: skip
+        print(f"{precision}: median ratio {statistics.median(ratios):.4f} of {len(ratios)} pairs", flush=True)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen2-0.5b", help="of tools/make_checkpoint.py (default: %(default)s)")
+    parser.add_argument("--engine", action="append", choices=("octavo", "vllm"), help="again for more (default: both)")
+    parser.add_argument("--precision", action="append", choices=("bf16", "int8"), help="again for more (both)")
+    parser.add_argument("--rate", type=float, default=1.4, help="requests a second of E (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="of everything (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=0, help="measure time between steps instead, so many pairs")
+    parser.add_argument("--kv-gib", type=int, default=3, help="of every engine's KV cache (default: %(default)s)")
+    parser.add_argument("--home", type=Path, default=FOLDER / "compare", help="environments (default: %(default)s)")
+    arguments = parser.parse_args()
+    arguments.precision = arguments.precision or ["bf16", "int8"]
+    source, workloads = prepare(arguments.shape)
+    arguments.home.mkdir(parents=True, exist_ok=True)
+    known = {kind.name: kind(arguments.home.resolve()) for kind in ENGINES}
+    if arguments.pairs:
+        run_pairs(arguments, known["octavo"], source, workloads)
+        return
+    engines = [known[name] for name in arguments.engine or ("octavo", "vllm")]
+    for engine in engines:
+        engine.install()
+    run_rounds(arguments, engines, source, workloads)
+
+
+if __name__ == "__main__":
+    main()
