@@ -4,8 +4,8 @@
     python benchmarks/serving.py --precision int8 --rate 2 --engine octavo
     python benchmarks/serving.py --pairs 5                     # the time between steps, through HTTP and without it
 
-Servers and `octavo bench serve` run at the same priority. --home is that of compare.py: environments and checkpoints are made
-where they are missing.
+Servers and `octavo bench serve` run at the same priority. --home is that of compare.py: environments and checkpoints are
+made where they are missing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def command_of(engine: Engine, checkpoint: Path, precision: str, port: int, kv_g
     shared = ["--port", str(port), "--max-model-len", "2048", "--max-num-seqs", "64"]
     if engine.name == "octavo":
         rounded = [] if precision == "bf16" else ["--quantization", precision]
-        memory = ["--kv-cache-memory-bytes", f"{kv_gib}GiB"]
+        memory = ["--kv-cache-memory-bytes", f"{kv_gib}G"]
         return [engine.python, "-m", "octavo", "serve", str(checkpoint), *shared, *rounded, *memory]
     module = "vllm.entrypoints.openai.api_server"
     return [engine.python, "-m", module, "--model", str(checkpoint), "--dtype", "bfloat16", *shared]
@@ -121,9 +121,8 @@ def run_rounds(arguments: argparse.Namespace, engines: list[Engine], source: Pat
     print("|---" * (len(FIGURES) + 5) + "|")
     for (title, precision, name), runs in sorted(rows.items()):
         figures = [statistics.median(run[figure] for run in runs) for figure in (*FIGURES, "start_s")]
-        print(
-            f"| {title} | {precision} | {name} | {len(runs)} | " + " | ".join(f"{each:.5g}" for each in figures) + " |"
-        )
+        cells = [title, precision, name, str(len(runs)), *(f"{each:.5g}" for each in figures)]
+        print("| " + " | ".join(cells) + " |")
 
 
 def run_pairs(arguments: argparse.Namespace, octavo: Engine, checkpoint: Path, workloads: Path) -> None:
@@ -131,17 +130,9 @@ def run_pairs(arguments: argparse.Namespace, octavo: Engine, checkpoint: Path, w
     for precision in arguments.precision:
         ratios = []
         rounded = [] if precision == "bf16" else ["--quantization", precision]
-        options = [
-            *rounded,
-            "--max-model-len",
-            "2048",
-            "--max-num-seqs",
-            "64",
-            "--kv-cache-memory-bytes",
-            f"{arguments.kv_gib}GiB",
-        ]
-        offline = [sys.executable, "-m", "octavo", "bench", "throughput", str(checkpoint), "--workload", str(workloads),
-                   "--only", "B", "--repeat", "1", "--json", *options]  # fmt: skip
+        limits = ["--max-model-len", "2048", "--max-num-seqs", "64", "--kv-cache-memory-bytes", f"{arguments.kv_gib}G"]
+        offline = [sys.executable, "-m", "octavo", "bench", "throughput", str(checkpoint), *rounded, *limits]
+        offline += ["--workload", str(workloads), "--only", "B", "--repeat", "1", "--json"]
         for number in range(arguments.pairs):
             result = subprocess.run(offline, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
             plain = json.loads(result.stdout)["results"][0]
@@ -152,8 +143,9 @@ def run_pairs(arguments: argparse.Namespace, octavo: Engine, checkpoint: Path, w
                 steps = num_steps(url) - before
             each, through = plain["wall_s"] / plain["steps"], row["wall_s"] / steps
             ratios.append(through / each)
-            print(f"{precision} pair {number}: {1000 * each:.2f} ms a step offline ({plain['steps']:.0f} steps), "
-                  f"{1000 * through:.2f} ms through HTTP ({steps} steps): {through / each:.4f}", flush=True)  # fmt: skip
+            figures = f"{1000 * each:.2f} ms a step offline ({plain['steps']:.0f} steps), "
+            figures += f"{1000 * through:.2f} ms through HTTP ({steps} steps): {through / each:.4f}"
+            print(f"{precision} pair {number}: {figures}", flush=True)
         print(f"{precision}: median ratio {statistics.median(ratios):.4f} of {len(ratios)} pairs", flush=True)
 
 
