@@ -4,8 +4,8 @@
     python benchmarks/serving.py --precision int8 --rate 2 --engine octavo
     python benchmarks/serving.py --pairs 5                     # the time between steps, through HTTP and without it
 
-Servers and `octavo bench serve` run at the same priority. --home is that of compare.py: environments and checkpoints are
-made where they are missing.
+Servers and `octavo bench serve` run at the same priority. --home is that of compare.py: what is missing there,
+environments and checkpoints, is made.
 """
 
 from __future__ import annotations

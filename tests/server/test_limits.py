@@ -292,6 +292,37 @@ def test_f28_no_more_are_taken_than_there_is_room_for() -> None:
         assert running.server._service.admission.num_open == 0
 
 
+def test_f28_a_full_server_refuses_with_the_body_unread() -> None:
+    """Every route that takes a place, and no other; a refusal counts once, and the one place is still there after."""
+    executor = FakeExecutor(step_s=0.005)
+    bodies = {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
+    with run_server(executor, max_open_requests=1) as running, running.http() as http:
+        service = running.server._service
+        endless = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with http.stream("POST", COMPLETIONS, json=endless) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            routes = {r.path for r in running.server.config.app.routes if "POST" in (getattr(r, "methods", None) or ())}  # type: ignore[union-attr]
+            for path in routes:
+                with contextlib.closing(connect(running)) as sock:
+                    sock.settimeout(0.3 if path in bodies else DEADLINE_S)
+                    sock.sendall(head(path, 1 << 19))
+                    try:
+                        answer = sock.recv(1 << 16)
+                    except TimeoutError:
+                        answer = b"waits for the body"
+                if path in bodies:
+                    assert answer == b"waits for the body", path
+                else:
+                    assert answer.startswith(b"HTTP/1.1 429 "), path
+                    assert b"retry-after: " in answer, path
+            assert service.admission.num_open == 1
+            (told,) = service.metrics._refused.collect()
+            assert sum(each.value for each in told.samples if each.name.endswith("_total")) == len(routes - bodies)
+        wait_until(lambda: service.admission.num_open == 0, "the place is given back")
+        check_serves(running)
+
+
 def test_a_place_comes_back_however_a_request_ends() -> None:
     executor = FakeExecutor(step_s=0.005)
     with run_server(executor, max_open_requests=2) as running, running.http() as http:

@@ -354,6 +354,90 @@ def figure_8(scale: float) -> str:
     return f"{count} clients vanished: {left_over}; {num_bystanders} bystanders exact"
 
 
+def figure_9(scale: float) -> str:
+    """Half an hour of everything at once, after ten minutes in which caches fill: memory grows by at most 5 MB an hour.
+
+    Memory: what belongs to the two processes alone (USS), once a second; its slope is that of a line through it.
+    """
+    warm_s, soak_s = max(600 * scale, 30), max(1800 * scale, 60)
+    words = Path(__file__).read_text().split()
+
+    def body(rng: random.Random) -> tuple[str, dict[str, Any]]:
+        text = " ".join(rng.choices(words, k=rng.randrange(3, 60)))
+        options: dict[str, Any] = {"max_tokens": rng.randrange(1, 60), "temperature": rng.choice([0.0, 1.0])}
+        kind = rng.randrange(9)
+        if kind == 0:
+            schema = {"type": "object", "properties": {rng.choice(words): {"type": "integer"}}}
+            options["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        elif kind == 1:
+            options |= {"n": 3, "logprobs": True, "top_logprobs": 3}
+        elif kind == 2:
+            options |= {"stop": [rng.choice("aeiou")], "frequency_penalty": 0.5}
+        elif kind == 3:
+            options = {"max_tokens": -1}
+        elif kind == 4:
+            return "/v1/embeddings", {"input": [text, text[::-1]]}
+        elif kind == 5:
+            return "/v1/messages", {"messages": [{"role": "user", "content": text}], "max_tokens": 9, "stream": True}
+        elif kind == 6:
+            return "/tokenize", {"prompt": text}
+        options["stream"] = rng.random() < 0.7
+        return "/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **options}
+
+    async def client(where: tuple[str, int], seed: int, end: float, counts: Counter[str]) -> None:
+        rng = random.Random(seed)
+        while time.monotonic() < end:
+            async with Connection(where) as connection:
+                path, asked = body(rng)
+                await connection.send(path, asked, X_Request_Id=f"{rng.random()}")
+                if rng.random() < 0.1:
+                    await asyncio.sleep(0.1 * rng.random())
+                    connection.vanish()
+                    counts["vanished"] += 1
+                    continue
+                status = (await connection.answer()).status
+                check(status in {200, 400}, f"{path}: {status} for {asked}")
+                counts[str(status)] += 1
+
+    async def watcher(where: tuple[str, int], end: float) -> None:
+        """Somebody opens the dashboard now and then."""
+        while time.monotonic() < end:
+            async with Connection(where) as connection:
+                await connection.send("/dashboard/events", b"", "GET")
+                await asyncio.sleep(5)
+                connection.vanish()
+            await asyncio.sleep(20)
+
+    async def run(served: Served) -> tuple[list[float], list[float], Counter[str]]:
+        where, counts, times, sizes = address(served), Counter[str](), list[float](), list[float]()
+        processes = [psutil.Process(served.process.pid), served.engine]
+        start = time.monotonic()
+        end = start + warm_s + soak_s
+        tasks = [asyncio.create_task(client(where, seed, end, counts)) for seed in range(12)]
+        tasks.append(asyncio.create_task(watcher(where, end)))
+        while time.monotonic() < end:
+            await asyncio.sleep(1)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            if time.monotonic() > start + warm_s:
+                times.append(time.monotonic())
+                sizes.append(sum(each.memory_full_info().uss for each in processes) / 2**20)
+        await asyncio.gather(*tasks)
+        return times, sizes, counts
+
+    with serve("--log-level", "warning", "--kv-cache-memory-bytes", "8M") as served:
+        times, sizes, counts = asyncio.run(run(served))
+        check(figures(served)["octavo:engine_restarts_total"] == 0, "the engine was started again")
+    slope = 3600 * statistics.linear_regression(times, sizes).slope
+    line = (
+        f"{sum(counts.values())} requests ({dict(counts)}) in {(warm_s + soak_s) / 60:.0f} minutes; in the last "
+        f"{soak_s / 60:.0f} of them {min(sizes):.1f} to {max(sizes):.1f} MB, {slope:+.1f} MB an hour"
+    )
+    check(slope <= 5, line)
+    return line
+
+
 def figure_10(scale: float) -> str:
     """Ten times as many requests as can be served: all answered, refusals at once, 90 % of the peak's tokens served."""
     seconds = max(20 * scale, 5)
@@ -609,7 +693,7 @@ def _answer(tokens: list[bytes], params: dict[str, Any], kind: RequestOutputKind
 
 
 FIGURES: dict[str, Callable[[float], str]] = {
-    "4": figure_4, "5": figure_5, "6": figure_6, "7": figure_7, "8": figure_8, "10": figure_10, "11": figure_11,
+    "4": figure_4, "5": figure_5, "6": figure_6, "7": figure_7, "8": figure_8, "9": figure_9, "10": figure_10, "11": figure_11,
     "12": figure_12, "13": figure_13, "streams": figure_streams,
 }  # fmt: skip
 

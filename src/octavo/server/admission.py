@@ -124,13 +124,18 @@ class Admission:
     def enter(self, tenant: Tenant, num_streams: int) -> Place:
         """Take places, all or none. Raises `RateLimitError` and `QueueFullError`, with the seconds to wait."""
         now, account = self._clock(), self._account(tenant)
-        self._check_tenant(tenant, account, num_streams, now)
-        self._check_room(tenant, account, num_streams, now)
+        self.check(tenant, num_streams)
         if account.requests is not None:
             account.requests.take(1, now)
         account.num_open += num_streams
         self.num_open += num_streams
         return Place(tenant, num_streams, self)
+
+    def check(self, tenant: Tenant, num_streams: int) -> None:
+        """Raise what `enter` would raise now, and take nothing."""
+        now, account = self._clock(), self._account(tenant)
+        self._check_tenant(tenant, account, num_streams, now)
+        self._check_room(tenant, account, num_streams, now)
 
     def leave(self, place: Place) -> None:
         """Give places back."""

@@ -24,6 +24,7 @@ from octavo.server.errors import NotAllowedError, add_error_handlers
 from octavo.server.openai_requests import ChatCompletionRequest, CompletionRequest
 from octavo.server.openapi import describe
 from octavo.server.origins import OriginMiddleware
+from octavo.server.overload import OverloadMiddleware
 from octavo.server.responses import ResponsesRequest, create_response
 from octavo.server.tokenizing import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 
@@ -56,6 +57,7 @@ def create_app(service: Service) -> FastAPI:
     if config.dashboard:
         add_dashboard(app, service)
     # The last one is the outermost.
+    app.add_middleware(OverloadMiddleware, service=service)
     app.add_middleware(ApiKeyMiddleware, service=service)
     app.add_middleware(OriginMiddleware, hosts=config.allowed_hosts, origins=config.allowed_origins)
     if config.allowed_origins:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.admission import Place
+    from octavo.server.tenants import Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,12 @@ class Service:
         with self._counting_refusals():
             self.check_ready()
             return self.admission.enter(request.state.tenant, num_streams)
+
+    def check_room(self, tenant: Tenant) -> None:
+        """Raise what `enter` would raise for the smallest request, and take nothing."""
+        with self._counting_refusals():
+            self.check_ready()
+            self.admission.check(tenant, 1)
 
     @contextlib.contextmanager
     def _counting_refusals(self) -> Iterator[None]:

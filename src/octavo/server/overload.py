@@ -1,0 +1,48 @@
+"""The door of a full server: whoever cannot be let in hears so before anything is done for the request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.errors import OctavoError
+from octavo.server.errors import to_http
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from octavo.server.service import Service
+
+# What takes a place (`octavo.server.admission.Place`).
+_ANSWERING = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/generate",
+        "/generate_stream",
+        "/",
+    }
+)
+
+
+class OverloadMiddleware:
+    """Refuses requests that would not even get one place, with their bodies unread: it costs a fraction of a route.
+
+    The route asks again, for as many places as the request has streams.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what may have room."""
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _ANSWERING:
+            try:
+                self._service.check_room(scope["state"]["tenant"])
+            except OctavoError as error:
+                await to_http(error).response(scope["path"])(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
