@@ -354,73 +354,79 @@ def figure_8(scale: float) -> str:
     return f"{count} clients vanished: {left_over}; {num_bystanders} bystanders exact"
 
 
+WORDS = Path(__file__).read_text().split()
+
+
+def any_request(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """Draw a path and a body: chats of all sorts, wrong ones among them, embeddings, messages, tokens."""
+    text = " ".join(rng.choices(WORDS, k=rng.randrange(3, 60)))
+    messages = [{"role": "user", "content": text}]
+    schema = {"type": "object", "properties": {rng.choice(WORDS): {"type": "integer"}}}
+    length, temperature = rng.randrange(1, 60), rng.choice([0.0, 1.0])
+    plain = {"messages": messages, "max_tokens": length, "temperature": temperature, "stream": rng.random() < 0.7}
+    chats: list[dict[str, Any]] = [
+        {},
+        {},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"n": 3, "logprobs": True, "top_logprobs": 3},
+        {"stop": [rng.choice("aeiou")], "frequency_penalty": 0.5},
+        {"max_tokens": -1},
+    ]
+    others: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/embeddings", {"input": [text, text[::-1]]}),
+        ("/v1/messages", {"messages": messages, "max_tokens": length, "stream": True}),
+        ("/tokenize", {"prompt": text}),
+    ]
+    return rng.choice([*(("/v1/chat/completions", {**plain, **each}) for each in chats), *others])
+
+
+async def soak_client(where: tuple[str, int], seed: int, end: float, counts: Counter[str]) -> None:
+    """Ask until the end; one in ten vanishes."""
+    rng = random.Random(seed)
+    while time.monotonic() < end:
+        async with Connection(where) as connection:
+            path, body = any_request(rng)
+            await connection.send(path, body, X_Request_Id=f"{rng.random()}")
+            if rng.random() < 0.1:
+                await asyncio.sleep(0.1 * rng.random())
+                connection.vanish()
+                counts["vanished"] += 1
+                continue
+            status = (await connection.answer()).status
+            check(status in {200, 400}, f"{path}: {status} for {body}")
+            counts[str(status)] += 1
+
+
+async def soak_watcher(where: tuple[str, int], end: float) -> None:
+    """Look at the dashboard now and then."""
+    while time.monotonic() < end:
+        async with Connection(where) as connection:
+            await connection.send("/dashboard/events", b"", "GET")
+            await asyncio.sleep(5)
+            connection.vanish()
+        await asyncio.sleep(20)
+
+
 def figure_9(scale: float) -> str:
     """Half an hour of everything at once, after ten minutes in which caches fill: memory grows by at most 5 MB an hour.
 
     Memory: what belongs to the two processes alone (USS), once a second; its slope is that of a line through it.
     """
     warm_s, soak_s = max(600 * scale, 30), max(1800 * scale, 60)
-    words = Path(__file__).read_text().split()
-
-    def body(rng: random.Random) -> tuple[str, dict[str, Any]]:
-        text = " ".join(rng.choices(words, k=rng.randrange(3, 60)))
-        options: dict[str, Any] = {"max_tokens": rng.randrange(1, 60), "temperature": rng.choice([0.0, 1.0])}
-        kind = rng.randrange(9)
-        if kind == 0:
-            schema = {"type": "object", "properties": {rng.choice(words): {"type": "integer"}}}
-            options["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        elif kind == 1:
-            options |= {"n": 3, "logprobs": True, "top_logprobs": 3}
-        elif kind == 2:
-            options |= {"stop": [rng.choice("aeiou")], "frequency_penalty": 0.5}
-        elif kind == 3:
-            options = {"max_tokens": -1}
-        elif kind == 4:
-            return "/v1/embeddings", {"input": [text, text[::-1]]}
-        elif kind == 5:
-            return "/v1/messages", {"messages": [{"role": "user", "content": text}], "max_tokens": 9, "stream": True}
-        elif kind == 6:
-            return "/tokenize", {"prompt": text}
-        options["stream"] = rng.random() < 0.7
-        return "/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **options}
-
-    async def client(where: tuple[str, int], seed: int, end: float, counts: Counter[str]) -> None:
-        rng = random.Random(seed)
-        while time.monotonic() < end:
-            async with Connection(where) as connection:
-                path, asked = body(rng)
-                await connection.send(path, asked, X_Request_Id=f"{rng.random()}")
-                if rng.random() < 0.1:
-                    await asyncio.sleep(0.1 * rng.random())
-                    connection.vanish()
-                    counts["vanished"] += 1
-                    continue
-                status = (await connection.answer()).status
-                check(status in {200, 400}, f"{path}: {status} for {asked}")
-                counts[str(status)] += 1
-
-    async def watcher(where: tuple[str, int], end: float) -> None:
-        """Somebody opens the dashboard now and then."""
-        while time.monotonic() < end:
-            async with Connection(where) as connection:
-                await connection.send("/dashboard/events", b"", "GET")
-                await asyncio.sleep(5)
-                connection.vanish()
-            await asyncio.sleep(20)
 
     async def run(served: Served) -> tuple[list[float], list[float], Counter[str]]:
         where, counts, times, sizes = address(served), Counter[str](), list[float](), list[float]()
         processes = [psutil.Process(served.process.pid), served.engine]
-        start = time.monotonic()
-        end = start + warm_s + soak_s
-        tasks = [asyncio.create_task(client(where, seed, end, counts)) for seed in range(12)]
-        tasks.append(asyncio.create_task(watcher(where, end)))
+        begin = time.monotonic() + warm_s
+        end = begin + soak_s
+        tasks = [asyncio.create_task(soak_client(where, seed, end, counts)) for seed in range(12)]
+        tasks.append(asyncio.create_task(soak_watcher(where, end)))
         while time.monotonic() < end:
             await asyncio.sleep(1)
             for task in tasks:
                 if task.done():
-                    task.result()
-            if time.monotonic() > start + warm_s:
+                    task.result()  # raises what went wrong
+            if time.monotonic() > begin:
                 times.append(time.monotonic())
                 sizes.append(sum(each.memory_full_info().uss for each in processes) / 2**20)
         await asyncio.gather(*tasks)
@@ -693,8 +699,8 @@ def _answer(tokens: list[bytes], params: dict[str, Any], kind: RequestOutputKind
 
 
 FIGURES: dict[str, Callable[[float], str]] = {
-    "4": figure_4, "5": figure_5, "6": figure_6, "7": figure_7, "8": figure_8, "9": figure_9, "10": figure_10, "11": figure_11,
-    "12": figure_12, "13": figure_13, "streams": figure_streams,
+    "4": figure_4, "5": figure_5, "6": figure_6, "7": figure_7, "8": figure_8, "9": figure_9, "10": figure_10,
+    "11": figure_11, "12": figure_12, "13": figure_13, "streams": figure_streams,
 }  # fmt: skip
 
 

@@ -7,13 +7,14 @@ import contextlib
 import logging
 import queue
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import DeadlineError, EngineDeadError, OctavoError, SlowReaderError
 from octavo.outputs import DEADLINE_PASSED
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Callable
 
     from octavo.engine.input_processor import ProcessedInput, Prompt
     from octavo.engine.llm_engine import Engine
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 _DEADLINE_GRACE_S = 1.0  # in which the engine itself should tell that a request's time is over
 
 
@@ -32,18 +32,46 @@ class _Stream:
     num_delivered is counted by the engine's thread alone, num_read by the reader's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float | None) -> None:
         self.loop = asyncio.get_running_loop()
         self.accepted: asyncio.Future[None] = self.loop.create_future()
-        self.outputs: asyncio.Queue[RequestOutput | OctavoError] = asyncio.Queue()
         self.is_left = False  # before it was accepted; known to the engine's thread alone
         self.num_delivered = self.num_read = 0
+        self._outputs: deque[RequestOutput | OctavoError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        # An engine in a long step tells nobody that a request's time is over.
+        self._timer = None if timeout_s is None else self.loop.call_later(timeout_s + _DEADLINE_GRACE_S, self._expire)
+
+    def put(self, output: RequestOutput | OctavoError) -> None:
+        """Add what the reader hears next."""
+        self._outputs.append(output)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> RequestOutput | OctavoError:
+        """Return what comes next; there is one reader."""
+        while not self._outputs:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        self.num_read += 1
+        return self._outputs.popleft()
 
     def end(self, error: OctavoError) -> None:
         """Drop what nobody has read, and let the reader hear why."""
-        while not self.outputs.empty():
-            self.outputs.get_nowait()
-        self.outputs.put_nowait(error)
+        self._outputs.clear()
+        self.put(error)
+
+    def leave(self) -> None:
+        """Nobody reads any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _expire(self) -> None:
+        error = DeadlineError(DEADLINE_PASSED)
+        if self.accepted.done():
+            self.put(error)
+        else:
+            self.accepted.set_exception(error)
 
 
 class AsyncLLM:
@@ -108,21 +136,20 @@ class AsyncLLM:
         )
         if on_processed is not None:
             on_processed(processed)
-        stream = _Stream()
+        stream = _Stream(timeout_s)
         self._post(lambda: self._add(processed, stream))
         finished = False
-        end = None if timeout_s is None else stream.loop.time() + timeout_s + _DEADLINE_GRACE_S
         try:
-            await _until(end, stream.accepted)
+            await stream.accepted
             while not finished:
-                output = await _until(end, stream.outputs.get())
-                stream.num_read += 1
+                output = await stream.get()
                 if isinstance(output, OctavoError):
                     finished = True
                     raise output
                 finished = output.finished
                 yield output
         finally:
+            stream.leave()
             if not finished:
                 with contextlib.suppress(EngineDeadError):  # a dead engine has nothing to abort
                     self._post(lambda: self._abort(request_id, stream))
@@ -160,8 +187,7 @@ class AsyncLLM:
         reason = "the engine was shut down"
         try:
             while self._take_commands():
-                for output in self.engine.step():
-                    self._deliver(output)
+                self._deliver(self.engine.step())
         except Exception as error:  # the thread's last word: everyone who waits must hear of it
             logger.exception("the engine's thread failed")
             reason = f"the engine failed: {error}"
@@ -206,19 +232,24 @@ class AsyncLLM:
     def _lose(self, request_id: str, error: OctavoError) -> None:
         stream = self._streams.pop(request_id, None)
         if stream is not None:
-            _call_soon(stream.loop, stream.outputs.put_nowait, error)
+            _call_soon(stream.loop, stream.put, error)
 
-    def _deliver(self, output: RequestOutput) -> None:
-        stream = self._streams.get(output.request_id)
-        if stream is None:
-            return
-        stream.num_delivered += 1
-        if self._max_unread is not None and stream.num_delivered - stream.num_read > self._max_unread:
-            self._end_slow(output, stream, self._max_unread)
-            return
-        if output.finished:
-            del self._streams[output.request_id]
-        _call_soon(stream.loop, stream.outputs.put_nowait, output)
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Hand a step's outputs over, those of an event loop together: to wake it costs more than an output does."""
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue
+            stream.num_delivered += 1
+            if self._max_unread is not None and stream.num_delivered - stream.num_read > self._max_unread:
+                self._end_slow(output, stream, self._max_unread)
+                continue
+            if output.finished:
+                del self._streams[output.request_id]
+            batches.setdefault(stream.loop, []).append((stream, output))
+        for loop, batch in batches.items():
+            _call_soon(loop, _put_all, batch)
 
     def _end_slow(self, output: RequestOutput, stream: _Stream, limit: int) -> None:
         """End a request for nobody; what lies there is dropped, as memory is what it costs."""
@@ -232,13 +263,13 @@ class AsyncLLM:
         streams = list(self._streams.values())
         self._streams.clear()
         for stream in streams:
-            _call_soon(stream.loop, stream.outputs.put_nowait, error)
+            _call_soon(stream.loop, stream.put, error)
         while not self._inbox.empty():
             command = self._inbox.get()
             if command is not None:
                 self._run_last(command)
         for stream in self._streams.values():
-            _call_soon(stream.loop, stream.outputs.put_nowait, error)
+            _call_soon(stream.loop, stream.put, error)
 
     @staticmethod
     def _run_last(command: Callable[[], None]) -> None:
@@ -249,13 +280,9 @@ class AsyncLLM:
             logger.exception("a command to the dead engine failed")
 
 
-async def _until(end: float | None, awaitable: Awaitable[T]) -> T:
-    """Wait until a time of the event loop. Raises `DeadlineError` then: an engine in a long step tells nobody of it."""
-    try:
-        async with asyncio.timeout_at(end):
-            return await awaitable
-    except TimeoutError:
-        raise DeadlineError(DEADLINE_PASSED) from None
+def _put_all(batch: list[tuple[_Stream, RequestOutput]]) -> None:
+    for stream, output in batch:
+        stream.put(output)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:

@@ -438,6 +438,11 @@ async def _chain(first: asyncio.Task[News], rest: AsyncGenerator[News, None]) ->
 
 async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
     """Yield the items of several streams as they come, each with its stream's place; the first error ends them all."""
+    if len(streams) == 1:  # as most are: nothing to merge
+        async with aclosing(streams[0]) as only:  # type: ignore[type-var]  # an async generator, by its protocol
+            async for output in only:
+                yield 0, output
+        return
     queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(_MERGED)
 
     async def pump(index: int, stream: AsyncIterator[T]) -> None:

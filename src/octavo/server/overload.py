@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from octavo.errors import OctavoError
 from octavo.server.errors import to_http
+from octavo.server.tgi import error_response
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -13,18 +14,9 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 # What takes a place (`octavo.server.admission.Place`).
-_ANSWERING = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/embeddings",
-        "/v1/messages",
-        "/generate",
-        "/generate_stream",
-        "/",
-    }
-)
+_OPENAI = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"})
+_TGI = frozenset({"/generate", "/generate_stream", "/"})
+_ANSWERING = _OPENAI | _TGI | {"/v1/messages"}
 
 
 class OverloadMiddleware:
@@ -43,6 +35,8 @@ class OverloadMiddleware:
             try:
                 self._service.check_room(scope["state"]["tenant"])
             except OctavoError as error:
-                await to_http(error).response(scope["path"])(scope, receive, send)
+                refusal, path = to_http(error), scope["path"]
+                response = error_response(refusal) if path in _TGI else refusal.response(path)
+                await response(scope, receive, send)
                 return
         await self.app(scope, receive, send)

@@ -153,7 +153,7 @@ class TgiError(Struct):
 
 async def read_body(request: Request) -> GenerateRequest:
     """Read a request; whatever is wrong from here on is told as TGI tells it."""
-    request.state.spell_error = _error_response
+    request.state.spell_error = error_response
     return await _read(request)
 
 
@@ -164,7 +164,7 @@ def _spell_error(error: HttpError) -> TgiError:
     return TgiError(error.message, _ERROR_TYPES.get(error.status, "generation"))
 
 
-def _error_response(error: HttpError) -> Response:
+def error_response(error: HttpError) -> Response:
     """What is wrong with a request is 422 here."""
     status = 422 if error.status == 400 else error.status
     content = encoder.encode(_spell_error(error))
