@@ -291,6 +291,7 @@ class ServerConfig:
     tool_call_parser, reasoning_parser: how the model writes calls of tools, and its reasoning; "auto" looks at its chat
     template (`octavo.server.tools`).
     pooling: how an embedding is made of hidden states, "last" or "mean"; "auto" for what the checkpoint asks for.
+    otlp_traces_endpoint: where OpenTelemetry's spans are sent; None for nowhere.
     dashboard: whether there is a page at /dashboard that shows what the engine does.
     allowed_hosts, allowed_origins: names to answer to, and pages that may ask (`octavo.server.origins`).
     """
@@ -311,6 +312,7 @@ class ServerConfig:
     reasoning_parser: str = "auto"
     pooling: str = "auto"
     dashboard: bool = True
+    otlp_traces_endpoint: str | None = None
     allowed_hosts: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] = ()
     ssl_certfile: Path | None = None

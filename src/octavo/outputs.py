@@ -48,12 +48,14 @@ class CompletionOutput:
 class RequestMetrics:
     """Times of one request in seconds of the engine's clock, and its token counts.
 
+    first_scheduled_time: when it left the queue for the first time.
     num_computed_tokens: positions that the model computed for it, over all n outputs. num_recomputed_tokens: of them
     those that a preemption had lost, and drafts in vain. num_wasted_tokens: generated, but behind a stop string and cut
     off.
     """
 
     arrival_time: float
+    first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_computed_tokens: int = 0
@@ -100,7 +102,10 @@ class EmbeddingRequestOutput:
 
 @dataclass(slots=True)
 class EngineCoreOutput:
-    """News of one stream from the core: new tokens, and the reason when it ended. A request ends in exactly one."""
+    """News of one stream from the core: new tokens, and the reason when it ended. A request ends in exactly one.
+
+    admitted_time: when it left the queue for the first time, in seconds of the engine's clock.
+    """
 
     request_id: str
     new_token_ids: list[int] = field(default_factory=list)
@@ -110,5 +115,6 @@ class EngineCoreOutput:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
+    admitted_time: float | None = None
     error: str | None = None
     pooled: bytes | None = None

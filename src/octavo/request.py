@@ -90,6 +90,7 @@ class Request:
 
     __slots__ = (
         "adapter",
+        "admitted_time",
         "arrival_index",
         "arrival_time",
         "cache_salt",
@@ -112,7 +113,6 @@ class Request:
         "stop_token_ids",
         "tenant",
         "tenant_weight",
-        "was_admitted",
     )
 
     def __init__(
@@ -147,7 +147,7 @@ class Request:
         self.adapter = adapter
         self.deadline = deadline
         self.status = RequestStatus.WAITING
-        self.was_admitted = False
+        self.admitted_time: float | None = None
         self.stop_reason: int | str | None = None
         self.max_total_tokens = len(prompt_token_ids) + (sampling_params.max_tokens or 2**62)
         self.num_computed_tokens = 0

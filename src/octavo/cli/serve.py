@@ -104,6 +104,16 @@ class ServerOptions:
             help="A stream that has told nothing for so long sends a comment, so that no proxy ends it.",
         ),
     ] = _DEFAULT.stream_keep_alive_s
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            rich_help_panel=_PANEL,
+            help="Send a span for each request to an OpenTelemetry collector, like http://localhost:4318/v1/traces. "
+            "Default: none are made.",
+            show_default=False,
+        ),
+    ] = None
     dashboard: Annotated[
         bool,
         typer.Option(rich_help_panel=_PANEL, help="Whether there is a page at /dashboard that shows what happens."),
@@ -234,6 +244,7 @@ class ServerOptions:
             reasoning_parser=self.reasoning_parser,
             pooling=self.pooling,
             dashboard=self.dashboard,
+            otlp_traces_endpoint=self.otlp_traces_endpoint,
             allowed_hosts=hosts or None,
             allowed_origins=tuple(self.allowed_origin or ()),
             ssl_certfile=self.ssl_certfile,

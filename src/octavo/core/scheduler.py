@@ -417,7 +417,9 @@ class Scheduler:
     def _note_admitted(self, request: Request, computed: ComputedBlocks) -> None:
         """Tell of an admission; what it computes and what it found counts only the first time."""
         request_id, num_tokens = request.request_id, request.num_tokens
-        resumed, request.was_admitted = request.was_admitted, True
+        resumed = request.admitted_time is not None
+        if not resumed:
+            request.admitted_time = self._now
         self._blocked = None
         if not resumed:
             num_fresh = request.num_prompt_tokens - computed.num_tokens
@@ -666,6 +668,7 @@ class Scheduler:
             request.stop_reason,
             request.sequence.num_cached_tokens,
             request.num_computed_in_all,
+            request.admitted_time,
             pooled=result.pooled.get(request_id) if result.pooled else None,
         )
 

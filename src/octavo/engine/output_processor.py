@@ -191,6 +191,8 @@ class OutputProcessor:
         state.pooled = state.pooled or news.pooled
         if state.prompt_logprobs is not None and stream.index == 0:
             state.prompt_logprobs.extend(self._logprob_dict(entry) for entry in news.new_prompt_logprobs)
+        if state.metrics.first_scheduled_time is None:
+            state.metrics.first_scheduled_time = news.admitted_time
         if news.new_token_ids and state.metrics.first_token_time is None:
             state.metrics.first_token_time = now
         stop_found = self._append(state, stream, news)

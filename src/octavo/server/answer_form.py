@@ -63,6 +63,11 @@ class AnswerForm:
         in_reasoning = style.has_reasoning and prompt.rstrip().endswith(REASONING_OPENS)
         return cls(toolbox, style.has_reasoning, in_reasoning, style.reasoning_end_id)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether an answer is its text and nothing else."""
+        return self.toolbox.format is None and not self.has_reasoning
+
     def parser(self) -> AnswerParser:
         """Return what reads one answer."""
         parser = self.toolbox.parser()

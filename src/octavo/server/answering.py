@@ -6,6 +6,7 @@ What differs between APIs is how outputs are spelled: a `Reply`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -24,12 +25,12 @@ from octavo.server.errors import to_http
 from octavo.server.openai_responses import PromptTokensDetails, Receipt, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 
     from starlette.requests import Request
     from starlette.types import Message, Receive, Scope, Send
 
-    from octavo.outputs import CompletionOutput, RequestOutput
+    from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.admission import Place
     from octavo.server.openai_requests import SamplingFields
@@ -93,15 +94,17 @@ class News:
     completion: CompletionOutput
     output: RequestOutput
 
-    @property
-    def is_visible(self) -> bool:
-        """Whether it tells a client anything: not so while its text is held back, in the middle of a character, say."""
-        completion = self.completion
-        return bool(self.is_first or completion.text or completion.logprobs or completion.finished)
+
+class WholeReply(Protocol):
+    """How one API spells outputs when all of them are there."""
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> msgspec.Struct:
+        """Return the whole answer; there is one output for each prompt."""
+        ...
 
 
-class Reply(Protocol):
-    """How one API spells outputs: as server-sent events, or whole."""
+class Reply(WholeReply, Protocol):
+    """How one API spells outputs: whole, or as server-sent events."""
 
     def news(self, news: News, usage: Usage | None) -> bytes:
         """Return the events of some news; none where they tell a client nothing. usage: if counts go with each."""
@@ -113,10 +116,6 @@ class Reply(Protocol):
 
     def error(self, error: Exception) -> bytes:
         """Return the last events of a stream that fails."""
-        ...
-
-    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> msgspec.Struct:
-        """Return the whole answer; there is one output for each prompt."""
         ...
 
 
@@ -134,8 +133,8 @@ class OpenAIReply:
         self._job = job
 
     def news(self, news: News, usage: Usage | None) -> bytes:
-        """Return a chunk, if there is something to tell."""
-        return event(self._chunk(news, usage)) if news.is_visible else b""
+        """Return a chunk, also where its text is held back: who counts chunks sees when tokens come."""
+        return event(self._chunk(news, usage))
 
     def end(self, usage: Usage) -> bytes:
         """Return the counts, if they are asked for, and the end."""
@@ -160,6 +159,7 @@ class UsageCounter:
         self._num_completion_tokens = 0
         self._receipt = Receipt()
         self._ended: set[str] = set()
+        self.metrics: list[RequestMetrics] = []
         self.finish_reasons: list[str] = []
 
     def add(self, output: RequestOutput, completions: Iterable[CompletionOutput]) -> None:
@@ -167,6 +167,7 @@ class UsageCounter:
         self._prompts[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
         if output.finished and output.metrics is not None and output.request_id not in self._ended:
             self._ended.add(output.request_id)
+            self.metrics.append(output.metrics)
             self._receipt.computed_tokens += output.metrics.num_computed_tokens
             self._receipt.recomputed_tokens += output.metrics.num_recomputed_tokens
             self._receipt.wasted_tokens += output.metrics.num_wasted_tokens
@@ -214,35 +215,44 @@ def read_timeout(http_request: Request, limit_s: float) -> float:
 
 
 async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
-    """Answer a job; when the client leaves, its requests are aborted.
+    """Answer a job, whole or as a stream; when the client leaves, its requests are aborted.
 
     A stream's status is sent with its first event, so that whatever refuses a request still has a status of its own.
     """
-    try:
-        return await _answer(service, http_request, job, reply)
-    except RequestError as error:
-        error.parameter = job.spelled.get(error.parameter or "", error.parameter)
-        raise
-
-
-async def _answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
     if not job.stream:
-        outputs = await unless_disconnected(http_request, _whole(service, job))
-        usage = UsageCounter()
-        for output in outputs:
-            usage.add(output, output.outputs)
-        note(http_request, job, usage)
-        if len(outputs) > _MANY:
-            content = await asyncio.to_thread(lambda: encoder.encode(reply.whole(outputs, usage.usage())))
-        else:
-            content = encoder.encode(reply.whole(outputs, usage.usage()))
-        return Response(content, media_type="application/json")
-    news = _news(service, job)
-    first = await _begun(http_request, news, service.config.stream_keep_alive_s)
+        return await answer_whole(service, http_request, job, reply)
+    with _spelling(job):
+        news = _news(service, job)
+        first = await _begun(http_request, news, service.config.stream_keep_alive_s)
     usage = UsageCounter()
     note(http_request, job, usage)
     events = _events(_chain(first, news), job, reply, usage)
     return EventStream(events, first, news, job.place, service.config.stream_keep_alive_s)
+
+
+async def answer_whole(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
+    """Answer a job when all of its outputs are there; when the client leaves, its requests are aborted."""
+    with _spelling(job):
+        outputs = await unless_disconnected(http_request, _whole(service, job))
+    usage = UsageCounter()
+    for output in outputs:
+        usage.add(output, output.outputs)
+    note(http_request, job, usage)
+    if len(outputs) > _MANY:
+        content = await asyncio.to_thread(lambda: encoder.encode(reply.whole(outputs, usage.usage())))
+    else:
+        content = encoder.encode(reply.whole(outputs, usage.usage()))
+    return Response(content, media_type="application/json")
+
+
+@contextlib.contextmanager
+def _spelling(job: Job) -> Iterator[None]:
+    """Name the parameter that an error is about as the client did."""
+    try:
+        yield
+    except RequestError as error:
+        error.parameter = job.spelled.get(error.parameter or "", error.parameter)
+        raise
 
 
 def note(http_request: Request, job: Job, usage: UsageCounter) -> None:

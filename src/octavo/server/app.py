@@ -68,7 +68,7 @@ def create_app(service: Service) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(AuditMiddleware, metrics=service.metrics)
+    app.add_middleware(AuditMiddleware, metrics=service.metrics, tracing=service.tracing)
     return app
 
 

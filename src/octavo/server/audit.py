@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from octavo.server.metrics import Metrics
+    from octavo.server.tracing import Tracing
 
 logger = logging.getLogger("octavo.audit")
 _ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
@@ -28,12 +29,12 @@ class AuditMiddleware:
     """Outermost of all: sees every request, what became of it, and how long it took.
 
     Takes the client's X-Request-Id where it is a plain one, else makes one; the answer has it as a header. Routes add
-    to `request.state.audit` what a line shall tell.
+    to `request.state.audit` what a line shall tell. tracing: what makes a span of it as well.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing | None = None) -> None:
         self.app = app
-        self._metrics = metrics
+        self._metrics, self._tracing = metrics, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass everything on."""
@@ -63,8 +64,11 @@ class AuditMiddleware:
             handler = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self._metrics.count_answer(method, handler, status)
+            seconds = time.monotonic() - start
+            if self._tracing is not None:
+                self._tracing.tell(scope, request_id.decode(), status, seconds, state["audit"])
             if scope["path"] not in _QUIET:
-                _log(scope, state, request_id.decode(), status, time.monotonic() - start)
+                _log(scope, state, request_id.decode(), status, seconds)
 
 
 def _request_id(scope: Scope) -> bytes:

@@ -108,12 +108,15 @@ class ChatReply(OpenAIReply):
         self._answers: dict[int, _Answer] = {}
 
     def news(self, news: News, usage: Usage | None) -> bytes:
-        """Return a chunk; the first one of a choice has the role, the last one the finish_reason."""
+        """Return a chunk; the first one of a choice has the role, the last one the finish_reason.
+
+        Plain content has a chunk for each step, empty where its text is held back.
+        """
         completion = news.completion
         answer = self._answers.setdefault(news.choice, _Answer(self._form))
         delta = answer.grow(completion)
-        if not (news.is_first or delta is not None or completion.logprobs or completion.finished):
-            return b""
+        if delta is None and not (news.is_first or completion.logprobs or completion.finished or self._form.is_plain):
+            return b""  # a parser waits for more
         choice = ChatChunkChoice(
             news.choice, delta or ChatDelta(content=""), chat_logprobs(completion.logprobs, self._num_top)
         )

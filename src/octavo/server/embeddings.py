@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from octavo.engine.embedding import embedding
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
-from octavo.server.answering import Job, News, answer, read_timeout
+from octavo.server.answering import Job, answer_whole, read_timeout
 from octavo.server.completions import read_prompts
 from octavo.server.openai_requests import Priority  # noqa: TC001 - pydantic reads the types of fields
 
@@ -87,7 +87,7 @@ async def create_embeddings(service: Service, http_request: Request, request: Em
             cache_salt=request.cache_salt,
             spelled={"prompt": "input"},
         )
-        return await answer(service, http_request, job, EmbeddingReply(job, request))
+        return await answer_whole(service, http_request, job, EmbeddingReply(job, request))
 
 
 class EmbeddingReply:
@@ -96,18 +96,6 @@ class EmbeddingReply:
     def __init__(self, job: Job, request: EmbeddingRequest) -> None:
         self._job = job
         self._request = request
-
-    def news(self, news: News, usage: Usage | None) -> bytes:
-        """Nobody asks for a stream."""
-        raise NotImplementedError
-
-    def end(self, usage: Usage) -> bytes:
-        """Nobody asks for a stream."""
-        raise NotImplementedError
-
-    def error(self, error: Exception) -> bytes:
-        """Nobody asks for a stream."""
-        raise NotImplementedError
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> EmbeddingList:
         """Return all vectors."""

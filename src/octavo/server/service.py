@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams
     from octavo.server.admission import Place
     from octavo.server.tenants import Tenant
+    from octavo.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 class Service:
     """One engine under its served names, who may use it, and how much of it is taken. Used on one event loop only.
 
-    Raises `ConfigError` where the file of keys cannot be used.
+    Raises `ConfigError` where the file of keys cannot be used, or packages are missing for what is asked for.
     """
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig | None = None) -> None:
@@ -45,6 +46,7 @@ class Service:
         self.model_names = self.config.served_model_names or (self.model_info.name,)
         self.admission = Admission(self.config.max_open_requests, self.config.max_waiting_tokens)
         self.metrics = Metrics(self)
+        self.tracing = _make_tracing(self.config.otlp_traces_endpoint)
         self.keyring: Keyring | None = None
         self._read_keys()
         inputs = llm.engine.input_processor
@@ -183,3 +185,14 @@ class Service:
             await self.llm.call(end)
         except EngineDeadError:
             logger.warning("the engine is dead already; its requests have heard of it")
+
+
+def _make_tracing(endpoint: str | None) -> Tracing | None:
+    """Return what makes spans, where they are asked for. Raises `ConfigError` without the packages for it."""
+    if endpoint is None:
+        return None
+    try:
+        from octavo.server.tracing import Tracing  # noqa: PLC0415 - packages that few need
+    except ImportError as error:
+        raise ConfigError(f"OpenTelemetry needs {error.name}: pip install 'octavo[otel]'") from error
+    return Tracing(endpoint)

@@ -54,6 +54,8 @@ class GracefulServer(uvicorn.Server):
         await super().shutdown(sockets)
         drain.cancel()
         await asyncio.gather(drain, return_exceptions=True)
+        if self._service.tracing is not None:
+            await asyncio.to_thread(self._service.tracing.close)
 
 
 def check_binding(host: str, config: ServerConfig, *, insecure: bool) -> None:
@@ -93,7 +95,7 @@ def listen(host: str, port: int, *, idle_timeout_s: float = 60.0) -> socket.sock
 def make_server(llm: AsyncLLM, config: ServerConfig) -> GracefulServer:
     """Make a server; `run(sockets=[...])` it with a socket of `listen`. The engine stays its caller's.
 
-    Raises `ConfigError` where the file of API keys cannot be used.
+    Raises `ConfigError` where the file of API keys cannot be used, or packages are missing for what is asked for.
     """
     service = Service(llm, config)
     http = partial(BoundedHttpProtocol, header_timeout_s=config.body_timeout_s)

@@ -285,7 +285,7 @@ class GenerateReply:
         """Return one event for a token; the last one has the text and why it ended."""
         self._text += news.completion.text
         self._num_tokens += len(news.completion.token_ids)
-        return event(self._event(news)) if news.is_visible else b""
+        return event(self._event(news))
 
     def _event(self, news: News) -> StreamEvent:
         completion = news.completion
