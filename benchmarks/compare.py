@@ -147,7 +147,8 @@ def report(results: Results, checkpoint: Path, workloads: Path, pictures: Path |
     data, limits = json.loads(workloads.read_bytes()), results.limits()
     best = {precision: best_possible(work, data, precision, limits) for precision in PRECISIONS}
     print(
-        f"limits: {limits['flops'] / 1e9:.0f} GFLOP/s float32, {limits['byte_ops'] / 1e9:.0f} GOP/s int8, "
+        f"limits: {limits['flops'] / 1e9:.0f} GFLOP/s float32, {limits['bfloat16_flops'] / 1e9:.0f} bfloat16, "
+        f"{limits['byte_ops'] / 1e9:.0f} GOP/s int8, "
         f"{limits['bytes_read'] / 1e9:.1f} GB/s read\n"
     )
     for precision in PRECISIONS:

@@ -214,7 +214,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--isa", default="auto", choices=["auto", "avx512_vnni", "avx512", "avx2", "portable"])
+    parser.add_argument(
+        "--isa", default="auto", choices=["auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
+    )
     parser.add_argument("--linear", default="auto", choices=["auto", "packed", "onednn"])
     parser.add_argument("--only", default="", help="part of the names of the cases to run")
     parser.add_argument("--reference", action="store_true", help="plain torch as well")

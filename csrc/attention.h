@@ -247,6 +247,30 @@ inline void add_values(const AttentionShape& s, const AttentionScratch& memory, 
   }
 }
 
+constexpr int64_t kScoreDepth = 128;  // longest chain of a score: those of wider heads are sums of several
+
+// Scores of one tile for `rows` rows: queries x keys.
+inline void score_rows(const AttentionShape& s, const AttentionScratch& memory, int64_t row, int64_t rows) {
+  const auto multiply = kMultiplyPacked.of_rows[rows];
+  for (int64_t p = 0; p < kTilePositions; p += kPanelColumns) {
+    const float* queries = memory.queries + row * s.dim;
+    const float* keys = memory.keys + p * s.padded_dim;
+    float* scores = memory.scores + row * kTilePositions + p;
+    multiply(queries, keys, smaller(kScoreDepth, s.dim), scores, kTilePositions, true, memory.scores);
+    for (int64_t d = kScoreDepth; d < s.dim; d += kScoreDepth) {
+      float more[kTileRows * kPanelColumns];
+      multiply(queries + d * rows, keys + d * kPanelColumns, smaller(kScoreDepth, s.dim - d), more, kPanelColumns, true,
+               memory.scores);
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t i = 0; i < kPanelColumns; i += kLanes) {
+          float* score = scores + r * kTilePositions + i;
+          store(score, load(score) + load(more + r * kPanelColumns + i));
+        }
+      }
+    }
+  }
+}
+
 // Takes one tile into the sums of up to kTileRows rows from `row` on. Rows that see none of it are left as they are;
 // positions that only some of the rows see are added row by row, so that none multiplies what it may not see.
 inline void attend_rows(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task,
@@ -262,10 +286,7 @@ inline void attend_rows(const AttentionArgs& args, const AttentionShape& s, cons
     any = any || !seen[r].empty();
   }
   if (!any) return;
-  for (int64_t p = 0; p < kTilePositions; p += kPanelColumns) {
-    kMultiplyPacked.of_rows[rows](memory.queries + row * s.dim, memory.keys + p * s.padded_dim, s.dim,
-                                  memory.scores + row * kTilePositions + p, kTilePositions, true, memory.scores);
-  }
+  score_rows(s, memory, row, rows);
   weigh_rows(s, rows, seen, memory.scores + row * kTilePositions, memory.sums + row * (s.padded_dim + 2));
   common.end = larger(common.begin, common.end);
   for (int64_t r = 0; r < rows; ++r) {

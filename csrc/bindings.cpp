@@ -30,22 +30,6 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-std::vector<std::string> instruction_sets() {
-  std::vector<std::string> names;
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-    if (__builtin_cpu_supports("avx512vnni")) names.emplace_back("avx512_vnni");
-    names.emplace_back("avx512");
-  }
-  if (avx2) names.emplace_back("avx2");
-#endif
-  names.emplace_back("portable");
-  return names;
-}
-
 // Whether the processor multiplies bfloat16 itself: twice the rate of float32 (those with AMX have this as well).
 bool multiplies_bfloat16() {
 #if defined(__x86_64__)
@@ -56,10 +40,30 @@ bool multiplies_bfloat16() {
 #endif
 }
 
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> names;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    if (__builtin_cpu_supports("avx512vnni")) {
+      if (multiplies_bfloat16()) names.emplace_back("avx512_bf16");
+      names.emplace_back("avx512_vnni");
+    }
+    names.emplace_back("avx512");
+  }
+  if (avx2) names.emplace_back("avx2");
+#endif
+  names.emplace_back("portable");
+  return names;
+}
+
 const KernelTable& table_of(const std::string& isa) {
   for (const std::string& name : instruction_sets()) {
     if (name != isa) continue;
 #if defined(__x86_64__)
+    if (name == "avx512_bf16") return kAvx512Bf16Kernels;
     if (name == "avx512_vnni") return kAvx512VnniKernels;
     if (name == "avx512") return kAvx512Kernels;
     if (name == "avx2") return kAvx2Kernels;
@@ -248,6 +252,11 @@ class KernelSet {
     return table_.spin_bytes(pool_, rounds);
   }
 
+  int64_t spin_pairs(int64_t rounds) {
+    ThreadPool::Session session(pool_);
+    return table_.spin_pairs(pool_, rounds);
+  }
+
   int64_t read_memory(Address data, int64_t bytes) {
     ThreadPool::Session session(pool_);
     return table_.read_memory(pool_, at<void>(data), bytes);
@@ -316,7 +325,6 @@ NB_MODULE(_kernels, m) {
   m.doc() = "Compiled CPU kernels of octavo.";
   using Released = nb::call_guard<nb::gil_scoped_release>;
   m.def("instruction_sets", &octavo::instruction_sets, "What this processor can run, best first.");
-  m.def("multiplies_bfloat16", &octavo::multiplies_bfloat16);
   m.def("advise_huge_pages", &octavo::advise_huge_pages);
   nb::class_<Program>(m, "Program")
       .def_prop_ro("size", &Program::size)
@@ -345,6 +353,7 @@ NB_MODULE(_kernels, m) {
       .def("top_tokens", &KernelSet::top_tokens, Released())
       .def("spin_fma", &KernelSet::spin_fma, Released())
       .def("spin_bytes", &KernelSet::spin_bytes, Released())
+      .def("spin_pairs", &KernelSet::spin_pairs, Released())
       .def("read_memory", &KernelSet::read_memory, Released())
       .def("gumbel_noise", &KernelSet::gumbel_noise, Released());
 }

@@ -168,11 +168,13 @@ struct KernelTable {
                      int64_t* out_ids);
   int64_t (*spin_fma)(ThreadPool&, int64_t rounds);
   int64_t (*spin_bytes)(ThreadPool&, int64_t rounds);
+  int64_t (*spin_pairs)(ThreadPool&, int64_t rounds);
   int64_t (*read_memory)(ThreadPool&, const void* p, int64_t bytes);
   void (*gumbel_noise)(int64_t seed, int32_t position, int32_t sample_index, int64_t first, int64_t count, float* out);
 };
 
 #if defined(__x86_64__)
+extern const KernelTable kAvx512Bf16Kernels;
 extern const KernelTable kAvx512VnniKernels;
 extern const KernelTable kAvx512Kernels;
 extern const KernelTable kAvx2Kernels;

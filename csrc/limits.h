@@ -60,6 +60,34 @@ inline int64_t spin_bytes(ThreadPool& pool, int64_t rounds) {
   return kPieces * pool.num_threads() * rounds * kChains * kLanes * 8;
 }
 
+// The same of products of bfloat16, two to a lane where the processor has an instruction for them; else they are products
+// of float32.
+inline int64_t spin_pairs(ThreadPool& pool, int64_t rounds) {
+#if defined(OCTAVO_ISA_BF16)
+  pool.reserve_local(sizeof(uint32_t) * 2 * kLanes);
+  parallel(pool, kPieces * pool.num_threads(), [&](int64_t, int thread) {
+    auto* out = static_cast<uint32_t*>(pool.local(thread));
+    store_int(out, splat_int(0x3F803F80u));  // ones
+    store_int(out + kLanes, splat_int(0x3F003F00u));
+    const IVec w = splat_int(static_cast<uint32_t>(rounds) & 0x3F803F80u);
+    Vec sums[kChains];
+    OCTAVO_UNROLL
+    for (int i = 0; i < kChains; ++i) sums[i] = splat(static_cast<float>(i));
+    for (int64_t round = 0; round < rounds; ++round) {
+      const IVec x = load_int(out + round % 2 * kLanes);
+      OCTAVO_UNROLL
+      for (int i = 0; i < kChains; ++i) sums[i] = add_pair_products(sums[i], x, w);
+    }
+    OCTAVO_UNROLL
+    for (int i = 1; i < kChains; ++i) sums[0] = sums[0] + sums[i];
+    store(reinterpret_cast<float*>(out), sums[0]);
+  });
+  return kPieces * pool.num_threads() * rounds * kChains * kLanes * 4;
+#else
+  return spin_fma(pool, rounds);
+#endif
+}
+
 // Reads what lies at p, about `bytes` of it, in several streams per thread. Returns how much it was.
 inline int64_t read_memory(ThreadPool& pool, const void* p, int64_t bytes) {
   const int64_t stream = bytes / (kPieces * pool.num_threads() * kReadStreams) / 64 * 64, piece = stream * kReadStreams;

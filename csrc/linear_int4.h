@@ -7,6 +7,7 @@
 // each operation rounded once. Values w are 0 .. 15; without zero points all of them are 8.
 #pragma once
 
+#include "linear_bf16.h"
 #include "linear_int8.h"
 
 namespace octavo::OCTAVO_ISA {
@@ -205,7 +206,11 @@ void NibbleWeight::multiply(const LinearArgs& args, const NibbleWeight& weight, 
 inline void linear(ThreadPool& pool, const LinearArgs& args) {
   switch (args.weight_dtype) {
     case DType::kFloat32: return linear_of<float>(pool, args);
-    case DType::kBFloat16: return linear_of<bf16>(pool, args);
+    case DType::kBFloat16:
+#if defined(OCTAVO_ISA_BF16)
+      if (args.x_dtype == DType::kBFloat16) return linear_of_pairs(pool, args);
+#endif
+      return linear_of<bf16>(pool, args);
     case DType::kFloat16: return linear_of<f16>(pool, args);
     case DType::kInt8: return linear_of_integers<ByteWeight>(pool, args);
     case DType::kInt4: return linear_of_integers<NibbleWeight>(pool, args);

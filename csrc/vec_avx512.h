@@ -1,4 +1,4 @@
-// Vec on AVX-512 F, BW, VL and DQ, with VNNI where OCTAVO_ISA_VNNI is defined.
+// Vec on AVX-512 F, BW, VL and DQ, with VNNI where OCTAVO_ISA_VNNI is defined, and BF16 where OCTAVO_ISA_BF16 is.
 #pragma once
 
 #include <immintrin.h>
@@ -80,6 +80,12 @@ OCTAVO_INLINE IVec add_nibble_products(IVec sum, IVec w, IVec x) {
   return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(_mm512_maddubs_epi16(w.v, x.v), _mm512_set1_epi16(1)))};
 #endif
 }
+#if defined(OCTAVO_ISA_BF16)
+// Each lane: sum + the two products of its bfloat16.
+OCTAVO_INLINE Vec add_pair_products(Vec sum, IVec x, IVec w) {
+  return {_mm512_dpbf16_ps(sum.v, (__m512bh)x.v, (__m512bh)w.v)};
+}
+#endif
 // The lowest byte of each lane.
 OCTAVO_INLINE void store_bytes(void* p, IVec a) {
   _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));

@@ -43,7 +43,7 @@ def test_the_report(doctor):
     for product in report["products"]:
         work = 2 * product["rows"] * product["out_features"] * product["in_features"]
         assert product["ops_per_s"] == pytest.approx(work / product["seconds"])
-        peak = report["limits"]["byte_ops" if product["precision"] == "int8" else "flops"]
+        peak = report["limits"]["byte_ops" if product["precision"] == "int8" else "bfloat16_flops"]
         shares = product["ops_per_s"] / peak, product["bytes_per_s"] / report["limits"]["bytes_read"]
         assert product["of_limit"] == pytest.approx(max(shares))
     assert all(0 < check["error"] < 0.02 for check in report["checks"])
@@ -76,7 +76,7 @@ def test_a_kernel_that_is_not_exact_is_found(doctor, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--isa", "avx9"], "isa must be one of auto, avx512_vnni"),
+        (["--isa", "avx9"], "isa must be one of auto, avx512_bf16"),
         (["--precision", "int3"], "precision must be one of float32"),
         (["/nowhere"], "/nowhere does not exist"),
     ],

@@ -29,10 +29,9 @@ class Work:
 def best_possible(work: Work, workloads: dict[str, Any], precision: str, limits: dict[str, float]) -> dict[str, float]:
     """Return the limit of each workload, in its unit (see benchmarks/runners/protocol.py).
 
-    Attention, norms and sampling count as nothing. Embeddings and lm_head count 8 bits where weights are int4. Weights
-    of 16 bits are taken to be multiplied in float32, as processors without bf16 instructions do.
+    Attention, norms and sampling count as nothing. Embeddings and lm_head count 8 bits where weights are int4.
     """
-    rate = limits["flops"] if precision == "bf16" else limits["byte_ops"]
+    rate = limits["bfloat16_flops"] if precision == "bf16" else limits["byte_ops"]
     layer_bits, head_bits = _BITS[precision]
     token_bytes = (work.layers * layer_bits + work.lm_head * head_bits) / 8
 

@@ -84,7 +84,7 @@ def measure(
 
 
 def measure_limits(threads: int) -> dict[str, float]:
-    """Return {"flops", "byte_ops", "bytes_read"} a second, as `octavo doctor` measures them."""
+    """Return {"flops", "byte_ops", "bfloat16_flops", "bytes_read"} a second, as `octavo doctor` measures them."""
     result = subprocess.run([sys.executable, "-c", _LIMITS, str(threads)], capture_output=True, text=True, check=True)
     limits: dict[str, float] = json.loads(result.stdout)
     return limits

@@ -209,7 +209,8 @@ def _measure(
     first = kernels.pack_linear(stored, float32_out=wide)
     others = (kernels.pack_linear(stored, float32_out=wide) for _ in range(_COPIES_BYTES // first.num_bytes - 1))
     copies = itertools.cycle([first, *others])
-    peak = limits.flops if precision in _DTYPES else limits.byte_ops
+    peaks = {"int8": limits.byte_ops, "int4": limits.byte_ops, "bfloat16": limits.bfloat16_flops}
+    peak = peaks.get(precision, limits.flops)
     for rows in ROWS[:-1] if wide else ROWS:
         x, count = _rows(precision, rows, depth), 8 if rows <= 32 and not wide else 1
         times = []

@@ -20,7 +20,7 @@ from comparison.limits import Work, best_possible  # noqa: E402
 from comparison.measuring import RunError, measure  # noqa: E402
 from comparison.report import figure, ratios, table  # noqa: E402
 
-LIMITS = {"flops": 1e12, "byte_ops": 4e12, "bytes_read": 1e11}
+LIMITS = {"flops": 5e11, "byte_ops": 4e12, "bfloat16_flops": 1e12, "bytes_read": 1e11}
 
 
 def workloads():

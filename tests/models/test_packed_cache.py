@@ -187,9 +187,10 @@ def test_the_longest_unused_go_first(tmp_path, cache, packs):
     load(paths[0], cache)
     size = kept_files(cache)[0].stat().st_size
     small = PackedCache(3 * size + 1000, cache.directory)
+    layout = CpuKernels(linear="packed", num_threads=1).layout
     for index, path in enumerate(paths[:3]):
         load(path, small)
-        os.utime(small.path(path, "panels 1", "bfloat16", "int8"), (index + 1, index + 1))
+        os.utime(small.path(path, layout, "bfloat16", "int8"), (index + 1, index + 1))
     load(paths[0], small)  # used: now it is the youngest
     load(paths[3], small)
     packs.clear()

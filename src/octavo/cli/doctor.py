@@ -27,7 +27,7 @@ Isa = Annotated[
     str,
     typer.Option(
         "--isa",
-        metavar="auto|avx512_vnni|avx512|avx2|portable",
+        metavar="auto|avx512_bf16|avx512_vnni|avx512|avx2|portable",
         help="Examine this instruction set instead of the best one, and tell what is lost by it.",
     ),
 ]
@@ -43,7 +43,7 @@ Precisions = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4")
-_ISAS = ("auto", "avx512_vnni", "avx512", "avx2", "portable")
+_ISAS = ("auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
 
 
 @command(
@@ -109,8 +109,9 @@ def show(report: Report) -> None:
         best, own = report.best_limits, report.limits
         typer.echo(f"lost       {report.instruction_sets[0]} would give {describe(best)}:")
         typer.echo(
-            f"           {1 - own.flops / best.flops:.0%} of the float32 and {1 - own.byte_ops / best.byte_ops:.0%} of "
-            "the int8 arithmetic are lost"
+            f"           {1 - own.flops / best.flops:.0%} of the float32, "
+            f"{1 - own.bfloat16_flops / best.bfloat16_flops:.0%} of the bfloat16 and "
+            f"{1 - own.byte_ops / best.byte_ops:.0%} of the int8 arithmetic are lost"
         )
     typer.echo("")
     rows = sorted({product.rows for product in report.products})
@@ -140,6 +141,7 @@ def show(report: Report) -> None:
 def describe(limits: Limits) -> str:
     """Say rates in one line."""
     return (
-        f"{limits.flops / 1e9:.0f} GFLOP/s float32, {limits.byte_ops / 1e9:.0f} GOP/s int8, "
+        f"{limits.flops / 1e9:.0f} GFLOP/s float32, {limits.bfloat16_flops / 1e9:.0f} bfloat16, "
+        f"{limits.byte_ops / 1e9:.0f} GOP/s int8, "
         f"{limits.bytes_read / 1e9:.1f} GB/s read"
     )

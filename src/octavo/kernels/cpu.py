@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-Isa = Literal["auto", "avx512_vnni", "avx512", "avx2", "portable"]
+Isa = Literal["auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
 LinearBackend = Literal["auto", "packed", "onednn"]
 
 _DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}  # csrc/types.h
@@ -40,9 +40,9 @@ _ATTENTION_ROWS = 168  # as in csrc/attention.h
 class CpuKernels:
     """Kernels for one instruction set on a pool of threads of their own.
 
-    isa: "auto" is the best that the processor has. linear: "packed" is our own matrix product; "onednn" is torch's, for
-    bfloat16 weights that meet bfloat16 activations and pass its self-check; "auto" is "onednn" where the processor
-    multiplies bfloat16 itself. num_threads: None takes one for each usable core (`octavo.kernels.machine`).
+    isa: "auto" is the best that the processor has. linear: "packed" is our own matrix product, and what "auto" means;
+    "onednn" is torch's, for bfloat16 weights that meet bfloat16 activations and pass its self-check. num_threads: None
+    takes one for each usable core (`octavo.kernels.machine`).
 
     Where there is a thread for each of them, all threads but the caller's are pinned, each to a core of its own. Fewer
     threads are left to the system: it may be that others compute on the same machine.
@@ -55,7 +55,7 @@ class CpuKernels:
 
         self._module = _kernels
         self.isa = _kernels.instruction_sets()[0] if isa == "auto" else isa
-        self.uses_onednn = linear == "onednn" or (linear == "auto" and bool(_kernels.multiplies_bfloat16()))
+        self.uses_onednn = linear == "onednn"
         self.has_own_threads = not self.uses_onednn
         self._verdicts: dict[tuple[int | bool, ...], bool] = {}
         self.kernel_set = _kernels.KernelSet(self.isa, num_threads or default_num_threads(), usable_cores())
@@ -88,7 +88,9 @@ class CpuKernels:
 
         Who multiplies belongs to it: what another machine packed must not decide which kernel serves on this one.
         """
-        return "panels 1 and oneDNN" if self.uses_onednn else "panels 1"
+        if self.uses_onednn:
+            return "panels 1 and oneDNN"
+        return "panels 1 of pairs" if self.isa == "avx512_bf16" else "panels 1"
 
     def measure_limits(self, num_bytes: int = 512 << 20, rounds: int = 3) -> Limits:
         """Measure what this instruction set gives on these threads, the best of some rounds; takes about a second."""
@@ -107,6 +109,7 @@ class CpuKernels:
         return Limits(
             flops=best(lambda: int(self.kernel_set.spin_fma(1 << 19))),
             byte_ops=best(lambda: int(self.kernel_set.spin_bytes(1 << 19))),
+            bfloat16_flops=best(lambda: int(self.kernel_set.spin_pairs(1 << 19))),
             bytes_read=best(lambda: int(self.kernel_set.read_memory(data.data_ptr(), num_bytes))),
         )
 
@@ -403,7 +406,7 @@ def _packed_bytes(dtype_number: int, out_features: int, in_features: int, int4: 
 
 @dataclass(frozen=True, slots=True)
 class _OneDnnWeight:
-    """A weight in oneDNN's blocked layout, through torch: faster than ours where the processor multiplies bfloat16."""
+    """A weight in oneDNN's blocked layout, through torch: what ours is compared with."""
 
     data: Tensor
     bias: Tensor | None

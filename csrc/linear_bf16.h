@@ -1,0 +1,153 @@
+// Matrix products of bfloat16 weights and bfloat16 activations by the instruction that processors have for them: each lane
+// of a sum takes two products at once, those of k and k + 1, and twice as many a second as of float32.
+//
+// Every output is one chain of these over pairs of k ascending, then + bias, then one rounding: the same whatever the number
+// of rows. What the instruction rounds between the two products is its own (subnormal numbers are zero to it): results
+// differ in their last bits from those of other instruction sets, as do those of oneDNN, which uses it as well.
+#pragma once
+
+#include "quantized_rows.h"
+
+namespace octavo::OCTAVO_ISA {
+
+#if defined(OCTAVO_ISA_BF16)
+
+constexpr int kPairRows = 14, kPairSums = 16;   // rows of a tile; accumulators of few rows, which take several panels
+constexpr int64_t kPairBytes = 4 * kPanelColumns;  // two k of one panel
+
+// Some rows as the product reads them.
+struct PairTile {
+  uint32_t* words;  // [pairs of k][rows], two bfloat16 each
+  int64_t first;    // row of the output
+};
+
+// `m` rows from row tile.first on; k beyond the row is zero. Sixteen pairs of each row become sixteen columns at once.
+inline void pack_pairs(const LinearArgs& args, int64_t m, const PairTile& tile) {
+  const int64_t pairs = divide_up(args.k, 2);
+  const bf16* x = static_cast<const bf16*>(args.x) + tile.first * args.x_stride;
+  for (int64_t i = 0; i < pairs; i += kLanes) {
+    Vec block[kLanes];
+    OCTAVO_UNROLL
+    for (int r = 0; r < kLanes; ++r) {
+      const int64_t values = smaller(int64_t{2 * kLanes}, args.k - 2 * i);
+      block[r] = splat(0.0f);
+      if (r >= m) continue;
+      const bf16* row = x + r * args.x_stride + 2 * i;
+      if (values == 2 * kLanes) {
+        block[r] = as_float(load_int(row));
+      } else {
+        bf16 buffer[2 * kLanes] = {};
+        std::memcpy(buffer, row, static_cast<size_t>(values) * sizeof(bf16));
+        block[r] = as_float(load_int(buffer));
+      }
+    }
+    transpose(block);
+    uint32_t* out = tile.words + i * m;
+    for (int64_t j = 0; j < smaller(int64_t{kLanes}, pairs - i); ++j, out += m) {
+      if ((pairs - i - j) * m >= kLanes) {
+        store_int(out, as_int(block[j]));  // what is too much is overwritten by the next one
+      } else {
+        uint32_t buffer[kLanes];
+        store_int(buffer, as_int(block[j]));
+        std::memcpy(out, buffer, static_cast<size_t>(m) * sizeof(uint32_t));
+      }
+    }
+  }
+}
+
+// P panels from `panel` on for the M rows of a tile.
+template <int M, int P>
+void multiply_pairs(const LinearArgs& args, const PairTile& tile, int64_t panel) {
+  constexpr int V = kPanelColumns / kLanes;
+  Vec sums[P][M][V];
+  OCTAVO_UNROLL
+  for (int p = 0; p < P; ++p) {
+    OCTAVO_UNROLL
+    for (int m = 0; m < M; ++m) {
+      OCTAVO_UNROLL
+      for (int v = 0; v < V; ++v) sums[p][m][v] = splat(0.0f);
+    }
+  }
+  const int64_t bytes = divide_up(args.k, 2) * kPairBytes;
+  const char* w = static_cast<const char*>(args.weight) + panel * bytes;
+  const uint32_t* x = tile.words;
+  for (int64_t offset = 0; offset < bytes; offset += kPairBytes) {
+    IVec columns[P][V];
+    OCTAVO_UNROLL
+    for (int p = 0; p < P; ++p) {
+      const char* pair = w + p * bytes + offset;
+      OCTAVO_UNROLL
+      for (int line = 0; line < V; ++line) __builtin_prefetch(pair + kPrefetchBytes + line * 64);
+      OCTAVO_UNROLL
+      for (int v = 0; v < V; ++v) columns[p][v] = load_int(pair + v * 64);
+    }
+    OCTAVO_UNROLL
+    for (int m = 0; m < M; ++m) {
+      const IVec two = splat_int(x[m]);
+      OCTAVO_UNROLL
+      for (int p = 0; p < P; ++p) {
+        OCTAVO_UNROLL
+        for (int v = 0; v < V; ++v) sums[p][m][v] = add_pair_products(sums[p][m][v], two, columns[p][v]);
+      }
+    }
+    x += M;
+  }
+  for (int p = 0; p < P; ++p) {
+    alignas(64) float stored[M][kPanelColumns];
+    OCTAVO_UNROLL
+    for (int m = 0; m < M; ++m) {
+      OCTAVO_UNROLL
+      for (int v = 0; v < V; ++v) store(&stored[m][v * kLanes], sums[p][m][v]);
+    }
+    write_sums(args, stored[0], kPanelColumns, tile.first, M, (panel + p) * kPanelColumns, kPanelColumns);
+  }
+}
+
+// `count` panels from `first` on for a tile of M rows, as many at once as there are registers for.
+template <int M>
+void multiply_pair_panels(const LinearArgs& args, const PairTile& tile, int64_t first, int64_t count) {
+  constexpr int P = panels_at_once(M, kPanelColumns / kLanes, kPairSums);
+  int64_t panel = first;
+  for (; panel + P <= first + count; panel += P) multiply_pairs<M, P>(args, tile, panel);
+  for (; panel < first + count; ++panel) multiply_pairs<M, 1>(args, tile, panel);
+}
+
+// multiply_pair_panels for 1 .. kPairRows rows.
+struct PairFunctions {
+  decltype(&multiply_pair_panels<1>) of_rows[kPairRows + 1];
+  constexpr PairFunctions() : PairFunctions(std::make_integer_sequence<int, kPairRows>()) {}
+  template <int... I>
+  constexpr explicit PairFunctions(std::integer_sequence<int, I...>)
+      : of_rows{nullptr, multiply_pair_panels<I + 1>...} {}
+};
+
+// In blocks of rows that stay in cache, each of tiles of nearly equal height.
+inline void linear_of_pairs(ThreadPool& pool, const LinearArgs& args) {
+  if (args.rows == 0) return;
+  static constexpr PairFunctions kMultiply;
+  const int64_t pairs = divide_up(args.k, 2), panels = divide_up(args.n, kPanelColumns);
+  const int64_t most_rows = larger(int64_t{kPairRows}, kBlockBytes / (4 * pairs) / kPairRows * kPairRows);
+  const int64_t blocks = divide_up(args.rows, most_rows), block_rows = divide_up(args.rows, blocks);
+  const int64_t tiles = divide_up(block_rows, kPairRows), tile_rows = divide_up(block_rows, tiles);
+  const int64_t group =
+      tiles == 1 ? panels_at_once(static_cast<int>(tile_rows), kPanelColumns / kLanes, kPairSums) : 1;
+  auto* words = static_cast<uint32_t*>(pool.shared(static_cast<size_t>(block_rows * pairs) * sizeof(uint32_t)));
+  for (int64_t first = 0; first < args.rows; first += block_rows) {
+    const int64_t rows = smaller(block_rows, args.rows - first);
+    const auto tile_at = [&](int64_t row) { return PairTile{words + row * pairs, first + row}; };
+    parallel(pool, divide_up(rows, tile_rows), [&](int64_t tile, int) {
+      const int64_t row = tile * tile_rows;
+      pack_pairs(args, smaller(tile_rows, rows - row), tile_at(row));
+    });
+    parallel(pool, divide_up(panels, group), [&](int64_t task, int) {
+      const int64_t panel = task * group;
+      for (int64_t row = 0; row < rows; row += tile_rows) {
+        kMultiply.of_rows[smaller(tile_rows, rows - row)](args, tile_at(row), panel, smaller(group, panels - panel));
+      }
+    });
+  }
+}
+
+#endif
+
+}  // namespace octavo::OCTAVO_ISA
