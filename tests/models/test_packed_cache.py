@@ -187,6 +187,8 @@ def test_the_longest_unused_go_first(tmp_path, cache, packs):
     load(paths[0], cache)
     size = kept_files(cache)[0].stat().st_size
     small = PackedCache(3 * size + 1000, cache.directory)
+    from octavo.kernels.cpu import CpuKernels
+
     layout = CpuKernels(linear="packed", num_threads=1).layout
     for index, path in enumerate(paths[:3]):
         load(path, small)
