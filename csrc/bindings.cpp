@@ -1,5 +1,9 @@
 // octavo._kernels: the kernels for Python. Tensors come as addresses (tensor.data_ptr()), shapes and strides, so that a call
 // costs about two microseconds and this library needs no torch. Callers have checked types and shapes.
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -35,6 +39,16 @@ bool multiplies_bfloat16() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+// Whether it multiplies tiles of bfloat16 (AMX), which oneDNN makes use of and we do not yet.
+bool multiplies_tiles() {
+#if defined(__x86_64__)
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx >> 22 & 1) != 0;
 #else
   return false;
 #endif
@@ -324,6 +338,7 @@ NB_MODULE(_kernels, m) {
   using namespace octavo;
   m.doc() = "Compiled CPU kernels of octavo.";
   using Released = nb::call_guard<nb::gil_scoped_release>;
+  m.def("multiplies_tiles", &octavo::multiplies_tiles, "Whether the processor multiplies tiles of bfloat16 (AMX).");
   m.def("instruction_sets", &octavo::instruction_sets, "What this processor can run, best first.");
   m.def("advise_huge_pages", &octavo::advise_huge_pages);
   nb::class_<Program>(m, "Program")

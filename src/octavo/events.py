@@ -252,7 +252,7 @@ class RecentEvents:
     They are numbered from 0 on; num_seen is the number of the next one. weight: of those that are kept.
     """
 
-    def __init__(self, max_weight: int = 50_000) -> None:
+    def __init__(self, max_weight: int = 200_000) -> None:
         self.num_seen = self.weight = 0
         self._max_weight = max_weight
         self._events: deque[Event] = deque()
@@ -265,10 +265,14 @@ class RecentEvents:
         while self.weight > self._max_weight and len(self._events) > 1:
             self.weight -= weight_of(self._events.popleft())
 
+    @property
+    def first_kept(self) -> int:
+        """The number of the oldest one that is kept; of the next one where none is."""
+        return self.num_seen - len(self._events)
+
     def since(self, number: int) -> list[Event]:
         """Return those from that number on, as far as they are still kept."""
-        first = self.num_seen - len(self._events)
-        return list(islice(self._events, max(number - first, 0), None))
+        return list(islice(self._events, max(number - self.first_kept, 0), None))
 
 
 def weight_of(event: Event) -> int:

@@ -120,6 +120,20 @@ def test_who_comes_late_hears_the_past(monkeypatch):
     assert [bool(glimpse.blocks) for glimpse in glimpses] == [False] * (len(glimpses) - 1) + [True]
 
 
+def test_who_missed_something_begins_anew():
+    engine = make_engine()
+    engine.core.recent._max_weight = 50
+    watcher = Lookout(engine.core)
+    list(watcher.look())
+    engine.generate("hello", SamplingParams(max_tokens=3))
+    assert [glimpse.is_first for glimpse in watcher.look()] == [False]
+    for _ in range(5):
+        engine.generate("hello", SamplingParams(max_tokens=30, ignore_eos=True))
+    assert [glimpse.is_first for glimpse in watcher.look()] == [True], "more happened than is kept"
+    engine.step()
+    assert not any(glimpse.is_first for glimpse in watcher.look())
+
+
 def queued(glimpses):
     """Return which requests came."""
     return [e.request_id for each in list(glimpses) for e in each.events if isinstance(e, RequestQueued)]

@@ -6,12 +6,14 @@ import base64
 import contextlib
 import json
 import re
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from fakes import FakeExecutor
 from running import run_server, wait_until
 
 from octavo.server.dashboard import feed
@@ -188,11 +190,31 @@ def test_s21_a_password_that_a_browser_adds_counts_for_the_servers_own_pages_onl
     body = {"prompt": "x", "max_tokens": 1}
     with running.http() as http:
         for site, status in (("same-origin", 200), ("none", 200), ("cross-site", 401), ("same-site", 401), ("", 401)):
-            headers = basic(keys["operator"], **{"Sec-Fetch-Site": site})
+            headers = basic(keys["operator"], **{"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "cors"})
             assert http.get("/dashboard", headers=headers).status_code == status, site
             assert http.post("/v1/completions", json=body, headers=headers).status_code == status, site
+        opened = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+        for method, path, status in (
+            ("GET", "/dashboard", 200),  # a link in a wiki
+            ("GET", "/dashboard/events", 401),
+            ("POST", "/v1/completions", 401),
+        ):
+            headers = basic(keys["operator"], **opened)
+            assert http.request(method, path, json=body, headers=headers).status_code == status
+        own = {"Origin": running.url}
+        assert http.post("/v1/completions", json=body, headers=basic(keys["operator"], **own)).status_code == 200
         bearer = {"Authorization": f"Bearer {keys['operator']}", "Sec-Fetch-Site": "cross-site"}
         assert http.get("/v1/models", headers=bearer).status_code == 200, "a page that knows the key may ask"
+
+
+def test_s21_a_browser_that_says_nothing_must_have_no_other_origin() -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    with run_server(api_key="secret", allowed_origins=("*",)) as running, running.http() as http:
+        for origin, status in ((running.url, 200), ("http://evil.example", 401)):
+            headers = basic("secret", Origin=origin)
+            assert http.post("/v1/completions", json=body, headers=headers).status_code == status
+        bearer = {"Authorization": "Bearer secret", "Origin": "http://evil.example"}
+        assert http.post("/v1/completions", json=body, headers=bearer).status_code == 200
 
 
 def test_nobody_is_told_when_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +249,38 @@ def test_too_many_watchers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
                 return response.status_code == 200
 
         wait_until(has_room, "the place of one who left is free")
+
+
+def test_a_burst_takes_no_more_places_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "MAX_WATCHERS", 3)
+    statuses = []
+    with run_server() as running, contextlib.ExitStack() as stack:
+
+        def watch() -> None:
+            http = stack.enter_context(running.http())
+            statuses.append(stack.enter_context(http.stream("GET", "/dashboard/events")).status_code)
+
+        threads = [threading.Thread(target=watch) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(statuses) == [200] * 3 + [429] * 9
+
+
+def test_who_leaves_before_the_engine_heard_of_it_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "LINGER_S", 0.05)
+    executor = FakeExecutor()
+    executor.gate.clear()  # the engine's thread stands in a step
+    with run_server(executor) as running, running.http() as http:
+        asking = threading.Thread(target=lambda: http.post("/v1/completions", json=BODY))
+        asking.start()
+        wait_until(lambda: running.num_unfinished, "a step is under way")
+        with running.http() as other, pytest.raises(httpx.TimeoutException):
+            other.get("/dashboard/events", timeout=0.3)
+        executor.gate.set()
+        asking.join()
+        wait_until(lambda: running.engine._lookout is None, "nobody is told any more")
 
 
 def test_a_server_that_closes_says_goodbye() -> None:

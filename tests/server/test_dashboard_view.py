@@ -11,12 +11,19 @@ from fakes import make_engine
 
 from octavo.engine.llm_engine import Engine
 from octavo.engine.lookout import Lookout
-from octavo.events import RequestFinished, RequestPreempted, StepCompleted, StepScheduled
+from octavo.events import (
+    RequestAdmitted,
+    RequestFinished,
+    RequestPreempted,
+    RequestQueued,
+    StepCompleted,
+    StepScheduled,
+)
 from octavo.glimpse import BlockMap, Glimpse
 from octavo.request import RequestStatus
 from octavo.sampling_params import SamplingParams
 from octavo.server.dashboard import view as view_module
-from octavo.server.dashboard.view import Cursor, LiveView, percentile
+from octavo.server.dashboard.view import Cursor, LiveView, Times, percentile
 
 LIVE = {"waiting", "prompt", "generating", "preempted"}
 
@@ -27,15 +34,17 @@ class Page:
     def __init__(self) -> None:
         self.states: list[int] = []
         self.tables: dict[int, list[int]] = {}
-        self.seconds: list[list[Any]] = []
+        self.seconds: dict[int, list[Any]] = {}
+        self.names: dict[int, str] = {}
         self.steps: list[list[Any]] = []
         self.num_left_out = self.num_resets = 0
 
     def take(self, frame: dict[str, Any]) -> None:
         if frame["is_first"]:
             self.num_resets += 1
-            self.seconds, self.steps, self.num_left_out = [], [], 0
-        self.seconds += frame["seconds"]
+            self.seconds, self.steps, self.num_left_out, self.names = {}, [], 0, {}
+        self.seconds |= {row[0]: row for row in frame["seconds"]}
+        self.names |= dict(frame["names"])
         self.steps += frame["steps"]
         self.num_left_out += frame["steps_left_out"]
         change = frame["blocks"]
@@ -100,6 +109,7 @@ class Watched:
             numbers = view.numbers()
             tables = {numbers[name]: list(r.sequence.block_table) for name, r in scheduler.requests.items()}
             assert self.page.tables == {number: table for number, table in tables.items() if table}
+            assert numbers.items() <= {name: number for number, name in self.page.names.items()}.items()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -112,10 +122,10 @@ def test_the_view_is_the_engine(seed: int) -> None:
     done = [event for event in watched.events if isinstance(event, StepCompleted)]
     seconds = list(view._seconds.values())
     assert sum(each.generated for each in seconds) == sum(sum(event.num_new_tokens.values()) for event in done)
-    firsts = sum(len(each.ttft) for each in seconds)
+    firsts = sum(len(each.ttft.values) for each in seconds if each.ttft)
     assert firsts == sum(bool(row["ttft"] is not None) for row in (s.row(0) for s in view._shown.values()))
     num_news = sum(1 for event in done for count in event.num_new_tokens.values() if count)
-    assert firsts + sum(len(each.itl) for each in seconds) == num_news
+    assert firsts + sum(len(each.itl.values) for each in seconds if each.itl) == num_news
     page.take(watched.cursor.frame())
     assert len(page.steps) + page.num_left_out == of[StepScheduled]
     scheduled = [event for event in watched.events if isinstance(event, StepScheduled)]
@@ -149,7 +159,7 @@ def test_a_watcher_who_comes_back_late_gets_what_is_kept() -> None:
         watched.engine.add_request("again", "x", SamplingParams(max_tokens=2, ignore_eos=True))
         while watched.engine.has_unfinished_requests():
             watched.engine.step()
-    watched.look()
+        watched.look()
     watched.page.take(watched.cursor.frame())
     page, view = watched.page, watched.view
     assert page.num_left_out > 0
@@ -164,7 +174,7 @@ def test_nothing_grows_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(view._ended) <= 20
     assert len(view._shown) <= 20 + len(watched.engine.core.scheduler.requests)
     assert len(view.rows()) <= 100
-    assert view.recent.weight <= 50_000
+    assert view.recent.weight <= 200_000
 
 
 def test_a_new_life_of_the_engine_begins_anew() -> None:
@@ -192,18 +202,51 @@ def test_who_began_before_all_that_is_known_harms_nothing() -> None:
     assert sum(each.generated for each in view._seconds.values()) == 9
 
 
-def test_seconds_have_no_gaps() -> None:
+def test_seconds_have_no_gaps_and_late_news_reach_who_watches() -> None:
     now = 100.0
-    view = LiveView(lambda: now)
-    view.take(Glimpse([StepScheduled(1, 90.2, {"a": 3}, 3, 1, 2, 0.5), StepCompleted(1, 90.4, {"a": 1})]))
-    view.take(Glimpse([StepScheduled(2, 95.2, {"a": 1}, 1, 1, 0, 0.6), StepCompleted(2, 95.4, {"a": 1})]))
-    rows = view.seconds_since(0)
-    assert [row[0] for row in rows] == list(range(90, 100))
-    assert [row[2] for row in rows] == [1, 0, 0, 0, 0, 1, 0, 0, 0, 0]
+    view, page = LiveView(lambda: now), Page()
+    cursor = Cursor(view)
+
+    def charted() -> dict[int, tuple[int, int]]:
+        page.take(cursor.frame())
+        fresh = Page()
+        fresh.take(Cursor(view).frame())
+        assert fresh.seconds == page.seconds, "who comes later sees the same"
+        return {second: (row[1], row[2]) for second, row in page.seconds.items()}
+
+    queued = RequestQueued(1, 90.0, "a", 4000, 0, "", 0, 90.0)
+    admitted = RequestAdmitted(1, 90.0, "a", 0, 4000, resumed=False)
+    view.take(Glimpse([queued, admitted, StepScheduled(1, 90.2, {"a": 3000}, 3000, 1, 2, 0.5)]))
+    view.take(Glimpse([StepCompleted(1, 90.4, {"a": 0})]))
+    assert charted() == {90: (3000, 0), **dict.fromkeys(range(91, 100), (0, 0))}
+    now = 103.5  # meanwhile a long step began at 97.2, of which nobody has heard
+    assert charted()[97] == (0, 0)
+    view.take(Glimpse([StepScheduled(2, 97.2, {"a": 1000}, 1000, 1, 0, 0.6), StepCompleted(2, 103.4, {"a": 1})]))
+    assert charted()[97] == (1000, 0)
+    now = 105.0
+    told = charted()
+    assert told[103] == (0, 1)
+    assert list(told) == list(range(90, 105))
+    assert page.seconds[103][6] == pytest.approx(13.4), "the first token came then"
     now = 2000.0
-    assert len(view.seconds_since(0)) <= view_module.HISTORY_S
     view.take(Glimpse([]))
-    assert view._seconds == {}
+    assert len(view._seconds) <= view_module.HISTORY_S + 1
+
+
+def test_a_second_keeps_few_times_and_an_old_one_none() -> None:
+    times = Times()
+    for value in range(100_000):
+        times.add(float(value))
+    assert len(times.values) < 512
+    assert percentile(times.values, 0.5) == pytest.approx(50_000, rel=0.02)
+    assert percentile(times.values, 0.99) == pytest.approx(99_000, rel=0.02)
+    view = LiveView(lambda: 200.0)
+    view.take(Glimpse([RequestQueued(1, 100.0, "a", 4, 0, "", 0, 100.0), StepCompleted(1, 100.5, {"a": 1})]))
+    row = view._seconds[100].row(100)
+    assert row[6] == 0.5
+    view.take(Glimpse([StepCompleted(2, 150.0, {"a": 1})]))
+    assert view._seconds[100].ttft is None
+    assert view._seconds[100].row(100) == row
 
 
 def test_percentiles() -> None:

@@ -26,9 +26,9 @@ _END = b"[DONE]"
 
 @dataclass(slots=True)
 class Seen:
-    """One request as its sender saw it. Times in seconds of one clock; token_times: of events that had text or tokens.
+    """One request as its sender saw it. Times in seconds of one clock.
 
-    error: why it did not end well; None where it did.
+    token_times: of its events, but for one that tells nothing but the end. error: why it did not end well, if so.
     """
 
     sent: float
@@ -134,7 +134,7 @@ async def _send(session: aiohttp.ClientSession, target: Target, item: Item) -> S
                 seen.error = f"status {response.status}: {(await response.text())[:200]}"
                 return seen
             await _read(response, seen)
-    except (aiohttp.ClientError, OSError, ValueError) as error:
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         seen.error = f"{type(error).__name__}: {error}"
     seen.ended = time.perf_counter()
     if seen.error is None and seen.num_output_tokens != item.num_output_tokens:
@@ -147,10 +147,10 @@ async def _read(response: aiohttp.ClientResponse, seen: Seen) -> None:
     rest = b""
     async for chunk in response.content.iter_any():
         now = time.perf_counter()
-        *events, rest = (rest + chunk).split(b"\n\n")
-        for event in events:
-            data = event.removeprefix(b"data: ")
-            if event.startswith(b":") or data == _END:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            data = line.removeprefix(b"data:").strip()
+            if not line.startswith(b"data:") or data == _END:
                 continue
             told = json.loads(data)
             if "error" in told:
@@ -158,7 +158,7 @@ async def _read(response: aiohttp.ClientResponse, seen: Seen) -> None:
             if told.get("usage"):
                 seen.num_prompt_tokens = told["usage"]["prompt_tokens"]
                 seen.num_output_tokens = told["usage"]["completion_tokens"]
-            if told.get("choices"):
+            if any(choice.get("text") or choice.get("finish_reason") is None for choice in told.get("choices", ())):
                 seen.token_times.append(now)
 
 

@@ -137,9 +137,9 @@ class AsyncLLM:
         if on_processed is not None:
             on_processed(processed)
         stream = _Stream(timeout_s)
-        self._post(lambda: self._add(processed, stream))
         finished = False
         try:
+            self._post(lambda: self._add(processed, stream))
             await stream.accepted
             while not finished:
                 output = await stream.get()

@@ -38,6 +38,8 @@ class Lookout:
         recent = self._core.recent
         if recent.num_seen == self._num_told and not self._is_first:
             return
+        if recent.first_kept > self._num_told:  # more happened between two looks than is kept: begin anew
+            self._is_first = True
         *parts, last = _parts(recent.since(self._num_told))
         self._num_told = recent.num_seen
         for events in parts:

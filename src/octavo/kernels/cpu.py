@@ -40,9 +40,10 @@ _ATTENTION_ROWS = 168  # as in csrc/attention.h
 class CpuKernels:
     """Kernels for one instruction set on a pool of threads of their own.
 
-    isa: "auto" is the best that the processor has. linear: "packed" is our own matrix product, and what "auto" means;
-    "onednn" is torch's, for bfloat16 weights that meet bfloat16 activations and pass its self-check. num_threads: None
-    takes one for each usable core (`octavo.kernels.machine`).
+    isa: "auto" is the best that the processor has. linear: "packed" is our own matrix product; "onednn" is torch's, for
+    bfloat16 weights that meet bfloat16 activations and pass its self-check; "auto" is "onednn" only where the processor
+    multiplies tiles (AMX), for which we have no kernel yet. num_threads: None takes one for each usable core
+    (`octavo.kernels.machine`).
 
     Where there is a thread for each of them, all threads but the caller's are pinned, each to a core of its own. Fewer
     threads are left to the system: it may be that others compute on the same machine.
@@ -55,7 +56,7 @@ class CpuKernels:
 
         self._module = _kernels
         self.isa = _kernels.instruction_sets()[0] if isa == "auto" else isa
-        self.uses_onednn = linear == "onednn"
+        self.uses_onednn = linear == "onednn" or (linear == "auto" and bool(_kernels.multiplies_tiles()))
         self.has_own_threads = not self.uses_onednn
         self._verdicts: dict[tuple[int | bool, ...], bool] = {}
         self.kernel_set = _kernels.KernelSet(self.isa, num_threads or default_num_threads(), usable_cores())

@@ -11,8 +11,6 @@ from octavo.server.errors import AuthenticationError, to_http
 from octavo.server.tenants import EVERYBODY
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from octavo.server.service import Service
@@ -47,26 +45,41 @@ class ApiKeyMiddleware:
         keyring = self._service.keyring
         if keyring is None or scope["path"] in OPEN_PATHS:
             return EVERYBODY
-        key = _key(scope["headers"])
+        key = _key(scope)
         return None if key is None else keyring.find(key)
 
 
-def _key(headers: Collection[tuple[bytes, bytes]]) -> bytes | None:
+def _key(scope: Scope) -> bytes | None:
     """Return the one key that is sent, as OpenAI's clients send it, as Anthropic's do, or as a browser does.
 
     Where several headers have a key it must be the same. A browser sends its password with whatever any page makes it
-    ask for: it counts only where the browser says that no other site's page asks.
+    ask for: it counts only for the server's own pages, and for opening one of them.
     """
     keys: dict[bytes, bytes | None] = {}
-    asks_itself = True
-    for name, value in headers:
-        if name == b"sec-fetch-site":
-            asks_itself = asks_itself and value in {b"same-origin", b"none"}
-        elif name in {b"authorization", b"x-api-key"}:
+    is_password = False
+    for name, value in scope["headers"]:
+        if name in {b"authorization", b"x-api-key"}:
             keys[name] = None if name in keys else _read_key(name, value)
-    if any(name == b"authorization" and _scheme(value) == b"basic" for name, value in headers) and not asks_itself:
+            is_password = is_password or (name == b"authorization" and _scheme(value) == b"basic")
+    if is_password and not _asks_itself(scope):
         return None
     return keys.popitem()[1] if len({*keys.values()}) == 1 else None
+
+
+def _asks_itself(scope: Scope) -> bool:
+    """Whether a browser says that one of the server's own pages asks, or its user.
+
+    One that does not say so (over plain HTTP, but for loopback) must name no other Origin.
+    """
+    said: dict[bytes, bytes] = dict(scope["headers"])
+    site = said.get(b"sec-fetch-site")
+    if site is None:
+        own = {scheme + said.get(b"host", b"") for scheme in (b"http://", b"https://")}
+        return said.get(b"origin") in {None, *own}
+    opens_page = (said.get(b"sec-fetch-mode"), said.get(b"sec-fetch-dest")) == (b"navigate", b"document")
+    return site in {b"same-origin", b"none"} or (
+        opens_page and scope["method"] == "GET" and scope["path"] == "/dashboard"
+    )
 
 
 def _scheme(value: bytes) -> bytes:

@@ -37,29 +37,29 @@ class Dashboard:
         self._door = asyncio.Lock()
         self._closing: asyncio.TimerHandle | None = None
 
-    def check_room(self) -> None:
-        """Raise `QueueFullError` where too many watch already."""
+    def enter(self) -> None:
+        """Take a watcher's place, to be given back with `leave`. Raises `QueueFullError` where there is none."""
         if self._num_watchers >= MAX_WATCHERS:
             raise QueueFullError(f"{MAX_WATCHERS} pages are watching already; close one")
+        self._num_watchers += 1
+
+    def leave(self) -> None:
+        """Give a place back; behind the last watcher the engine is left alone, a little later."""
+        self._num_watchers -= 1
+        if not self._num_watchers and self._closing is None:
+            self._closing = asyncio.get_running_loop().call_later(LINGER_S, self._start_closing)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events: `hello` once, then a `frame` a few times a second, `bye` when the server closes.
 
         Who reads slowly is told less often, never more at once.
         """
-        self._num_watchers += 1
-        try:
-            view = await self._open()
-            cursor = Cursor(view)
-            yield _event("hello", self._hello())
-            while not self._service.is_closing:
-                yield _event("frame", {**self._state(), **cursor.frame()})
-                await asyncio.sleep(GLIMPSE_S)
-            yield _event("bye", {})
-        finally:
-            self._num_watchers -= 1
-            if not self._num_watchers:
-                self._close_later()
+        cursor = Cursor(await self._open())
+        yield _event("hello", self._hello())
+        while not self._service.is_closing:
+            yield _event("frame", {**self._state(), **cursor.frame()})
+            await asyncio.sleep(GLIMPSE_S)
+        yield _event("bye", {})
 
     async def explain(self, request_id: str) -> dict[str, Any]:
         """Return where a request's time went. Raises `NotFoundError` for one that is not, or no longer, known."""
@@ -101,7 +101,8 @@ class Dashboard:
                 self._closing.cancel()
                 self._closing = None
             if self._view is None:
-                view = LiveView(self._service.llm.engine.clock)
+                # It is known before the engine hears of it: who leaves meanwhile leaves something to close.
+                view = self._view = LiveView(self._service.llm.engine.clock)
                 loop = asyncio.get_running_loop()
 
                 def listen(glimpse: Glimpse) -> None:
@@ -110,12 +111,7 @@ class Dashboard:
 
                 with contextlib.suppress(EngineDeadError):  # which the page will show
                     await self._service.llm.call(lambda engine: engine.watch(listen))
-                self._view = view
             return self._view
-
-    def _close_later(self) -> None:
-        if self._closing is None:
-            self._closing = asyncio.get_running_loop().call_later(LINGER_S, self._start_closing)
 
     def _start_closing(self) -> None:
         self._closing = None

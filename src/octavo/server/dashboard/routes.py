@@ -12,8 +12,6 @@ from octavo.server.dashboard.feed import Dashboard, read_static
 from octavo.server.errors import NotAllowedError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
     from fastapi import FastAPI
     from starlette.types import Receive, Scope, Send
 
@@ -33,12 +31,14 @@ _HEADERS = {
 
 
 class _Frames(StreamingResponse):
-    """However it ends, its watcher is gone then."""
+    """However it ends, its watcher is gone then. Raises `QueueFullError` where there is no place for one."""
 
-    def __init__(self, frames: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, dashboard: Dashboard) -> None:
+        dashboard.enter()
+        frames = dashboard.frames()
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
         super().__init__(frames, media_type="text/event-stream", headers=headers)
-        self._frames = frames
+        self._dashboard, self._frames = dashboard, frames
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send frames until either side leaves."""
@@ -46,6 +46,7 @@ class _Frames(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._frames.aclose()
+            self._dashboard.leave()
 
 
 def add_dashboard(app: FastAPI, service: Service) -> None:
@@ -70,8 +71,7 @@ def add_dashboard(app: FastAPI, service: Service) -> None:
     @app.get("/dashboard/events", include_in_schema=False)
     async def frames(request: Request) -> Response:
         check_allowed(request)
-        dashboard.check_room()
-        return _Frames(dashboard.frames())
+        return _Frames(dashboard)
 
     @app.get("/dashboard/requests/{request_id:path}", include_in_schema=False)
     async def explain(request: Request, request_id: str) -> Response:

@@ -12,7 +12,7 @@ from octavo import events
 from octavo.glimpse import BlockState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from octavo.events import Event
     from octavo.glimpse import BlockMap, Glimpse
@@ -23,29 +23,60 @@ _NUM_STEPS = 240
 _NUM_ENDED = 200
 _NUM_ROWS = 100
 _NUM_ROWS_ENDED = 30
+_MAX_TIMES = 512  # of one second
 WAITING, PROMPT, GENERATING, PREEMPTED = "waiting", "prompt", "generating", "preempted"
 _LIVE_ORDER = {GENERATING: 0, PROMPT: 1, PREEMPTED: 2, WAITING: 3}
+
+
+class Times:
+    """Durations in seconds, for percentiles: all of them up to a number, beyond it evenly fewer."""
+
+    __slots__ = ("_every", "_num_seen", "values")
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self._every, self._num_seen = 1, 0
+
+    def add(self, value: float) -> None:
+        """Take one in."""
+        self._num_seen += 1
+        if self._num_seen % self._every == 0:
+            self.values.append(value)
+            if len(self.values) >= _MAX_TIMES:
+                self.values, self._every = self.values[::2], 2 * self._every
 
 
 @dataclass(slots=True)
 class Second:
     """One second of the engine's clock: tokens of prompts that were computed, tokens that were generated, times in s.
 
-    running, waiting and usage: as of the last step in it.
+    running, waiting and usage: as of the last step in it. revision: of the view, when it last changed.
     """
 
+    revision: int
     prefill: int = 0
     generated: int = 0
     running: int = 0
     waiting: int = 0
     usage: float = 0.0
-    ttft: list[float] = field(default_factory=list)
-    itl: list[float] = field(default_factory=list)
+    ttft: Times | None = field(default_factory=Times)  # None when it is over: the percentiles are what is kept
+    itl: Times | None = field(default_factory=Times)
+    percentiles: tuple[float | None, ...] = ()
+
+    def settle(self) -> None:
+        """Keep of its times what a chart shows."""
+        if self.ttft is not None:
+            self.percentiles, self.ttft, self.itl = self._percentiles(), None, None
 
     def row(self, second: int) -> list[float | None]:
         """Return what a chart needs: the time, then a value for each line."""
-        times = [percentile(values, share) for values in (self.ttft, self.itl) for share in (0.5, 0.99)]
+        times = self._percentiles()
         return [second, self.prefill, self.generated, self.running, self.waiting, round(self.usage, 4), *times]
+
+    def _percentiles(self) -> tuple[float | None, ...]:
+        if self.ttft is None or self.itl is None:
+            return self.percentiles
+        return tuple(percentile(times.values, share) for times in (self.ttft, self.itl) for share in (0.5, 0.99))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +144,9 @@ class LiveView:
         self.steps: deque[Step] = deque(maxlen=_NUM_STEPS)
         self.num_steps = 0
         self.blocks: BlockMap | None = None
+        self.revision = 0  # grows with every glimpse
         self.num_running = self.num_waiting = self.num_preemptions = 0
+        self._moment: tuple[tuple[int, int], dict[str, Any]] = ((-1, -1), {})
         self.num_queried = self.num_hit = 0
         self._seconds: dict[int, Second] = {}
         self._shown: dict[str, Shown] = {}
@@ -125,11 +158,14 @@ class LiveView:
         """Follow what happened."""
         if glimpse.is_first:
             self._forget()
+        self.revision += 1
         for event in glimpse.events:
             self.recent.emit(event)
             self._follow(event)
         if glimpse.blocks is not None:
             self.blocks = glimpse.blocks
+        if glimpse.events:
+            self._settle(int(glimpse.events[-1].time))
         self._prune()
 
     # --- what is asked of it ------------------------------------------------------------------------------------------
@@ -138,17 +174,33 @@ class LiveView:
         """Return the short number of each request that is known."""
         return {name: shown.number for name, shown in self._shown.items()}
 
-    def seconds_since(self, second: int) -> list[list[float | None]]:
-        """Return the rows of whole seconds from one on, the present one left out; without gaps."""
-        now = int(self.clock())
-        first = max(second, min(self._seconds, default=now), now - HISTORY_S)
-        rows, last = [], Second()
-        for each in range(first, now):
-            last = self._seconds.get(each) or Second(
-                running=self.num_running, waiting=self.num_waiting, usage=last.usage if self.num_running else 0.0
-            )
-            rows.append(last.row(each))
-        return rows
+    def names_since(self, number: int) -> list[tuple[int, str]]:
+        """Return numbers and ids of the requests behind a number."""
+        return [(shown.number, name) for name, shown in self._shown.items() if shown.number > number]
+
+    def live_numbers(self) -> list[int]:
+        """Return the numbers of the requests that have begun and have not ended."""
+        return [each.number for each in self._shown.values() if each.ended is None and each.state != WAITING]
+
+    def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
+        """Return the rows of the seconds before `now` that changed since a revision, or are not before `second`.
+
+        What a long step did is told when it ends, of the second in which it began. There are no gaps.
+        """
+        self._fill(now)
+        return [
+            each.row(at)
+            for at, each in sorted(self._seconds.items())
+            if at < now and (each.revision > revision or at >= second)
+        ]
+
+    def _fill(self, now: int) -> None:
+        """Add the seconds in which nothing happened."""
+        last = max(self._seconds, default=now)
+        before = self._seconds.get(last)
+        for second in range(max(last + 1, now - HISTORY_S), now):
+            usage = before.usage if before is not None and self.num_running else 0.0
+            self._seconds[second] = Second(0, 0, 0, self.num_running, self.num_waiting, usage)
 
     def steps_since(self, number: int) -> list[Step]:
         """Return the steps from the one on that was the `number`-th seen, as far as they are kept."""
@@ -156,10 +208,16 @@ class LiveView:
         return list(islice(self.steps, max(number - first, 0), None))
 
     def moment(self) -> dict[str, Any]:
-        """Return the figures of the last seconds."""
+        """Return the figures of the last seconds; made once for all who watch."""
         now = int(self.clock())
+        if self._moment[0] != (now, self.revision):
+            self._moment = ((now, self.revision), self._make_moment(now))
+        return self._moment[1]
+
+    def _make_moment(self, now: int) -> dict[str, Any]:
         last = [each for t in range(now - _RECENT_S, now + 1) if (each := self._seconds.get(t)) is not None]
-        ttft, itl = [t for each in last for t in each.ttft], [t for each in last for t in each.itl]
+        ttft = [t for each in last if each.ttft is not None for t in each.ttft.values]
+        itl = [t for each in last if each.itl is not None for t in each.itl.values]
         whole = [each for t in range(now - 3, now) if (each := self._seconds.get(t)) is not None]
         return {
             "running": self.num_running,
@@ -185,17 +243,23 @@ class LiveView:
         now = self.clock()
         live = [shown for shown in self._shown.values() if shown.ended is None]
         live.sort(key=lambda shown: (_LIVE_ORDER[shown.state], shown.number))
-        ended = list(islice(reversed(self._ended), _NUM_ROWS_ENDED))
-        room = _NUM_ROWS - len(ended)
-        return [shown.row(now) for shown in [*live[:room], *(self._shown[name] for name in ended)]]
+        names = islice(dict.fromkeys(reversed(self._ended)), _NUM_ROWS_ENDED)
+        ended = [shown for name in names if (shown := self._shown[name]).ended is not None]  # else the id came back
+        return [shown.row(now) for shown in [*live[: _NUM_ROWS - len(ended)], *ended]]
 
     # --- following ----------------------------------------------------------------------------------------------------
 
     def _second(self, time: float) -> Second:
-        second = int(time)
-        if second not in self._seconds:
-            self._seconds[second] = Second(running=self.num_running, waiting=self.num_waiting)
-        return self._seconds[second]
+        second = self._seconds.get(int(time))
+        if second is None:
+            second = self._seconds[int(time)] = Second(0, running=self.num_running, waiting=self.num_waiting)
+        second.revision = self.revision
+        return second
+
+    def _settle(self, newest: int) -> None:
+        for second, each in self._seconds.items():
+            if second < newest - _RECENT_S:
+                each.settle()
 
     def _follow(self, event: Event) -> None:
         match event:
@@ -270,6 +334,7 @@ class LiveView:
 
     def _take_tokens(self, event: events.StepCompleted) -> None:
         second, now = self._second(event.time), event.time
+        ttft, itl = second.ttft or Times(), second.itl or Times()  # no event is so old that its second is settled
         for request_id, count in event.num_new_tokens.items():
             second.generated += count
             shown = self._shown.get(request_id)
@@ -277,9 +342,9 @@ class LiveView:
                 continue
             if shown.first_token is None:
                 shown.first_token = now
-                second.ttft.append(now - shown.arrival)
+                ttft.add(now - shown.arrival)
             else:
-                second.itl.append(now - shown.last_token)
+                itl.add(now - shown.last_token)
             shown.last_token = now
             if shown.ended is None:  # else its ending has told the sum
                 shown.num_generated += count
@@ -304,34 +369,37 @@ class Cursor:
         self._start()
 
     def _start(self) -> None:
-        self._second = 0
-        self._num_steps = 0
+        self._revision = self._second = self._num_steps = self._last_number = 0
         self._blocks: BlockMap | None = None
         self._states = b""
         self._tables: dict[int, list[int]] = {}
         self._epoch = self._view.epoch
 
     def frame(self) -> dict[str, Any]:
-        """Return what is new: seconds, steps, blocks, and requests as they are now.
+        """Return what is new: seconds (those that changed come again), steps, names, blocks; and what is now.
 
         is_first: the page forgets all it knew. steps: the newest ones; steps_left_out: how many were too many.
         """
         view = self._view
         if self._epoch != view.epoch:
             self._start()
+        now = view.clock()
         is_first = not self._second
-        seconds = view.seconds_since(self._second)
-        self._second = int(view.clock())
+        seconds = view.seconds_since(self._revision, self._second, int(now))
+        self._revision, self._second = view.revision, int(now)
         num_new = view.num_steps - self._num_steps
         steps = view.steps_since(self._num_steps)
-        self._num_steps = view.num_steps
+        names = view.names_since(self._last_number)
+        self._num_steps, self._last_number = view.num_steps, max([self._last_number, *(each[0] for each in names)])
         return {
             "is_first": is_first,
-            "now": round(view.clock(), 3),
+            "now": round(now, 3),
             "moment": view.moment(),
             "seconds": seconds,
             "steps": [step.row() for step in steps],
             "steps_left_out": 0 if is_first else num_new - len(steps),
+            "names": names,
+            "live": view.live_numbers(),
             "requests": view.rows(),
             "blocks": self._changed_blocks(),
         }
@@ -343,8 +411,7 @@ class Cursor:
             return None
         self._blocks = blocks
         if len(blocks.states) == len(self._states):
-            pairs = zip(self._states, blocks.states, strict=True)
-            states: Any = [[i, new] for i, (old, new) in enumerate(pairs) if old != new]
+            states: Any = list(_changes(self._states, blocks.states))
         else:
             states = blocks.states.translate(_DIGITS).decode()
         self._states = blocks.states
@@ -362,7 +429,18 @@ class Cursor:
         return {"block_size": blocks.block_size, "states": states, "grown": grown, "gone": gone}
 
 
+_PIECE = 256
 _DIGITS = bytes.maketrans(bytes(range(10)), b"0123456789")
+
+
+def _changes(old: bytes, new: bytes) -> Iterator[list[int]]:
+    """Yield where two texts of the same length differ, and what stands there now; pieces that agree are skipped."""
+    for start in range(0, len(new), _PIECE):
+        piece = new[start : start + _PIECE]
+        if old[start : start + _PIECE] != piece:
+            for place, byte in enumerate(piece, start):
+                if old[place] != byte:
+                    yield [place, byte]
 
 
 def percentile(values: list[float], share: float) -> float | None:

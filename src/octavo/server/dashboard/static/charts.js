@@ -59,14 +59,16 @@ export class Chart {
     for (const column of this.data) column.length = 0;
   }
 
-  /** Add rows; offset: what makes wall-clock seconds of the engine's. */
+  /** Add rows, or take them in place of those of the same second; offset: what makes wall-clock seconds of the engine's. */
   add(rows, offset) {
     for (const row of rows) {
-      this.data[0].push(row[0] + offset);
-      this.lines.forEach((line, i) => {
-        const value = row[line.column];
-        this.data[i + 1].push(value === null ? null : value * (line.scale ?? 1));
-      });
+      const time = row[0] + offset;
+      const [times] = this.data;
+      let place = times.length; // almost always the end
+      while (place > 0 && times[place - 1] > time - 0.5) place -= 1;
+      const isThere = place < times.length && Math.abs(times[place] - time) < 0.5;
+      const values = this.lines.map(({ column, scale }) => (row[column] === null ? null : row[column] * (scale ?? 1)));
+      [time, ...values].forEach((value, i) => this.data[i].splice(place, isThere ? 1 : 0, value));
     }
     for (const column of this.data) column.splice(0, Math.max(column.length - KEPT, 0));
     if (rows.length) this.plot.setData(this.data);

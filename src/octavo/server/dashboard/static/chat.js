@@ -78,7 +78,8 @@ async function ask(text) {
   }
   running = null;
   show(false);
-  conversation.push({ role: "assistant", content: seen.content });
+  if (seen.content) conversation.push({ role: "assistant", content: seen.content });
+  else conversation.pop(); // nothing was answered: the next message stands in its place
   tellFacts(seen, answer.facts);
 }
 

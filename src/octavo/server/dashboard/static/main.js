@@ -5,7 +5,7 @@ import { Chart } from "./charts.js";
 import { setModel } from "./chat.js";
 import { follow } from "./feed.js";
 import { count, duration, percent } from "./format.js";
-import { RequestTable } from "./requests.js";
+import { RequestTable, isLive } from "./requests.js";
 import { toggleTheme } from "./theme.js";
 import { Timeline } from "./timeline.js";
 
@@ -64,11 +64,9 @@ function takeFrame(frame) {
     names.clear();
     offset = Date.now() / 1000 - frame.now;
   }
+  for (const [number, id] of frame.names) names.set(number, id);
   live.clear();
-  for (const request of frame.requests) {
-    names.set(request.number, request.id);
-    if (["waiting", "prompt", "generating", "preempted"].includes(request.state)) live.add(request.number);
-  }
+  for (const number of frame.live) live.add(number);
   while (names.size > 2000) names.delete(names.keys().next().value);
   for (const chart of charts) chart.add(frame.seconds, offset);
   showMoment(frame);
@@ -78,6 +76,9 @@ function takeFrame(frame) {
   if (frame.is_first || frame.steps.length) timeline.draw();
   if (frame.is_first || frame.blocks !== null) blocks.draw();
   table.update(frame.requests);
+  const shown = frame.requests.filter((request) => isLive(request.state)).length;
+  const all = frame.moment.running + frame.moment.waiting;
+  at("request-note").textContent = shown < all ? `${shown} of ${all} live ones; ` : "";
 }
 
 at("theme").addEventListener("click", toggleTheme);

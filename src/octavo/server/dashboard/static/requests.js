@@ -20,6 +20,11 @@ function element(kind, text, className) {
   return made;
 }
 
+/** Whether a request in this state has not ended. */
+export function isLive(state) {
+  return ["waiting", "prompt", "generating", "preempted"].includes(state);
+}
+
 /** Rows stay where they are while their request does, so that a click hits what was aimed at. */
 export class RequestTable {
   constructor(body, empty) {
@@ -84,8 +89,7 @@ export class RequestTable {
       const cell = row.children[i + 1];
       if (cell.textContent !== value) cell.textContent = value;
     });
-    const live = ["waiting", "prompt", "generating", "preempted"].includes(request.state);
-    row.classList.toggle("ended", !live);
+    row.classList.toggle("ended", !isLive(request.state));
     row.children[1].classList.toggle("error", request.state === "error");
   }
 }
