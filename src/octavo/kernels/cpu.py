@@ -407,7 +407,7 @@ def _packed_bytes(dtype_number: int, out_features: int, in_features: int, int4: 
 
 @dataclass(frozen=True, slots=True)
 class _OneDnnWeight:
-    """A weight in oneDNN's blocked layout, through torch: what ours is compared with."""
+    """A weight in oneDNN's blocked layout, through torch: for tiles (AMX), and to compare ours with."""
 
     data: Tensor
     bias: Tensor | None
