@@ -6,158 +6,39 @@
 // position and KV: not by the chunk it stands in, its neighbours, the block size, or which thread did what.
 #pragma once
 
-#include "kv_rows.h"
-#include "linear.h"
+#include <type_traits>
+
+#include "attention_float.h"
+#include "attention_pairs.h"
 #include "math.h"
 
 namespace octavo::OCTAVO_ISA {
 
-constexpr int64_t kTilePositions = 64;
 constexpr int64_t kPartitionPositions = 1024;
-constexpr int64_t kChunkRows = 168;  // query rows that share a tile once it is gathered
 constexpr float kMinusInfinity = -__builtin_inff();
 
-constexpr PanelFunctions<1, static_cast<int>(kTilePositions)> kMultiplyWeights;
-
-// Consecutive rows of one sequence under one KV head. A row is a (token, query head of the group), token-major.
-struct AttentionTask {
-  int64_t sequence;
-  int64_t kv_head;
-  int64_t first_token;
-  int64_t tokens;
-  int64_t first_partition;
-  int64_t partitions;
-  float* partial;  // where to leave unmerged results, or null: [partitions][rows][padded_dim + 2]
-};
-
-struct AttentionShape {
-  int64_t group;       // query heads per KV head
-  int64_t dim;         // head_dim
-  int64_t padded_dim;  // a multiple of the panel
-  int64_t max_rows;    // of one task
-
-  explicit AttentionShape(const AttentionArgs& args)
-      : group(args.num_heads / args.num_kv_heads),
-        dim(args.head_dim),
-        padded_dim(divide_up(args.head_dim, kPanelColumns) * kPanelColumns),
-        max_rows(larger(int64_t{1}, kChunkRows / group) * group) {}
-};
-
 // A thread's working memory.
+template <class Tile>
 struct AttentionScratch {
-  float* keys;     // [2 panels][padded to 16 dims][32 positions]
-  float* values;   // [padded_dim / 32][64][32]
-  float* queries;  // per 14 rows: [dim][rows], scaled
-  float* scores;   // [max_rows][64]: scores, then weights
-  float* sums;     // [max_rows][padded_dim + 2]: this partition; the last two are the maximum and the sum of weights
-  float* totals;   // likewise, all partitions so far
+  Tile tile;
+  float* scores;  // [max_rows][64]: scores, then weights
+  float* sums;    // [max_rows][padded_dim + 2]: this partition; the last two are the maximum and the sum of weights
+  float* totals;  // likewise, all partitions so far
 
-  AttentionScratch(const AttentionShape& s, float* memory) {
-    keys = memory;
-    values = keys + kTilePositions * s.padded_dim;
-    queries = values + kTilePositions * s.padded_dim;
-    scores = queries + s.max_rows * s.padded_dim;
+  AttentionScratch(const AttentionShape& s, float* memory) : tile(s, memory) {
+    scores = memory + Tile::size(s);
     sums = scores + s.max_rows * kTilePositions;
     totals = sums + s.max_rows * (s.padded_dim + 2);
   }
 
   static int64_t size(const AttentionShape& s) {
-    return 2 * kTilePositions * s.padded_dim + s.max_rows * (s.padded_dim + kTilePositions + 2 * (s.padded_dim + 2));
+    return Tile::size(s) + s.max_rows * (kTilePositions + 2 * (s.padded_dim + 2));
   }
 };
 
 // First and one past the last position that a token at `position` sees.
 OCTAVO_INLINE int64_t first_seen(const AttentionArgs& args, int64_t position) {
   return args.window > 0 ? larger(int64_t{0}, position - args.window + 1) : 0;
-}
-
-template <class T>
-void pack_queries(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task, float* packed) {
-  const int64_t rows = task.tokens * s.group;
-  const Vec scale = splat(args.scale);
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t block = row / kTileRows * kTileRows, width = smaller(int64_t{kTileRows}, rows - block);
-    const int64_t head = task.kv_head * s.group + row % s.group;
-    const T* q = static_cast<const T*>(args.q) + (task.first_token + row / s.group) * args.q_strides[0] +
-                 head * args.q_strides[1];
-    float* out = packed + block * s.dim + (row - block);
-    for (int64_t i = 0; i < s.dim; i += kLanes) {
-      float values[kLanes];
-      store(values, load_first(q + i, s.dim - i) * scale);
-      const int64_t lanes = smaller(int64_t{kLanes}, s.dim - i);
-      for (int64_t j = 0; j < lanes; ++j) out[(i + j) * width] = values[j];
-    }
-  }
-}
-
-// Where the keys and values of one tile stand in the paged cache of Cs; nowhere outside of first .. last.
-template <class C>
-struct TileRows {
-  KVRow<C> keys[kTilePositions];
-  KVRow<C> values[kTilePositions];
-
-  TileRows(const AttentionArgs& args, const AttentionTask& task, int64_t tile, int64_t first, int64_t last) {
-    first = larger(first, tile);
-    last = smaller(last, tile + kTilePositions);
-    if (first >= last) return;
-    const int32_t* table = args.block_tables + task.sequence * args.block_table_stride;
-    int64_t entry = first / args.block_size, offset = first % args.block_size;
-    for (int64_t position = first; position < last; ++entry, offset = 0) {
-      const int64_t block = table[entry];
-      const KVBlock<C> key(args.k_cache, args.k_cache_strides, block, task.kv_head, args.block_size, args.head_dim);
-      const KVBlock<C> value(args.v_cache, args.v_cache_strides, block, task.kv_head, args.block_size, args.head_dim);
-      for (; offset < args.block_size && position < last; ++offset, ++position) {
-        keys[position - tile] = key.row(offset);
-        values[position - tile] = value.row(offset);
-      }
-    }
-  }
-};
-
-template <class C>
-OCTAVO_INLINE void prefetch_row(const KVRow<C>& row, int64_t dim) {
-  if (row.values == nullptr) return;
-  for (int64_t i = 0; i < dim; i += 64 / static_cast<int64_t>(sizeof(C))) __builtin_prefetch(row.values + i);
-}
-
-// Keys of a tile, transposed to [2][dim][32 positions]; absent ones are zero. Asks for those of the next tile meanwhile.
-template <class C>
-void gather_keys(const AttentionShape& s, const TileRows<C>& rows, const TileRows<C>& next, float* keys) {
-  const KVRow<C> nothing = KVRow<C>::zeros();
-  for (int64_t first = 0; first < kTilePositions; first += kLanes) {
-    KVRow<C> source[kLanes];
-    for (int i = 0; i < kLanes; ++i) {
-      prefetch_row(next.keys[first + i], s.dim);
-      source[i] = rows.keys[first + i].values == nullptr ? nothing : rows.keys[first + i];
-    }
-    float* panel = keys + first / kPanelColumns * kPanelColumns * s.padded_dim + first % kPanelColumns;
-    for (int64_t d = 0; d < s.dim; d += kLanes) {
-      Vec square[kLanes];
-      if (s.dim - d >= kLanes) {
-        OCTAVO_UNROLL
-        for (int i = 0; i < kLanes; ++i) square[i] = source[i].read(d);
-      } else {
-        for (int i = 0; i < kLanes; ++i) square[i] = source[i].read_first(d, s.dim - d);
-      }
-      transpose(square);
-      OCTAVO_UNROLL
-      for (int i = 0; i < kLanes; ++i) store(panel + (d + i) * kPanelColumns, square[i]);
-    }
-  }
-}
-
-// Values of a tile as panels [dim / 32][64 positions][32]; absent ones are left as they are and never multiplied.
-template <class C>
-void gather_values(const AttentionShape& s, const TileRows<C>& rows, const TileRows<C>& next, float* values) {
-  for (int64_t i = 0; i < kTilePositions; ++i) {
-    prefetch_row(next.values[i], s.dim);
-    if (rows.values[i].values == nullptr) continue;
-    float* out = values + i * kPanelColumns;
-    for (int64_t d = 0; d < s.padded_dim; d += kLanes) {
-      const Vec value = d < s.dim ? rows.values[i].read_first(d, s.dim - d) : splat(0.0f);
-      store(out + d / kPanelColumns * kPanelColumns * kTilePositions + d % kPanelColumns, value);
-    }
-  }
 }
 
 struct SeenRange {  // positions of a tile that a row sees
@@ -169,8 +50,6 @@ OCTAVO_INLINE SeenRange seen_of_tile(const AttentionArgs& args, int64_t position
   const int64_t begin = smaller(kTilePositions, larger(int64_t{0}, first_seen(args, position) - tile));
   return {begin, larger(begin, smaller(kTilePositions, position + 1 - tile))};
 }
-
-constexpr int kTileVectors = kTilePositions / kLanes;
 
 // Which lanes of the tile's vectors a row sees.
 OCTAVO_INLINE void seen_lanes(const SeenRange& range, Mask (&seen)[kTileVectors]) {
@@ -200,20 +79,22 @@ OCTAVO_INLINE float mask_and_find_maximum(const SeenRange& range, float* scores,
   return larger(maximum, max_lanes(largest));
 }
 
-// Turns scores into softmax weights, e^(score - maximum), and returns their sum. e^-inf is 0.
-OCTAVO_INLINE float weigh(float* scores, float maximum) {
+// Turns scores into the softmax weights of a tile, e^(score - maximum), and returns their sum. e^-inf is 0.
+template <class Tile>
+OCTAVO_INLINE float weigh(const Tile& tile, float* scores, float maximum) {
   Vec weight[kTileVectors];
   OCTAVO_UNROLL
   for (int i = 0; i < kTileVectors; ++i) weight[i] = load(scores + i * kLanes) - splat(maximum);
   exp(weight);
-  OCTAVO_UNROLL
-  for (int i = 0; i < kTileVectors; ++i) store(scores + i * kLanes, weight[i]);
-  return sum_lanes((weight[0] + weight[1]) + (weight[2] + weight[3]));
+  const float sum = sum_lanes((weight[0] + weight[1]) + (weight[2] + weight[3]));
+  tile.store_weights(scores, weight);
+  return sum;
 }
 
 // Scores of up to kTileRows rows become weights, and the sums follow the running maximum. One short loop per stage, so
 // that the rows' chains overlap.
-inline void weigh_rows(const AttentionShape& s, int64_t rows, const SeenRange* seen, float* scores, float* sums) {
+template <class Tile>
+void weigh_rows(const AttentionShape& s, const Tile& tile, int64_t rows, const SeenRange* seen, float* scores, float* sums) {
   const int64_t stride = s.padded_dim + 2;
   float before[kLanes] = {}, maximum[kLanes] = {}, factor[kLanes];
   for (int64_t r = 0; r < rows; ++r) {
@@ -231,70 +112,39 @@ inline void weigh_rows(const AttentionShape& s, int64_t rows, const SeenRange* s
   }
   for (int64_t r = 0; r < rows; ++r) {
     if (seen[r].empty()) continue;
-    sums[r * stride + s.padded_dim + 1] += weigh(scores + r * kTilePositions, maximum[r]);
+    sums[r * stride + s.padded_dim + 1] += weigh(tile, scores + r * kTilePositions, maximum[r]);
   }
 }
 
-// sums += weights[begin .. end] x values for `rows` rows.
-inline void add_values(const AttentionShape& s, const AttentionScratch& memory, int64_t row, int64_t rows, int64_t begin,
-                       int64_t end) {
-  if (begin >= end) return;
-  const int64_t stride = s.padded_dim + 2;
-  for (int64_t d = 0; d < s.padded_dim; d += kPanelColumns) {
-    kMultiplyWeights.of_rows[rows](memory.scores + row * kTilePositions + begin,
-                                   memory.values + d * kTilePositions + begin * kPanelColumns, end - begin,
-                                   memory.sums + row * stride + d, stride, false, memory.scores);
-  }
-}
-
-constexpr int64_t kScoreDepth = 128;  // longest chain of a score: those of wider heads are sums of several
-
-// Scores of one tile for `rows` rows: queries x keys.
-inline void score_rows(const AttentionShape& s, const AttentionScratch& memory, int64_t row, int64_t rows) {
-  const auto multiply = kMultiplyPacked.of_rows[rows];
-  for (int64_t p = 0; p < kTilePositions; p += kPanelColumns) {
-    const float* queries = memory.queries + row * s.dim;
-    const float* keys = memory.keys + p * s.padded_dim;
-    float* scores = memory.scores + row * kTilePositions + p;
-    multiply(queries, keys, smaller(kScoreDepth, s.dim), scores, kTilePositions, true, memory.scores);
-    for (int64_t d = kScoreDepth; d < s.dim; d += kScoreDepth) {
-      float more[kTileRows * kPanelColumns];
-      multiply(queries + d * rows, keys + d * kPanelColumns, smaller(kScoreDepth, s.dim - d), more, kPanelColumns, true,
-               memory.scores);
-      for (int64_t r = 0; r < rows; ++r) {
-        for (int64_t i = 0; i < kPanelColumns; i += kLanes) {
-          float* score = scores + r * kTilePositions + i;
-          store(score, load(score) + load(more + r * kPanelColumns + i));
-        }
-      }
-    }
-  }
-}
-
-// Takes one tile into the sums of up to kTileRows rows from `row` on. Rows that see none of it are left as they are;
-// positions that only some of the rows see are added row by row, so that none multiplies what it may not see.
-inline void attend_rows(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task,
-                        const AttentionScratch& memory, int64_t row, int64_t rows, int64_t tile) {
+// Takes the tile at position `first` into the sums of up to kTileRows rows from `row` on. Rows that see none of it are left
+// as they are; positions that only some of the rows see are added row by row, so that none multiplies what it may not see.
+template <class Tile>
+void attend_rows(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task,
+                 const AttentionScratch<Tile>& memory, int64_t row, int64_t rows, int64_t first) {
   SeenRange seen[kTileRows], common{0, kTilePositions};
   bool any = false;
   int64_t token = row / s.group, head = row % s.group;
   for (int64_t r = 0; r < rows; ++r) {
     const bool is_first_head = r == 0 || head == 0;  // the other heads of a token see what it sees
-    seen[r] = is_first_head ? seen_of_tile(args, args.positions[task.first_token + token], tile) : seen[r - 1];
+    seen[r] = is_first_head ? seen_of_tile(args, args.positions[task.first_token + token], first) : seen[r - 1];
     if (++head == s.group) head = 0, ++token;
     common = {larger(common.begin, seen[r].begin), smaller(common.end, seen[r].end)};
     any = any || !seen[r].empty();
   }
   if (!any) return;
-  score_rows(s, memory, row, rows);
-  weigh_rows(s, rows, seen, memory.scores + row * kTilePositions, memory.sums + row * (s.padded_dim + 2));
+  const int64_t stride = s.padded_dim + 2;
+  float* scores = memory.scores + row * kTilePositions;
+  float* sums = memory.sums + row * stride;
+  memory.tile.score(row, rows, scores);
+  weigh_rows(s, memory.tile, rows, seen, scores, sums);
+  common = {divide_up(common.begin, Tile::kTogether) * Tile::kTogether, common.end / Tile::kTogether * Tile::kTogether};
   common.end = larger(common.begin, common.end);
   for (int64_t r = 0; r < rows; ++r) {
-    add_values(s, memory, row + r, 1, seen[r].begin, smaller(common.begin, seen[r].end));
+    memory.tile.add(scores + r * kTilePositions, 1, seen[r].begin, smaller(common.begin, seen[r].end), sums + r * stride);
   }
-  add_values(s, memory, row, rows, common.begin, common.end);
+  memory.tile.add(scores, rows, common.begin, common.end, sums);
   for (int64_t r = 0; r < rows; ++r) {
-    add_values(s, memory, row + r, 1, larger(common.end, seen[r].begin), seen[r].end);
+    memory.tile.add(scores + r * kTilePositions, 1, larger(common.end, seen[r].begin), seen[r].end, sums + r * stride);
   }
 }
 
@@ -338,9 +188,9 @@ void write_rows(const AttentionArgs& args, const AttentionShape& s, const Attent
   }
 }
 
-template <class C>
+template <class C, class Tile>
 void attend_partition(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task,
-                      const AttentionScratch& memory, int64_t partition) {
+                      AttentionScratch<Tile>& memory, int64_t partition) {
   const int64_t rows = task.tokens * s.group;
   const int64_t start = partition * kPartitionPositions;
   const int64_t first = larger(start, first_seen(args, args.positions[task.first_token]));
@@ -350,8 +200,7 @@ void attend_partition(const AttentionArgs& args, const AttentionShape& s, const 
   TileRows<C> here(args, task, first_tile, first, last);
   for (int64_t tile = first_tile; tile < last; tile += kTilePositions) {
     const TileRows<C> next(args, task, tile + kTilePositions, first, last);
-    gather_keys(s, here, next, memory.keys);
-    gather_values(s, here, next, memory.values);
+    memory.tile.gather(here, next);
     for (int64_t row = 0; row < rows; row += kTileRows) {
       attend_rows(args, s, task, memory, row, smaller(int64_t{kTileRows}, rows - row), tile);
     }
@@ -359,11 +208,11 @@ void attend_partition(const AttentionArgs& args, const AttentionShape& s, const 
   }
 }
 
-template <class T, class C>
+template <class T, class C, class Tile>
 void attend_task(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task, float* scratch) {
-  const AttentionScratch memory(s, scratch);
+  AttentionScratch<Tile> memory(s, scratch);
   const int64_t rows = task.tokens * s.group;
-  pack_queries<T>(args, s, task, memory.queries);
+  memory.tile.pack_queries(args, task);
   clear_sums(s, rows, memory.totals);
   for (int64_t partition = 0; partition < task.partitions; ++partition) {
     clear_sums(s, rows, memory.sums);
@@ -400,7 +249,8 @@ void for_each_chunk(const AttentionArgs& args, const AttentionShape& s, F&& visi
 // every thread busy. The sums are the same, only merged later.
 constexpr int64_t kFewChunksPerThread = 4;
 
-template <class T, class C>
+// Queries of type T, KV of type C.
+template <class T, class C, class Tile>
 void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
   const AttentionShape s(args);
   int64_t chunks = 0, partitions = 0, partial_size = 0;
@@ -428,9 +278,9 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
       ++next;
     }
   });
-  pool.reserve_local(static_cast<size_t>(AttentionScratch::size(s)) * sizeof(float));
+  pool.reserve_local(static_cast<size_t>(AttentionScratch<Tile>::size(s)) * sizeof(float));
   parallel(pool, count, [&](int64_t i, int thread) {
-    attend_task<T, C>(args, s, tasks[i], static_cast<float*>(pool.local(thread)));
+    attend_task<T, C, Tile>(args, s, tasks[i], static_cast<float*>(pool.local(thread)));
   });
   if (!split) return;
   for (int64_t i = 0; i < count; i += tasks[i].partitions) {
@@ -443,7 +293,14 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
 
 inline void paged_attention(ThreadPool& pool, const AttentionArgs& args) {
   with_kv_types(args.dtype, args.kv_dtype, [&](auto value, auto stored) {
-    paged_attention_of<decltype(value), decltype(stored)>(pool, args);
+    using T = decltype(value);
+    using C = decltype(stored);
+#if defined(OCTAVO_ISA_BF16)
+    using Tile = std::conditional_t<std::is_same_v<T, bf16>, PairKV<C>, FloatKV<T, C>>;
+#else
+    using Tile = FloatKV<T, C>;
+#endif
+    paged_attention_of<T, C, Tile>(pool, args);
   });
 }
 

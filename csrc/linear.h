@@ -308,8 +308,8 @@ void multiply_group(const LinearArgs& args, const RowBlock& block, int64_t first
 }
 
 // As many panels as leave every thread several tasks, and all threads equally many while these are few.
-inline int64_t panels_of_a_task(int64_t panels, int64_t threads) {
-  int64_t group = kMaxGroupPanels;
+inline int64_t panels_of_a_task(int64_t panels, int64_t threads, int64_t most) {
+  int64_t group = most;
   while (group > 1) {
     const int64_t tasks = divide_up(panels, group);
     if (tasks >= 16 * threads || (tasks >= 4 * threads && panels % (group * threads) == 0)) break;
@@ -322,7 +322,7 @@ template <class W>
 void linear_many(ThreadPool& pool, const LinearArgs& args) {
   const int64_t depth = padded_depth<W>(args.k), panels = divide_up(args.n, kPanelColumns);
   const int64_t most_rows = smaller(args.rows, kBlockRows);
-  const int64_t group = panels_of_a_task(panels, pool.num_threads());
+  const int64_t group = panels_of_a_task(panels, pool.num_threads(), kMaxGroupPanels);
   auto* packed = static_cast<float*>(pool.shared(static_cast<size_t>(most_rows * depth) * sizeof(float)));
   pool.reserve_local(static_cast<size_t>(kPanelColumns * (kBlockDepth + most_rows * group)) * sizeof(float));
   for (int64_t first = 0; first < args.rows; first += kBlockRows) {

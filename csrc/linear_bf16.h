@@ -57,7 +57,7 @@ inline void pack_pairs(const LinearArgs& args, int64_t m, const PairTile& tile) 
 
 // P panels from `panel` on for the M rows of a tile.
 template <int M, int P>
-void multiply_pairs(const LinearArgs& args, const PairTile& tile, int64_t panel) {
+void multiply_pairs(const LinearArgs& args, const PairTile& tile, int64_t panel, Ahead ahead) {
   constexpr int V = kPanelColumns / kLanes;
   Vec sums[P][M][V];
   OCTAVO_UNROLL
@@ -78,6 +78,7 @@ void multiply_pairs(const LinearArgs& args, const PairTile& tile, int64_t panel)
       const char* pair = w + p * bytes + offset;
       OCTAVO_UNROLL
       for (int line = 0; line < V; ++line) __builtin_prefetch(pair + kPrefetchBytes + line * 64);
+      ahead.ask(p * bytes);
       OCTAVO_UNROLL
       for (int v = 0; v < V; ++v) columns[p][v] = load_int(pair + v * 64);
     }
@@ -90,6 +91,7 @@ void multiply_pairs(const LinearArgs& args, const PairTile& tile, int64_t panel)
         for (int v = 0; v < V; ++v) sums[p][m][v] = add_pair_products(sums[p][m][v], two, columns[p][v]);
       }
     }
+    ahead.step();
     x += M;
   }
   for (int p = 0; p < P; ++p) {
@@ -105,11 +107,11 @@ void multiply_pairs(const LinearArgs& args, const PairTile& tile, int64_t panel)
 
 // `count` panels from `first` on for a tile of M rows, as many at once as there are registers for.
 template <int M>
-void multiply_pair_panels(const LinearArgs& args, const PairTile& tile, int64_t first, int64_t count) {
+void multiply_pair_panels(const LinearArgs& args, const PairTile& tile, int64_t first, int64_t count, Ahead ahead) {
   constexpr int P = panels_at_once(M, kPanelColumns / kLanes, kPairSums);
   int64_t panel = first;
-  for (; panel + P <= first + count; panel += P) multiply_pairs<M, P>(args, tile, panel);
-  for (; panel < first + count; ++panel) multiply_pairs<M, 1>(args, tile, panel);
+  for (; panel + P <= first + count; panel += P) multiply_pairs<M, P>(args, tile, panel, ahead);
+  for (; panel < first + count; ++panel) multiply_pairs<M, 1>(args, tile, panel, ahead);
 }
 
 // multiply_pair_panels for 1 .. kPairRows rows.
@@ -129,8 +131,9 @@ inline void linear_of_pairs(ThreadPool& pool, const LinearArgs& args) {
   const int64_t most_rows = larger(int64_t{kPairRows}, kBlockBytes / (4 * pairs) / kPairRows * kPairRows);
   const int64_t blocks = divide_up(args.rows, most_rows), block_rows = divide_up(args.rows, blocks);
   const int64_t tiles = divide_up(block_rows, kPairRows), tile_rows = divide_up(block_rows, tiles);
-  const int64_t group =
-      tiles == 1 ? panels_at_once(static_cast<int>(tile_rows), kPanelColumns / kLanes, kPairSums) : 1;
+  const int64_t at_once = panels_at_once(static_cast<int>(tile_rows), kPanelColumns / kLanes, kPairSums);
+  const int64_t group = tiles == 1 ? panels_of_a_task(panels, pool.num_threads(), at_once) : 1;
+  const char* weight = static_cast<const char*>(args.weight);
   auto* words = static_cast<uint32_t*>(pool.shared(static_cast<size_t>(block_rows * pairs) * sizeof(uint32_t)));
   for (int64_t first = 0; first < args.rows; first += block_rows) {
     const int64_t rows = smaller(block_rows, args.rows - first);
@@ -139,10 +142,14 @@ inline void linear_of_pairs(ThreadPool& pool, const LinearArgs& args) {
       const int64_t row = tile * tile_rows;
       pack_pairs(args, smaller(tile_rows, rows - row), tile_at(row));
     });
-    parallel(pool, divide_up(panels, group), [&](int64_t task, int) {
+    const int64_t row_tiles = divide_up(rows, tile_rows), tasks = divide_up(panels, group);
+    parallel_ahead(pool, tasks, [&](int64_t task, int64_t following, int) {
       const int64_t panel = task * group;
-      for (int64_t row = 0; row < rows; row += tile_rows) {
-        kMultiply.of_rows[smaller(tile_rows, rows - row)](args, tile_at(row), panel, smaller(group, panels - panel));
+      const char* next = following < tasks ? weight + following * group * pairs * kPairBytes : nullptr;
+      for (int64_t i = 0; i < row_tiles; ++i) {
+        const int64_t row = i * tile_rows;
+        kMultiply.of_rows[smaller(tile_rows, rows - row)](args, tile_at(row), panel, smaller(group, panels - panel),
+                                                          Ahead(next, pairs * kPairBytes, pairs, i, row_tiles));
       }
     });
   }

@@ -54,6 +54,7 @@ struct NibbleWeight {
   explicit NibbleWeight(const LinearArgs& args) : NibbleWeight(args.weight, args.int4, args.k) {}
 
   static constexpr int group_panels(int rows) { return panels_at_once(rows, kPanelVecs, kNibbleSums); }
+  int64_t panel_steps() const { return depth / kNibbleDepth * (kPanelVecs / kNibbleVecs); }
   ByteLayout layout() const { return {depth / 4, 0, group, groups, has_zeros ? -1 : -8}; }
 
   // The scales of the columns from `column` on; head: of a group.
@@ -71,7 +72,7 @@ struct NibbleWeight {
 
   template <int M>
   static void multiply(const LinearArgs& args, const NibbleWeight& weight, const ByteTile& tile, int64_t first,
-                       int64_t count);
+                       int64_t count, Ahead ahead);
 };
 
 // The halves from bit kShift on of V vectors of P panels, times four k of M rows.
@@ -103,7 +104,8 @@ OCTAVO_INLINE void multiply_half(const uint8_t* w, int64_t panel_bytes, const ui
 // [P][M][V * kLanes]. They live in memory, because registers are for the sums of a group.
 template <int M, int P, int V>
 OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& tile, const uint8_t* w, int vec,
-                                    float* totals) {
+                                    Ahead& ahead, float* totals) {
+  constexpr bool kAsksAhead = P > 1;  // with more rows arithmetic takes longer than memory, and registers are short
   const uint8_t* x = tile.bytes;
   const int32_t* row_sums = tile.sums;
   for (int64_t k = 0; k < weight.depth; k += weight.group) {
@@ -132,9 +134,11 @@ OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& 
         for (int64_t byte = 0; byte < kNibbleBytes; byte += 64) {
           __builtin_prefetch(w + p * weight.panel_bytes + kPrefetchBytes + byte);
         }
+        if (kAsksAhead) ahead.ask(p * weight.panel_bytes);
       }
       multiply_half<M, P, V, 0>(w + vec * 4 * kLanes, weight.panel_bytes, x, sums);
       multiply_half<M, P, V, 4>(w + vec * 4 * kLanes, weight.panel_bytes, x + M * 4, sums);
+      if (kAsksAhead) ahead.step();
       x += M * 8;
       w += kNibbleBytes;
     } while (w != end);
@@ -177,12 +181,13 @@ OCTAVO_INLINE void write_totals(const LinearArgs& args, const ByteTile& tile, in
 
 // P panels from `panel` on for the M rows of a tile.
 template <int M, int P>
-void multiply_nibble_panels(const LinearArgs& args, const NibbleWeight& weight, const ByteTile& tile, int64_t panel) {
+void multiply_nibble_panels(const LinearArgs& args, const NibbleWeight& weight, const ByteTile& tile, int64_t panel,
+                            Ahead ahead) {
   constexpr int V = kNibbleVecs;
   for (int p = 0; p < P; ++p) prefetch_output(args, tile.first, M, (panel + p) * kPanelColumns);
   for (int vec = 0; vec < kPanelVecs; vec += V) {
     alignas(64) float totals[P * M * V * kLanes] = {};
-    multiply_nibbles<M, P, V>(weight, tile, weight.panels + panel * weight.panel_bytes, vec, totals);
+    multiply_nibbles<M, P, V>(weight, tile, weight.panels + panel * weight.panel_bytes, vec, ahead, totals);
     for (int p = 0; p < P; ++p) {
       const int64_t column = (panel + p) * kPanelColumns + vec * kLanes;
       if (args.out_dtype == DType::kFloat32) {
@@ -196,11 +201,11 @@ void multiply_nibble_panels(const LinearArgs& args, const NibbleWeight& weight, 
 
 template <int M>
 void NibbleWeight::multiply(const LinearArgs& args, const NibbleWeight& weight, const ByteTile& tile, int64_t first,
-                            int64_t count) {
+                            int64_t count, Ahead ahead) {
   constexpr int P = group_panels(M);
   int64_t panel = first;
-  for (; panel + P <= first + count; panel += P) multiply_nibble_panels<M, P>(args, weight, tile, panel);
-  for (; panel < first + count; ++panel) multiply_nibble_panels<M, 1>(args, weight, tile, panel);
+  for (; panel + P <= first + count; panel += P) multiply_nibble_panels<M, P>(args, weight, tile, panel, ahead);
+  for (; panel < first + count; ++panel) multiply_nibble_panels<M, 1>(args, weight, tile, panel, ahead);
 }
 
 inline void linear(ThreadPool& pool, const LinearArgs& args) {

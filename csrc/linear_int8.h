@@ -38,11 +38,12 @@ struct ByteWeight {
   explicit ByteWeight(const LinearArgs& args) : ByteWeight(args.weight, args.n, args.k) {}
 
   static constexpr int group_panels(int rows) { return panels_at_once(rows, kPanelVecs, kByteSums); }
+  int64_t panel_steps() const { return panel_bytes / kGroupBytes; }
   ByteLayout layout() const { return {panel_bytes / kGroupBytes, kByteOffset, 0, 0, 0}; }
 
   template <int M>
   static void multiply(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t first,
-                       int64_t count);
+                       int64_t count, Ahead ahead);
 };
 
 // Asks for the memory of `rows` x 32 columns of the output, which is about to be written.
@@ -97,7 +98,7 @@ void write_byte_sums(const LinearArgs& args, const ByteWeight& weight, const Byt
 
 // P panels from `panel` on for the M rows of a tile.
 template <int M, int P>
-void multiply_bytes(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t panel) {
+void multiply_bytes(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t panel, Ahead ahead) {
   IVec sums[P][M][kPanelVecs];
   OCTAVO_UNROLL
   for (int p = 0; p < P; ++p) {
@@ -117,6 +118,7 @@ void multiply_bytes(const LinearArgs& args, const ByteWeight& weight, const Byte
       const int8_t* group = w + p * weight.panel_bytes + offset;
       OCTAVO_UNROLL
       for (int line = 0; line < kPanelVecs; ++line) __builtin_prefetch(group + kPrefetchBytes + line * 64);
+      ahead.ask(p * weight.panel_bytes);
       OCTAVO_UNROLL
       for (int v = 0; v < kPanelVecs; ++v) columns[p][v] = load_int(group + v * 4 * kLanes);
     }
@@ -131,6 +133,7 @@ void multiply_bytes(const LinearArgs& args, const ByteWeight& weight, const Byte
         for (int v = 0; v < kPanelVecs; ++v) sums[p][m][v] = add_byte_products(sums[p][m][v], four, columns[p][v]);
       }
     }
+    ahead.step();
     x += M * 4;
   }
   alignas(64) int32_t stored[P][M][kPanelColumns];
@@ -154,11 +157,11 @@ void multiply_bytes(const LinearArgs& args, const ByteWeight& weight, const Byte
 
 template <int M>
 void ByteWeight::multiply(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t first,
-                          int64_t count) {
+                          int64_t count, Ahead ahead) {
   constexpr int P = group_panels(M);
   int64_t panel = first;
-  for (; panel + P <= first + count; panel += P) multiply_bytes<M, P>(args, weight, tile, panel);
-  for (; panel < first + count; ++panel) multiply_bytes<M, 1>(args, weight, tile, panel);
+  for (; panel + P <= first + count; panel += P) multiply_bytes<M, P>(args, weight, tile, panel, ahead);
+  for (; panel < first + count; ++panel) multiply_bytes<M, 1>(args, weight, tile, panel, ahead);
 }
 
 }  // namespace octavo::OCTAVO_ISA

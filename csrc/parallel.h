@@ -6,13 +6,20 @@
 
 namespace octavo::OCTAVO_ISA {
 
+// body(index, following, thread) for 0 <= index < count, in any order and on any thread; following: what the thread takes
+// next, or count.
+template <class F>
+OCTAVO_INLINE void parallel_ahead(ThreadPool& pool, int64_t count, F&& body) {
+  auto call = [](void* context, int64_t index, int64_t following, int thread) {
+    (*static_cast<F*>(context))(index, following, thread);
+  };
+  pool.run(count, call, const_cast<void*>(static_cast<const void*>(&body)));
+}
+
 // body(index, thread) for 0 <= index < count, in any order and on any thread.
 template <class F>
 OCTAVO_INLINE void parallel(ThreadPool& pool, int64_t count, F&& body) {
-  auto call = [](void* context, int64_t index, int thread) {
-    (*static_cast<F*>(context))(index, thread);
-  };
-  pool.run(count, call, const_cast<void*>(static_cast<const void*>(&body)));
+  parallel_ahead(pool, count, [&](int64_t index, int64_t, int thread) { body(index, thread); });
 }
 
 // body(first, last) over pieces of [0, count): so many that threads of unequal speed end together, none under `least`.

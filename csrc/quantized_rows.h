@@ -10,7 +10,7 @@ namespace octavo::OCTAVO_ISA {
 
 constexpr uint32_t kInfinityBits = 0x7F800000u;
 constexpr float kLeastMagnitude = 1e-30f;     // a row whose values are all smaller is zero
-constexpr int64_t kBlockBytes = 512 * 1024;   // quantized rows that are multiplied together: they stay in L2
+constexpr int64_t kBlockBytes = 1024 * 1024;   // quantized rows that are multiplied together: they stay in L2
 
 // How a product wants its rows.
 struct ByteLayout {
@@ -107,6 +107,27 @@ inline void quantize_rows(const LinearArgs& args, const ByteLayout& layout, int6
   }
 }
 
+// The memory of the panels that a thread takes next, asked for while it multiplies the present ones: then they come from
+// its cache, however little a tile of rows has to compute. Each of several tiles asks for its share of every panel.
+class Ahead {
+ public:
+  // next: the first of these panels, of `bytes` each, or null; a tile asks `steps` times.
+  Ahead(const void* next, int64_t bytes, int64_t steps, int64_t tile, int64_t tiles)
+      : line_(next == nullptr ? nullptr : static_cast<const char*>(next) + bytes / tiles * tile),
+        step_(next == nullptr ? 0 : divide_up(bytes, steps * tiles)) {}
+
+  // offset: of the panel, from the first one.
+  OCTAVO_INLINE void ask(int64_t offset) const {
+    __builtin_prefetch(line_ + offset, 0, 2);
+    __builtin_prefetch(line_ + offset + 64, 0, 2);
+  }
+  OCTAVO_INLINE void step() { line_ += step_; }
+
+ private:
+  const char* line_;
+  int64_t step_;
+};
+
 // How many panels M rows take at once: as many streams from memory as there are registers for.
 constexpr int panels_at_once(int rows, int vecs, int most_sums) {
   const int count = most_sums / (rows * vecs);
@@ -116,7 +137,7 @@ constexpr int panels_at_once(int rows, int vecs, int most_sums) {
 // Weight::multiply<M> for 1 .. Weight::kRows rows.
 template <class Weight>
 struct TileFunctions {
-  using Function = void (*)(const LinearArgs&, const Weight&, const ByteTile&, int64_t first, int64_t count);
+  using Function = void (*)(const LinearArgs&, const Weight&, const ByteTile&, int64_t first, int64_t count, Ahead);
   Function of_rows[Weight::kRows + 1];
   constexpr TileFunctions() : TileFunctions(std::make_integer_sequence<int, Weight::kRows>()) {}
   template <int... I>
@@ -127,7 +148,8 @@ struct TileFunctions {
 // The product with a weight of integers, in blocks of rows that stay in cache, each of tiles of nearly equal height.
 //
 // Weight: kRows, the tallest tile; group_panels(rows), panels that a tile of so many rows takes at once; layout(), of the
-// rows it wants; multiply<M>(args, weight, tile, first, count), panels first .. first + count for a tile of M rows.
+// rows it wants; panels, panel_bytes and panel_steps, how often a tile asks for memory ahead; multiply<M>(args, weight, tile,
+// first, count, ahead), panels first .. first + count for a tile of M rows.
 template <class Weight>
 void linear_of_integers(ThreadPool& pool, const LinearArgs& args) {
   if (args.rows == 0) return;
@@ -138,7 +160,8 @@ void linear_of_integers(ThreadPool& pool, const LinearArgs& args) {
   const int64_t most_rows = larger(int64_t{Weight::kRows}, kBlockBytes / row_bytes / Weight::kRows * Weight::kRows);
   const int64_t blocks = divide_up(args.rows, most_rows), block_rows = divide_up(args.rows, blocks);
   const int64_t tiles = divide_up(block_rows, Weight::kRows), tile_rows = divide_up(block_rows, tiles);
-  const int64_t group = tiles == 1 ? Weight::group_panels(static_cast<int>(tile_rows)) : 1;
+  const int64_t at_once = Weight::group_panels(static_cast<int>(tile_rows));
+  const int64_t group = tiles == 1 ? panels_of_a_task(panels, pool.num_threads(), at_once) : 1;
   const int64_t bytes_size = divide_up(block_rows * row_bytes, 64) * 64;
   auto* bytes = static_cast<uint8_t*>(
       pool.shared(static_cast<size_t>(bytes_size + block_rows * 4 * (1 + layout.groups))));
@@ -153,11 +176,15 @@ void linear_of_integers(ThreadPool& pool, const LinearArgs& args) {
       const int64_t row = tile * tile_rows;
       quantize_rows(args, layout, smaller(tile_rows, rows - row), tile_at(row));
     });
-    parallel(pool, divide_up(panels, group), [&](int64_t task, int) {
+    const int64_t row_tiles = divide_up(rows, tile_rows), tasks = divide_up(panels, group);
+    parallel_ahead(pool, tasks, [&](int64_t task, int64_t following, int) {
       const int64_t panel = task * group;
-      for (int64_t row = 0; row < rows; row += tile_rows) {
-        kMultiply.of_rows[smaller(tile_rows, rows - row)](args, weight, tile_at(row), panel,
-                                                          smaller(group, panels - panel));
+      const auto* next = following < tasks ? weight.panels + following * group * weight.panel_bytes : nullptr;
+      for (int64_t i = 0; i < row_tiles; ++i) {
+        const int64_t row = i * tile_rows;
+        kMultiply.of_rows[smaller(tile_rows, rows - row)](
+            args, weight, tile_at(row), panel, smaller(group, panels - panel),
+            Ahead(next, weight.panel_bytes, weight.panel_steps(), i, row_tiles));
       }
     });
   }

@@ -135,12 +135,15 @@ struct ThreadPool::State {
   }
 
   void take_indices(int thread) {
-    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) body(context, i, thread);
+    for (int64_t i = next.fetch_add(1), following; i < count; i = following) {
+      following = next.fetch_add(1);
+      body(context, i, following < count ? following : count, thread);
+    }
   }
 
   void run(int64_t job_count, Body job_body, void* job_context) {
     if (job_count <= 1 || workers.empty()) {
-      for (int64_t i = 0; i < job_count; ++i) job_body(job_context, i, 0);
+      for (int64_t i = 0; i < job_count; ++i) job_body(job_context, i, i + 1, 0);
       return;
     }
     count = job_count;

@@ -30,9 +30,10 @@ class ThreadPool {
   // Ends the workers. A later kernel runs on its caller's thread alone.
   void shutdown();
 
-  using Body = void (*)(void* context, int64_t index, int thread);
+  using Body = void (*)(void* context, int64_t index, int64_t following, int thread);
 
-  // Calls body(context, i, thread) for 0 <= i < count; the caller is thread 0 and returns when all are done.
+  // Calls body(context, i, following, thread) for 0 <= i < count; the caller is thread 0 and returns when all are done.
+  // following: the index that this thread takes next, so that it can ask for its memory; count, when there is none.
   // Only while a Session is held.
   void run(int64_t count, Body body, void* context);
 

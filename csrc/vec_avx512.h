@@ -85,6 +85,8 @@ OCTAVO_INLINE IVec add_nibble_products(IVec sum, IVec w, IVec x) {
 OCTAVO_INLINE Vec add_pair_products(Vec sum, IVec x, IVec w) {
   return {_mm512_dpbf16_ps(sum.v, (__m512bh)x.v, (__m512bh)w.v)};
 }
+// Lanes 2 i and 2 i + 1 of low and then of high, rounded to bfloat16, as the halves of lane i; subnormal numbers are zero.
+OCTAVO_INLINE IVec round_pairs(Vec low, Vec high) { return {(__m512i)_mm512_cvtne2ps_pbh(high.v, low.v)}; }
 #endif
 // The lowest byte of each lane.
 OCTAVO_INLINE void store_bytes(void* p, IVec a) {

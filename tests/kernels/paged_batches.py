@@ -1,8 +1,11 @@
 """Ragged batches over a paged cache whose unwritten slots hold NaN."""
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from octavo.kernels import AttentionBatch
+from octavo.kernels.quantization import kv_scales, quantize_rows
+from octavo.worker.kv_cache import PagedKVCache
 
 
 def paged_batch(sequences, block_size, num_kv_heads, head_dim, dtype, generator, history=None):
@@ -47,3 +50,36 @@ def keys_and_values(batch, i, k_cache, v_cache):
     block = batch.block_tables[i][position // batch.block_size].long()
     offset = position % batch.block_size
     return k_cache[block, :, offset], v_cache[block, :, offset]
+
+
+def int8_caches(*caches):
+    """Round caches of floats; what is NaN there has the scale NaN."""
+    num_blocks, num_kv_heads, block_size, head_dim = caches[0].shape
+    made = PagedKVCache(
+        num_blocks=num_blocks, num_layers=3, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim,
+        dtype=torch.int8, device=torch.device("cpu"),
+    )  # fmt: skip
+    made.blocks.random_(-128, 128)
+    layer = made.layer(1)
+    for rounded, cache in zip(layer, caches, strict=True):
+        values, scales = quantize_rows(cache.flatten(0, 2))
+        rounded.copy_(values.view(cache.shape))
+        kv_scales(rounded).copy_(scales.view(cache.shape[:3]))
+    return layer
+
+
+def dense_attention(q, batch, k_cache, v_cache, scale, window, kind):
+    """scaled_dot_product_attention, sequence by sequence, in `kind`."""
+    parts = []
+    for i in range(len(batch.seq_lens)):
+        keys, values = keys_and_values(batch, i, k_cache, v_cache)
+        rows = slice(int(batch.query_start[i]), int(batch.query_start[i + 1]))
+        group = q.shape[1] // keys.shape[1]
+        keys, values = (x.to(kind).repeat_interleave(group, dim=1).transpose(0, 1) for x in (keys, values))
+        distance = batch.positions[rows].unsqueeze(1) - torch.arange(keys.shape[1])
+        seen = (distance >= 0) & (distance < (window or 2**30))
+        part = F.scaled_dot_product_attention(
+            q[rows].to(kind).transpose(0, 1), keys, values, attn_mask=seen, scale=scale
+        )
+        parts.append(part.transpose(0, 1).flatten(1))
+    return torch.cat(parts)

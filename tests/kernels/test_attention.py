@@ -2,29 +2,14 @@
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
 from kernel_accuracy import assert_as_exact_as_torch
-from paged_batches import keys_and_values, paged_batch
+from paged_batches import dense_attention, int8_caches, paged_batch
 
 FLOATS = [torch.float32, torch.bfloat16]
+KV = pytest.mark.parametrize(
+    ("dtype", "int8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)], ids=str
+)
 HEADS = [(64, 2, 7), (48, 1, 1), (80, 2, 2), (96, 1, 9), (256, 1, 4), (20, 3, 1)]  # head_dim, KV heads, group
-
-
-def dense_attention(q, batch, k_cache, v_cache, scale, window, kind):
-    """scaled_dot_product_attention, sequence by sequence, in `kind`."""
-    parts = []
-    for i in range(len(batch.seq_lens)):
-        keys, values = keys_and_values(batch, i, k_cache, v_cache)
-        rows = slice(int(batch.query_start[i]), int(batch.query_start[i + 1]))
-        group = q.shape[1] // keys.shape[1]
-        keys, values = (x.to(kind).repeat_interleave(group, dim=1).transpose(0, 1) for x in (keys, values))
-        distance = batch.positions[rows].unsqueeze(1) - torch.arange(keys.shape[1])
-        seen = (distance >= 0) & (distance < (window or 2**30))
-        part = F.scaled_dot_product_attention(
-            q[rows].to(kind).transpose(0, 1), keys, values, attn_mask=seen, scale=scale
-        )
-        parts.append(part.transpose(0, 1).flatten(1))
-    return torch.cat(parts)
 
 
 @pytest.mark.parametrize("window", [None, 1, 37])
@@ -68,9 +53,9 @@ def test_large_scores(kernels, generator):
 class Prompt:
     """A sequence with queries at every position, run in any chunks, blocks and company."""
 
-    def __init__(self, length, num_kv_heads, group, head_dim, dtype, generator, window=None):
+    def __init__(self, length, num_kv_heads, group, head_dim, dtype, generator, window=None, *, int8=False):
         self.length, self.num_kv_heads, self.head_dim, self.dtype = length, num_kv_heads, head_dim, dtype
-        self.window, self.generator = window, generator
+        self.window, self.generator, self.int8 = window, generator, int8
         self.q = torch.randn(length, num_kv_heads * group, head_dim, generator=generator).to(dtype)
         self.history = torch.randn(length, 2, num_kv_heads, head_dim, generator=generator).to(dtype)
 
@@ -82,6 +67,8 @@ class Prompt:
             [*others, (last, last - first)], block_size, self.num_kv_heads, self.head_dim, self.dtype, self.generator,
             [*strangers, self.history],
         )  # fmt: skip
+        if self.int8:
+            k_cache, v_cache = int8_caches(k_cache, v_cache)
         before = sum(queries for _, queries in others)
         company = torch.randn(before, *self.q.shape[1:], generator=self.generator).to(self.dtype)
         q = torch.cat([company, self.q[first:last]])
@@ -93,11 +80,11 @@ class Prompt:
         return torch.cat([self.rows(kernels, i, min(i + size, self.length), **options) for i in starts])
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@KV
 @pytest.mark.parametrize(("heads", "window"), [((64, 2, 7), None), ((48, 1, 1), None), ((80, 1, 3), 50)], ids=str)
-def test_chunks_do_not_change_a_bit(compiled, generator, heads, window, dtype):
+def test_chunks_do_not_change_a_bit(compiled, generator, heads, window, dtype, int8):
     head_dim, num_kv_heads, group = heads
-    prompt = Prompt(150, num_kv_heads, group, head_dim, dtype, generator, window)
+    prompt = Prompt(150, num_kv_heads, group, head_dim, dtype, generator, window, int8=int8)
     whole = prompt.rows(compiled, 0, 150)
     for size in (1, 7, 64):
         assert torch.equal(prompt.in_chunks(compiled, size), whole), size
@@ -118,8 +105,9 @@ def test_company_does_not_change_a_bit(compiled, generator):
     assert torch.equal(prompt.rows(compiled, 149, 150, others=others), whole[149:])
 
 
-def test_partitions_and_threads_do_not_change_a_bit(fastest, single_threaded, generator):
-    prompt = Prompt(2500, 1, 7, 64, torch.bfloat16, generator)
+@pytest.mark.parametrize("int8", [False, True])
+def test_partitions_and_threads_do_not_change_a_bit(fastest, single_threaded, generator, int8):
+    prompt = Prompt(2500, 1, 7, 64, torch.bfloat16, generator, int8=int8)
     chunk = prompt.rows(single_threaded, 2300, 2500)
     assert torch.equal(prompt.rows(fastest, 2300, 2500), chunk)
     for first in (2300, 2499):  # few rows: partitions go to different threads
@@ -129,16 +117,18 @@ def test_partitions_and_threads_do_not_change_a_bit(fastest, single_threaded, ge
     assert torch.equal(prompt.rows(fastest, 2499, 2500, others=crowd), chunk[-1:])
 
 
-def test_what_a_row_may_not_see_is_not_multiplied(compiled, generator):
+@KV
+@pytest.mark.parametrize("at", [50, 51])
+def test_what_a_row_may_not_see_is_not_multiplied(compiled, generator, dtype, int8, at):
     """An infinite value at a later position of the same chunk reaches no earlier row."""
-    prompt = Prompt(100, 1, 2, 64, torch.float32, generator, window=20)
+    prompt = Prompt(100, 1, 2, 64, dtype, generator, window=20, int8=int8)
     clean = prompt.rows(compiled, 0, 100)
-    prompt.history[50] = float("inf")
-    prompt.history[51] = float("nan")
+    prompt.history[at] = float("inf")
+    prompt.history[at + 1] = float("nan")
     result = prompt.rows(compiled, 0, 100)
-    assert torch.equal(result[:50], clean[:50])
-    assert torch.equal(result[71:], clean[71:])  # the window has moved past it
-    assert result[51:71].isnan().all()
+    assert torch.equal(result[:at], clean[:at])
+    assert torch.equal(result[at + 21 :], clean[at + 21 :])  # the window has moved past it
+    assert result[at + 1 : at + 21].isnan().all()
 
 
 def test_instruction_sets_with_fused_products_agree(generator):

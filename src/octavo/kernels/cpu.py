@@ -188,16 +188,20 @@ class CpuKernels:
             self._verdicts[kind] = weight.rows_are_independent(shape[1])
         return self._verdicts[kind]
 
-    def linear(self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False) -> Tensor:
+    def linear(
+        self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
+    ) -> Tensor:
         """Return x @ weight.T + bias."""
         out_dtype = torch.float32 if float32_out else x.dtype
         storage = packed.storage
         if isinstance(storage, _OneDnnWeight):
             assert out_dtype == x.dtype
-            return storage.multiply(x)
+            return storage.multiply(x) if out is None else out.copy_(storage.multiply(x))
         assert x.stride(1) == 1
         assert x.shape[1] == packed.in_features
-        out = self._empty(x.shape[0], packed.out_features, dtype=out_dtype)
+        if out is None:
+            out = self._empty(x.shape[0], packed.out_features, dtype=out_dtype)
+        assert out.is_contiguous() and out.dtype == out_dtype and out.shape == (x.shape[0], packed.out_features)
         self._calls.linear(
             x.data_ptr(), _DTYPE_NUMBERS[x.dtype], x.stride(0), x.shape[0], storage.data.data_ptr(),
             storage.dtype_number, packed.out_features, packed.in_features,

@@ -138,8 +138,12 @@ class Kernels(Protocol):
         """Return uint8 [num_bytes] of undefined content, as this backend wants the memory of a packed weight."""
         ...
 
-    def linear(self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False) -> Tensor:
+    def linear(
+        self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
+    ) -> Tensor:
         """Return x @ weight.T + bias: [num_tokens, in_features] -> [num_tokens, out_features], in x's dtype or float32.
+
+        out: contiguous memory of the result, to be written and returned; else it is new.
 
         The sum over in_features and the bias are taken in float32 and rounded once; a quantized weight's sum is one of
         integers, see `octavo.kernels.quantization`.

@@ -72,8 +72,12 @@ class ReferenceKernels:
         """Return plain memory."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def linear(self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False) -> Tensor:
+    def linear(
+        self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
+    ) -> Tensor:
         """Return x @ weight.T + bias."""
+        if out is not None:
+            return out.copy_(self.linear(x, packed, float32_out=float32_out))
         weight, bias = packed.storage, packed.bias
         out_dtype = torch.float32 if float32_out else x.dtype
         if isinstance(weight, Int8Weight):

@@ -153,6 +153,6 @@ class CausalLM:
             hidden = kernels.add_rms_norm(hidden, residual, self.norms[index], eps)
         return hidden
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 [rows, vocab_size] of the rows that are sampled."""
-        return self.kernels.linear(hidden, self.lm_head, float32_out=True)
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return float32 [rows, vocab_size] of the rows that are sampled, in `out` if given."""
+        return self.kernels.linear(hidden, self.lm_head, float32_out=True, out=out)

@@ -1,0 +1,218 @@
+// A tile of keys and values in bfloat16, for queries in bfloat16 and processors that multiply pairs of them: twice as many
+// products a second as in float32, of half as much memory.
+//
+// A score is a chain of pair products over head_dim, times one factor; a sum of values is one over pairs of positions 2 i and
+// 2 i + 1 of the tile, for which the softmax weights are rounded to bfloat16. Where a row sees but one position of a pair, the
+// other's value is zero to it.
+#pragma once
+
+#include "attention_tile.h"
+
+namespace octavo::OCTAVO_ISA {
+
+#if defined(OCTAVO_ISA_BF16)
+
+constexpr int64_t kTilePairs = kTilePositions / 2;
+
+// sums[m][32 columns] += (or =, with `fresh`) sum over i < pairs of a[m * a_stride + i] * panel[i][32 columns] for M rows; what
+// is fresh is multiplied by the columns' factors.
+template <int M>
+void multiply_pair_panel(const uint32_t* a, int64_t a_stride, const uint32_t* panel, int64_t pairs, float* sums,
+                         int64_t stride, const float* factors) {
+  constexpr int V = kPanelColumns / kLanes;
+  const bool fresh = factors != nullptr;
+  Vec sum[M][V];
+  OCTAVO_UNROLL
+  for (int m = 0; m < M; ++m) {
+    OCTAVO_UNROLL
+    for (int v = 0; v < V; ++v) sum[m][v] = fresh ? splat(0.0f) : load(sums + m * stride + v * kLanes);
+  }
+  for (int64_t i = 0; i < pairs; ++i, panel += kPanelColumns) {
+    IVec columns[V];
+    OCTAVO_UNROLL
+    for (int v = 0; v < V; ++v) columns[v] = load_int(panel + v * kLanes);
+    OCTAVO_UNROLL
+    for (int m = 0; m < M; ++m) {
+      const IVec two = splat_int(a[m * a_stride + i]);
+      OCTAVO_UNROLL
+      for (int v = 0; v < V; ++v) sum[m][v] = add_pair_products(sum[m][v], two, columns[v]);
+    }
+  }
+  OCTAVO_UNROLL
+  for (int v = 0; v < V; ++v) {
+    const Vec factor = fresh ? load(factors + v * kLanes) : splat(1.0f);
+    OCTAVO_UNROLL
+    for (int m = 0; m < M; ++m) store(sums + m * stride + v * kLanes, fresh ? sum[m][v] * factor : sum[m][v]);
+  }
+}
+
+// multiply_pair_panel for 1 .. kTileRows rows.
+struct PairPanelFunctions {
+  decltype(&multiply_pair_panel<1>) of_rows[kTileRows + 1];
+  constexpr PairPanelFunctions() : PairPanelFunctions(std::make_integer_sequence<int, kTileRows>()) {}
+  template <int... I>
+  constexpr explicit PairPanelFunctions(std::integer_sequence<int, I...>)
+      : of_rows{nullptr, multiply_pair_panel<I + 1>...} {}
+};
+
+constexpr PairPanelFunctions kMultiplyPairs;
+
+// How rows of KV are read as they stand, without the scale of int8.
+OCTAVO_INLINE float factor(const KVRow<bf16>&) { return 1.0f; }
+OCTAVO_INLINE float factor(const KVRow<int8_t>& row) {
+  float scale;
+  std::memcpy(&scale, row.scale, sizeof(scale));
+  return scale;
+}
+
+// The first n values from d on, up to kLanes.
+template <class C>
+OCTAVO_INLINE Vec read_unscaled(const KVRow<C>& row, int64_t d, int64_t n) {
+  return n > 0 ? load_first(row.values + d, n) : splat(0.0f);
+}
+
+// The first n values from d on, up to 2 * kLanes, as pairs of bfloat16.
+OCTAVO_INLINE IVec read_pairs(const KVRow<bf16>& row, int64_t d, int64_t n) {
+  if (n >= 2 * kLanes) return load_int(row.values + d);
+  return round_pairs(read_unscaled(row, d, n), read_unscaled(row, d + kLanes, n - kLanes));
+}
+OCTAVO_INLINE IVec read_pairs(const KVRow<int8_t>& row, int64_t d, int64_t n) {
+  return round_pairs(read_unscaled(row, d, n), read_unscaled(row, d + kLanes, n - kLanes));
+}
+
+// KV of type C: bfloat16, or int8, whose integers are bfloat16 without rounding: their scales are factors of the scores and
+// of the weights.
+template <class C>
+class PairKV {
+ public:
+  static constexpr int64_t kTogether = 2;
+
+  static int64_t size(const AttentionShape& s) {
+    return (2 * kTilePositions + s.max_rows) * s.padded_dim / 2 + 2 * kTilePositions;
+  }
+
+  PairKV(const AttentionShape& s, float* memory)
+      : s_(s),
+        words_(s.padded_dim / 2),
+        keys_(reinterpret_cast<uint32_t*>(memory)),
+        values_(keys_ + kTilePositions * words_),
+        queries_(values_ + kTilePositions * words_),
+        key_factors_(memory + (2 * kTilePositions + s.max_rows) * words_),
+        value_factors_(key_factors_ + kTilePositions) {}
+
+  void pack_queries(const AttentionArgs& args, const AttentionTask& task) {
+    scale_ = args.scale;
+    const auto row_bytes = static_cast<size_t>(s_.dim) * sizeof(bf16);
+    for (int64_t row = 0; row < task.tokens * s_.group; ++row) {
+      uint32_t* out = queries_ + row * words_;
+      out[(s_.dim - 1) / 2] = 0;  // an odd head_dim ends in half a pair
+      std::memcpy(out, query_row<bf16>(args, s_, task, row), row_bytes);
+    }
+  }
+
+  // Takes the tile in; asks for the rows of the next one meanwhile.
+  void gather(const TileRows<C>& rows, const TileRows<C>& next) {
+    gather_keys(rows, next);
+    gather_values(rows, next);
+  }
+
+  // Scores of `rows` rows from `row` on: [rows][kTilePositions].
+  void score(int64_t row, int64_t rows, float* scores) const {
+    for (int64_t p = 0; p < kTilePositions; p += kPanelColumns) {
+      kMultiplyPairs.of_rows[rows](queries_ + row * words_, words_, keys_ + p * words_, divide_up(s_.dim, 2), scores + p,
+                                   kTilePositions, key_factors_ + p);
+    }
+  }
+
+  // Where `add` finds the weights of a row: as pairs, in the first half of its place.
+  void store_weights(float* place, Vec (&weights)[kTileVectors]) const {
+    OCTAVO_UNROLL
+    for (int i = 0; i < kTileVectors; i += 2) {
+      if (std::is_same_v<C, int8_t>) {
+        weights[i] = weights[i] * load(value_factors_ + i * kLanes);
+        weights[i + 1] = weights[i + 1] * load(value_factors_ + (i + 1) * kLanes);
+      }
+      store_int(place + i / 2 * kLanes, round_pairs(weights[i], weights[i + 1]));
+    }
+  }
+
+  // sums += weights[begin .. end] x values, for `rows` rows; for one of them if half a pair is among these.
+  void add(const float* weights, int64_t rows, int64_t begin, int64_t end, float* sums) const {
+    if (begin >= end) return;
+    const auto* words = reinterpret_cast<const uint32_t*>(weights);
+    const int64_t first = divide_up(begin, 2), last = end / 2;
+    if (begin % 2 != 0) add_half(words[begin / 2], begin / 2, kUpperHalf, sums);
+    if (first < last) {
+      for (int64_t d = 0; d < s_.padded_dim; d += kPanelColumns) {
+        kMultiplyPairs.of_rows[rows](words + first, kTilePositions, values_ + d * kTilePairs + first * kPanelColumns,
+                                     last - first, sums + d, s_.padded_dim + 2, nullptr);
+      }
+    }
+    if (end % 2 != 0) add_half(words[end / 2], end / 2, kLowerHalf, sums);
+  }
+
+ private:
+  static constexpr uint32_t kLowerHalf = 0x0000FFFFu, kUpperHalf = 0xFFFF0000u;
+
+  void add_half(uint32_t weights, int64_t pair, uint32_t half, float* sums) const {
+    for (int64_t d = 0; d < s_.padded_dim; d += kLanes) {
+      const uint32_t* word = values_ + (d / kPanelColumns * kTilePairs + pair) * kPanelColumns + d % kPanelColumns;
+      store(sums + d, add_pair_products(load(sums + d), splat_int(weights & half), load_int(word) & splat_int(half)));
+    }
+  }
+
+  // As panels [2][pairs of dims][32 positions]; absent ones are zero.
+  void gather_keys(const TileRows<C>& rows, const TileRows<C>& next) {
+    const KVRow<C> nothing = KVRow<C>::zeros();
+    for (int64_t first = 0; first < kTilePositions; first += kLanes) {
+      KVRow<C> source[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        prefetch_row(next.keys[first + i], s_.dim);
+        source[i] = rows.keys[first + i].values == nullptr ? nothing : rows.keys[first + i];
+        key_factors_[first + i] = factor(source[i]) * scale_;
+      }
+      uint32_t* panel = keys_ + first / kPanelColumns * kPanelColumns * words_ + first % kPanelColumns;
+      for (int64_t word = 0; word < words_; word += kLanes) {
+        Vec square[kLanes];
+        OCTAVO_UNROLL
+        for (int i = 0; i < kLanes; ++i) square[i] = as_float(read_pairs(source[i], 2 * word, s_.dim - 2 * word));
+        transpose(square);
+        OCTAVO_UNROLL
+        for (int i = 0; i < kLanes; ++i) store_int(panel + (word + i) * kPanelColumns, as_int(square[i]));
+      }
+    }
+  }
+
+  // As panels [dim / 32][pairs of positions][32]; absent ones are multiplied by nothing but zero weights.
+  void gather_values(const TileRows<C>& rows, const TileRows<C>& next) {
+    const KVRow<C> nothing = KVRow<C>::zeros();
+    for (int64_t i = 0; i < kTilePositions; i += 2) {
+      prefetch_row(next.values[i], s_.dim);
+      prefetch_row(next.values[i + 1], s_.dim);
+      if (rows.values[i].values == nullptr && rows.values[i + 1].values == nullptr) continue;
+      const KVRow<C> even = rows.values[i].values == nullptr ? nothing : rows.values[i];
+      const KVRow<C> odd = rows.values[i + 1].values == nullptr ? nothing : rows.values[i + 1];
+      value_factors_[i] = factor(even);
+      value_factors_[i + 1] = factor(odd);
+      uint32_t* out = values_ + i / 2 * kPanelColumns;
+      for (int64_t d = 0; d < s_.padded_dim; d += kLanes) {
+        const IVec low = as_int(read_unscaled(even, d, s_.dim - d)), high = as_int(read_unscaled(odd, d, s_.dim - d));
+        store_int(out + d / kPanelColumns * kPanelColumns * kTilePairs + d % kPanelColumns,
+                  shift_right<16>(low) | (high & splat_int(kUpperHalf)));
+      }
+    }
+  }
+
+  const AttentionShape& s_;
+  const int64_t words_;     // of a row
+  uint32_t* const keys_;    // [2 panels][words_][32 positions]
+  uint32_t* const values_;  // [padded_dim / 32][kTilePairs][32]
+  uint32_t* const queries_; // [max_rows][words_]
+  float* const key_factors_;
+  float* const value_factors_;
+  float scale_ = 1.0f;
+};
+
+#endif
+
+}  // namespace octavo::OCTAVO_ISA
