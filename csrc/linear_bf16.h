@@ -15,16 +15,19 @@ namespace octavo::OCTAVO_ISA {
 constexpr int kPairRows = 14, kPairSums = 16;   // rows of a tile; accumulators of few rows, which take several panels
 constexpr int64_t kPairBytes = 4 * kPanelColumns;  // two k of one panel
 
-// Some rows as the product reads them.
+// Some rows as the product reads them: as they stand, or packed as [pairs of k][rows].
 struct PairTile {
-  uint32_t* words;  // [pairs of k][rows], two bfloat16 each
-  int64_t first;    // row of the output
+  const char* pairs;   // the first one
+  int64_t row_bytes;   // from a row to the next
+  int64_t pair_bytes;  // from a pair to the next
+  int64_t first;       // row of the output
 };
 
-// `m` rows from row tile.first on; k beyond the row is zero. Sixteen pairs of each row become sixteen columns at once.
-inline void pack_pairs(const LinearArgs& args, int64_t m, const PairTile& tile) {
+// `m` rows from row `first` on as [pairs of k][m]; k beyond the row is zero. Sixteen pairs of each row become sixteen columns
+// at once.
+inline void pack_pairs(const LinearArgs& args, int64_t m, int64_t first, uint32_t* words) {
   const int64_t pairs = divide_up(args.k, 2);
-  const bf16* x = static_cast<const bf16*>(args.x) + tile.first * args.x_stride;
+  const bf16* x = static_cast<const bf16*>(args.x) + first * args.x_stride;
   for (int64_t i = 0; i < pairs; i += kLanes) {
     Vec block[kLanes];
     OCTAVO_UNROLL
@@ -42,7 +45,7 @@ inline void pack_pairs(const LinearArgs& args, int64_t m, const PairTile& tile) 
       }
     }
     transpose(block);
-    uint32_t* out = tile.words + i * m;
+    uint32_t* out = words + i * m;
     for (int64_t j = 0; j < smaller(int64_t{kLanes}, pairs - i); ++j, out += m) {
       if ((pairs - i - j) * m >= kLanes) {
         store_int(out, as_int(block[j]));  // what is too much is overwritten by the next one
@@ -70,21 +73,23 @@ void multiply_pairs(const LinearArgs& args, const PairTile& tile, int64_t panel,
   }
   const int64_t bytes = divide_up(args.k, 2) * kPairBytes;
   const char* w = static_cast<const char*>(args.weight) + panel * bytes;
-  const uint32_t* x = tile.words;
+  const char* x = tile.pairs;
   for (int64_t offset = 0; offset < bytes; offset += kPairBytes) {
     IVec columns[P][V];
     OCTAVO_UNROLL
     for (int p = 0; p < P; ++p) {
-      const char* pair = w + p * bytes + offset;
+      const char* line = w + p * bytes + offset;
       OCTAVO_UNROLL
-      for (int line = 0; line < V; ++line) __builtin_prefetch(pair + kPrefetchBytes + line * 64);
+      for (int v = 0; v < V; ++v) __builtin_prefetch(line + kPrefetchBytes + v * 64);
       ahead.ask(p * bytes);
       OCTAVO_UNROLL
-      for (int v = 0; v < V; ++v) columns[p][v] = load_int(pair + v * 64);
+      for (int v = 0; v < V; ++v) columns[p][v] = load_int(line + v * 64);
     }
     OCTAVO_UNROLL
     for (int m = 0; m < M; ++m) {
-      const IVec two = splat_int(x[m]);
+      uint32_t pair;
+      std::memcpy(&pair, x + m * tile.row_bytes, sizeof(pair));
+      const IVec two = splat_int(pair);
       OCTAVO_UNROLL
       for (int p = 0; p < P; ++p) {
         OCTAVO_UNROLL
@@ -92,7 +97,7 @@ void multiply_pairs(const LinearArgs& args, const PairTile& tile, int64_t panel,
       }
     }
     ahead.step();
-    x += M;
+    x += tile.pair_bytes;
   }
   for (int p = 0; p < P; ++p) {
     alignas(64) float stored[M][kPanelColumns];
@@ -123,7 +128,10 @@ struct PairFunctions {
       : of_rows{nullptr, multiply_pair_panels<I + 1>...} {}
 };
 
-// In blocks of rows that stay in cache, each of tiles of nearly equal height.
+constexpr int64_t kFewPanels = 64;  // too few to make up for packing rows
+
+// In blocks of rows that stay in cache, each of tiles of nearly equal height. Rows that many panels are multiplied with are
+// packed.
 inline void linear_of_pairs(ThreadPool& pool, const LinearArgs& args) {
   if (args.rows == 0) return;
   static constexpr PairFunctions kMultiply;
@@ -133,23 +141,31 @@ inline void linear_of_pairs(ThreadPool& pool, const LinearArgs& args) {
   const int64_t tiles = divide_up(block_rows, kPairRows), tile_rows = divide_up(block_rows, tiles);
   const int64_t at_once = panels_at_once(static_cast<int>(tile_rows), kPanelColumns / kLanes, kPairSums);
   const int64_t group = tiles == 1 ? panels_of_a_task(panels, pool.num_threads(), at_once) : 1;
+  const bool packs = args.k % 2 != 0 || (tiles > 1 && panels > kFewPanels);
   const char* weight = static_cast<const char*>(args.weight);
-  auto* words = static_cast<uint32_t*>(pool.shared(static_cast<size_t>(block_rows * pairs) * sizeof(uint32_t)));
+  auto* words = static_cast<uint32_t*>(pool.shared(packs ? static_cast<size_t>(block_rows * pairs) * sizeof(uint32_t) : 1));
   for (int64_t first = 0; first < args.rows; first += block_rows) {
-    const int64_t rows = smaller(block_rows, args.rows - first);
-    const auto tile_at = [&](int64_t row) { return PairTile{words + row * pairs, first + row}; };
-    parallel(pool, divide_up(rows, tile_rows), [&](int64_t tile, int) {
+    const int64_t rows = smaller(block_rows, args.rows - first), row_tiles = divide_up(rows, tile_rows);
+    const auto rows_of = [&](int64_t tile) { return smaller(tile_rows, rows - tile * tile_rows); };
+    if (packs) {
+      parallel(pool, row_tiles, [&](int64_t tile, int) {
+        const int64_t row = tile * tile_rows;
+        pack_pairs(args, rows_of(tile), first + row, words + row * pairs);
+      });
+    }
+    const auto tile_at = [&](int64_t tile) {
       const int64_t row = tile * tile_rows;
-      pack_pairs(args, smaller(tile_rows, rows - row), tile_at(row));
-    });
-    const int64_t row_tiles = divide_up(rows, tile_rows), tasks = divide_up(panels, group);
+      if (packs) return PairTile{reinterpret_cast<const char*>(words + row * pairs), 4, 4 * rows_of(tile), first + row};
+      const bf16* x = static_cast<const bf16*>(args.x) + (first + row) * args.x_stride;
+      return PairTile{reinterpret_cast<const char*>(x), 2 * args.x_stride, 4, first + row};
+    };
+    const int64_t tasks = divide_up(panels, group);
     parallel_ahead(pool, tasks, [&](int64_t task, int64_t following, int) {
       const int64_t panel = task * group;
       const char* next = following < tasks ? weight + following * group * pairs * kPairBytes : nullptr;
-      for (int64_t i = 0; i < row_tiles; ++i) {
-        const int64_t row = i * tile_rows;
-        kMultiply.of_rows[smaller(tile_rows, rows - row)](args, tile_at(row), panel, smaller(group, panels - panel),
-                                                          Ahead(next, pairs * kPairBytes, pairs, i, row_tiles));
+      for (int64_t tile = 0; tile < row_tiles; ++tile) {
+        kMultiply.of_rows[rows_of(tile)](args, tile_at(tile), panel, smaller(group, panels - panel),
+                                         Ahead(next, pairs * kPairBytes, pairs, tile, row_tiles));
       }
     });
   }
