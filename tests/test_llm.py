@@ -74,7 +74,7 @@ def test_the_engine_schedules_as_it_resolved(llm, checkpoint):
     assert config.max_num_mixed_prefill_tokens == 0
     assert config.attention_cost_tokens > 0
     read_along = LLM(model=str(checkpoint), max_model_len=64, max_num_mixed_prefill_tokens=None)
-    assert read_along.llm_engine.core.scheduler.config.max_num_mixed_prefill_tokens == 128
+    assert read_along.llm_engine.core.scheduler.config.max_num_mixed_prefill_tokens == 64
 
 
 def test_chat_renders_the_template(llm):

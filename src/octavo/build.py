@@ -114,7 +114,7 @@ def resolve_scheduler(config: SchedulerConfig, architecture: Architecture, quant
         bits = _BITS[quantization] if architecture.stored is None else architecture.stored.bits
         cost = round(1000 * _ATTENTION_SLOWNESS[bits] * architecture.attention_share, 3)
     if mixed is None:
-        mixed = max(config.max_num_batched_tokens // 6, 1)
+        mixed = max(config.max_num_batched_tokens // 8, 1)
     return replace(config, attention_cost_tokens=cost, max_num_mixed_prefill_tokens=mixed)
 
 

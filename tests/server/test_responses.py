@@ -213,3 +213,23 @@ def test_a_stream_that_fails_before_its_first_token_begins_nevertheless() -> Non
             executor.gate.set()
             kinds += [event.type for event in stream]
         assert kinds == ["response.created", "response.failed"]
+
+
+def test_tokens_are_chosen_as_under_the_other_routes(client):
+    whole = client.responses.create(**ASKED)
+    assert "I look." in whole.output_text
+    cut = client.responses.create(**ASKED, extra_body={"stop": ["look"], "ignore_eos": True, "seed": 3, "top_k": 5})
+    assert cut.output_text.strip() == "I"
+    assert cut.status == "completed"
+    biased = client.responses.create(**ASKED, extra_body={"logit_bias": {"5": 1.5}, "min_tokens": 1})
+    assert comparable(biased) == comparable(whole)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("n", 2), ("max_tokens", 5), ("top_k", -7), ("bad_words", ["x"]), ("logit_bias", {"x": 1.0})]
+)
+def test_what_would_change_an_answer_is_not_ignored(client, field, value):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**ASKED, extra_body={field: value})
+    assert caught.value.param == field
+    assert client.responses.create(**ASKED, extra_body={"n": 1, "max_tokens": None}).status == "completed"

@@ -201,7 +201,8 @@ class CpuKernels:
         assert x.shape[1] == packed.in_features
         if out is None:
             out = self._empty(x.shape[0], packed.out_features, dtype=out_dtype)
-        assert out.is_contiguous() and out.dtype == out_dtype and out.shape == (x.shape[0], packed.out_features)
+        assert out.is_contiguous()
+        assert (out.shape, out.dtype) == ((x.shape[0], packed.out_features), out_dtype)
         self._calls.linear(
             x.data_ptr(), _DTYPE_NUMBERS[x.dtype], x.stride(0), x.shape[0], storage.data.data_ptr(),
             storage.dtype_number, packed.out_features, packed.in_features,

@@ -26,16 +26,11 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(BaseModel):
-    """Fields of both APIs. Those named like a field of `SamplingParams` mean the same."""
+class SamplingControls(BaseModel):
+    """How tokens are chosen: each means what the field of `SamplingParams` with its name does, under every route."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    n: int | None = None
     seed: int | None = None
     stop: str | Strings | None = None
     temperature: float | None = None
@@ -53,6 +48,16 @@ class SamplingFields(BaseModel):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     allowed_token_ids: TokenIds | None = None
+
+
+class SamplingFields(SamplingControls):
+    """Fields of chat completions and completions. Those named like a field of `SamplingParams` mean the same."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = None
     prompt_logprobs: int | None = None
     priority: Priority | None = None
     cache_salt: str | None = None

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
-from pydantic import BaseModel, ConfigDict
 
 from octavo.errors import RequestError
 from octavo.server.answer_form import AnswerForm, AnswerReader
@@ -15,8 +14,12 @@ from octavo.server.answering import Job, News, answer, encoder, read_timeout
 from octavo.server.chat import render
 from octavo.server.conversation import read_arguments, read_text
 from octavo.server.errors import to_http
-from octavo.server.openai_requests import Priority  # noqa: TC001 - pydantic reads the types of fields
-from octavo.server.sampling import read_response_format
+from octavo.server.openai_requests import (
+    Priority,
+    SamplingControls,
+    SamplingFields,
+)
+from octavo.server.sampling import read_logit_bias, read_response_format
 from octavo.server.tools import Toolbox, read_choice, read_function
 
 if TYPE_CHECKING:
@@ -38,18 +41,24 @@ _SPELLED = {"prompt": "input", "structured_outputs": "text.format", "max_tokens"
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
     "conversation": (None,),
+    "logprobs": (None, False, 0),
+    "max_completion_tokens": (None,),
+    "max_tokens": (None,),
     "max_tool_calls": (None,),
+    "n": (None, 1),
     "previous_response_id": (None,),
     "prompt": (None,),
+    "prompt_logprobs": (None,),
+    "response_format": (None,),
+    "structured_outputs": (None,),
     "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
+    **SamplingFields.unsupported,
 }
 
 
-class ResponsesRequest(BaseModel):
-    """POST /v1/responses. What is not listed changes nothing here and is not looked at."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
+class ResponsesRequest(SamplingControls):
+    """POST /v1/responses, with vLLM's extra fields. What is not listed changes nothing here and is not looked at."""
 
     model: str | None = None
     input: Any = None
@@ -59,11 +68,9 @@ class ResponsesRequest(BaseModel):
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None
     stream: bool | None = None
-    temperature: float | None = None
     text: dict[str, Any] | None = None
     tool_choice: Any = None
     tools: list[Any] | None = None
-    top_p: float | None = None
     priority: Priority | None = None
     cache_salt: str | None = None
 
@@ -162,7 +169,8 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
 
 def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
     """Without max_output_tokens the checkpoint's limit holds, or else the context's."""
-    given: dict[str, Any] = {"temperature": request.temperature, "top_p": request.top_p}
+    controls = {name: getattr(request, name) for name in SamplingControls.model_fields}
+    given = {name: value for name, value in controls.items() if value is not None}
     wanted = (request.text or {}).get("format")
     if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
         wanted = {"type": "json_schema", "json_schema": wanted}
@@ -171,7 +179,7 @@ def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tok
             defaults,
             max_tokens=default_max_tokens if request.max_output_tokens is None else request.max_output_tokens,
             structured_outputs=read_response_format(wanted, "text.format"),
-            **{name: value for name, value in given.items() if value is not None},
+            **{**given, "logit_bias": read_logit_bias(request.logit_bias)},
         )
     except RequestError as error:
         own = error.parameter or ""

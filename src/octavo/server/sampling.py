@@ -27,7 +27,7 @@ def sampling_params(
         defaults,
         max_tokens=max_tokens,
         logprobs=logprobs,
-        logit_bias=_logit_bias(request.logit_bias),
+        logit_bias=read_logit_bias(request.logit_bias),
         structured_outputs=_structure(request),
         **given,
     )
@@ -69,8 +69,8 @@ def read_response_format(given: Any, parameter: str = "response_format") -> Stru
         raise RequestError(str(error), parameter=parameter) from None
 
 
-def _logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
-    """JSON has strings as keys, where token ids are meant."""
+def read_logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
+    """JSON has strings as keys, where token ids are meant. Raises `RequestError`."""
     if not biases:
         return None
     for key in biases:

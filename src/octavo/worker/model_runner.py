@@ -131,8 +131,10 @@ class ModelRunner:
         return ModelOutput(step, tokens, logprobs, prompt_logprobs or {}, errors)
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 [rows, vocab_size] in memory that is kept: it is too large for malloc to keep, and new pages are
-        zeroed by the system, which takes a tenth of such a step.
+        """Return float32 [rows, vocab_size], which last until the next call.
+
+        Their memory is kept. It is too large for malloc to keep: made anew, its pages would be zeroed by the system
+        each time, a tenth of a step of 64 rows.
         """
         rows, vocab_size = hidden.shape[0], self.model.lm_head.out_features
         if rows * vocab_size > self._logits.numel():
