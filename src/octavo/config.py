@@ -148,7 +148,8 @@ class SchedulerConfig:
     max_num_mixed_prefill_tokens: most tokens that prompts get in a step in which others decode, so that answers keep
     flowing; 0 for no such limit. attention_cost_tokens: a prompt's token counts as 1 + attention_cost_tokens *
     position / 1000 tokens of a step's budget, as it attends to all before it; 0: as one. None (both): an engine
-    takes an eighth of max_num_batched_tokens (`LLM` takes 0), and what the model's shape says; a scheduler on its own neither.
+    takes an eighth of max_num_batched_tokens (`LLM` takes 0), and what the model's shape says; a scheduler on its own
+    neither.
     enable_chunked_prefill False: a prompt waits until it fits whole; only one larger than the whole budget is cut.
     ageing_s: under `priority`, waiting so long counts as much as one priority number less (None: strict classes);
     under `deadline`, nobody waits behind a request that came so much later (None: only deadlines count).
