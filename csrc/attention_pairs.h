@@ -6,6 +6,9 @@
 // other's value is zero to it.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "attention_tile.h"
 
 namespace octavo::OCTAVO_ISA {
@@ -14,8 +17,8 @@ namespace octavo::OCTAVO_ISA {
 
 constexpr int64_t kTilePairs = kTilePositions / 2;
 
-// sums[m][32 columns] += (or =, with `fresh`) sum over i < pairs of a[m * a_stride + i] * panel[i][32 columns] for M rows; what
-// is fresh is multiplied by the columns' factors.
+// sums[m][32 columns] += sum over i < pairs of a[m * a_stride + i] * panel[i][32 columns] for M rows. With factors, one of each
+// column, the sums start at zero and are multiplied by these at the end.
 template <int M>
 void multiply_pair_panel(const uint32_t* a, int64_t a_stride, const uint32_t* panel, int64_t pairs, float* sums,
                          int64_t stride, const float* factors) {
@@ -128,7 +131,7 @@ class PairKV {
   void store_weights(float* place, Vec (&weights)[kTileVectors]) const {
     OCTAVO_UNROLL
     for (int i = 0; i < kTileVectors; i += 2) {
-      if (std::is_same_v<C, int8_t>) {
+      if constexpr (std::is_same_v<C, int8_t>) {
         weights[i] = weights[i] * load(value_factors_ + i * kLanes);
         weights[i + 1] = weights[i + 1] * load(value_factors_ + (i + 1) * kLanes);
       }
@@ -183,13 +186,16 @@ class PairKV {
     }
   }
 
-  // As panels [dim / 32][pairs of positions][32]; absent ones are multiplied by nothing but zero weights.
+  // As panels [dim / 32][pairs of positions][32]; absent pairs are left as they are and never multiplied.
   void gather_values(const TileRows<C>& rows, const TileRows<C>& next) {
     const KVRow<C> nothing = KVRow<C>::zeros();
     for (int64_t i = 0; i < kTilePositions; i += 2) {
       prefetch_row(next.values[i], s_.dim);
       prefetch_row(next.values[i + 1], s_.dim);
-      if (rows.values[i].values == nullptr && rows.values[i + 1].values == nullptr) continue;
+      if (rows.values[i].values == nullptr && rows.values[i + 1].values == nullptr) {
+        value_factors_[i] = value_factors_[i + 1] = 0.0f;
+        continue;
+      }
       const KVRow<C> even = rows.values[i].values == nullptr ? nothing : rows.values[i];
       const KVRow<C> odd = rows.values[i + 1].values == nullptr ? nothing : rows.values[i + 1];
       value_factors_[i] = factor(even);

@@ -81,7 +81,7 @@ void multiply_pairs(const LinearArgs& args, const PairTile& tile, int64_t panel,
       const char* line = w + p * bytes + offset;
       OCTAVO_UNROLL
       for (int v = 0; v < V; ++v) __builtin_prefetch(line + kPrefetchBytes + v * 64);
-      ahead.ask(p * bytes);
+      ahead.ask(p);
       OCTAVO_UNROLL
       for (int v = 0; v < V; ++v) columns[p][v] = load_int(line + v * 64);
     }
@@ -115,8 +115,11 @@ template <int M>
 void multiply_pair_panels(const LinearArgs& args, const PairTile& tile, int64_t first, int64_t count, Ahead ahead) {
   constexpr int P = panels_at_once(M, kPanelColumns / kLanes, kPairSums);
   int64_t panel = first;
-  for (; panel + P <= first + count; panel += P) multiply_pairs<M, P>(args, tile, panel, ahead);
-  for (; panel < first + count; ++panel) multiply_pairs<M, 1>(args, tile, panel, ahead);
+  for (; panel + P <= first + count; panel += P) multiply_pairs<M, P>(args, tile, panel, ahead.from(panel - first));
+  for (; P > 2 && panel + 2 <= first + count; panel += 2) {
+    multiply_pairs<M, P < 2 ? P : 2>(args, tile, panel, ahead.from(panel - first));
+  }
+  for (; panel < first + count; ++panel) multiply_pairs<M, 1>(args, tile, panel, ahead.from(panel - first));
 }
 
 // multiply_pair_panels for 1 .. kPairRows rows.
@@ -130,8 +133,8 @@ struct PairFunctions {
 
 constexpr int64_t kFewPanels = 64;  // too few to make up for packing rows
 
-// In blocks of rows that stay in cache, each of tiles of nearly equal height. Rows that many panels are multiplied with are
-// packed.
+// In blocks of rows that stay in cache, each of tiles of nearly equal height. Several
+// tiles that many panels are multiplied with are packed, and rows of an odd k.
 inline void linear_of_pairs(ThreadPool& pool, const LinearArgs& args) {
   if (args.rows == 0) return;
   static constexpr PairFunctions kMultiply;
@@ -165,7 +168,7 @@ inline void linear_of_pairs(ThreadPool& pool, const LinearArgs& args) {
       const char* next = following < tasks ? weight + following * group * pairs * kPairBytes : nullptr;
       for (int64_t tile = 0; tile < row_tiles; ++tile) {
         kMultiply.of_rows[rows_of(tile)](args, tile_at(tile), panel, smaller(group, panels - panel),
-                                         Ahead(next, pairs * kPairBytes, pairs, tile, row_tiles));
+                                         Ahead(next, weight + panel * pairs * kPairBytes, pairs * kPairBytes, pairs, tile, row_tiles));
       }
     });
   }

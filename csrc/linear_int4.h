@@ -134,7 +134,7 @@ OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& 
         for (int64_t byte = 0; byte < kNibbleBytes; byte += 64) {
           __builtin_prefetch(w + p * weight.panel_bytes + kPrefetchBytes + byte);
         }
-        if (kAsksAhead) ahead.ask(p * weight.panel_bytes);
+        if (kAsksAhead) ahead.ask(p);
       }
       multiply_half<M, P, V, 0>(w + vec * 4 * kLanes, weight.panel_bytes, x, sums);
       multiply_half<M, P, V, 4>(w + vec * 4 * kLanes, weight.panel_bytes, x + M * 4, sums);
@@ -204,8 +204,11 @@ void NibbleWeight::multiply(const LinearArgs& args, const NibbleWeight& weight, 
                             int64_t count, Ahead ahead) {
   constexpr int P = group_panels(M);
   int64_t panel = first;
-  for (; panel + P <= first + count; panel += P) multiply_nibble_panels<M, P>(args, weight, tile, panel, ahead);
-  for (; panel < first + count; ++panel) multiply_nibble_panels<M, 1>(args, weight, tile, panel, ahead);
+  for (; panel + P <= first + count; panel += P) multiply_nibble_panels<M, P>(args, weight, tile, panel, ahead.from(panel - first));
+  for (; P > 2 && panel + 2 <= first + count; panel += 2) {
+    multiply_nibble_panels<M, P < 2 ? P : 2>(args, weight, tile, panel, ahead.from(panel - first));
+  }
+  for (; panel < first + count; ++panel) multiply_nibble_panels<M, 1>(args, weight, tile, panel, ahead.from(panel - first));
 }
 
 inline void linear(ThreadPool& pool, const LinearArgs& args) {

@@ -118,7 +118,7 @@ void multiply_bytes(const LinearArgs& args, const ByteWeight& weight, const Byte
       const int8_t* group = w + p * weight.panel_bytes + offset;
       OCTAVO_UNROLL
       for (int line = 0; line < kPanelVecs; ++line) __builtin_prefetch(group + kPrefetchBytes + line * 64);
-      ahead.ask(p * weight.panel_bytes);
+      ahead.ask(p);
       OCTAVO_UNROLL
       for (int v = 0; v < kPanelVecs; ++v) columns[p][v] = load_int(group + v * 4 * kLanes);
     }
@@ -160,8 +160,11 @@ void ByteWeight::multiply(const LinearArgs& args, const ByteWeight& weight, cons
                           int64_t count, Ahead ahead) {
   constexpr int P = group_panels(M);
   int64_t panel = first;
-  for (; panel + P <= first + count; panel += P) multiply_bytes<M, P>(args, weight, tile, panel, ahead);
-  for (; panel < first + count; ++panel) multiply_bytes<M, 1>(args, weight, tile, panel, ahead);
+  for (; panel + P <= first + count; panel += P) multiply_bytes<M, P>(args, weight, tile, panel, ahead.from(panel - first));
+  for (; P > 2 && panel + 2 <= first + count; panel += 2) {
+    multiply_bytes<M, P < 2 ? P : 2>(args, weight, tile, panel, ahead.from(panel - first));
+  }
+  for (; panel < first + count; ++panel) multiply_bytes<M, 1>(args, weight, tile, panel, ahead.from(panel - first));
 }
 
 }  // namespace octavo::OCTAVO_ISA

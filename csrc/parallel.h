@@ -6,20 +6,25 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// body(index, following, thread) for 0 <= index < count, in any order and on any thread; following: what the thread takes
-// next, or count.
+// body(index, following, thread) for 0 <= index < count, in any order and on any thread; following: see ThreadPool::run.
 template <class F>
-OCTAVO_INLINE void parallel_ahead(ThreadPool& pool, int64_t count, F&& body) {
+OCTAVO_INLINE void run_parallel(ThreadPool& pool, int64_t count, bool claims_ahead, const F& body) {
   auto call = [](void* context, int64_t index, int64_t following, int thread) {
-    (*static_cast<F*>(context))(index, following, thread);
+    (*static_cast<const F*>(context))(index, following, thread);
   };
-  pool.run(count, call, const_cast<void*>(static_cast<const void*>(&body)));
+  pool.run(count, call, const_cast<void*>(static_cast<const void*>(&body)), claims_ahead);
+}
+
+// The same for tasks that are equally long and read much memory, which they can ask for ahead.
+template <class F>
+OCTAVO_INLINE void parallel_ahead(ThreadPool& pool, int64_t count, const F& body) {
+  run_parallel(pool, count, true, body);
 }
 
 // body(index, thread) for 0 <= index < count, in any order and on any thread.
 template <class F>
-OCTAVO_INLINE void parallel(ThreadPool& pool, int64_t count, F&& body) {
-  parallel_ahead(pool, count, [&](int64_t index, int64_t, int thread) { body(index, thread); });
+OCTAVO_INLINE void parallel(ThreadPool& pool, int64_t count, const F& body) {
+  run_parallel(pool, count, false, [&](int64_t index, int64_t, int thread) { body(index, thread); });
 }
 
 // body(first, last) over pieces of [0, count): so many that threads of unequal speed end together, none under `least`.

@@ -10,7 +10,7 @@ namespace octavo::OCTAVO_ISA {
 
 constexpr uint32_t kInfinityBits = 0x7F800000u;
 constexpr float kLeastMagnitude = 1e-30f;     // a row whose values are all smaller is zero
-constexpr int64_t kBlockBytes = 1024 * 1024;   // quantized rows that are multiplied together: they stay in L2
+constexpr int64_t kBlockBytes = 1024 * 1024;  // rows that are multiplied together: they stay in L2 or L3
 
 // How a product wants its rows.
 struct ByteLayout {
@@ -111,21 +111,31 @@ inline void quantize_rows(const LinearArgs& args, const ByteLayout& layout, int6
 // its cache, however little a tile of rows has to compute. Each of several tiles asks for its share of every panel.
 class Ahead {
  public:
-  // next: the first of these panels, of `bytes` each, or null; a tile asks `steps` times.
-  Ahead(const void* next, int64_t bytes, int64_t steps, int64_t tile, int64_t tiles)
-      : line_(next == nullptr ? nullptr : static_cast<const char*>(next) + bytes / tiles * tile),
-        step_(next == nullptr ? 0 : divide_up(bytes, steps * tiles)) {}
+  // next: the first of these panels, of `bytes` each; a tile asks `steps` times. here: the first of the present ones, which
+  // is asked for where there is no next (null).
+  Ahead(const void* next, const void* here, int64_t bytes, int64_t steps, int64_t tile, int64_t tiles)
+      : line_(static_cast<const char*>(next == nullptr ? here : next) + (next == nullptr ? 0 : bytes / tiles * tile)),
+        step_(next == nullptr ? 0 : divide_up(bytes, steps * tiles)),
+        panel_(next == nullptr ? 0 : bytes) {}
 
-  // offset: of the panel, from the first one.
-  OCTAVO_INLINE void ask(int64_t offset) const {
-    __builtin_prefetch(line_ + offset, 0, 2);
-    __builtin_prefetch(line_ + offset + 64, 0, 2);
+  // For the panels from the i-th of the next task on.
+  Ahead from(int64_t i) const {
+    Ahead other = *this;
+    other.line_ += i * panel_;
+    return other;
+  }
+
+  // Asks for some of the p-th panel.
+  OCTAVO_INLINE void ask(int p) const {
+    __builtin_prefetch(line_ + p * panel_, 0, 2);
+    __builtin_prefetch(line_ + p * panel_ + 64, 0, 2);
   }
   OCTAVO_INLINE void step() { line_ += step_; }
 
  private:
   const char* line_;
   int64_t step_;
+  int64_t panel_;
 };
 
 // How many panels M rows take at once: as many streams from memory as there are registers for.
@@ -184,7 +194,7 @@ void linear_of_integers(ThreadPool& pool, const LinearArgs& args) {
         const int64_t row = i * tile_rows;
         kMultiply.of_rows[smaller(tile_rows, rows - row)](
             args, weight, tile_at(row), panel, smaller(group, panels - panel),
-            Ahead(next, weight.panel_bytes, weight.panel_steps(), i, row_tiles));
+            Ahead(next, weight.panels + panel * weight.panel_bytes, weight.panel_bytes, weight.panel_steps(), i, row_tiles));
       }
     });
   }

@@ -135,13 +135,16 @@ struct ThreadPool::State {
   }
 
   void take_indices(int thread) {
-    for (int64_t i = next.fetch_add(1), following; i < count; i = following) {
-      following = next.fetch_add(1);
+    const int64_t first_unclaimed = claims_ahead ? count - num_threads : 0;
+    for (int64_t i = next.fetch_add(1); i < count;) {
+      const bool claims = i < first_unclaimed;
+      const int64_t following = claims ? next.fetch_add(1) : count;
       body(context, i, following < count ? following : count, thread);
+      i = claims ? following : next.fetch_add(1);
     }
   }
 
-  void run(int64_t job_count, Body job_body, void* job_context) {
+  void run(int64_t job_count, Body job_body, void* job_context, bool job_claims_ahead) {
     if (job_count <= 1 || workers.empty()) {
       for (int64_t i = 0; i < job_count; ++i) job_body(job_context, i, i + 1, 0);
       return;
@@ -149,6 +152,7 @@ struct ThreadPool::State {
     count = job_count;
     body = job_body;
     context = job_context;
+    claims_ahead = job_claims_ahead;
     next.store(0);
     open.store(true);
     jobs.fetch_add(1);
@@ -176,6 +180,7 @@ struct ThreadPool::State {
   int64_t count = 0;
   Body body = nullptr;
   void* context = nullptr;
+  bool claims_ahead = false;
 
   alignas(64) std::atomic<int64_t> next{0};
   alignas(64) std::atomic<uint64_t> jobs{0};
@@ -233,7 +238,9 @@ void ThreadPool::shutdown() {
   state.end_workers();
 }
 
-void ThreadPool::run(int64_t count, Body body, void* context) { state_->run(count, body, context); }
+void ThreadPool::run(int64_t count, Body body, void* context, bool claims_ahead) {
+  state_->run(count, body, context, claims_ahead);
+}
 
 void* ThreadPool::shared(size_t bytes) { return state_->shared.reserve(bytes); }
 

@@ -33,9 +33,10 @@ class ThreadPool {
   using Body = void (*)(void* context, int64_t index, int64_t following, int thread);
 
   // Calls body(context, i, following, thread) for 0 <= i < count; the caller is thread 0 and returns when all are done.
-  // following: the index that this thread takes next, so that it can ask for its memory; count, when there is none.
+  // following: with claims_ahead the index that this thread takes next, so that it can ask for its memory; count, where it
+  // does not know that yet, as for the last indices, which go to whoever is free.
   // Only while a Session is held.
-  void run(int64_t count, Body body, void* context);
+  void run(int64_t count, Body body, void* context, bool claims_ahead);
 
   // Memory for one kernel, 64-byte aligned, undefined content, kept until the next call for the same owner.
   // Only while a Session is held; `local` memory must be reserved before `run`.

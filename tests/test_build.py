@@ -22,9 +22,9 @@ def architecture(tmp_path_factory):
     return read_architecture(directory)
 
 
-def test_prompts_get_a_quarter_of_a_step_beside_answers(architecture):
+def test_prompts_get_an_eighth_of_a_step_beside_answers(architecture):
     config = resolve_scheduler(SchedulerConfig(max_num_batched_tokens=800), architecture, None)
-    assert config.max_num_mixed_prefill_tokens == 200
+    assert config.max_num_mixed_prefill_tokens == 100
     config = resolve_scheduler(SchedulerConfig(max_num_batched_tokens=3, max_num_seqs=3), architecture, None)
     assert config.max_num_mixed_prefill_tokens == 1
 

@@ -203,7 +203,7 @@ class EngineOptions:
             metavar="TOKENS",
             rich_help_panel=_SCHEDULER,
             help="Most tokens that prompts get in a step beside answers under way, which wait for the whole step; 0 "
-            "sets no such limit. Default: an eighth of max-num-batched-tokens.",
+            "sets no such limit. Default: an eighth of max-num-batched-tokens; in octavo bench 0.",
             show_default=False,
         ),
     ] = None

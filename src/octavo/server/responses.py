@@ -49,7 +49,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (None,),
     "prompt": (None,),
     "prompt_logprobs": (None,),
-    "response_format": (None,),
+    "response_format": (None, {"type": "text"}),
     "structured_outputs": (None,),
     "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
