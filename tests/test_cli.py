@@ -455,6 +455,20 @@ def test_bench(fake_model: FakeExecutor, tmp_path: Path) -> None:
     assert "prefill tok/s" in shown
 
 
+def test_bench_lets_prompts_fill_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads along, as with `LLM`; but what is asked for holds."""
+    built: list[int | None] = []
+
+    def build(options: EngineOptions) -> Any:
+        built.append(options.max_num_mixed_prefill_tokens)
+        return make_engine(FakeExecutor(), max_num_seqs=8)
+
+    monkeypatch.setattr(EngineOptions, "build", build)
+    for asked in ([], ["--max-num-mixed-prefill-tokens", "32"]):
+        assert run("bench", "throughput", "--repeat", "1", "--only", "B", *asked).exit_code == 0
+    assert built == [0, 32]
+
+
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"A": [{"prompt": [1]}]}', '{"A": [{"prompt": "x", "out": 1}]}', '{"B": []}']
 )

@@ -81,7 +81,11 @@ class Prompt:
 
 
 @KV
-@pytest.mark.parametrize(("heads", "window"), [((64, 2, 7), None), ((48, 1, 1), None), ((80, 1, 3), 50)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "window"),
+    [((64, 2, 7), None), ((48, 1, 1), None), ((80, 1, 3), 50), ((20, 1, 2), 37), ((256, 1, 2), None)],
+    ids=str,
+)
 def test_chunks_do_not_change_a_bit(compiled, generator, heads, window, dtype, int8):
     head_dim, num_kv_heads, group = heads
     prompt = Prompt(150, num_kv_heads, group, head_dim, dtype, generator, window, int8=int8)

@@ -43,6 +43,13 @@ def test_no_rows(kernels):
     assert kernels.linear(torch.ones(0, 4), packed).shape == (0, 3)
 
 
+def test_the_result_stands_where_it_is_asked_for(kernels, generator):
+    x, packed = random(generator, 5, 64), kernels.pack_linear(random(generator, 40, 64))
+    out = torch.full((5, 40), float("nan"))
+    assert kernels.linear(x, packed, out=out) is out
+    assert torch.equal(out, kernels.linear(x, packed))
+
+
 @pytest.mark.parametrize("weight_dtype", [*FLOATS, torch.float16], ids=str)
 @pytest.mark.parametrize(("depth", "width"), [(896, 160), (4864, 96), (123, 33)])
 def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, weight_dtype, depth, width):
