@@ -133,8 +133,8 @@ struct PairFunctions {
 
 constexpr int64_t kFewPanels = 64;  // too few to make up for packing rows
 
-// In blocks of rows that stay in cache, each of tiles of nearly equal height. Several
-// tiles that many panels are multiplied with are packed, and rows of an odd k.
+// In blocks of rows that stay in cache, each of tiles of nearly equal height. Several tiles that many panels are multiplied
+// with are packed, and rows of an odd k.
 inline void linear_of_pairs(ThreadPool& pool, const LinearArgs& args) {
   if (args.rows == 0) return;
   static constexpr PairFunctions kMultiply;
@@ -145,6 +145,7 @@ inline void linear_of_pairs(ThreadPool& pool, const LinearArgs& args) {
   const int64_t at_once = panels_at_once(static_cast<int>(tile_rows), kPanelColumns / kLanes, kPairSums);
   const int64_t group = tiles == 1 ? panels_of_a_task(panels, pool.num_threads(), at_once) : 1;
   const bool packs = args.k % 2 != 0 || (tiles > 1 && panels > kFewPanels);
+  const int64_t panel_bytes = pairs * kPairBytes;
   const char* weight = static_cast<const char*>(args.weight);
   auto* words = static_cast<uint32_t*>(pool.shared(packs ? static_cast<size_t>(block_rows * pairs) * sizeof(uint32_t) : 1));
   for (int64_t first = 0; first < args.rows; first += block_rows) {
@@ -165,10 +166,10 @@ inline void linear_of_pairs(ThreadPool& pool, const LinearArgs& args) {
     const int64_t tasks = divide_up(panels, group);
     parallel_ahead(pool, tasks, [&](int64_t task, int64_t following, int) {
       const int64_t panel = task * group;
-      const char* next = following < tasks ? weight + following * group * pairs * kPairBytes : nullptr;
+      const char* next = following < tasks ? weight + following * group * panel_bytes : nullptr;
       for (int64_t tile = 0; tile < row_tiles; ++tile) {
-        kMultiply.of_rows[rows_of(tile)](args, tile_at(tile), panel, smaller(group, panels - panel),
-                                         Ahead(next, weight + panel * pairs * kPairBytes, pairs * kPairBytes, pairs, tile, row_tiles));
+        const Ahead ahead(next, weight + panel * panel_bytes, panel_bytes, pairs, tile, row_tiles);
+        kMultiply.of_rows[rows_of(tile)](args, tile_at(tile), panel, smaller(group, panels - panel), ahead);
       }
     });
   }

@@ -10,6 +10,10 @@ import pytest
 from fakes import FakeChatTemplate, FakeExecutor
 from running import DEADLINE_S, run_server
 
+from octavo.sampling_params import SamplingParams
+from octavo.server.openai_requests import SamplingControls
+from octavo.server.responses import ResponsesRequest, _params
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -221,8 +225,19 @@ def test_tokens_are_chosen_as_under_the_other_routes(client):
     cut = client.responses.create(**ASKED, extra_body={"stop": ["look"], "ignore_eos": True, "seed": 3, "top_k": 5})
     assert cut.output_text.strip() == "I"
     assert cut.status == "completed"
-    biased = client.responses.create(**ASKED, extra_body={"logit_bias": {"5": 1.5}, "min_tokens": 1})
-    assert comparable(biased) == comparable(whole)
+
+
+def test_every_field_that_chooses_tokens_reaches_the_parameters():
+    given = {
+        "seed": 3, "stop": ["x"], "temperature": 0.5, "top_p": 0.5, "presence_penalty": 0.5, "frequency_penalty": 0.5,
+        "top_k": 5, "min_p": 0.5, "repetition_penalty": 1.5, "min_tokens": 1, "ignore_eos": True,
+        "stop_token_ids": [7], "include_stop_str_in_output": True, "skip_special_tokens": False,
+        "allowed_token_ids": [1, 2], "logit_bias": {"5": 1.5},
+    }  # fmt: skip
+    assert given.keys() == SamplingControls.model_fields.keys()
+    params = _params(ResponsesRequest(**given), SamplingParams(), 9)
+    for name, value in given.items():
+        assert getattr(params, name) == ({5: 1.5} if name == "logit_bias" else value), name
 
 
 @pytest.mark.parametrize(

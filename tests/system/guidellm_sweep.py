@@ -53,11 +53,13 @@ def main() -> int:
         for route in arguments.routes:
             try:
                 report = sweep(arguments, command, served, route)
-            except subprocess.CalledProcessError as error:
-                print(error.stdout[-5000:], file=sys.stderr)
-                wrong.append(f"{route}: guidellm ended with {error.returncode}")
+            except subprocess.SubprocessError as error:
+                print(str(getattr(error, "stdout", ""))[-5000:], file=sys.stderr)
+                wrong.append(f"{route}: {error}")
                 continue
-            print(f"{route}, guidellm {report['metadata']['guidellm_version']}")
+            print(f"{route}, guidellm {(found := report['metadata']['guidellm_version'])}")
+            if found != GUIDELLM:
+                wrong.append(f"{arguments.environment} has guidellm {found}, not {GUIDELLM}")
             for benchmark in report["benchmarks"]:
                 print(f"  {line(benchmark)}", flush=True)
             wrong += [f"{route}: {what}" for what in faults(report, arguments.strategies)]
@@ -106,6 +108,7 @@ def sweep(arguments: argparse.Namespace, command: str, served: Served, route: st
                 "--output", f"kind=json,path={path}", "--disable-console-interactive",
             ],
             cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+            timeout=60 + 10 * arguments.seconds * arguments.strategies,
         )  # fmt: skip
         done.check_returncode()
         report: dict[str, Any] = json.loads(path.read_text())

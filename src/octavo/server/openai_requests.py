@@ -26,6 +26,13 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
+def refuse(extra: dict[str, Any], unsupported: dict[str, tuple[Any, ...]]) -> None:
+    """Raise `RequestError` for a field that is not served, unless it has one of the values that change nothing."""
+    for name, harmless in unsupported.items():
+        if name in extra and not any(extra[name] == each for each in harmless):
+            raise RequestError(f"{name} is not supported by this server", parameter=name)
+
+
 class SamplingControls(BaseModel):
     """How tokens are chosen: each means what the field of `SamplingParams` with its name does, under every route."""
 
@@ -80,9 +87,7 @@ class SamplingFields(SamplingControls):
     def refuse_unsupported(self) -> None:
         """Raise `RequestError` for a field that would be ignored though it changes the answer; log the other extras."""
         extra = self.model_extra or {}
-        for name, harmless in self.unsupported.items():
-            if name in extra and not any(extra[name] == each for each in harmless):
-                raise RequestError(f"{name} is not supported by this server", parameter=name)
+        refuse(extra, self.unsupported)
         if unknown := extra.keys() - self.unsupported.keys():
             shown = ", ".join(f"{name:.40}" for name in sorted(unknown)[:5])
             logger.info("%d fields of the request are unknown and ignored: %r", len(unknown), shown)

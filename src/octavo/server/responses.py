@@ -18,6 +18,7 @@ from octavo.server.openai_requests import (
     Priority,
     SamplingControls,
     SamplingFields,
+    refuse,
 )
 from octavo.server.sampling import read_logit_bias, read_response_format
 from octavo.server.tools import Toolbox, read_choice, read_function
@@ -58,7 +59,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class ResponsesRequest(SamplingControls):
-    """POST /v1/responses, with vLLM's extra fields. What is not listed changes nothing here and is not looked at."""
+    """POST /v1/responses, with vLLM's extra fields.
+
+    What is not listed is refused if it would change the answer (`_UNSUPPORTED`), else not looked at.
+    """
 
     model: str | None = None
     input: Any = None
@@ -159,9 +163,7 @@ async def create_response(service: Service, http_request: Request, request: Resp
 
 def _refuse_unsupported(request: ResponsesRequest) -> None:
     extra = request.model_extra or {}
-    for name, harmless in _UNSUPPORTED.items():
-        if name in extra and not any(extra[name] == each for each in harmless):
-            raise RequestError(f"{name} is not supported by this server", parameter=name)
+    refuse(extra, _UNSUPPORTED)
     include = extra.get("include")
     if isinstance(include, list) and "message.output_text.logprobs" in include:
         raise RequestError("logprobs are not supported by this route of this server", parameter="include")

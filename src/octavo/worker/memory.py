@@ -31,7 +31,8 @@ def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_row
     """Upper bound of what a step of `num_tokens` rows holds at once besides weights and KV.
 
     The widest moment is the MLP: residual, hidden, gate and up, their product and the float32 copy a kernel packs.
-    Logits come after it; the sampler keeps three float32 copies of them (logits, log probabilities, filtered).
+    Logits come after it, in memory that is kept; the sampler has three float32 copies of them (logits, log
+    probabilities, filtered).
     """
     width = DTYPE_BYTES[dtype]
     hidden, inner = architecture.hidden_size, architecture.intermediate_size
