@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
-        "--isa", default="auto", choices=["auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
+        "--isa", default="auto", choices=["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
     )
     parser.add_argument("--linear", default="auto", choices=["auto", "packed", "onednn"])
     parser.add_argument("--only", default="", help="part of the names of the cases to run")

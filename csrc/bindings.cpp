@@ -16,6 +16,8 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include "kernels.h"
@@ -44,11 +46,18 @@ bool multiplies_bfloat16() {
 #endif
 }
 
-// Whether it multiplies tiles of bfloat16 (AMX), which oneDNN makes use of and we do not yet.
+// Whether it multiplies tiles of bfloat16 and int8 (AMX), and the system lets this process use them: it must be asked once,
+// for all threads that are started later.
 bool multiplies_tiles() {
-#if defined(__x86_64__)
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx >> 22 & 1) != 0;
+#if defined(__x86_64__) && defined(__linux__)
+  static const bool answer = [] {
+    constexpr unsigned kBfloat16 = 1u << 22, kTiles = 1u << 24, kInt8 = 1u << 25, kAll = kBfloat16 | kTiles | kInt8;
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & kAll) == kAll &&
+           syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  }();
+  return answer;
 #else
   return false;
 #endif
@@ -62,7 +71,10 @@ std::vector<std::string> instruction_sets() {
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     if (__builtin_cpu_supports("avx512vnni")) {
-      if (multiplies_bfloat16()) names.emplace_back("avx512_bf16");
+      if (multiplies_bfloat16()) {
+        if (multiplies_tiles()) names.emplace_back("amx");
+        names.emplace_back("avx512_bf16");
+      }
       names.emplace_back("avx512_vnni");
     }
     names.emplace_back("avx512");
@@ -77,6 +89,7 @@ const KernelTable& table_of(const std::string& isa) {
   for (const std::string& name : instruction_sets()) {
     if (name != isa) continue;
 #if defined(__x86_64__)
+    if (name == "amx") return kAmxKernels;
     if (name == "avx512_bf16") return kAvx512Bf16Kernels;
     if (name == "avx512_vnni") return kAvx512VnniKernels;
     if (name == "avx512") return kAvx512Kernels;
@@ -338,7 +351,6 @@ NB_MODULE(_kernels, m) {
   using namespace octavo;
   m.doc() = "Compiled CPU kernels of octavo.";
   using Released = nb::call_guard<nb::gil_scoped_release>;
-  m.def("multiplies_tiles", &octavo::multiplies_tiles, "Whether the processor multiplies tiles of bfloat16 (AMX).");
   m.def("instruction_sets", &octavo::instruction_sets, "What this processor can run, best first.");
   m.def("advise_huge_pages", &octavo::advise_huge_pages);
   nb::class_<Program>(m, "Program")

@@ -174,6 +174,7 @@ struct KernelTable {
 };
 
 #if defined(__x86_64__)
+extern const KernelTable kAmxKernels;
 extern const KernelTable kAvx512Bf16Kernels;
 extern const KernelTable kAvx512VnniKernels;
 extern const KernelTable kAvx512Kernels;

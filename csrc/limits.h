@@ -1,7 +1,7 @@
 // What this processor gives at most: loops that do nothing but multiply in registers, or read memory. Callers take the time.
 #pragma once
 
-#include "parallel.h"
+#include "linear_tiles.h"
 
 namespace octavo::OCTAVO_ISA {
 
@@ -15,6 +15,25 @@ constexpr int kChains = 2;
 #endif
 constexpr int64_t kPieces = 8;       // of each thread, so that threads of unequal speed end together
 constexpr int64_t kReadStreams = 4;  // per thread
+
+#if defined(OCTAVO_ISA_AMX)
+// `rounds` times four products of tiles, of pairs of bfloat16 or of bytes, in each of kPieces pieces per thread. Returns how many
+// multiplications and additions that is; depth: the products of a sum in one tile.
+template <class Product>
+int64_t spin_tiles(ThreadPool& pool, int64_t rounds, int64_t depth) {
+  parallel(pool, kPieces * pool.num_threads(), [&](int64_t, int) {
+    Tiles tiles;
+    tiles.hold(heights_of_pair(kTileHeight, kTileHeight));
+    for (int64_t round = 0; round < rounds; ++round) {
+      Product::template add<0, 4, 6>();
+      Product::template add<1, 4, 7>();
+      Product::template add<2, 5, 6>();
+      Product::template add<3, 5, 7>();
+    }
+  });
+  return kPieces * pool.num_threads() * rounds * 4 * kTileHeight * kTileHeight * depth * 2;
+}
+#endif
 
 // `rounds` times kChains multiply-adds of 16 float32 lanes, in each of kPieces pieces per thread. Returns how many
 // multiplications and additions that is.
@@ -39,6 +58,9 @@ inline int64_t spin_fma(ThreadPool& pool, int64_t rounds) {
 
 // The same of byte products, four to a lane.
 inline int64_t spin_bytes(ThreadPool& pool, int64_t rounds) {
+#if defined(OCTAVO_ISA_AMX)
+  return spin_tiles<ByteTiles>(pool, rounds / 4, 4 * kStepWords);
+#else
   pool.reserve_local(sizeof(uint32_t) * 2 * kLanes);
   parallel(pool, kPieces * pool.num_threads(), [&](int64_t, int thread) {
     auto* out = static_cast<uint32_t*>(pool.local(thread));
@@ -58,12 +80,15 @@ inline int64_t spin_bytes(ThreadPool& pool, int64_t rounds) {
     store_int(out, sums[0]);
   });
   return kPieces * pool.num_threads() * rounds * kChains * kLanes * 8;
+#endif
 }
 
 // The same of products of bfloat16, two to a lane where the processor has an instruction for them; else they are products
 // of float32.
 inline int64_t spin_pairs(ThreadPool& pool, int64_t rounds) {
-#if defined(OCTAVO_ISA_BF16)
+#if defined(OCTAVO_ISA_AMX)
+  return spin_tiles<PairTiles>(pool, rounds / 4, 2 * kStepWords);
+#elif defined(OCTAVO_ISA_BF16)
   pool.reserve_local(sizeof(uint32_t) * 2 * kLanes);
   parallel(pool, kPieces * pool.num_threads(), [&](int64_t, int thread) {
     auto* out = static_cast<uint32_t*>(pool.local(thread));

@@ -211,18 +211,4 @@ void NibbleWeight::multiply(const LinearArgs& args, const NibbleWeight& weight, 
   for (; panel < first + count; ++panel) multiply_nibble_panels<M, 1>(args, weight, tile, panel, ahead.from(panel - first));
 }
 
-inline void linear(ThreadPool& pool, const LinearArgs& args) {
-  switch (args.weight_dtype) {
-    case DType::kFloat32: return linear_of<float>(pool, args);
-    case DType::kBFloat16:
-#if defined(OCTAVO_ISA_BF16)
-      if (args.x_dtype == DType::kBFloat16) return linear_of_pairs(pool, args);
-#endif
-      return linear_of<bf16>(pool, args);
-    case DType::kFloat16: return linear_of<f16>(pool, args);
-    case DType::kInt8: return linear_of_integers<ByteWeight>(pool, args);
-    case DType::kInt4: return linear_of_integers<NibbleWeight>(pool, args);
-  }
-}
-
 }  // namespace octavo::OCTAVO_ISA

@@ -67,9 +67,9 @@ OCTAVO_INLINE void store_columns(Out* out, const Vec (&value)[V], int64_t count)
   }
 }
 
-// Writes `rows` x 32 columns: scales the sums and adds the bias.
-template <class Out, bool kHasBias>
-void write_byte_sums(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t rows,
+// Writes `rows` x 32 columns: scales the sums and adds the bias. kOffset: what was added to every byte of the rows.
+template <int kOffset, class Out, bool kHasBias>
+void write_byte_sums_as(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t rows,
                      int64_t first_column, const int32_t* sums) {
   Vec scale[kPanelVecs], bias[kPanelVecs];
   IVec offset[kPanelVecs];
@@ -77,8 +77,8 @@ void write_byte_sums(const LinearArgs& args, const ByteWeight& weight, const Byt
   for (int v = 0; v < kPanelVecs; ++v) {
     const int64_t column = first_column + v * kLanes;
     scale[v] = load(weight.scales + column);
-    static_assert(kByteOffset == 0 || kByteOffset == 128);
-    offset[v] = kByteOffset == 0 ? splat_int(0) : shift_left<7>(load_int(weight.sums + column));
+    static_assert(kOffset == 0 || kOffset == 128);
+    offset[v] = kOffset == 0 ? splat_int(0) : shift_left<7>(load_int(weight.sums + column));
     bias[v] = kHasBias ? load(args.bias + column) : splat(0.0f);
   }
   const int64_t count = args.n - first_column;
@@ -94,6 +94,16 @@ void write_byte_sums(const LinearArgs& args, const ByteWeight& weight, const Byt
     }
     store_columns(out, value, count);
   }
+}
+
+template <int kOffset>
+void write_byte_sums(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t rows,
+                     int64_t first_column, const int32_t* sums) {
+  const bool is_wide = args.out_dtype == DType::kFloat32, has_bias = args.bias != nullptr;
+  const auto write = is_wide ? has_bias ? write_byte_sums_as<kOffset, float, true> : write_byte_sums_as<kOffset, float, false>
+                     : has_bias ? write_byte_sums_as<kOffset, bf16, true>
+                                : write_byte_sums_as<kOffset, bf16, false>;
+  write(args, weight, tile, rows, first_column, sums);
 }
 
 // P panels from `panel` on for the M rows of a tile.
@@ -146,12 +156,7 @@ void multiply_bytes(const LinearArgs& args, const ByteWeight& weight, const Byte
     }
   }
   for (int p = 0; p < P; ++p) {
-    const int64_t column = (panel + p) * kPanelColumns;
-    const bool is_wide = args.out_dtype == DType::kFloat32, has_bias = args.bias != nullptr;
-    const auto write = is_wide ? has_bias ? write_byte_sums<float, true> : write_byte_sums<float, false>
-                       : has_bias ? write_byte_sums<bf16, true>
-                                  : write_byte_sums<bf16, false>;
-    write(args, weight, tile, M, column, stored[p][0]);
+    write_byte_sums<kByteOffset>(args, weight, tile, M, (panel + p) * kPanelColumns, stored[p][0]);
   }
 }
 

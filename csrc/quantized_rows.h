@@ -132,6 +132,11 @@ class Ahead {
   }
   OCTAVO_INLINE void step() { line_ += step_; }
 
+  // Asks for the next `count` lines of one panel.
+  OCTAVO_INLINE void ask_lines(int64_t count) {
+    for (int64_t i = 0; i < count; ++i, line_ += 64) __builtin_prefetch(line_, 0, 2);
+  }
+
  private:
   const char* line_;
   int64_t step_;

@@ -13,7 +13,7 @@
 #include "types.h"
 
 #ifndef OCTAVO_ISA
-#error "define OCTAVO_ISA (avx512_bf16, avx512_vnni, avx512, avx2 or portable) before including a kernel header"
+#error "define OCTAVO_ISA (amx, avx512_bf16, avx512_vnni, avx512, avx2 or portable) before including a kernel header"
 #endif
 
 #define OCTAVO_INLINE inline __attribute__((always_inline))

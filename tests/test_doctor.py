@@ -76,7 +76,7 @@ def test_a_kernel_that_is_not_exact_is_found(doctor, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--isa", "avx9"], "isa must be one of auto, avx512_bf16"),
+        (["--isa", "avx9"], "isa must be one of auto, amx"),
         (["--precision", "int3"], "precision must be one of float32"),
         (["/nowhere"], "/nowhere does not exist"),
     ],

@@ -7,7 +7,7 @@ import pytest
 from octavo.config import kernels_required
 
 COMPILED = importlib.util.find_spec("octavo._kernels") is not None
-ISAS = ("avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
+ISAS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
 
 
 def compiled_kernels(isa="auto", num_threads=2, linear="packed"):

@@ -60,7 +60,7 @@ def test_attention_is_that_over_the_numbers_they_stand_for(kernels, generator, h
     assert not expected.isnan().any()
     assert torch.equal(kernels.paged_attention(q.float(), *int8, batch, head_dim**-0.5, window), expected)
     result = kernels.paged_attention(q, *int8, batch, head_dim**-0.5, window)
-    if getattr(kernels, "isa", None) == "avx512_bf16":  # multiplies bfloat16 with bfloat16, and int8 is both
+    if getattr(kernels, "isa", None) in {"amx", "avx512_bf16"}:  # multiply bfloat16 with bfloat16, and int8 is both
         numbers = [floats(cache) for cache in int8]
         exact, plain = (
             dense_attention(q, batch, *numbers, head_dim**-0.5, window, kind) for kind in (torch.float64, torch.float32)

@@ -27,7 +27,7 @@ Isa = Annotated[
     str,
     typer.Option(
         "--isa",
-        metavar="auto|avx512_bf16|avx512_vnni|avx512|avx2|portable",
+        metavar="auto|amx|avx512_bf16|avx512_vnni|avx512|avx2|portable",
         help="Examine this instruction set instead of the best one, and tell what is lost by it.",
     ),
 ]
@@ -43,7 +43,7 @@ Precisions = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4")
-_ISAS = ("auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
+_ISAS = ("auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
 
 
 @command(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-Isa = Literal["auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
+Isa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
 LinearBackend = Literal["auto", "packed", "onednn"]
 
 _DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}  # csrc/types.h
@@ -41,8 +41,8 @@ class CpuKernels:
     """Kernels for one instruction set on a pool of threads of their own.
 
     isa: "auto" is the best that the processor has. linear: "packed" is our own matrix product; "onednn" is torch's, for
-    bfloat16 weights that meet bfloat16 activations and pass its self-check; "auto" is "onednn" only where the processor
-    multiplies tiles (AMX), for which we have no kernel yet. num_threads: None takes one for each usable core
+    bfloat16 weights that meet bfloat16 activations and pass its self-check, to be compared with; "auto" is "packed".
+    num_threads: None takes one for each usable core
     (`octavo.kernels.machine`).
 
     Where there is a thread for each of them, all threads but the caller's are pinned, each to a core of its own. Fewer
@@ -56,7 +56,7 @@ class CpuKernels:
 
         self._module = _kernels
         self.isa = _kernels.instruction_sets()[0] if isa == "auto" else isa
-        self.uses_onednn = linear == "onednn" or (linear == "auto" and bool(_kernels.multiplies_tiles()))
+        self.uses_onednn = linear == "onednn"
         self.has_own_threads = not self.uses_onednn
         self._verdicts: dict[tuple[int | bool, ...], bool] = {}
         self.kernel_set = _kernels.KernelSet(self.isa, num_threads or default_num_threads(), usable_cores())
@@ -91,7 +91,8 @@ class CpuKernels:
         """
         if self.uses_onednn:
             return "panels 1 and oneDNN"
-        return "panels 1 of pairs" if self.isa == "avx512_bf16" else "panels 1"
+        who = {"amx": " of tiles", "avx512_bf16": " of pairs"}
+        return f"panels 1{who.get(self.isa, '')}"
 
     def measure_limits(self, num_bytes: int = 512 << 20, rounds: int = 3) -> Limits:
         """Measure what this instruction set gives on these threads, the best of some rounds; takes about a second."""
@@ -412,7 +413,7 @@ def _packed_bytes(dtype_number: int, out_features: int, in_features: int, int4: 
 
 @dataclass(frozen=True, slots=True)
 class _OneDnnWeight:
-    """A weight in oneDNN's blocked layout, through torch: for tiles (AMX), and to compare ours with."""
+    """A weight in oneDNN's blocked layout, through torch: to compare ours with."""
 
     data: Tensor
     bias: Tensor | None

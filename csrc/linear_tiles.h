@@ -1,0 +1,342 @@
+// Matrix products by tiles (AMX): bfloat16 weights with bfloat16 activations, and int8 weights with activations that are
+// quantized on the way. A packed weight of either is [words][32] of 32 bits, two or four k to a word, so sixteen lines of a
+// panel are two tiles as they stand.
+//
+// Every sum takes its steps of sixteen words in ascending order, whatever the number of rows; so a row's result cannot depend
+// on its neighbours. Sums of bfloat16 differ in their last bits from those of other instruction sets; those of int8 are
+// integers and do not, and what is made of them is the expression of linear_int8.h.
+#pragma once
+
+#include "linear_int4.h"
+#if defined(OCTAVO_ISA_AMX)
+#include "tiles.h"
+#endif
+
+namespace octavo::OCTAVO_ISA {
+
+#if defined(OCTAVO_ISA_AMX)
+
+constexpr int64_t kStepWords = kTileStep / 4;
+constexpr int64_t kLineBytes = 4 * kPanelColumns;          // a word of every column of a panel
+constexpr int64_t kStepBytes = kStepWords * kLineBytes;    // of a panel
+constexpr int64_t kTogether = 2 * kTileHeight;             // rows that are multiplied at once, as a pair of tiles
+constexpr int64_t kBlockPairs = 8;                         // pairs that meet a panel while it stays in L2
+constexpr int64_t kWholePairs = 3;                         // few enough to meet a panel whole, not in pieces
+constexpr int64_t kPieceSteps = 7;                         // so much of two panels stays in L1, and of the rows they meet
+constexpr int64_t kNearBytes = 1 << 20;                    // rows of a block that stay in L2
+constexpr int64_t kNearPanels = 2, kFarPanels = 4;         // of a task: the further away its rows, the more share them
+constexpr int64_t kFewRowsAhead = 4096;                    // bytes that few rows ask for ahead: they wait for memory alone
+
+// Rows as pairs of tiles, from the first one on: how far it is to the next pair, to the other tile of a pair, to the next row
+// and to the next step.
+struct RowsOfTiles {
+  const char* data;
+  int64_t pair_bytes;
+  int64_t tile_bytes;
+  int64_t row_bytes;
+  int64_t step_bytes;
+};
+
+// bfloat16, two to a word.
+struct PairTiles {
+  using Sum = float;
+  static constexpr int64_t kDepth = 2;
+
+  const char* panels;
+  int64_t panel_bytes;
+
+  explicit PairTiles(const LinearArgs& args)
+      : panels(static_cast<const char*>(args.weight)), panel_bytes(divide_up(args.k, kDepth) * kLineBytes) {}
+
+  template <int kSums, int kRows, int kColumns>
+  static OCTAVO_INLINE void add() {
+    add_pair_tiles<kSums, kRows, kColumns>();
+  }
+
+  // Rows that fill whole tiles where they stand are multiplied as they stand.
+  bool packs(const LinearArgs& args) const {
+    const auto address = reinterpret_cast<uintptr_t>(args.x);
+    return args.k % (kDepth * kStepWords) != 0 || (address | static_cast<uintptr_t>(2 * args.x_stride)) % 64 != 0;
+  }
+  static RowsOfTiles as_they_stand(const LinearArgs& args) {
+    const int64_t row_bytes = 2 * args.x_stride;
+    return {static_cast<const char*>(args.x), kTogether * row_bytes, kTileHeight * row_bytes, row_bytes,
+            kTileStep};
+  }
+  static void pack_row(const LinearArgs& args, int64_t row, int64_t steps, char* out, float*) {
+    const bf16* x = static_cast<const bf16*>(args.x) + row * args.x_stride;
+    for (int64_t step = 0; step < steps; ++step, out += 2 * kTileBytes) {
+      const int64_t first = step * kDepth * kStepWords, count = smaller(kDepth * kStepWords, args.k - first);
+      std::memset(out, 0, kTileStep);
+      std::memcpy(out, x + first, static_cast<size_t>(count) * sizeof(bf16));
+    }
+  }
+  void write(const LinearArgs& args, const float* sums, const float*, int64_t first_row, int64_t rows,
+             int64_t panel) const {
+    const int64_t column = panel * kPanelColumns;
+    if (args.out_dtype == DType::kFloat32 || args.n - column < kPanelColumns) {
+      write_sums(args, sums, kPanelColumns, first_row, rows, column, kPanelColumns);
+      return;
+    }
+    bf16* out = static_cast<bf16*>(args.out) + first_row * args.n + column;
+    const bool has_bias = args.bias != nullptr;
+    const Vec left = has_bias ? load(args.bias + column) : splat(0.0f);
+    const Vec right = has_bias ? load(args.bias + column + kLanes) : splat(0.0f);
+    for (int64_t row = 0; row < rows; ++row, out += args.n, sums += kPanelColumns) {
+      const Vec a = load(sums), b = load(sums + kLanes);
+      store_int(out, round_pairs(has_bias ? a + left : a, has_bias ? b + right : b));
+    }
+  }
+};
+
+// Signed bytes, four to a word.
+struct ByteTiles {
+  using Sum = int32_t;
+  static constexpr int64_t kDepth = 4;
+
+  ByteWeight weight;
+  const char* panels;
+  int64_t panel_bytes;
+
+  explicit ByteTiles(const LinearArgs& args)
+      : weight(args), panels(reinterpret_cast<const char*>(weight.panels)), panel_bytes(weight.panel_bytes) {}
+
+  template <int kSums, int kRows, int kColumns>
+  static OCTAVO_INLINE void add() {
+    add_byte_tiles<kSums, kRows, kColumns>();
+  }
+
+  bool packs(const LinearArgs&) const { return true; }
+  static RowsOfTiles as_they_stand(const LinearArgs&) { return {}; }
+  template <class X>
+  static void pack_row_of(const X* x, int64_t k, int64_t steps, char* out, float* scale) {
+    const RowScale found = row_scale(x, k);
+    *scale = found.scale;
+    const Vec inverse = splat(found.inverse);
+    for (int64_t step = 0; step < steps; ++step, out += 2 * kTileBytes) {
+      OCTAVO_UNROLL
+      for (int64_t i = 0; i < kTileStep; i += kLanes) {
+        const int64_t first = step * kTileStep + i;
+        store_bytes(out + i, to_int(load_first(x + first, larger(int64_t{0}, k - first)) * inverse));
+      }
+    }
+  }
+  static void pack_row(const LinearArgs& args, int64_t row, int64_t steps, char* out, float* scale) {
+    if (args.x_dtype == DType::kFloat32) {
+      pack_row_of(static_cast<const float*>(args.x) + row * args.x_stride, args.k, steps, out, scale);
+    } else {
+      pack_row_of(static_cast<const bf16*>(args.x) + row * args.x_stride, args.k, steps, out, scale);
+    }
+  }
+  void write(const LinearArgs& args, const int32_t* sums, const float* scales, int64_t first_row, int64_t rows,
+             int64_t panel) const {
+    write_byte_sums<0>(args, weight, ByteTile{nullptr, const_cast<float*>(scales), nullptr, first_row}, rows,
+                       panel * kPanelColumns, sums);
+  }
+};
+
+// Up to 16 rows (kTiles = 1) or 32 from `x` on times some steps of a panel. tail: the last step's columns where the panel ends
+// in the middle of a tile, zero padded, else null. sums: [32][32]; they start at zero if `fresh`. Each step asks for `lines` of
+// the memory ahead.
+template <class Product, int kTiles>
+void multiply_steps(const RowsOfTiles& rows, const char* x, const char* w, int64_t steps, const char* tail, bool fresh,
+                    Ahead ahead, int64_t lines, typename Product::Sum* sums) {
+  constexpr int64_t kLower = kTileHeight * kPanelColumns;
+  const int64_t row_bytes = rows.row_bytes, tile_bytes = rows.tile_bytes, step_bytes = rows.step_bytes;
+  if (fresh) {
+    clear_tile<0>();
+    clear_tile<1>();
+    if (kTiles == 2) clear_tile<2>();
+    if (kTiles == 2) clear_tile<3>();
+  } else {
+    load_tile<0>(sums, kLineBytes);
+    load_tile<1>(sums + kTileHeight, kLineBytes);
+    if (kTiles == 2) load_tile<2>(sums + kLower, kLineBytes);
+    if (kTiles == 2) load_tile<3>(sums + kLower + kTileHeight, kLineBytes);
+  }
+  for (int64_t step = 0; step < steps; ++step) {
+    const char* columns = step + 1 == steps && tail != nullptr ? tail : w;
+    load_tile<6>(columns, kLineBytes);
+    load_tile<4>(x, row_bytes);
+    Product::template add<0, 4, 6>();
+    load_tile<7>(columns + kTileStep, kLineBytes);
+    Product::template add<1, 4, 7>();
+    if (kTiles == 2) {
+      load_tile<5>(x + tile_bytes, row_bytes);
+      Product::template add<2, 5, 6>();
+      Product::template add<3, 5, 7>();
+    }
+    ahead.ask_lines(lines);
+    x += step_bytes;
+    w += kStepBytes;
+  }
+  store_tile<0>(sums, kLineBytes);
+  store_tile<1>(sums + kTileHeight, kLineBytes);
+  if (kTiles == 2) store_tile<2>(sums + kLower, kLineBytes);
+  if (kTiles == 2) store_tile<3>(sums + kLower + kTileHeight, kLineBytes);
+}
+
+// The same of up to 16 rows times two panels, which stand one behind the other: two streams from memory. sums: [2][32][32].
+template <class Product>
+void multiply_two_panels(const RowsOfTiles& rows, const char* w, int64_t panel_bytes, int64_t steps,
+                         typename Product::Sum* sums) {
+  const int64_t row_bytes = rows.row_bytes;
+  const char *x = rows.data, *other = w + panel_bytes;
+  clear_tile<0>();
+  clear_tile<1>();
+  clear_tile<2>();
+  clear_tile<3>();
+  for (int64_t step = 0; step < steps; ++step) {
+    load_tile<4>(x, row_bytes);
+    load_tile<5>(w, kLineBytes);
+    Product::template add<0, 4, 5>();
+    load_tile<6>(w + kTileStep, kLineBytes);
+    Product::template add<1, 4, 6>();
+    load_tile<7>(other, kLineBytes);
+    Product::template add<2, 4, 7>();
+    load_tile<5>(other + kTileStep, kLineBytes);
+    Product::template add<3, 4, 5>();
+    for (int64_t i = kFewRowsAhead; i < kFewRowsAhead + kStepBytes; i += 64) {
+      __builtin_prefetch(w + i);
+      __builtin_prefetch(other + i);
+    }
+    x += rows.step_bytes;
+    w += kStepBytes;
+    other += kStepBytes;
+  }
+  store_tile<0>(sums, kLineBytes);
+  store_tile<1>(sums + kTileHeight, kLineBytes);
+  store_tile<2>(sums + kTogether * kPanelColumns, kLineBytes);
+  store_tile<3>(sums + kTogether * kPanelColumns + kTileHeight, kLineBytes);
+}
+
+// Some rows of the product, as tiles.
+struct BlockOfTiles {
+  RowsOfTiles tiles;
+  const float* scales;
+  int64_t first;  // row of the output
+  int64_t count;
+};
+
+// How high each tile is: the sums of `upper` and `lower` rows, these rows, and two tiles of columns.
+constexpr uint64_t heights_of_pair(int64_t upper, int64_t lower) {
+  const auto high = static_cast<uint64_t>(upper), low = static_cast<uint64_t>(lower);
+  return high * 0x0000'0001'0000'0101u | low * 0x0000'0100'0101'0000u | uint64_t{kTileHeight} * 0x0101'0000'0000'0000u;
+}
+
+// The same of multiply_two_panels.
+constexpr uint64_t heights_of_few(int64_t rows) {
+  return static_cast<uint64_t>(rows) * 0x0000'0001'0101'0101u | uint64_t{kTileHeight} * 0x0101'0100'0000'0000u;
+}
+
+// Panels first .. first + count times a block of rows. Where these are many, a piece of every panel meets all of them before
+// the next piece, and stays in the first-level cache meanwhile. next: the panels of the task behind this one, or null. sums:
+// [count][rows of the block, in whole pairs of tiles][32].
+template <class Product>
+void multiply_panels_of_tiles(const LinearArgs& args, const Product& product, const BlockOfTiles& rows, int64_t first,
+                              int64_t count, const char* next, typename Product::Sum* sums) {
+  const int64_t words = divide_up(args.k, Product::kDepth), steps = divide_up(words, kStepWords);
+  const int64_t pairs = divide_up(rows.count, kTogether), rest = words % kStepWords;
+  const int64_t pieces = pairs <= kWholePairs ? 1 : divide_up(steps, kPieceSteps), piece = divide_up(steps, pieces);
+  const int64_t lines = divide_up(product.panel_bytes / 64, steps * pairs);
+  const char* panels = product.panels + first * product.panel_bytes;
+  Tiles tiles;
+  int64_t done = 0;
+  if (rows.count <= kTileHeight && rest == 0) {
+    tiles.hold(heights_of_few(rows.count));
+    for (; done + 2 <= count; done += 2) {
+      multiply_two_panels<Product>(rows.tiles, panels + done * product.panel_bytes, product.panel_bytes, steps, sums);
+      product.write(args, sums, rows.scales, rows.first, rows.count, first + done);
+      product.write(args, sums + kTogether * kPanelColumns, rows.scales, rows.first, rows.count, first + done + 1);
+    }
+  }
+  for (int64_t step = 0; step < steps && done < count; step += piece) {
+    const int64_t some = smaller(piece, steps - step);
+    const bool is_first = step == 0, is_last = step + some == steps;
+    for (int64_t i = 0; i < pairs; ++i) {
+      const int64_t row = i * kTogether, height = smaller(kTogether, rows.count - row);
+      const int64_t upper = smaller(height, int64_t{kTileHeight});
+      const char* x = rows.tiles.data + i * rows.tiles.pair_bytes + step * rows.tiles.step_bytes;
+      tiles.hold(heights_of_pair(upper, height - upper));
+      for (int64_t p = done; p < count; ++p) {
+        const char* w = panels + p * product.panel_bytes + step * kStepBytes;
+        alignas(64) char tail[kStepBytes];
+        const bool has_tail = is_last && rest != 0;
+        if (has_tail) {
+          std::memset(tail, 0, sizeof(tail));
+          std::memcpy(tail, w + (some - 1) * kStepBytes, static_cast<size_t>(rest * kLineBytes));
+        }
+        if (is_first) prefetch_output(args, rows.first + row, height, (first + p) * kPanelColumns);
+        auto* out = sums + (p * pairs + i) * kTogether * kPanelColumns;
+        const Ahead ahead(next == nullptr ? nullptr : next + p * product.panel_bytes, panels, product.panel_bytes, pieces,
+                          step / piece * pairs + i, pairs * pieces);
+        const auto multiply = height > kTileHeight ? multiply_steps<Product, 2> : multiply_steps<Product, 1>;
+        multiply(rows.tiles, x, w, some, has_tail ? tail : nullptr, is_first, ahead, lines, out);
+        if (is_last) product.write(args, out, rows.scales + row, rows.first + row, height, first + p);
+      }
+    }
+  }
+}
+
+// Tasks are groups of panels times blocks of rows. A group is larger where the rows are few, for several streams from memory,
+// or do not stay in the second-level cache: then they come from further away once for all its panels.
+template <class Product>
+void linear_of_tiles(ThreadPool& pool, const LinearArgs& args) {
+  if (args.rows == 0) return;
+  const Product product(args);
+  const int64_t steps = divide_up(divide_up(args.k, Product::kDepth), kStepWords), row_bytes = steps * kTileStep;
+  const int64_t panels = divide_up(args.n, kPanelColumns), pairs = divide_up(args.rows, kTogether);
+  const int64_t blocks = divide_up(pairs, kBlockPairs), block_rows = divide_up(pairs, blocks) * kTogether;
+  const bool packs = product.packs(args);
+  const int64_t packed_bytes = packs ? pairs * kTogether * row_bytes : 0;
+  char* packed = static_cast<char*>(pool.shared(static_cast<size_t>(packed_bytes + 4 * args.rows)));
+  float* scales = reinterpret_cast<float*>(packed + packed_bytes);
+  if (packs) {
+    parallel_ranges(pool, args.rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        char* pair = packed + row / kTogether * kTogether * row_bytes;
+        char* out = pair + row / kTileHeight % 2 * kTileBytes + row % kTileHeight * kTileStep;
+        product.pack_row(args, row, steps, out, scales + row);
+      }
+    });
+  }
+  const RowsOfTiles all = packs ? RowsOfTiles{packed, kTogether * row_bytes, kTileBytes, kTileStep, 2 * kTileBytes}
+                                : product.as_they_stand(args);
+  const bool is_near = pairs > 1 && block_rows * row_bytes <= kNearBytes;
+  const int64_t group = panels_of_a_task(panels, pool.num_threads(), is_near ? kNearPanels : kFarPanels);
+  const int64_t tasks = blocks * divide_up(panels, group);
+  pool.reserve_local(static_cast<size_t>(group * block_rows * kPanelColumns) * sizeof(float));
+  parallel_ahead(pool, tasks, [&](int64_t task, int64_t following, int thread) {
+    const int64_t panel = task / blocks * group, row = task % blocks * block_rows;
+    const char* next = following < tasks ? product.panels + following / blocks * group * product.panel_bytes : nullptr;
+    BlockOfTiles rows{all, scales + row, row, smaller(block_rows, args.rows - row)};
+    rows.tiles.data += row / kTogether * all.pair_bytes;
+    multiply_panels_of_tiles(args, product, rows, panel, smaller(group, panels - panel), next,
+                             static_cast<typename Product::Sum*>(pool.local(thread)));
+  });
+}
+
+#endif
+
+inline void linear(ThreadPool& pool, const LinearArgs& args) {
+  switch (args.weight_dtype) {
+    case DType::kFloat32: return linear_of<float>(pool, args);
+    case DType::kBFloat16:
+#if defined(OCTAVO_ISA_AMX)
+      if (args.x_dtype == DType::kBFloat16) return linear_of_tiles<PairTiles>(pool, args);
+#elif defined(OCTAVO_ISA_BF16)
+      if (args.x_dtype == DType::kBFloat16) return linear_of_pairs(pool, args);
+#endif
+      return linear_of<bf16>(pool, args);
+    case DType::kFloat16: return linear_of<f16>(pool, args);
+    case DType::kInt8:
+#if defined(OCTAVO_ISA_AMX)
+      return linear_of_tiles<ByteTiles>(pool, args);
+#else
+      return linear_of_integers<ByteWeight>(pool, args);
+#endif
+    case DType::kInt4: return linear_of_integers<NibbleWeight>(pool, args);
+  }
+}
+
+}  // namespace octavo::OCTAVO_ISA
