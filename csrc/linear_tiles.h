@@ -25,7 +25,8 @@ constexpr int64_t kWholePairs = 3;                         // few enough to meet
 constexpr int64_t kPieceSteps = 7;                         // so much of two panels stays in L1, and of the rows they meet
 constexpr int64_t kNearBytes = 1 << 20;                    // rows of a block that stay in L2
 constexpr int64_t kNearPanels = 2, kFarPanels = 4;         // of a task: the further away its rows, the more share them
-constexpr int64_t kFewRowsAhead = 4096;                    // bytes that few rows ask for ahead: they wait for memory alone
+constexpr int64_t kStreamAhead = 4096;                     // bytes from what is read to what is asked for
+constexpr int64_t kLongPanel = 256 << 10;                  // bytes: it asks for itself, as a whole one would not stay in L2
 
 // Rows as pairs of tiles, from the first one on: how far it is to the next pair, to the other tile of a pair, to the next row
 // and to the next step.
@@ -196,7 +197,7 @@ void multiply_two_panels(const RowsOfTiles& rows, const char* w, int64_t panel_b
     Product::template add<2, 4, 7>();
     load_tile<5>(other + kTileStep, kLineBytes);
     Product::template add<3, 4, 5>();
-    for (int64_t i = kFewRowsAhead; i < kFewRowsAhead + kStepBytes; i += 64) {
+    for (int64_t i = kStreamAhead; i < kStreamAhead + kStepBytes; i += 64) {
       __builtin_prefetch(w + i);
       __builtin_prefetch(other + i);
     }
@@ -230,15 +231,16 @@ constexpr uint64_t heights_of_few(int64_t rows) {
 }
 
 // Panels first .. first + count times a block of rows. Where these are many, a piece of every panel meets all of them before
-// the next piece, and stays in the first-level cache meanwhile. next: the panels of the task behind this one, or null. sums:
-// [count][rows of the block, in whole pairs of tiles][32].
+// the next piece, and stays in the first-level cache meanwhile. next: the panels of the task behind this one, or null: these
+// are asked for ahead, unless they are long; then the first rows ask for the panel they read. sums: [count][rows of the block, in whole pairs of tiles][32].
 template <class Product>
 void multiply_panels_of_tiles(const LinearArgs& args, const Product& product, const BlockOfTiles& rows, int64_t first,
                               int64_t count, const char* next, typename Product::Sum* sums) {
   const int64_t words = divide_up(args.k, Product::kDepth), steps = divide_up(words, kStepWords);
   const int64_t pairs = divide_up(rows.count, kTogether), rest = words % kStepWords;
   const int64_t pieces = pairs <= kWholePairs ? 1 : divide_up(steps, kPieceSteps), piece = divide_up(steps, pieces);
-  const int64_t lines = divide_up(product.panel_bytes / 64, steps * pairs);
+  const bool is_long = product.panel_bytes > kLongPanel;
+  const int64_t share = divide_up(product.panel_bytes / 64, steps * pairs);
   const char* panels = product.panels + first * product.panel_bytes;
   Tiles tiles;
   int64_t done = 0;
@@ -268,8 +270,10 @@ void multiply_panels_of_tiles(const LinearArgs& args, const Product& product, co
         }
         if (is_first) prefetch_output(args, rows.first + row, height, (first + p) * kPanelColumns);
         auto* out = sums + (p * pairs + i) * kTogether * kPanelColumns;
-        const Ahead ahead(next == nullptr ? nullptr : next + p * product.panel_bytes, panels, product.panel_bytes, pieces,
-                          step / piece * pairs + i, pairs * pieces);
+        const Ahead ahead = is_long ? Ahead(w + kStreamAhead)
+                                    : Ahead(next == nullptr ? nullptr : next + p * product.panel_bytes, panels,
+                                            product.panel_bytes, pieces, step / piece * pairs + i, pairs * pieces);
+        const int64_t lines = !is_long ? share : i == 0 ? kStepBytes / 64 : 0;
         const auto multiply = height > kTileHeight ? multiply_steps<Product, 2> : multiply_steps<Product, 1>;
         multiply(rows.tiles, x, w, some, has_tail ? tail : nullptr, is_first, ahead, lines, out);
         if (is_last) product.write(args, out, rows.scales + row, rows.first + row, height, first + p);

@@ -118,6 +118,9 @@ class Ahead {
         step_(next == nullptr ? 0 : divide_up(bytes, steps * tiles)),
         panel_(next == nullptr ? 0 : bytes) {}
 
+  // The memory from `line` on, for `ask_lines`.
+  explicit Ahead(const char* line) : line_(line), step_(0), panel_(0) {}
+
   // For the panels from the i-th of the next task on.
   Ahead from(int64_t i) const {
     Ahead other = *this;
