@@ -2,15 +2,15 @@
 //
 // The KV of a sequence is cut by absolute position into tiles of 64 and partitions of 1024 positions. Within a partition a
 // row goes through its tiles in order with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022); partitions are
-// merged in order. Scores sum over head_dim in order, values over positions in order, in float32 (attention_float.h) or in
-// pairs of bfloat16 (attention_pairs.h). So a row's result is fixed by its own position and KV: not by the chunk it stands
+// merged in order. Scores sum over head_dim in order, values over positions in order, in float32 (attention_float.h), in
+// pairs of bfloat16 (attention_pairs.h) or in tiles of these (attention_tiles.h). So a row's result is fixed by its own position and KV: not by the chunk it stands
 // in, its neighbours, the block size, or which thread did what.
 #pragma once
 
 #include <type_traits>
 
 #include "attention_float.h"
-#include "attention_pairs.h"
+#include "attention_tiles.h"
 #include "math.h"
 
 namespace octavo::OCTAVO_ISA {
@@ -23,17 +23,17 @@ template <class Tile>
 struct AttentionScratch {
   Tile tile;
   float* scores;  // [max_rows][64]: scores, then weights
-  float* sums;    // [max_rows][padded_dim + 2]: this partition; the last two are the maximum and the sum of weights
+  float* sums;    // [max_rows][sums_size]: this partition; behind padded_dim the maximum and the sum of weights
   float* totals;  // likewise, all partitions so far
 
   AttentionScratch(const AttentionShape& s, float* memory) : tile(s, memory) {
     scores = memory + Tile::size(s);
     sums = scores + s.max_rows * kTilePositions;
-    totals = sums + s.max_rows * (s.padded_dim + 2);
+    totals = sums + s.max_rows * s.sums_size;
   }
 
   static int64_t size(const AttentionShape& s) {
-    return Tile::size(s) + s.max_rows * (kTilePositions + 2 * (s.padded_dim + 2));
+    return Tile::size(s) + s.max_rows * (kTilePositions + 2 * s.sums_size);
   }
 };
 
@@ -41,11 +41,6 @@ struct AttentionScratch {
 OCTAVO_INLINE int64_t first_seen(const AttentionArgs& args, int64_t position) {
   return args.window > 0 ? larger(int64_t{0}, position - args.window + 1) : 0;
 }
-
-struct SeenRange {  // positions of a tile that a row sees
-  int64_t begin, end;
-  bool empty() const { return begin >= end; }
-};
 
 OCTAVO_INLINE SeenRange seen_of_tile(const AttentionArgs& args, int64_t position, int64_t tile) {
   const int64_t begin = smaller(kTilePositions, larger(int64_t{0}, first_seen(args, position) - tile));
@@ -63,11 +58,12 @@ OCTAVO_INLINE void seen_lanes(const SeenRange& range, Mask (&seen)[kTileVectors]
 }
 
 // The largest of the running maximum and the scores that a row sees; the others become -inf.
-OCTAVO_INLINE float mask_and_find_maximum(const SeenRange& range, float* scores, float maximum) {
+template <class Tile>
+OCTAVO_INLINE float mask_and_find_maximum(const Tile& tile, const SeenRange& range, float* scores, float maximum) {
   Vec score[kTileVectors];
   OCTAVO_UNROLL
-  for (int i = 0; i < kTileVectors; ++i) score[i] = load(scores + i * kLanes);
-  if (range.end - range.begin < kTilePositions) {
+  for (int i = 0; i < kTileVectors; ++i) score[i] = tile.finish_score(scores, i);
+  if (!range.whole()) {
     Mask seen[kTileVectors];
     seen_lanes(range, seen);
     OCTAVO_UNROLL
@@ -92,18 +88,19 @@ OCTAVO_INLINE float weigh(const Tile& tile, float* scores, float maximum) {
   return sum;
 }
 
-// Scores of up to kTileRows rows become weights, and the sums follow the running maximum. One short loop per stage, so
+// Scores of up to Tile::kRows rows become weights, and the sums follow the running maximum. One short loop per stage, so
 // that the rows' chains overlap.
 template <class Tile>
 void weigh_rows(const AttentionShape& s, const Tile& tile, int64_t rows, const SeenRange* seen, float* scores, float* sums) {
-  const int64_t stride = s.padded_dim + 2;
-  float before[kLanes] = {}, maximum[kLanes] = {}, factor[kLanes];
+  const int64_t stride = s.sums_size;
+  constexpr int kPlaces = (Tile::kRows + kLanes - 1) / kLanes * kLanes;
+  float before[kPlaces] = {}, maximum[kPlaces] = {}, factor[kPlaces];
   for (int64_t r = 0; r < rows; ++r) {
     if (seen[r].empty()) continue;
     before[r] = sums[r * stride + s.padded_dim];
-    maximum[r] = mask_and_find_maximum(seen[r], scores + r * kTilePositions, before[r]);
+    maximum[r] = mask_and_find_maximum(tile, seen[r], scores + r * kTilePositions, before[r]);
   }
-  store(factor, exp(load(before) - load(maximum)));
+  for (int64_t r = 0; r < rows; r += kLanes) store(factor + r, exp(load(before + r) - load(maximum + r)));
   for (int64_t r = 0; r < rows; ++r) {
     if (maximum[r] == before[r]) continue;
     float* row = sums + r * stride;
@@ -117,41 +114,31 @@ void weigh_rows(const AttentionShape& s, const Tile& tile, int64_t rows, const S
   }
 }
 
-// Takes the tile at position `first` into the sums of up to kTileRows rows from `row` on. Rows that see none of it are left
-// as they are; positions that only some of the rows see are added row by row, so that none multiplies what it may not see.
+// Takes the tile at position `first` into the sums of up to Tile::kRows rows from `row` on. Rows that see none of it are left
+// as they are.
 template <class Tile>
 void attend_rows(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task,
-                 const AttentionScratch<Tile>& memory, int64_t row, int64_t rows, int64_t first) {
-  SeenRange seen[kTileRows], common{0, kTilePositions};
+                 AttentionScratch<Tile>& memory, int64_t row, int64_t rows, int64_t first) {
+  SeenRange seen[Tile::kRows];
   bool any = false;
   int64_t token = row / s.group, head = row % s.group;
   for (int64_t r = 0; r < rows; ++r) {
     const bool is_first_head = r == 0 || head == 0;  // the other heads of a token see what it sees
     seen[r] = is_first_head ? seen_of_tile(args, args.positions[task.first_token + token], first) : seen[r - 1];
     if (++head == s.group) head = 0, ++token;
-    common = {larger(common.begin, seen[r].begin), smaller(common.end, seen[r].end)};
     any = any || !seen[r].empty();
   }
   if (!any) return;
-  const int64_t stride = s.padded_dim + 2;
   float* scores = memory.scores + row * kTilePositions;
-  float* sums = memory.sums + row * stride;
+  float* sums = memory.sums + row * s.sums_size;
   memory.tile.score(row, rows, scores);
   weigh_rows(s, memory.tile, rows, seen, scores, sums);
-  common = {divide_up(common.begin, Tile::kTogether) * Tile::kTogether, common.end / Tile::kTogether * Tile::kTogether};
-  common.end = larger(common.begin, common.end);
-  for (int64_t r = 0; r < rows; ++r) {
-    memory.tile.add(scores + r * kTilePositions, 1, seen[r].begin, smaller(common.begin, seen[r].end), sums + r * stride);
-  }
-  memory.tile.add(scores, rows, common.begin, common.end, sums);
-  for (int64_t r = 0; r < rows; ++r) {
-    memory.tile.add(scores + r * kTilePositions, 1, larger(common.end, seen[r].begin), seen[r].end, sums + r * stride);
-  }
+  memory.tile.add_rows(scores, rows, seen, sums);
 }
 
 inline void clear_sums(const AttentionShape& s, int64_t rows, float* sums) {
   for (int64_t r = 0; r < rows; ++r) {
-    float* row = sums + r * (s.padded_dim + 2);
+    float* row = sums + r * s.sums_size;
     std::memset(row, 0, static_cast<size_t>(s.padded_dim) * sizeof(float));
     row[s.padded_dim] = kMinusInfinity;
     row[s.padded_dim + 1] = 0.0f;
@@ -160,7 +147,7 @@ inline void clear_sums(const AttentionShape& s, int64_t rows, float* sums) {
 
 // Adds a partition's sums to the totals of the partitions before it. Rows that saw nothing are empty (maximum -inf).
 inline void merge_sums(const AttentionShape& s, int64_t rows, const float* sums, float* totals) {
-  const int64_t stride = s.padded_dim + 2;
+  const int64_t stride = s.sums_size;
   for (int64_t r = 0; r < rows; ++r, sums += stride, totals += stride) {
     if (sums[s.padded_dim] == kMinusInfinity) continue;
     if (totals[s.padded_dim] == kMinusInfinity) {
@@ -181,7 +168,7 @@ inline void merge_sums(const AttentionShape& s, int64_t rows, const float* sums,
 
 template <class T>
 void write_rows(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task, const float* totals) {
-  for (int64_t row = 0; row < task.tokens * s.group; ++row, totals += s.padded_dim + 2) {
+  for (int64_t row = 0; row < task.tokens * s.group; ++row, totals += s.sums_size) {
     const int64_t head = task.kv_head * s.group + row % s.group;
     T* out = static_cast<T*>(args.out) + ((task.first_token + row / s.group) * args.num_heads + head) * s.dim;
     const Vec weight = splat(totals[s.padded_dim + 1]);
@@ -202,8 +189,8 @@ void attend_partition(const AttentionArgs& args, const AttentionShape& s, const 
   for (int64_t tile = first_tile; tile < last; tile += kTilePositions) {
     const TileRows<C> next(args, task, tile + kTilePositions, first, last);
     memory.tile.gather(here, next);
-    for (int64_t row = 0; row < rows; row += kTileRows) {
-      attend_rows(args, s, task, memory, row, smaller(int64_t{kTileRows}, rows - row), tile);
+    for (int64_t row = 0; row < rows; row += Tile::kRows) {
+      attend_rows(args, s, task, memory, row, smaller(int64_t{Tile::kRows}, rows - row), tile);
     }
     here = next;
   }
@@ -219,7 +206,7 @@ void attend_task(const AttentionArgs& args, const AttentionShape& s, const Atten
     clear_sums(s, rows, memory.sums);
     attend_partition<C>(args, s, task, memory, task.first_partition + partition);
     if (task.partial != nullptr) {
-      std::memcpy(task.partial, memory.sums, static_cast<size_t>(rows * (s.padded_dim + 2)) * sizeof(float));
+      std::memcpy(task.partial, memory.sums, static_cast<size_t>(rows * s.sums_size) * sizeof(float));
       return;
     }
     merge_sums(s, rows, memory.sums, memory.totals);
@@ -258,7 +245,7 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
   for_each_chunk(args, s, [&](const AttentionTask& task) {
     chunks += 1;
     partitions += task.partitions;
-    partial_size += task.partitions * task.tokens * s.group * (s.padded_dim + 2);
+    partial_size += task.partitions * task.tokens * s.group * s.sums_size;
   });
   const bool split = pool.num_threads() > 1 && partitions > chunks && chunks < kFewChunksPerThread * pool.num_threads();
   const int64_t count = split ? partitions : chunks;
@@ -274,7 +261,7 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
       if (split) {
         tasks[next].first_partition = task.first_partition + i;
         tasks[next].partial = partial;
-        partial += task.tokens * s.group * (s.padded_dim + 2);
+        partial += task.tokens * s.group * s.sums_size;
       }
       ++next;
     }
@@ -296,7 +283,9 @@ inline void paged_attention(ThreadPool& pool, const AttentionArgs& args) {
   with_kv_types(args.dtype, args.kv_dtype, [&](auto value, auto stored) {
     using T = decltype(value);
     using C = decltype(stored);
-#if defined(OCTAVO_ISA_BF16)
+#if defined(OCTAVO_ISA_AMX)
+    using Tile = std::conditional_t<std::is_same_v<T, bf16>, TileKV<C>, FloatKV<T, C>>;
+#elif defined(OCTAVO_ISA_BF16)
     using Tile = std::conditional_t<std::is_same_v<T, bf16>, PairKV<C>, FloatKV<T, C>>;
 #else
     using Tile = FloatKV<T, C>;

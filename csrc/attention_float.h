@@ -13,6 +13,7 @@ constexpr int64_t kScoreDepth = 128;  // longest chain of a score: those of wide
 template <class T, class C>
 class FloatKV {
  public:
+  static constexpr int kRows = kTileRows;   // that are worked on together
   static constexpr int64_t kTogether = 1;  // positions that a step of the sum of values takes
 
   static int64_t size(const AttentionShape& s) { return 2 * kTilePositions * s.padded_dim + s.max_rows * s.padded_dim; }
@@ -67,6 +68,14 @@ class FloatKV {
     }
   }
 
+  // A vector of scores as `score` left them.
+  OCTAVO_INLINE Vec finish_score(float* scores, int i) const { return load(scores + i * kLanes); }
+
+  // Adds the values that rows see to their sums; weights: as `store_weights` left them.
+  void add_rows(const float* weights, int64_t rows, const SeenRange* seen, float* sums) const {
+    add_seen_values(*this, weights, rows, seen, sums, s_.sums_size);
+  }
+
   // Where `add` finds the weights of a row.
   void store_weights(float* place, Vec (&weights)[kTileVectors]) const {
     OCTAVO_UNROLL
@@ -76,7 +85,7 @@ class FloatKV {
   // sums += weights[begin .. end] x values, for `rows` rows.
   void add(const float* weights, int64_t rows, int64_t begin, int64_t end, float* sums) const {
     if (begin >= end) return;
-    const int64_t stride = s_.padded_dim + 2;
+    const int64_t stride = s_.sums_size;
     for (int64_t d = 0; d < s_.padded_dim; d += kPanelColumns) {
       kMultiplyWeights.of_rows[rows](weights + begin, values_ + d * kTilePositions + begin * kPanelColumns, end - begin,
                                      sums + d, stride, false, weights);

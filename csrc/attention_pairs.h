@@ -88,6 +88,7 @@ OCTAVO_INLINE IVec read_pairs(const KVRow<int8_t>& row, int64_t d, int64_t n) {
 template <class C>
 class PairKV {
  public:
+  static constexpr int kRows = kTileRows;
   static constexpr int64_t kTogether = 2;
 
   static int64_t size(const AttentionShape& s) {
@@ -108,7 +109,7 @@ class PairKV {
     const auto row_bytes = static_cast<size_t>(s_.dim) * sizeof(bf16);
     for (int64_t row = 0; row < task.tokens * s_.group; ++row) {
       uint32_t* out = queries_ + row * words_;
-      out[(s_.dim - 1) / 2] = 0;  // an odd head_dim ends in half a pair
+      std::memset(out, 0, static_cast<size_t>(words_) * sizeof(uint32_t));
       std::memcpy(out, query_row<bf16>(args, s_, task, row), row_bytes);
     }
   }
@@ -125,6 +126,14 @@ class PairKV {
       kMultiplyPairs.of_rows[rows](queries_ + row * words_, words_, keys_ + p * words_, divide_up(s_.dim, 2), scores + p,
                                    kTilePositions, key_factors_ + p);
     }
+  }
+
+  // A vector of scores as `score` left them.
+  OCTAVO_INLINE Vec finish_score(float* scores, int i) const { return load(scores + i * kLanes); }
+
+  // Adds the values that rows see to their sums; weights: as `store_weights` left them.
+  void add_rows(const float* weights, int64_t rows, const SeenRange* seen, float* sums) const {
+    add_seen_values(*this, weights, rows, seen, sums, s_.sums_size);
   }
 
   // Where `add` finds the weights of a row: as pairs, in the first half of its place.
@@ -148,13 +157,13 @@ class PairKV {
     if (first < last) {
       for (int64_t d = 0; d < s_.padded_dim; d += kPanelColumns) {
         kMultiplyPairs.of_rows[rows](words + first, kTilePositions, values_ + d * kTilePairs + first * kPanelColumns,
-                                     last - first, sums + d, s_.padded_dim + 2, nullptr);
+                                     last - first, sums + d, s_.sums_size, nullptr);
       }
     }
     if (end % 2 != 0) add_half(words[end / 2], end / 2, kLowerHalf, sums);
   }
 
- private:
+ protected:
   static constexpr uint32_t kLowerHalf = 0x0000FFFFu, kUpperHalf = 0xFFFF0000u;
 
   void add_half(uint32_t weights, int64_t pair, uint32_t half, float* sums) const {
@@ -186,16 +195,12 @@ class PairKV {
     }
   }
 
-  // As panels [dim / 32][pairs of positions][32]; absent pairs are left as they are and never multiplied.
+  // As panels [dim / 32][pairs of positions][32]; absent ones are zero.
   void gather_values(const TileRows<C>& rows, const TileRows<C>& next) {
     const KVRow<C> nothing = KVRow<C>::zeros();
     for (int64_t i = 0; i < kTilePositions; i += 2) {
       prefetch_row(next.values[i], s_.dim);
       prefetch_row(next.values[i + 1], s_.dim);
-      if (rows.values[i].values == nullptr && rows.values[i + 1].values == nullptr) {
-        value_factors_[i] = value_factors_[i + 1] = 0.0f;
-        continue;
-      }
       const KVRow<C> even = rows.values[i].values == nullptr ? nothing : rows.values[i];
       const KVRow<C> odd = rows.values[i + 1].values == nullptr ? nothing : rows.values[i + 1];
       value_factors_[i] = factor(even);

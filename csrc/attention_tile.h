@@ -8,7 +8,11 @@ namespace octavo::OCTAVO_ISA {
 
 constexpr int64_t kTilePositions = 64;
 constexpr int kTileVectors = kTilePositions / kLanes;
-constexpr int64_t kChunkRows = 168;  // query rows that share a tile once it is gathered
+#if defined(OCTAVO_ISA_AMX)
+constexpr int64_t kChunkRows = 224;  // query rows that share a tile once it is gathered
+#else
+constexpr int64_t kChunkRows = 168;
+#endif
 
 // Consecutive rows of one sequence under one KV head. A row is a (token, query head of the group), token-major.
 struct AttentionTask {
@@ -18,19 +22,21 @@ struct AttentionTask {
   int64_t tokens;
   int64_t first_partition;
   int64_t partitions;
-  float* partial;  // where to leave unmerged results, or null: [partitions][rows][padded_dim + 2]
+  float* partial;  // where to leave unmerged results, or null: [partitions][rows][sums_size]
 };
 
 struct AttentionShape {
   int64_t group;       // query heads per KV head
   int64_t dim;         // head_dim
   int64_t padded_dim;  // a multiple of the panel
+  int64_t sums_size;   // of a row's sums: padded_dim of them, their maximum and the sum of weights, to whole cache lines
   int64_t max_rows;    // of one task
 
   explicit AttentionShape(const AttentionArgs& args)
       : group(args.num_heads / args.num_kv_heads),
         dim(args.head_dim),
         padded_dim(divide_up(args.head_dim, kPanelColumns) * kPanelColumns),
+        sums_size(padded_dim + kLanes),
         max_rows(larger(int64_t{1}, kChunkRows / group) * group) {}
 };
 
@@ -40,6 +46,12 @@ OCTAVO_INLINE const T* query_row(const AttentionArgs& args, const AttentionShape
   const int64_t head = task.kv_head * s.group + row % s.group;
   return static_cast<const T*>(args.q) + (task.first_token + row / s.group) * args.q_strides[0] + head * args.q_strides[1];
 }
+
+struct SeenRange {  // positions of a tile that a row sees
+  int64_t begin, end;
+  bool empty() const { return begin >= end; }
+  bool whole() const { return end - begin == kTilePositions; }
+};
 
 // Where the keys and values of one tile stand in the paged cache of Cs; nowhere outside of first .. last.
 template <class C>
@@ -64,6 +76,24 @@ struct TileRows {
     }
   }
 };
+
+// Adds the values that rows see to their sums: those that all of them see for all together, the others row by row, so that
+// none multiplies what it may not see. Tile::kTogether positions are added at a time.
+template <class Tile>
+void add_seen_values(const Tile& tile, const float* weights, int64_t rows, const SeenRange* seen, float* sums,
+                     int64_t sums_size) {
+  SeenRange common{0, kTilePositions};
+  for (int64_t r = 0; r < rows; ++r) common = {larger(common.begin, seen[r].begin), smaller(common.end, seen[r].end)};
+  common = {divide_up(common.begin, Tile::kTogether) * Tile::kTogether, common.end / Tile::kTogether * Tile::kTogether};
+  common.end = larger(common.begin, common.end);
+  for (int64_t r = 0; r < rows; ++r) {
+    tile.add(weights + r * kTilePositions, 1, seen[r].begin, smaller(common.begin, seen[r].end), sums + r * sums_size);
+  }
+  tile.add(weights, rows, common.begin, common.end, sums);
+  for (int64_t r = 0; r < rows; ++r) {
+    tile.add(weights + r * kTilePositions, 1, larger(common.end, seen[r].begin), seen[r].end, sums + r * sums_size);
+  }
+}
 
 template <class C>
 OCTAVO_INLINE void prefetch_row(const KVRow<C>& row, int64_t dim) {

@@ -137,12 +137,13 @@ struct ByteTiles {
 };
 
 // Up to 16 rows (kTiles = 1) or 32 from `x` on times some steps of a panel. tail: the last step's columns where the panel ends
-// in the middle of a tile, zero padded, else null. sums: [32][32]; they start at zero if `fresh`. Each step asks for `lines` of
-// the memory ahead.
+// in the middle of a tile, zero padded, else null. sums: rows of 32, `stride` from one to the next; they start at zero if
+// `fresh`. Each step asks for `lines` of the memory ahead.
 template <class Product, int kTiles>
 void multiply_steps(const RowsOfTiles& rows, const char* x, const char* w, int64_t steps, const char* tail, bool fresh,
-                    Ahead ahead, int64_t lines, typename Product::Sum* sums) {
-  constexpr int64_t kLower = kTileHeight * kPanelColumns;
+                    Ahead ahead, int64_t lines, typename Product::Sum* sums, int64_t stride) {
+  auto *lower = sums + kTileHeight * stride;
+  const int64_t sum_bytes = stride * 4;
   const int64_t row_bytes = rows.row_bytes, tile_bytes = rows.tile_bytes, step_bytes = rows.step_bytes;
   if (fresh) {
     clear_tile<0>();
@@ -150,10 +151,10 @@ void multiply_steps(const RowsOfTiles& rows, const char* x, const char* w, int64
     if (kTiles == 2) clear_tile<2>();
     if (kTiles == 2) clear_tile<3>();
   } else {
-    load_tile<0>(sums, kLineBytes);
-    load_tile<1>(sums + kTileHeight, kLineBytes);
-    if (kTiles == 2) load_tile<2>(sums + kLower, kLineBytes);
-    if (kTiles == 2) load_tile<3>(sums + kLower + kTileHeight, kLineBytes);
+    load_tile<0>(sums, sum_bytes);
+    load_tile<1>(sums + kTileHeight, sum_bytes);
+    if (kTiles == 2) load_tile<2>(lower, sum_bytes);
+    if (kTiles == 2) load_tile<3>(lower + kTileHeight, sum_bytes);
   }
   for (int64_t step = 0; step < steps; ++step) {
     const char* columns = step + 1 == steps && tail != nullptr ? tail : w;
@@ -171,10 +172,10 @@ void multiply_steps(const RowsOfTiles& rows, const char* x, const char* w, int64
     x += step_bytes;
     w += kStepBytes;
   }
-  store_tile<0>(sums, kLineBytes);
-  store_tile<1>(sums + kTileHeight, kLineBytes);
-  if (kTiles == 2) store_tile<2>(sums + kLower, kLineBytes);
-  if (kTiles == 2) store_tile<3>(sums + kLower + kTileHeight, kLineBytes);
+  store_tile<0>(sums, sum_bytes);
+  store_tile<1>(sums + kTileHeight, sum_bytes);
+  if (kTiles == 2) store_tile<2>(lower, sum_bytes);
+  if (kTiles == 2) store_tile<3>(lower + kTileHeight, sum_bytes);
 }
 
 // The same of up to 16 rows times two panels, which stand one behind the other: two streams from memory. sums: [2][32][32].
@@ -275,7 +276,7 @@ void multiply_panels_of_tiles(const LinearArgs& args, const Product& product, co
                                             product.panel_bytes, pieces, step / piece * pairs + i, pairs * pieces);
         const int64_t lines = !is_long ? share : i == 0 ? kStepBytes / 64 : 0;
         const auto multiply = height > kTileHeight ? multiply_steps<Product, 2> : multiply_steps<Product, 1>;
-        multiply(rows.tiles, x, w, some, has_tail ? tail : nullptr, is_first, ahead, lines, out);
+        multiply(rows.tiles, x, w, some, has_tail ? tail : nullptr, is_first, ahead, lines, out, kPanelColumns);
         if (is_last) product.write(args, out, rows.scales + row, rows.first + row, height, first + p);
       }
     }

@@ -1,0 +1,131 @@
+// The same tile of keys and values as in attention_pairs.h, multiplied by tile registers (AMX), 32 rows of queries at a time.
+//
+// A step of the sum of values takes 32 positions for all rows: what a row may not see has the weight zero, which adds nothing
+// to a sum, and what is no number is not multiplied with it (see add_rows). So a row has the same bits beside any others.
+#pragma once
+
+#include "attention_pairs.h"
+#if defined(OCTAVO_ISA_AMX)
+#include "linear_tiles.h"
+#endif
+
+namespace octavo::OCTAVO_ISA {
+
+#if defined(OCTAVO_ISA_AMX)
+
+template <class C>
+class TileKV : public PairKV<C> {
+  using Base = PairKV<C>;
+  using Base::key_factors_;
+  using Base::keys_;
+  using Base::kLowerHalf;
+  using Base::kUpperHalf;
+  using Base::queries_;
+  using Base::s_;
+  using Base::value_factors_;
+  using Base::values_;
+  using Base::words_;
+
+ public:
+  static constexpr int kRows = kTogether;
+
+  static int64_t size(const AttentionShape& s) { return divide_up(Base::size(s), kLanes) * kLanes + kTilePositions * s.padded_dim / 2; }
+
+  TileKV(const AttentionShape& s, float* memory)
+      : Base(s, memory), seen_values_(reinterpret_cast<uint32_t*>(memory + divide_up(Base::size(s), kLanes) * kLanes)) {}
+
+  void gather(const TileRows<C>& rows, const TileRows<C>& next) {
+    Base::gather(rows, next);
+    are_finite_ = find_out_if_finite();
+  }
+
+  void score(int64_t row, int64_t rows, float* scores) {
+    for (int64_t p = 0; p < kTilePositions; p += kPanelColumns) {
+      multiply(queries_ + row * words_, words_, rows, keys_ + p * words_, words_ / kStepWords, true, scores + p, kTilePositions);
+    }
+  }
+
+  OCTAVO_INLINE Vec finish_score(float* scores, int i) const {
+    const Vec score = load(scores + i * kLanes) * load(key_factors_ + i * kLanes);
+    store(scores + i * kLanes, score);
+    return score;
+  }
+
+  // All rows at once, if each sees some of the tile, and the whole of it where not all values are finite. Otherwise rows that
+  // see the same positions, the heads of a token; then the values of all other positions are zero.
+  void add_rows(float* weights, int64_t rows, const SeenRange* seen, float* sums) {
+    bool together = true;
+    for (int64_t r = 0; r < rows; ++r) together = together && !seen[r].empty() && (are_finite_ || seen[r].whole());
+    if (together) {
+      add_values(weights, rows, values_, sums);
+      return;
+    }
+    for (int64_t first = 0, count = 0; first < rows; first += count) {
+      const SeenRange range = seen[first];
+      count = 1;
+      while (first + count < rows && seen[first + count].begin == range.begin && seen[first + count].end == range.end) ++count;
+      if (range.empty()) continue;
+      const bool hides = !are_finite_ && !range.whole();
+      if (hides) hide(range, weights + first * kTilePositions, count);
+      add_values(weights + first * kTilePositions, count, hides ? seen_values_ : values_, sums + first * s_.sums_size);
+    }
+  }
+
+ private:
+  // sums += rows of words from x on, `stride` words from one to the next, times a panel of 32 columns.
+  void multiply(const void* x, int64_t stride, int64_t rows, const uint32_t* panel, int64_t steps, bool fresh, float* sums,
+                int64_t sums_stride) {
+    const int64_t upper = smaller(rows, int64_t{kTileHeight});
+    const RowsOfTiles tiles{nullptr, 0, 4 * stride * kTileHeight, 4 * stride, kTileStep};
+    tiles_.hold(heights_of_pair(upper, rows - upper));
+    const auto multiply = rows > kTileHeight ? multiply_steps<PairTiles, 2> : multiply_steps<PairTiles, 1>;
+    multiply(tiles, static_cast<const char*>(x), reinterpret_cast<const char*>(panel), steps, nullptr, fresh, Ahead(nullptr), 0,
+             sums, sums_stride);
+  }
+
+  void add_values(const float* weights, int64_t rows, const uint32_t* values, float* sums) {
+    for (int64_t d = 0; d < s_.padded_dim; d += kPanelColumns) {
+      multiply(weights, kTilePositions, rows, values + d * kTilePairs, kTilePairs / kStepWords, false, sums + d, s_.sums_size);
+    }
+  }
+
+  // Whether no value of the tile is infinite or no number, nor the scale of one.
+  bool find_out_if_finite() const {
+    IVec upper = splat_int(0), lower = splat_int(0);
+    for (int64_t i = 0; i < kTilePairs * s_.padded_dim; i += kLanes) {
+      const IVec pair = load_int(values_ + i);
+      upper = max_signed(upper, pair & splat_int(0x7F800000u));
+      lower = max_signed(lower, pair & splat_int(0x00007F80u));
+    }
+    for (int64_t i = 0; i < kTilePositions; i += kLanes) {
+      upper = max_signed(upper, as_int(load(value_factors_ + i)) & splat_int(0x7F800000u));
+    }
+    uint32_t uppers[kLanes], lowers[kLanes];
+    store_int(uppers, upper);
+    store_int(lowers, lower);
+    bool finite = true;
+    for (int i = 0; i < kLanes; ++i) finite = finite && uppers[i] != 0x7F800000u && lowers[i] != 0x00007F80u;
+    return finite;
+  }
+
+  // Leaves nothing but zeros outside of a range: of the weights, where they stand, and of the values, in a copy.
+  void hide(const SeenRange& range, float* weights, int64_t rows) {
+    for (int64_t pair = 0; pair < kTilePairs; ++pair) {
+      const uint32_t mask = (is_in(range, 2 * pair) ? kLowerHalf : 0u) | (is_in(range, 2 * pair + 1) ? kUpperHalf : 0u);
+      for (int64_t r = 0; r < rows; ++r) reinterpret_cast<uint32_t*>(weights + r * kTilePositions)[pair] &= mask;
+      for (int64_t d = 0; d < s_.padded_dim; d += kLanes) {
+        const int64_t place = (d / kPanelColumns * kTilePairs + pair) * kPanelColumns + d % kPanelColumns;
+        store_int(seen_values_ + place, load_int(values_ + place) & splat_int(mask));
+      }
+    }
+  }
+  static bool is_in(const SeenRange& range, int64_t position) { return position >= range.begin && position < range.end; }
+
+  uint32_t* const seen_values_;  // [padded_dim / 32][kTilePairs][32]
+  bool are_finite_ = true;
+  Tiles tiles_;
+};
+
+#endif
+
+}  // namespace octavo::OCTAVO_ISA
