@@ -82,7 +82,7 @@ OCTAVO_INLINE float weigh(const Tile& tile, float* scores, float maximum) {
   Vec weight[kTileVectors];
   OCTAVO_UNROLL
   for (int i = 0; i < kTileVectors; ++i) weight[i] = load(scores + i * kLanes) - splat(maximum);
-  exp(weight);
+  Tile::exponentiate(weight);
   const float sum = sum_lanes((weight[0] + weight[1]) + (weight[2] + weight[3]));
   tile.store_weights(scores, weight);
   return sum;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_tile.h"
+#include "math.h"
 
 namespace octavo::OCTAVO_ISA {
 
@@ -75,6 +76,8 @@ class FloatKV {
   void add_rows(const float* weights, int64_t rows, const SeenRange* seen, float* sums) const {
     add_seen_values(*this, weights, rows, seen, sums, s_.sums_size);
   }
+
+  static OCTAVO_INLINE void exponentiate(Vec (&x)[kTileVectors]) { exp(x); }
 
   // Where `add` finds the weights of a row.
   void store_weights(float* place, Vec (&weights)[kTileVectors]) const {

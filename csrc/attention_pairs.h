@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "attention_tile.h"
+#include "math.h"
 
 namespace octavo::OCTAVO_ISA {
 
@@ -135,6 +136,8 @@ class PairKV {
   void add_rows(const float* weights, int64_t rows, const SeenRange* seen, float* sums) const {
     add_seen_values(*this, weights, rows, seen, sums, s_.sums_size);
   }
+
+  static OCTAVO_INLINE void exponentiate(Vec (&x)[kTileVectors]) { coarse_exp(x); }
 
   // Where `add` finds the weights of a row: as pairs, in the first half of its place.
   void store_weights(float* place, Vec (&weights)[kTileVectors]) const {

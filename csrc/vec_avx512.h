@@ -103,6 +103,11 @@ OCTAVO_INLINE void store_int(void* p, IVec a) { _mm512_storeu_si512(p, a.v); }
 // a * 2^n, rounded once; n reaches beyond the exponents of float32.
 OCTAVO_INLINE Vec times_power_of_two(Vec a, IVec n) { return {_mm512_scalef_ps(a.v, _mm512_cvtepi32_ps(n.v))}; }
 
+// a less the nearest whole number; 0 of an infinity.
+OCTAVO_INLINE Vec fraction(Vec a) { return {_mm512_reduce_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// a * 2^n for whole numbers n, -inf among them.
+OCTAVO_INLINE Vec times_power_of_two(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+
 OCTAVO_INLINE Mask less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
 OCTAVO_INLINE Mask less_equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ); }
 OCTAVO_INLINE Mask equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }

@@ -3,11 +3,9 @@
 import sys
 
 import pytest
-import torch
 from kernels_available import COMPILED
 
 from octavo import LLM, SamplingParams
-from octavo.kernels import create_kernels
 
 CALLS_OF_A_STEP = 210  # 173 when this was written
 CALLS_OF_A_REQUEST = 32  # 27, for each one more that runs
@@ -31,8 +29,6 @@ def python_calls(call):
 
 @pytest.mark.skipif(not COMPILED, reason="plain torch enters Python for every operation")
 def test_a_decode_step_enters_few_python_functions():
-    if create_kernels(torch.device("cpu")).uses_onednn:
-        pytest.skip("a forward pass with oneDNN's products is not recorded: every operation is called from Python")
     engine = LLM(max_num_seqs=32).llm_engine
     counts = {}
     for running in (1, 32):

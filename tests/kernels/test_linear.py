@@ -6,6 +6,8 @@ import torch.nn.functional as F  # noqa: N812
 from kernel_accuracy import assert_as_exact_as_torch
 from kernel_backends import compiled_kernels
 
+from octavo.kernels.quantization import quantize_int8
+
 FLOATS = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 1, 1), (5, 123, 123), (3, 64, 33), (9, 257, 40), (33, 300, 70), (130, 520, 65)]  # rows, in, out
 
@@ -61,6 +63,20 @@ def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, weight_dty
         assert torch.equal(compiled.linear(x[:rows], packed, float32_out=True), alone[:rows]), rows
     # Not only the first rows: the last ones sit in other tiles.
     assert torch.equal(compiled.linear(x[97:], packed, float32_out=True), alone[97:])
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("depth", [896, 1000, 4864])  # whole tiles, a last one that is not, panels that are long
+def test_a_row_does_not_depend_on_the_block_it_stands_in(compiled, generator, depth, quantized):
+    weight = random(generator, 200, depth, dtype=torch.bfloat16)
+    packed = compiled.pack_linear(quantize_int8(weight) if quantized else weight, random(generator, 200))
+    x = random(generator, 300, depth + 8, dtype=torch.bfloat16)[:, :depth]  # no row stands on a cache line of its own
+    whole = compiled.linear(x, packed)
+    assert torch.equal(compiled.linear(x.contiguous(), packed), whole)
+    for row in (0, 15, 16, 31, 32, 159, 160, 255, 256, 299):  # borders of tiles, of pairs of them and of blocks
+        assert torch.equal(compiled.linear(x[row : row + 1], packed), whole[row : row + 1]), row
+    for rows in (slice(17), slice(31, 95), slice(160, 290)):
+        assert torch.equal(compiled.linear(x[rows], packed), whole[rows]), rows
 
 
 @pytest.mark.parametrize("width", [896, 4864, 151936])

@@ -34,7 +34,7 @@ LinearBackend = Literal["auto", "packed", "onednn"]
 
 _DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}  # csrc/types.h
 _PANEL_COLUMNS = 32  # as in csrc/kernels.h
-_ATTENTION_ROWS = 168  # as in csrc/attention.h
+_ATTENTION_ROWS = 224  # at most, as in csrc/attention_tile.h
 
 
 class CpuKernels:
@@ -81,7 +81,7 @@ class CpuKernels:
         del num_kv_heads, vocab_size, max_seq_len
         padded_dim = -(-head_dim // _PANEL_COLUMNS) * _PANEL_COLUMNS
         rows = max(_ATTENTION_ROWS, num_heads)
-        return self.num_threads * 4 * (128 * padded_dim + rows * (3 * padded_dim + 68))
+        return self.num_threads * 4 * (160 * padded_dim + 160 + rows * (3 * padded_dim + 96))
 
     @property
     def layout(self) -> str:
