@@ -2,9 +2,9 @@
 //
 // The KV of a sequence is cut by absolute position into tiles of 64 and partitions of 1024 positions. Within a partition a
 // row goes through its tiles in order with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022); partitions are
-// merged in order. Scores sum over head_dim in order, values over positions in order, in float32 (attention_float.h), in
-// pairs of bfloat16 (attention_pairs.h) or in tiles of these (attention_tiles.h). So a row's result is fixed by its own position and KV: not by the chunk it stands
-// in, its neighbours, the block size, or which thread did what.
+// merged in order. Scores sum over head_dim in order, values over positions in order, in float32 (attention_float.h), in pairs
+// of bfloat16 (attention_pairs.h) or in tiles of these (attention_tiles.h). So a row's result is fixed by its own position and
+// KV: not by the chunk it stands in, its neighbours, the block size, or which thread did what.
 #pragma once
 
 #include <type_traits>

@@ -29,7 +29,9 @@ class TileKV : public PairKV<C> {
  public:
   static constexpr int kRows = kTogether;
 
-  static int64_t size(const AttentionShape& s) { return divide_up(Base::size(s), kLanes) * kLanes + kTilePositions * s.padded_dim / 2; }
+  static int64_t size(const AttentionShape& s) {
+    return divide_up(Base::size(s), kLanes) * kLanes + kTilePositions * s.padded_dim / 2;
+  }
 
   TileKV(const AttentionShape& s, float* memory)
       : Base(s, memory), seen_values_(reinterpret_cast<uint32_t*>(memory + divide_up(Base::size(s), kLanes) * kLanes)) {}

@@ -159,16 +159,16 @@ OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& 
   }
 }
 
-// Writes V vectors of columns: scales the totals of M rows and adds the bias.
-template <int M, int V, class Out>
-OCTAVO_INLINE void write_totals(const LinearArgs& args, const ByteTile& tile, int64_t first_column,
-                                const float* totals) {
+// Writes V vectors of columns: scales the totals of some rows and adds the bias.
+template <int V, class Out>
+OCTAVO_INLINE void write_totals_as(const LinearArgs& args, const ByteTile& tile, int64_t rows, int64_t first_column,
+                                   const float* totals) {
   const int64_t count = args.n - first_column;
   if (count <= 0) return;
   Vec bias[V];
   for (int v = 0; v < V; ++v) bias[v] = args.bias == nullptr ? splat(0.0f) : load(args.bias + first_column + v * kLanes);
   Out* out = static_cast<Out*>(args.out) + tile.first * args.n + first_column;
-  for (int64_t m = 0; m < M; ++m, out += args.n) {
+  for (int64_t m = 0; m < rows; ++m, out += args.n) {
     Vec value[V];
     OCTAVO_UNROLL
     for (int v = 0; v < V; ++v) {
@@ -176,6 +176,16 @@ OCTAVO_INLINE void write_totals(const LinearArgs& args, const ByteTile& tile, in
       if (args.bias != nullptr) value[v] = value[v] + bias[v];
     }
     store_columns(out, value, count);
+  }
+}
+
+template <int V>
+OCTAVO_INLINE void write_totals(const LinearArgs& args, const ByteTile& tile, int64_t rows, int64_t first_column,
+                                const float* totals) {
+  if (args.out_dtype == DType::kFloat32) {
+    write_totals_as<V, float>(args, tile, rows, first_column, totals);
+  } else {
+    write_totals_as<V, bf16>(args, tile, rows, first_column, totals);
   }
 }
 
@@ -189,12 +199,7 @@ void multiply_nibble_panels(const LinearArgs& args, const NibbleWeight& weight, 
     alignas(64) float totals[P * M * V * kLanes] = {};
     multiply_nibbles<M, P, V>(weight, tile, weight.panels + panel * weight.panel_bytes, vec, ahead, totals);
     for (int p = 0; p < P; ++p) {
-      const int64_t column = (panel + p) * kPanelColumns + vec * kLanes;
-      if (args.out_dtype == DType::kFloat32) {
-        write_totals<M, V, float>(args, tile, column, totals + p * M * V * kLanes);
-      } else {
-        write_totals<M, V, bf16>(args, tile, column, totals + p * M * V * kLanes);
-      }
+      write_totals<V>(args, tile, M, (panel + p) * kPanelColumns + vec * kLanes, totals + p * M * V * kLanes);
     }
   }
 }

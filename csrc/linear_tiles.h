@@ -25,6 +25,7 @@ constexpr int64_t kWholePairs = 3;                         // few enough to meet
 constexpr int64_t kPieceSteps = 7;                         // so much of two panels stays in L1, and of the rows they meet
 constexpr int64_t kNearBytes = 1 << 20;                    // rows of a block that stay in L2
 constexpr int64_t kNearPanels = 2, kFarPanels = 4;         // of a task: the further away its rows, the more share them
+constexpr int64_t kPackedBytes = 16 << 20;                 // of rows that are packed at a time
 constexpr int64_t kStreamAhead = 4096;                     // bytes from what is read to what is asked for
 constexpr int64_t kLongPanel = 256 << 10;                  // bytes: it asks for itself, as a whole one would not stay in L2
 
@@ -231,9 +232,25 @@ constexpr uint64_t heights_of_few(int64_t rows) {
   return static_cast<uint64_t>(rows) * 0x0000'0001'0101'0101u | uint64_t{kTileHeight} * 0x0101'0100'0000'0000u;
 }
 
+// Calls multiply(args) for so many rows at a time that packing them, `row_bytes` each, takes little memory; yet each weight is read
+// for many of them.
+template <class F>
+void for_each_pass(const LinearArgs& args, int64_t row_bytes, F&& multiply) {
+  constexpr int64_t kBlock = kBlockPairs * kTogether;
+  const int64_t most = row_bytes == 0 ? args.rows : larger(kBlock, kPackedBytes / row_bytes / kBlock * kBlock);
+  for (int64_t first = 0; first < args.rows; first += most) {
+    LinearArgs some = args;
+    some.x = static_cast<const char*>(args.x) + first * args.x_stride * (args.x_dtype == DType::kFloat32 ? 4 : 2);
+    some.out = static_cast<char*>(args.out) + first * args.n * (args.out_dtype == DType::kFloat32 ? 4 : 2);
+    some.rows = smaller(most, args.rows - first);
+    multiply(some);
+  }
+}
+
 // Panels first .. first + count times a block of rows. Where these are many, a piece of every panel meets all of them before
 // the next piece, and stays in the first-level cache meanwhile. next: the panels of the task behind this one, or null: these
-// are asked for ahead, unless they are long; then the first rows ask for the panel they read. sums: [count][rows of the block, in whole pairs of tiles][32].
+// are asked for ahead, unless they are long; then the first rows ask for the panel they read. sums: [count][rows of the
+// block, in whole pairs of tiles][32].
 template <class Product>
 void multiply_panels_of_tiles(const LinearArgs& args, const Product& product, const BlockOfTiles& rows, int64_t first,
                               int64_t count, const char* next, typename Product::Sum* sums) {
@@ -286,9 +303,7 @@ void multiply_panels_of_tiles(const LinearArgs& args, const Product& product, co
 // Tasks are groups of panels times blocks of rows. A group is larger where the rows are few, for several streams from memory,
 // or do not stay in the second-level cache: then they come from further away once for all its panels.
 template <class Product>
-void linear_of_tiles(ThreadPool& pool, const LinearArgs& args) {
-  if (args.rows == 0) return;
-  const Product product(args);
+void multiply_rows_of_tiles(ThreadPool& pool, const LinearArgs& args, const Product& product) {
   const int64_t steps = divide_up(divide_up(args.k, Product::kDepth), kStepWords), row_bytes = steps * kTileStep;
   const int64_t panels = divide_up(args.n, kPanelColumns), pairs = divide_up(args.rows, kTogether);
   const int64_t blocks = divide_up(pairs, kBlockPairs), block_rows = divide_up(pairs, blocks) * kTogether;
@@ -321,27 +336,15 @@ void linear_of_tiles(ThreadPool& pool, const LinearArgs& args) {
   });
 }
 
-#endif
-
-inline void linear(ThreadPool& pool, const LinearArgs& args) {
-  switch (args.weight_dtype) {
-    case DType::kFloat32: return linear_of<float>(pool, args);
-    case DType::kBFloat16:
-#if defined(OCTAVO_ISA_AMX)
-      if (args.x_dtype == DType::kBFloat16) return linear_of_tiles<PairTiles>(pool, args);
-#elif defined(OCTAVO_ISA_BF16)
-      if (args.x_dtype == DType::kBFloat16) return linear_of_pairs(pool, args);
-#endif
-      return linear_of<bf16>(pool, args);
-    case DType::kFloat16: return linear_of<f16>(pool, args);
-    case DType::kInt8:
-#if defined(OCTAVO_ISA_AMX)
-      return linear_of_tiles<ByteTiles>(pool, args);
-#else
-      return linear_of_integers<ByteWeight>(pool, args);
-#endif
-    case DType::kInt4: return linear_of_integers<NibbleWeight>(pool, args);
-  }
+template <class Product>
+void linear_of_tiles(ThreadPool& pool, const LinearArgs& args) {
+  const Product product(args);
+  const int64_t row_bytes = divide_up(args.k, Product::kDepth * kStepWords) * kTileStep;
+  for_each_pass(args, product.packs(args) ? row_bytes : 0, [&](const LinearArgs& some) {
+    multiply_rows_of_tiles(pool, some, product);
+  });
 }
+
+#endif
 
 }  // namespace octavo::OCTAVO_ISA

@@ -1,7 +1,7 @@
 // Weights into panels, and rows back out of them.
 #pragma once
 
-#include "linear_tiles.h"
+#include "linear_int4_tiles.h"
 
 namespace octavo::OCTAVO_ISA {
 

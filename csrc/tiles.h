@@ -23,20 +23,23 @@ class Tiles {
     if (heights_ != 0) asm volatile("tilerelease" ::: "memory");
   }
 
-  // heights: of the tiles, a byte each, the first one's the lowest.
-  OCTAVO_INLINE void hold(uint64_t heights) {
-    if (heights == heights_) return;
+  // heights and widths: rows of the tiles and bytes of these, a byte each, the first tile's the lowest.
+  OCTAVO_INLINE void hold(uint64_t heights, uint64_t widths = kWhole) {
+    if (heights == heights_ && widths == widths_) return;
     heights_ = heights;
+    widths_ = widths;
     Config config;
     for (int i = 0; i < kCount; ++i) {
       config.heights[i] = static_cast<uint8_t>(heights >> 8 * i);
-      config.row_bytes[i] = config.heights[i] == 0 ? 0 : kTileStep;
+      config.row_bytes[i] = config.heights[i] == 0 ? 0 : static_cast<uint8_t>(widths >> 8 * i);
     }
     asm volatile("ldtilecfg %0" : : "m"(config) : "memory");
   }
 
  private:
   static constexpr int kCount = 8;
+  static constexpr uint64_t kWhole = 0x4040'4040'4040'4040u;
+  static_assert(kTileStep == 0x40);
   struct alignas(64) Config {
     uint8_t palette = 1;
     uint8_t start_row = 0;
@@ -46,7 +49,7 @@ class Tiles {
   };
   static_assert(sizeof(Config) == 64);
 
-  uint64_t heights_ = 0;
+  uint64_t heights_ = 0, widths_ = 0;
 };
 
 template <int kTile>

@@ -88,6 +88,8 @@ OCTAVO_INLINE Vec add_pair_products(Vec sum, IVec x, IVec w) {
 // Lanes 2 i and 2 i + 1 of low and then of high, rounded to bfloat16, as the halves of lane i; subnormal numbers are zero.
 OCTAVO_INLINE IVec round_pairs(Vec low, Vec high) { return {(__m512i)_mm512_cvtne2ps_pbh(high.v, low.v)}; }
 #endif
+// Each of its bytes less b.
+OCTAVO_INLINE IVec subtract_bytes(IVec a, int8_t b) { return {_mm512_sub_epi8(a.v, _mm512_set1_epi8(b))}; }
 // The lowest byte of each lane.
 OCTAVO_INLINE void store_bytes(void* p, IVec a) {
   _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));

@@ -8,6 +8,7 @@ import pytest
 
 from octavo.build import resolve_scheduler
 from octavo.config import SchedulerConfig
+from octavo.kernels import attention_slowness
 from octavo.models.registry import read_architecture
 from octavo.models.stored_quantization import StoredLayout, StoredQuantization
 
@@ -29,11 +30,14 @@ def test_prompts_get_an_eighth_of_a_step_beside_answers(architecture):
     assert config.max_num_mixed_prefill_tokens == 1
 
 
-def test_attention_costs_more_beside_faster_products(architecture):
+@pytest.mark.parametrize("isa", ["amx", "avx512_bf16", "avx2"])
+def test_attention_costs_what_it_does_beside_the_products(architecture, monkeypatch, isa):
+    monkeypatch.setattr("octavo.kernels._best_instruction_set", lambda: isa)
     costs = {
         q: resolve_scheduler(SchedulerConfig(), architecture, q).attention_cost_tokens for q in (None, "int4", "int8")
     }
-    assert 0 < costs[None] < costs["int4"] < costs["int8"]
+    assert 0 < costs[None] < costs["int8"]  # which multiplies faster, so that attention takes more of a step
+    assert costs["int8"] / costs["int4"] == pytest.approx(attention_slowness(8) / attention_slowness(4), abs=0.01)
     stored = StoredQuantization(layout=StoredLayout.GPTQ, bits=4, group_size=32, has_zeros=True)
     stored_as_int4 = dataclasses.replace(architecture, stored=stored)
     assert resolve_scheduler(SchedulerConfig(), stored_as_int4, None).attention_cost_tokens == costs["int4"]

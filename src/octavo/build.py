@@ -13,6 +13,7 @@ from octavo.engine.llm_engine import Engine
 from octavo.errors import ConfigError
 from octavo.events import FanOut, NullSink, RecentEvents
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
+from octavo.kernels import attention_slowness
 from octavo.launch import Checkpoint, make_grammars, make_processors
 from octavo.metrics import EngineMetrics
 from octavo.worker.worker import LocalExecutor, Worker, resolve_device
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
 
 
 _BITS = {None: 16, "int8": 8, "int4": 4}  # of the weights
-# Seconds of an operation of attention over those of one in a matrix product of weights of so many bits, measured with
-# 512 rows of qwen2-0.5b on a processor with AVX-512 VNNI (benchmarks/curves.py shows what they give).
-_ATTENTION_SLOWNESS = {16: 1.7, 8: 5.2, 4: 3.4}
 
 
 def build_engine(
@@ -104,15 +102,14 @@ def _recorded(scheduler: Scheduler, clock: RecordedClock, path: Path | None) -> 
 def resolve_scheduler(config: SchedulerConfig, architecture: Architecture, quantization: str | None) -> SchedulerConfig:
     """Choose what is left open of how prompts share steps.
 
-    A token attends to all before it, which is slower an operation than the matrix products are: the more so, the
-    narrower the integers that these multiply.
+    A token attends to all before it, which is slower an operation than the matrix products are.
     """
     cost, mixed = config.attention_cost_tokens, config.max_num_mixed_prefill_tokens
     if not config.enable_chunked_prefill:
         return config  # prompts are not cut
     if cost is None:
         bits = _BITS[quantization] if architecture.stored is None else architecture.stored.bits
-        cost = round(1000 * _ATTENTION_SLOWNESS[bits] * architecture.attention_share, 3)
+        cost = round(1000 * attention_slowness(bits) * architecture.attention_share, 3)
     if mixed is None:
         mixed = max(config.max_num_batched_tokens // 8, 1)
     return replace(config, attention_cost_tokens=cost, max_num_mixed_prefill_tokens=mixed)
