@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "attention_float.h"
+#include "attention_pairs.h"
 #include "attention_tiles.h"
 #include "math.h"
 
