@@ -190,6 +190,12 @@ inline void linear_of_nibble_tiles(ThreadPool& pool, const LinearArgs& args) {
 
 #endif
 
+// Sums of integers are the same by tiles and without, so of the two products the faster one serves; everything else has one
+// product for any number of rows.
+#if defined(OCTAVO_ISA_AMX)
+constexpr int64_t kFewByteRows = 2, kFewNibbleRows = kTileHeight;
+#endif
+
 inline void linear(ThreadPool& pool, const LinearArgs& args) {
   switch (args.weight_dtype) {
     case DType::kFloat32: return linear_of<float>(pool, args);
@@ -203,13 +209,12 @@ inline void linear(ThreadPool& pool, const LinearArgs& args) {
     case DType::kFloat16: return linear_of<f16>(pool, args);
     case DType::kInt8:
 #if defined(OCTAVO_ISA_AMX)
-      return linear_of_tiles<ByteTiles>(pool, args);
-#else
-      return linear_of_integers<ByteWeight>(pool, args);
+      if (args.rows > kFewByteRows) return linear_of_tiles<ByteTiles>(pool, args);
 #endif
+      return linear_of_integers<ByteWeight>(pool, args);
     case DType::kInt4:
 #if defined(OCTAVO_ISA_AMX)
-      if (args.rows > kTileHeight) return linear_of_nibble_tiles(pool, args);
+      if (args.rows > kFewNibbleRows) return linear_of_nibble_tiles(pool, args);
 #endif
       return linear_of_integers<NibbleWeight>(pool, args);
   }
