@@ -14,7 +14,7 @@ constexpr int64_t kScoreDepth = 128;  // longest chain of a score: those of wide
 template <class T, class C>
 class FloatKV {
  public:
-  static constexpr int kRows = kTileRows;   // that are worked on together
+  static constexpr int kRows = kTileRows;  // that are worked on together
   static constexpr int64_t kTogether = 1;  // positions that a step of the sum of values takes
 
   static int64_t size(const AttentionShape& s) { return 2 * kTilePositions * s.padded_dim + s.max_rows * s.padded_dim; }

@@ -1,7 +1,7 @@
 // The same tile of keys and values as in attention_pairs.h, multiplied by tile registers (AMX), 32 rows of queries at a time.
 //
 // A step of the sum of values takes 32 positions for all rows: what a row may not see has the weight zero, which adds nothing
-// to a sum, and what is no number is not multiplied with it (see add_rows). So a row has the same bits beside any others.
+// to a sum but perhaps the sign of a zero, and what is no number is not multiplied with it (see add_rows). So a row has the same bits beside any others.
 #pragma once
 
 #include "attention_pairs.h"
@@ -54,7 +54,7 @@ class TileKV : public PairKV<C> {
   }
 
   // All rows at once, if each sees some of the tile, and the whole of it where not all values are finite. Otherwise rows that
-  // see the same positions, the heads of a token; then the values of all other positions are zero.
+  // see the same positions, the heads of a token; values that are not finite are then kept from those that see but a part.
   void add_rows(float* weights, int64_t rows, const SeenRange* seen, float* sums) {
     bool together = true;
     for (int64_t r = 0; r < rows; ++r) together = together && !seen[r].empty() && (are_finite_ || seen[r].whole());

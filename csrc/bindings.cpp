@@ -36,20 +36,11 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Whether the processor multiplies bfloat16 itself: twice the rate of float32 (those with AMX have this as well).
-bool multiplies_bfloat16() {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx512bf16");
-#else
-  return false;
-#endif
-}
-
-// Whether it multiplies tiles of bfloat16 and int8 (AMX), and the system lets this process use them: it must be asked once,
-// for all threads that are started later.
+// Whether the processor multiplies tiles of bfloat16 and int8 (AMX), and the system lets this process use them, for which it must
+// be asked once.
 bool multiplies_tiles() {
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(OCTAVO_HAS_AMX) && defined(__linux__)
   static const bool answer = [] {
     constexpr unsigned kBfloat16 = 1u << 22, kTiles = 1u << 24, kInt8 = 1u << 25, kAll = kBfloat16 | kTiles | kInt8;
     constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -62,6 +53,7 @@ bool multiplies_tiles() {
   return false;
 #endif
 }
+#endif
 
 std::vector<std::string> instruction_sets() {
   std::vector<std::string> names;
@@ -71,7 +63,7 @@ std::vector<std::string> instruction_sets() {
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     if (__builtin_cpu_supports("avx512vnni")) {
-      if (multiplies_bfloat16()) {
+      if (__builtin_cpu_supports("avx512bf16")) {
         if (multiplies_tiles()) names.emplace_back("amx");
         names.emplace_back("avx512_bf16");
       }
@@ -89,7 +81,9 @@ const KernelTable& table_of(const std::string& isa) {
   for (const std::string& name : instruction_sets()) {
     if (name != isa) continue;
 #if defined(__x86_64__)
+#if defined(OCTAVO_HAS_AMX)
     if (name == "amx") return kAmxKernels;
+#endif
     if (name == "avx512_bf16") return kAvx512Bf16Kernels;
     if (name == "avx512_vnni") return kAvx512VnniKernels;
     if (name == "avx512") return kAvx512Kernels;

@@ -17,8 +17,8 @@ constexpr int64_t kPieces = 8;       // of each thread, so that threads of unequ
 constexpr int64_t kReadStreams = 4;  // per thread
 
 #if defined(OCTAVO_ISA_AMX)
-// `rounds` times four products of tiles, of pairs of bfloat16 or of bytes, in each of kPieces pieces per thread. Returns how many
-// multiplications and additions that is; depth: the products of a sum in one tile.
+// `rounds` times four products of tiles, of pairs of bfloat16 or of bytes, in each of kPieces pieces per thread. Returns how
+// many multiplications and additions that is; depth: the products of a sum in one tile.
 template <class Product>
 int64_t spin_tiles(ThreadPool& pool, int64_t rounds, int64_t depth) {
   parallel(pool, kPieces * pool.num_threads(), [&](int64_t, int) {

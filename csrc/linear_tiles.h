@@ -62,8 +62,7 @@ struct PairTiles {
   }
   static RowsOfTiles as_they_stand(const LinearArgs& args) {
     const int64_t row_bytes = 2 * args.x_stride;
-    return {static_cast<const char*>(args.x), kTogether * row_bytes, kTileHeight * row_bytes, row_bytes,
-            kTileStep};
+    return {static_cast<const char*>(args.x), kTogether * row_bytes, kTileHeight * row_bytes, row_bytes, kTileStep};
   }
   static void pack_row(const LinearArgs& args, int64_t row, int64_t steps, char* out, float*) {
     const bf16* x = static_cast<const bf16*>(args.x) + row * args.x_stride;
@@ -75,8 +74,8 @@ struct PairTiles {
   }
   void write(const LinearArgs& args, const float* sums, const float*, int64_t first_row, int64_t rows,
              int64_t panel) const {
-    const int64_t column = panel * kPanelColumns;
-    if (args.out_dtype == DType::kFloat32 || args.n - column < kPanelColumns) {
+    const int64_t column = panel * kPanelColumns, columns = smaller(int64_t{kPanelColumns}, args.n - column);
+    if (args.out_dtype == DType::kFloat32) {
       write_sums(args, sums, kPanelColumns, first_row, rows, column, kPanelColumns);
       return;
     }
@@ -86,7 +85,14 @@ struct PairTiles {
     const Vec right = has_bias ? load(args.bias + column + kLanes) : splat(0.0f);
     for (int64_t row = 0; row < rows; ++row, out += args.n, sums += kPanelColumns) {
       const Vec a = load(sums), b = load(sums + kLanes);
-      store_int(out, round_pairs(has_bias ? a + left : a, has_bias ? b + right : b));
+      const IVec rounded = round_pairs(has_bias ? a + left : a, has_bias ? b + right : b);
+      if (columns == kPanelColumns) {
+        store_int(out, rounded);
+      } else {
+        bf16 some[kPanelColumns];
+        store_int(some, rounded);
+        std::memcpy(out, some, static_cast<size_t>(columns) * sizeof(bf16));
+      }
     }
   }
 };
@@ -143,7 +149,7 @@ struct ByteTiles {
 template <class Product, int kTiles>
 void multiply_steps(const RowsOfTiles& rows, const char* x, const char* w, int64_t steps, const char* tail, bool fresh,
                     Ahead ahead, int64_t lines, typename Product::Sum* sums, int64_t stride) {
-  auto *lower = sums + kTileHeight * stride;
+  auto* lower = sums + kTileHeight * stride;
   const int64_t sum_bytes = stride * 4;
   const int64_t row_bytes = rows.row_bytes, tile_bytes = rows.tile_bytes, step_bytes = rows.step_bytes;
   if (fresh) {
@@ -232,8 +238,8 @@ constexpr uint64_t heights_of_few(int64_t rows) {
   return static_cast<uint64_t>(rows) * 0x0000'0001'0101'0101u | uint64_t{kTileHeight} * 0x0101'0100'0000'0000u;
 }
 
-// Calls multiply(args) for so many rows at a time that packing them, `row_bytes` each, takes little memory; yet each weight is read
-// for many of them.
+// Calls multiply(args) for so many rows at a time that packing them, `row_bytes` each, takes little memory; yet each weight
+// is read for many of them.
 template <class F>
 void for_each_pass(const LinearArgs& args, int64_t row_bytes, F&& multiply) {
   constexpr int64_t kBlock = kBlockPairs * kTogether;

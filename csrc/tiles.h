@@ -1,7 +1,7 @@
 // The tile registers of AMX: eight of them, each 16 rows of 64 bytes. One instruction multiplies two tiles and adds the
 // product to a third one: 16 x 16 sums of 32 products of bfloat16, or of 64 products of int8.
 //
-// In assembly, as the compilers' intrinsics do not say what memory they read and write.
+// In assembly, as GCC's intrinsics do not say what memory they read and write.
 #pragma once
 
 #include "vec.h"

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
+from octavo import build
 from octavo.build import resolve_scheduler
-from octavo.config import SchedulerConfig
+from octavo.config import DeviceConfig, SchedulerConfig
 from octavo.kernels import attention_slowness
 from octavo.models.registry import read_architecture
 from octavo.models.stored_quantization import StoredLayout, StoredQuantization
@@ -30,19 +31,21 @@ def test_prompts_get_an_eighth_of_a_step_beside_answers(architecture):
     assert config.max_num_mixed_prefill_tokens == 1
 
 
-@pytest.mark.parametrize("isa", ["amx", "avx512_bf16", "avx2"])
-def test_attention_costs_what_it_does_beside_the_products(architecture, monkeypatch, isa):
-    monkeypatch.setattr("octavo.kernels._best_instruction_set", lambda: isa)
+@pytest.mark.parametrize("isa", ["amx", "avx512_bf16", "avx2", None])
+def test_attention_costs_what_it_does_beside_the_products(architecture, isa):
     costs = {
-        q: resolve_scheduler(SchedulerConfig(), architecture, q).attention_cost_tokens for q in (None, "int4", "int8")
+        q: resolve_scheduler(SchedulerConfig(), architecture, q, isa).attention_cost_tokens
+        for q in (None, "int4", "int8")
     }
     assert 0 < costs[None] < costs["int8"]  # which multiplies faster, so that attention takes more of a step
-    assert costs["int8"] / costs["int4"] == pytest.approx(attention_slowness(8) / attention_slowness(4), abs=0.01)
+    assert costs["int8"] / costs["int4"] == pytest.approx(
+        attention_slowness(isa, 8) / attention_slowness(isa, 4), abs=0.01
+    )
     stored = StoredQuantization(layout=StoredLayout.GPTQ, bits=4, group_size=32, has_zeros=True)
     stored_as_int4 = dataclasses.replace(architecture, stored=stored)
-    assert resolve_scheduler(SchedulerConfig(), stored_as_int4, None).attention_cost_tokens == costs["int4"]
+    assert resolve_scheduler(SchedulerConfig(), stored_as_int4, None, isa).attention_cost_tokens == costs["int4"]
     one_layer_sees_all = dataclasses.replace(architecture, sliding_window=(None, 16))
-    half = resolve_scheduler(SchedulerConfig(), one_layer_sees_all, "int8").attention_cost_tokens
+    half = resolve_scheduler(SchedulerConfig(), one_layer_sees_all, "int8", isa).attention_cost_tokens
     assert half == pytest.approx(costs["int8"] / 2, abs=1e-3)
 
 
@@ -51,3 +54,13 @@ def test_what_was_asked_for_stays(architecture):
     assert resolve_scheduler(asked, architecture, "int8") == asked
     uncut = SchedulerConfig(enable_chunked_prefill=False)
     assert resolve_scheduler(uncut, architecture, "int8") == uncut
+
+
+@pytest.mark.parametrize(
+    ("device", "kernels", "dtype", "counts"),
+    [("cpu", "auto", "bfloat16", True), ("cpu", "reference", "bfloat16", False), ("cpu", "auto", "float32", False)],
+)
+def test_the_processor_counts_only_where_its_kernels_multiply_bfloat16(monkeypatch, device, kernels, dtype, counts):
+    monkeypatch.setattr("octavo.build.fastest_instruction_set", lambda: "amx")
+    found = build._instruction_set(DeviceConfig(device=device, kernels=kernels), dtype)
+    assert found == ("amx" if counts else None)

@@ -13,7 +13,7 @@ from octavo.engine.llm_engine import Engine
 from octavo.errors import ConfigError
 from octavo.events import FanOut, NullSink, RecentEvents
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
-from octavo.kernels import attention_slowness
+from octavo.kernels import attention_slowness, fastest_instruction_set
 from octavo.launch import Checkpoint, make_grammars, make_processors
 from octavo.metrics import EngineMetrics
 from octavo.worker.worker import LocalExecutor, Worker, resolve_device
@@ -57,15 +57,18 @@ def build_core(
     model_config = config.model
     checkpoint = checkpoint or Checkpoint.find(model_config)
     architecture = checkpoint.architecture
-    scheduler_config = resolve_scheduler(config.scheduler, architecture, model_config.quantization)
+    device_config = _device_config(config)
+    dtype = architecture.dtype if model_config.dtype == "auto" else model_config.dtype
+    isa = _instruction_set(device_config, dtype)
+    scheduler_config = resolve_scheduler(config.scheduler, architecture, model_config.quantization, isa)
     worker = Worker(
         checkpoint.directory,
         architecture,
-        dtype=architecture.dtype if model_config.dtype == "auto" else model_config.dtype,
+        dtype=dtype,
         max_model_len=checkpoint.max_model_len,
         cache_config=config.cache,
         scheduler_config=scheduler_config,
-        device_config=_device_config(config),
+        device_config=device_config,
         load_format=model_config.load_format,
         quantization=model_config.quantization,
         packed_cache_bytes=model_config.packed_cache_bytes,
@@ -99,20 +102,30 @@ def _recorded(scheduler: Scheduler, clock: RecordedClock, path: Path | None) -> 
         raise ConfigError(f"the journal {path} cannot be written: {error.strerror}") from None
 
 
-def resolve_scheduler(config: SchedulerConfig, architecture: Architecture, quantization: str | None) -> SchedulerConfig:
+def resolve_scheduler(
+    config: SchedulerConfig, architecture: Architecture, quantization: str | None, isa: str | None = None
+) -> SchedulerConfig:
     """Choose what is left open of how prompts share steps.
 
-    A token attends to all before it, which is slower an operation than the matrix products are.
+    A token attends to all before it, which is slower an operation than the matrix products are; how much, depends on
+    the instruction set and on the weights.
     """
     cost, mixed = config.attention_cost_tokens, config.max_num_mixed_prefill_tokens
     if not config.enable_chunked_prefill:
         return config  # prompts are not cut
     if cost is None:
         bits = _BITS[quantization] if architecture.stored is None else architecture.stored.bits
-        cost = round(1000 * attention_slowness(bits) * architecture.attention_share, 3)
+        cost = round(1000 * attention_slowness(isa, bits) * architecture.attention_share, 3)
     if mixed is None:
         mixed = max(config.max_num_batched_tokens // 8, 1)
     return replace(config, attention_cost_tokens=cost, max_num_mixed_prefill_tokens=mixed)
+
+
+def _instruction_set(config: DeviceConfig, dtype: str) -> str | None:
+    """What multiplies bfloat16; None where something else computes: plain torch, a GPU, or float32 lanes."""
+    if dtype != "bfloat16" or config.kernels == "reference" or resolve_device(config.device).type != "cpu":
+        return None
+    return fastest_instruction_set()
 
 
 def _device_config(config: EngineConfig) -> DeviceConfig:

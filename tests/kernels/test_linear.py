@@ -6,7 +6,7 @@ import torch.nn.functional as F  # noqa: N812
 from kernel_accuracy import assert_as_exact_as_torch
 from kernel_backends import compiled_kernels
 
-from octavo.kernels.quantization import quantize_int8
+from octavo.kernels.quantization import quantize_int4, quantize_int8
 
 FLOATS = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 1, 1), (5, 123, 123), (3, 64, 33), (9, 257, 40), (33, 300, 70), (130, 520, 65)]  # rows, in, out
@@ -66,10 +66,11 @@ def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, weight_dty
 
 
 @pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("width", [200, 1024])  # so many that a task has several panels
 @pytest.mark.parametrize("depth", [896, 1000, 4864])  # whole tiles, a last one that is not, panels that are long
-def test_a_row_does_not_depend_on_the_block_it_stands_in(compiled, generator, depth, quantized):
-    weight = random(generator, 200, depth, dtype=torch.bfloat16)
-    packed = compiled.pack_linear(quantize_int8(weight) if quantized else weight, random(generator, 200))
+def test_a_row_does_not_depend_on_the_block_it_stands_in(compiled, generator, depth, width, quantized):
+    weight = random(generator, width, depth, dtype=torch.bfloat16)
+    packed = compiled.pack_linear(quantize_int8(weight) if quantized else weight, random(generator, width))
     x = random(generator, 300, depth + 8, dtype=torch.bfloat16)[:, :depth]  # no row stands on a cache line of its own
     whole = compiled.linear(x, packed)
     assert torch.equal(compiled.linear(x.contiguous(), packed), whole)
@@ -77,6 +78,21 @@ def test_a_row_does_not_depend_on_the_block_it_stands_in(compiled, generator, de
         assert torch.equal(compiled.linear(x[row : row + 1], packed), whole[row : row + 1]), row
     for rows in (slice(17), slice(31, 95), slice(160, 290)):
         assert torch.equal(compiled.linear(x[rows], packed), whole[rows]), rows
+
+
+def test_many_rows_of_many_features(compiled, generator):
+    """More than are packed at a time: the rest of them is another pass."""
+    depth = 40000
+    weight, x = (
+        random(generator, 40, depth, dtype=torch.bfloat16),
+        random(generator, 300, depth + 8).bfloat16()[:, :depth],
+    )
+    for stored in (weight, quantize_int8(weight), quantize_int4(weight, 128)):
+        packed = compiled.pack_linear(stored)
+        for kind in (x, x.float()):
+            whole = compiled.linear(kind, packed)
+            alone = torch.cat([compiled.linear(kind[i : i + 1], packed) for i in (0, 255, 256, 299)])
+            assert torch.equal(whole[[0, 255, 256, 299]], alone)
 
 
 @pytest.mark.parametrize("width", [896, 4864, 151936])
@@ -91,10 +107,10 @@ def test_a_row_does_not_depend_on_its_neighbours_in_wide_layers(fastest, generat
 
 def test_threads_do_not_change_a_bit(fastest, single_threaded, generator):
     weight, bias = random(generator, 333, 500, dtype=torch.bfloat16), random(generator, 333)
-    for rows in (1, 5, 100, 400):
-        x = random(generator, rows, 500)
+    for rows, dtype in [(rows, dtype) for rows in (1, 5, 100, 400) for dtype in FLOATS]:
+        x = random(generator, rows, 500, dtype=dtype)
         results = [k.linear(x, k.pack_linear(weight, bias)) for k in (fastest, single_threaded)]
-        assert torch.equal(*results), rows
+        assert torch.equal(*results), (rows, dtype)
 
 
 def test_instruction_sets_with_fused_products_agree(generator):

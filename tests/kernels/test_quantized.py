@@ -8,7 +8,17 @@ from octavo.kernels.quantization import Int8Weight, quantize_int8, quantize_rows
 from octavo.kernels.reference import ReferenceKernels
 
 FLOATS = [torch.float32, torch.bfloat16]
-SHAPES = [(1, 1, 1), (5, 123, 123), (3, 64, 33), (9, 257, 40), (33, 300, 70), (130, 520, 65), (700, 1030, 96)]
+SHAPES = [
+    (1, 1, 1),
+    (5, 123, 123),
+    (3, 64, 33),
+    (9, 257, 40),
+    (33, 300, 70),
+    (130, 520, 65),
+    (700, 1030, 96),
+    (1, 128, 1024),
+    (16, 896, 1024),
+]
 
 
 def random(generator, *shape, dtype=torch.float32):

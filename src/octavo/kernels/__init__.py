@@ -12,29 +12,38 @@ from octavo.kernels.interface import AttentionBatch, Kernels, PackedLinear, Samp
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AttentionBatch", "Kernels", "PackedLinear", "SamplingRows", "attention_slowness", "create_kernels"]
+__all__ = [
+    "AttentionBatch",
+    "Kernels",
+    "PackedLinear",
+    "SamplingRows",
+    "attention_slowness",
+    "create_kernels",
+    "fastest_instruction_set",
+]
 
 
 # Seconds of an operation of attention over those of one in a matrix product of weights of so many bits, measured with
 # 512 rows of qwen2-0.5b behind 4,096 tokens (benchmarks/kernels.py; benchmarks/curves.py shows what they give).
 _ATTENTION_SLOWNESS = {
-    "amx": {16: 2.9, 8: 5.1, 4: 1.2},
+    "amx": {16: 2.9, 8: 5.1, 4: 1.6},
     "avx512_bf16": {16: 1.6, 8: 2.9, 4: 1.9},
     "avx512_vnni": {16: 1.7, 8: 5.2, 4: 3.4},
 }
 
 
-def attention_slowness(bits: int) -> float:
-    """Return how much slower an operation of attention is here than one of a product of weights of so many bits.
+def attention_slowness(isa: str | None, bits: int) -> float:
+    """Return how much slower an operation of attention is than one of a product of weights of so many bits.
 
-    Nothing was measured on older processors and on GPUs: for them it is what it is with AVX-512 VNNI.
+    For what was not measured, other instruction sets and whatever None stands for, it is what it is with AVX-512 VNNI.
     """
-    return _ATTENTION_SLOWNESS.get(_best_instruction_set(), _ATTENTION_SLOWNESS["avx512_vnni"])[bits]
+    return _ATTENTION_SLOWNESS.get(isa or "", _ATTENTION_SLOWNESS["avx512_vnni"])[bits]
 
 
-def _best_instruction_set() -> str:
+def fastest_instruction_set() -> str | None:
+    """Return the one that compiled kernels take on this processor; None where they were not compiled."""
     if importlib.util.find_spec("octavo._kernels") is None:
-        return ""
+        return None
     from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
 
     return str(_kernels.instruction_sets()[0])

@@ -77,11 +77,11 @@ class CpuKernels:
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int
     ) -> int:
-        """Return bytes of the tiles that each thread works on (csrc/attention.h); sampling needs next to nothing."""
+        """Return bytes that attention takes for its threads (csrc/attention.h), of whatever type; others take less."""
         del num_kv_heads, vocab_size, max_seq_len
         padded_dim = -(-head_dim // _PANEL_COLUMNS) * _PANEL_COLUMNS
         rows = max(_ATTENTION_ROWS, num_heads)
-        return self.num_threads * 4 * (160 * padded_dim + 160 + rows * (3 * padded_dim + 96))
+        return self.num_threads * 4 * (128 * padded_dim + rows * (3 * padded_dim + 96))
 
     @property
     def layout(self) -> str:
