@@ -67,7 +67,8 @@ def by_requests(client: Client) -> list[tuple[int, float]]:
     """Return (requests, tokens/s) while all of them decode, behind prompts of 32 tokens."""
     points = []
     for count in REQUESTS:
-        names = [client.add(32, OUTPUT_TOKENS) for _ in range(count)]
+        # two prompts of 32 fill what prompts get of a step beside answers: the last one starts `count / 2` steps later
+        names = [client.add(32, OUTPUT_TOKENS + count // 2) for _ in range(count)]
         client.run()
         start, end = (edge(client.times[name][i] for name in names) for edge, i in ((max, 0), (min, -1)))
         tokens = sum(start < moment <= end for name in names for moment in client.times[name])
@@ -131,7 +132,8 @@ def draw(target: Path, requests: list[tuple[int, float]], lengths: list[tuple[in
         axis.set_xlabel(across)
         axis.grid(alpha=0.3)
     for ending in ("png", "svg"):
-        grid.savefig(target.with_suffix(f".{ending}"), dpi=110, metadata={"Date": None} if ending == "svg" else None)
+        path = target.with_name(f"{target.name}.{ending}")  # its name may have a dot of its own
+        grid.savefig(path, dpi=110, metadata={"Date": None} if ending == "svg" else None)
 
 
 def main() -> None:
