@@ -1,7 +1,8 @@
 // The same tile of keys and values as in attention_pairs.h, multiplied by tile registers (AMX), 32 rows of queries at a time.
 //
 // A step of the sum of values takes 32 positions for all rows: what a row may not see has the weight zero, which adds nothing
-// to a sum but perhaps the sign of a zero, and what is no number is not multiplied with it (see add_rows). So a row has the same bits beside any others.
+// to a sum but perhaps the sign of a zero, and what is no number is not multiplied with it (see add_rows). So a row has the
+// same bits beside any others.
 #pragma once
 
 #include "attention_pairs.h"

@@ -42,8 +42,7 @@ class CpuKernels:
 
     isa: "auto" is the best that the processor has. linear: "packed" is our own matrix product; "onednn" is torch's, for
     bfloat16 weights that meet bfloat16 activations and pass its self-check, to be compared with; "auto" is "packed".
-    num_threads: None takes one for each usable core
-    (`octavo.kernels.machine`).
+    num_threads: None takes one for each usable core (`octavo.kernels.machine`).
 
     Where there is a thread for each of them, all threads but the caller's are pinned, each to a core of its own. Fewer
     threads are left to the system: it may be that others compute on the same machine.
