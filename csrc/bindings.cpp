@@ -107,9 +107,9 @@ void check_ids(const int64_t* ids, int64_t count, int64_t n) {
 
 LinearArgs linear_args(Address x, int x_dtype, int64_t x_stride, int64_t rows, Address weight, int weight_dtype,
                        int64_t n, int64_t k, Address bias, Address out, int out_dtype, int64_t group_size,
-                       int scale_dtype, bool has_zeros) {
+                       bool has_zeros) {
   return {at<void>(x),    DType(x_dtype), x_stride,         rows, at<void>(weight), DType(weight_dtype), n, k,
-          at<float>(bias), at<void>(out),  DType(out_dtype), {group_size, DType(scale_dtype), has_zeros}};
+          at<float>(bias), at<void>(out),  DType(out_dtype), {group_size, has_zeros}};
 }
 
 EmbeddingArgs embedding_args(Address ids, int64_t count, Address packed, int weight_dtype, int64_t n, int64_t k,
@@ -202,11 +202,11 @@ class KernelSet {
                                 at<void>(scales)});
   }
 
-  void pack_weight(Address weight, int dtype, int64_t n, int64_t k, int64_t stride, Address scales, Address zeros,
-                   int64_t group_size, int scale_dtype, Address packed) {
+  void pack_weight(Address weight, int dtype, int64_t n, int64_t k, int64_t stride, Address scales, Address multiples,
+                   Address zeros, int64_t group_size, Address packed) {
     ThreadPool::Session session(pool_);
-    table_.pack_weight(pool_, {at<void>(weight), DType(dtype), n, k, stride, at<void>(scales), at<uint8_t>(zeros),
-                               {group_size, DType(scale_dtype), zeros != 0}, at<void>(packed)});
+    table_.pack_weight(pool_, {at<void>(weight), DType(dtype), n, k, stride, at<float>(scales), at<int16_t>(multiples),
+                               at<uint8_t>(zeros), {group_size, zeros != 0}, at<void>(packed)});
   }
 
   void linear(const LinearArgs& args) {

@@ -14,10 +14,10 @@ constexpr int kPanelColumns = 32;  // columns of a packed weight that stand toge
 
 // Packed weight: [ceil(n / 32)] panels, zero padded. float32 and float16: [k][32]; bfloat16: [ceil(k / 2)][32][2]; int8:
 // [ceil(k / 4)][32][4], and behind all panels float32 scales and int32 sums of the columns, [ceil(n / 32) * 32] each. int4:
-// groups of k, each with scales [32] and perhaps zero points, then [ceil(k / 8)][32][4] bytes of two values (linear_int4.h).
+// groups of k, each with int16 multiples [32] and perhaps zero points, then [ceil(k / 8)][32][4] bytes of two values, and
+// behind all panels float32 units of the columns (linear_int4.h).
 struct Int4Format {
   int64_t group_size;  // k that share a scale: a multiple of 32, or all of them
-  DType scale_dtype;   // float32, bfloat16 or float16
   bool has_zeros;      // zero points of each group, else all are 8
 };
 
@@ -66,8 +66,9 @@ struct PackArgs {
   int64_t n;
   int64_t k;
   int64_t stride;
-  const void* scales;    // int8: float32 [n]; int4: [n, groups] of int4.scale_dtype
-  const uint8_t* zeros;  // int4: [n, groups] or null
+  const float* scales;       // int8: [n]; int4: the units of the columns' scales [n]
+  const int16_t* multiples;  // int4: of these units [n, groups]; times a value less its zero point, at most 32,639
+  const uint8_t* zeros;      // int4: [n, groups] or null
   Int4Format int4;
   void* packed;
 };

@@ -1,10 +1,10 @@
 // Matrix products of int4 weights (a scale for each group of consecutive k of a column, and perhaps a zero point) and
-// activations that are quantized on the way. Sums within a group are sums of integers and exact; groups are added in
-// float32, k ascending, so the result is one expression, whatever the number of rows:
+// activations that are quantized on the way. A group's scale is a whole multiple of the unit of its column, so that the sum
+// over all k is one of integers, exact, and the result is one expression, whatever the order or the number of rows:
 //
-//   total = sum over groups of float(sum of x (w - zero)) * scale;  out = total * (scale of the row) + bias
+//   out = float(sum of x (w - zero) multiple) * (scale of the row * unit of the column) + bias, each operation rounded once
 //
-// each operation rounded once. Values w are 0 .. 15; without zero points all of them are 8.
+// Values w are 0 .. 15; without zero points all of them are 8.
 #pragma once
 
 #include "linear_bf16.h"
@@ -22,12 +22,16 @@ constexpr int kNibbleRows = 6, kNibbleVecs = 2, kNibbleSums = 8;
 constexpr int kNibbleRows = 2, kNibbleVecs = 1, kNibbleSums = 2;
 #endif
 
-constexpr int64_t kNibbleDepth = 8;                      // k of one line of a column: two words of four
-constexpr int64_t kNibbleBytes = 4 * kPanelColumns;      // eight k of one panel
-constexpr int64_t kZeroBytes = 2 * kPanelColumns;        // zero points of a group
+constexpr int64_t kNibbleDepth = 8;                  // k of one line of a column: two words of four
+constexpr int64_t kNibbleBytes = 4 * kPanelColumns;  // eight k of one panel
+constexpr int64_t kWordsBytes = 2 * kPanelColumns;   // a 16-bit number of each column
+constexpr int32_t kNibbleCenter = 8;                 // what values are less while they are multiplied
+constexpr int64_t kSectionDepth = 32;                // k whose products with centered values sum up to no more than 16 bits
+constexpr int64_t kSectionsTogether = 16;            // whose sums times multiples add up to no more than 32 bits
 
-// A packed int4 weight: panels; in each its groups; in each of these the scales, the zero points as bfloat16 if there are
-// any, and the values: byte j of a column's word holds k + j in its lower half and k + 4 + j in its upper one.
+// A packed int4 weight: panels; in each its groups; in each of these the multiples, (zero point - 8) times them if there are
+// zero points, and the values: byte j of a column's word holds k + j in its lower half and k + 4 + j in its upper one.
+// Behind all panels the units of the columns.
 struct NibbleWeight {
   static constexpr int kRows = kNibbleRows;
 
@@ -35,40 +39,25 @@ struct NibbleWeight {
   int64_t depth;  // k, padded
   int64_t group;  // k of a group, the last one perhaps fewer
   int64_t groups;
-  DType scale_dtype;
-  int64_t scale_bytes;  // of a group
-  int64_t head_bytes;   // of a group: what stands before its values
+  int64_t head_bytes;  // of a group: what stands before its values
   int64_t panel_bytes;
   bool has_zeros;
+  const float* units;
 
-  NibbleWeight(const void* packed, const Int4Format& format, int64_t k)
+  NibbleWeight(const void* packed, const Int4Format& format, int64_t n, int64_t k)
       : panels(static_cast<const uint8_t*>(packed)),
         depth(divide_up(k, kNibbleDepth) * kNibbleDepth),
-        group(divide_up(format.group_size, 2 * kLanes) * 2 * kLanes),
+        group(divide_up(format.group_size, kSectionDepth) * kSectionDepth),
         groups(divide_up(k, group)),
-        scale_dtype(format.scale_dtype),
-        scale_bytes((scale_dtype == DType::kFloat32 ? 4 : 2) * kPanelColumns),
-        head_bytes(scale_bytes + (format.has_zeros ? kZeroBytes : 0)),
+        head_bytes(format.has_zeros ? 2 * kWordsBytes : kWordsBytes),
         panel_bytes(groups * head_bytes + depth / kNibbleDepth * kNibbleBytes),
-        has_zeros(format.has_zeros) {}
-  explicit NibbleWeight(const LinearArgs& args) : NibbleWeight(args.weight, args.int4, args.k) {}
+        has_zeros(format.has_zeros),
+        units(reinterpret_cast<const float*>(panels + divide_up(n, kPanelColumns) * panel_bytes)) {}
+  explicit NibbleWeight(const LinearArgs& args) : NibbleWeight(args.weight, args.int4, args.n, args.k) {}
 
   static constexpr int group_panels(int rows) { return panels_at_once(rows, kPanelVecs, kNibbleSums); }
   int64_t panel_steps() const { return depth / kNibbleDepth * (kPanelVecs / kNibbleVecs); }
-  ByteLayout layout() const { return {depth / 4, 0, group, groups, has_zeros ? -1 : -8}; }
-
-  // The scales of the columns from `column` on; head: of a group.
-  OCTAVO_INLINE Vec load_scales(const uint8_t* head, int column) const {
-    switch (scale_dtype) {
-      case DType::kBFloat16: return load(reinterpret_cast<const bf16*>(head) + column);
-      case DType::kFloat16: return load(reinterpret_cast<const f16*>(head) + column);
-      default: return load(reinterpret_cast<const float*>(head) + column);
-    }
-  }
-
-  OCTAVO_INLINE IVec load_zeros(const uint8_t* head, int column) const {
-    return to_int(load(reinterpret_cast<const bf16*>(head + scale_bytes) + column));
-  }
+  ByteLayout layout() const { return {depth / 4, 0, kSectionDepth, divide_up(depth, kSectionDepth), -kNibbleCenter}; }
 
   template <int M>
   static void multiply(const LinearArgs& args, const NibbleWeight& weight, const ByteTile& tile, int64_t first,
@@ -100,33 +89,72 @@ OCTAVO_INLINE void multiply_half(const uint8_t* w, int64_t panel_bytes, const ui
   }
 }
 
+// Exact sums of whole numbers beyond 32 bits, N vectors of them: what is added is less than 2^31, and then moved to two
+// parts that float32 holds.
+template <int N>
+class LongSums {
+ public:
+  OCTAVO_INLINE IVec added(int i) const { return load_int(added_[i]); }
+  OCTAVO_INLINE void set_added(int i, IVec sum) { store_int(added_[i], sum); }
+
+  void move() {
+    for (int i = 0; i < N; ++i) {
+      const Parts parts = parts_of(i);
+      store_int(upper_[i], parts.upper);
+      store_int(lower_[i], parts.lower);
+      store_int(added_[i], splat_int(0));
+    }
+    has_moved_ = true;
+  }
+
+  // Everything that was added and moved, rounded once.
+  OCTAVO_INLINE Vec total(int i) const {
+    const Parts parts = parts_of(i);
+    return to_float(parts.upper) * splat(65536.0f) + to_float(parts.lower);
+  }
+
+ private:
+  struct Parts {
+    IVec upper, lower;
+  };
+  OCTAVO_INLINE Parts parts_of(int i) const {
+    const IVec sum = load_int(added_[i]), upper = shift_right_signed<16>(sum), lower = sum & splat_int(0xFFFFu);
+    if (!has_moved_) return {upper, lower};
+    return {load_int(upper_[i]) + upper, load_int(lower_[i]) + lower};
+  }
+
+  alignas(64) int32_t added_[N][kLanes] = {};
+  alignas(64) int32_t upper_[N][kLanes], lower_[N][kLanes];  // set once anything has moved
+  bool has_moved_ = false;
+};
+
 // V vectors of columns, from vector `vec` on, of P panels from `w` on, for the M rows of a tile: adds to the totals
-// [P][M][V * kLanes]. They live in memory, because registers are for the sums of a group.
+// [P][M][V]. They live in memory, because registers are for the sums of a section.
 template <int M, int P, int V>
 OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& tile, const uint8_t* w, int vec,
-                                    Ahead& ahead, float* totals) {
+                                    Ahead& ahead, LongSums<P * M * V>& totals) {
   constexpr bool kAsksAhead = P > 1;  // with more rows arithmetic takes longer than memory, and registers are short
-  const uint8_t* x = tile.bytes;
+  const uint8_t *x = tile.bytes, *head = w;
   const int32_t* row_sums = tile.sums;
-  for (int64_t k = 0; k < weight.depth; k += weight.group) {
-    const uint8_t* head = w;
-    w += weight.head_bytes;
+  int64_t next_group = 0, next_move = kSectionsTogether * kSectionDepth;
+  for (int64_t k = 0; k < weight.depth; k += kSectionDepth, row_sums += M) {
+    if (k == next_group) {
+      head = w;
+      w += weight.head_bytes;
+      next_group += weight.group;
+      OCTAVO_UNROLL
+      for (int p = 0; p < P; ++p) __builtin_prefetch(head + p * weight.panel_bytes + kPrefetchBytes);
+    }
     IVec sums[P][M][V];
     OCTAVO_UNROLL
     for (int p = 0; p < P; ++p) {
-      __builtin_prefetch(head + p * weight.panel_bytes + kPrefetchBytes);
       OCTAVO_UNROLL
       for (int v = 0; v < V; ++v) {
-        const IVec zero = weight.has_zeros ? weight.load_zeros(head + p * weight.panel_bytes, (vec + v) * kLanes)
-                                           : splat_int(1);
         OCTAVO_UNROLL
-        for (int m = 0; m < M; ++m) {
-          const IVec row_sum = splat_int(static_cast<uint32_t>(row_sums[m]));
-          sums[p][m][v] = weight.has_zeros ? zero * row_sum : row_sum;
-        }
+        for (int m = 0; m < M; ++m) sums[p][m][v] = splat_int(static_cast<uint32_t>(row_sums[m]));
       }
     }
-    const uint8_t* end = w + smaller(weight.depth - k, weight.group) / kNibbleDepth * kNibbleBytes;
+    const uint8_t* end = w + smaller(weight.depth - k, kSectionDepth) / kNibbleDepth * kNibbleBytes;
     do {  // at least once: then GCC keeps one copy of the sums
       OCTAVO_UNROLL
       for (int p = 0; p < P; ++p) {
@@ -142,50 +170,65 @@ OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& 
       x += M * 8;
       w += kNibbleBytes;
     } while (w != end);
-    asm volatile("" : : "r"(totals) : "memory");  // or GCC keeps the totals in registers, and spills the sums in the loop
+    asm volatile("" : : "r"(&totals) : "memory");  // or GCC keeps the totals in registers, and spills the sums in the loop
     OCTAVO_UNROLL
     for (int p = 0; p < P; ++p) {
       OCTAVO_UNROLL
       for (int v = 0; v < V; ++v) {
-        const Vec scale = weight.load_scales(head + p * weight.panel_bytes, (vec + v) * kLanes);
+        const uint8_t* words = head + p * weight.panel_bytes + (vec + v) * 2 * kLanes;
+        const IVec multiple = load_words(words);
         OCTAVO_UNROLL
         for (int m = 0; m < M; ++m) {
-          float* total = totals + ((p * M + m) * V + v) * kLanes;
-          store(total, load(total) + to_float(sums[p][m][v]) * scale);
+          const int i = (p * M + m) * V + v;
+          totals.set_added(i, add_word_products(totals.added(i), sums[p][m][v], multiple));
+        }
+        if (!weight.has_zeros) continue;
+        const IVec zero = load_words(words + kWordsBytes);
+        for (int m = 0; m < M; ++m) {
+          const int i = (p * M + m) * V + v;
+          const IVec row_sum = splat_int(static_cast<uint32_t>(row_sums[m] / kNibbleCenter));  // of minus the row
+          totals.set_added(i, add_word_products(totals.added(i), row_sum, zero));
         }
       }
     }
-    row_sums += M;
+    if (k + kSectionDepth != next_move) continue;
+    totals.move();
+    next_move += kSectionsTogether * kSectionDepth;
   }
 }
 
 // Writes V vectors of columns: scales the totals of some rows and adds the bias.
-template <int V, class Out>
-OCTAVO_INLINE void write_totals_as(const LinearArgs& args, const ByteTile& tile, int64_t rows, int64_t first_column,
-                                   const float* totals) {
+template <int V, class Out, class Total>
+OCTAVO_INLINE void write_totals_as(const LinearArgs& args, const float* units, const float* row_scales, int64_t first_row,
+                                   int64_t rows, int64_t first_column, const Total& total) {
   const int64_t count = args.n - first_column;
   if (count <= 0) return;
-  Vec bias[V];
-  for (int v = 0; v < V; ++v) bias[v] = args.bias == nullptr ? splat(0.0f) : load(args.bias + first_column + v * kLanes);
-  Out* out = static_cast<Out*>(args.out) + tile.first * args.n + first_column;
+  Vec bias[V], unit[V];
+  OCTAVO_UNROLL
+  for (int v = 0; v < V; ++v) {
+    bias[v] = args.bias == nullptr ? splat(0.0f) : load(args.bias + first_column + v * kLanes);
+    unit[v] = load(units + first_column + v * kLanes);
+  }
+  Out* out = static_cast<Out*>(args.out) + first_row * args.n + first_column;
   for (int64_t m = 0; m < rows; ++m, out += args.n) {
     Vec value[V];
     OCTAVO_UNROLL
     for (int v = 0; v < V; ++v) {
-      value[v] = load(totals + (m * V + v) * kLanes) * splat(tile.scales[m]);
+      value[v] = total(m, v) * (splat(row_scales[m]) * unit[v]);
       if (args.bias != nullptr) value[v] = value[v] + bias[v];
     }
     store_columns(out, value, count);
   }
 }
 
-template <int V>
-OCTAVO_INLINE void write_totals(const LinearArgs& args, const ByteTile& tile, int64_t rows, int64_t first_column,
-                                const float* totals) {
+// total(m, v): of row m, vector v, in float32.
+template <int V, class Total>
+OCTAVO_INLINE void write_totals(const LinearArgs& args, const float* units, const float* row_scales, int64_t first_row,
+                                int64_t rows, int64_t first_column, const Total& total) {
   if (args.out_dtype == DType::kFloat32) {
-    write_totals_as<V, float>(args, tile, rows, first_column, totals);
+    write_totals_as<V, float>(args, units, row_scales, first_row, rows, first_column, total);
   } else {
-    write_totals_as<V, bf16>(args, tile, rows, first_column, totals);
+    write_totals_as<V, bf16>(args, units, row_scales, first_row, rows, first_column, total);
   }
 }
 
@@ -196,10 +239,11 @@ void multiply_nibble_panels(const LinearArgs& args, const NibbleWeight& weight, 
   constexpr int V = kNibbleVecs;
   for (int p = 0; p < P; ++p) prefetch_output(args, tile.first, M, (panel + p) * kPanelColumns);
   for (int vec = 0; vec < kPanelVecs; vec += V) {
-    alignas(64) float totals[P * M * V * kLanes] = {};
+    LongSums<P * M * V> totals;
     multiply_nibbles<M, P, V>(weight, tile, weight.panels + panel * weight.panel_bytes, vec, ahead, totals);
     for (int p = 0; p < P; ++p) {
-      write_totals<V>(args, tile, M, (panel + p) * kPanelColumns + vec * kLanes, totals + p * M * V * kLanes);
+      write_totals<V>(args, weight.units, tile.scales, tile.first, M, (panel + p) * kPanelColumns + vec * kLanes,
+                      [&](int64_t m, int v) { return totals.total((p * M + static_cast<int>(m)) * V + v); });
     }
   }
 }

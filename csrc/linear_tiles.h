@@ -306,6 +306,21 @@ void multiply_panels_of_tiles(const LinearArgs& args, const Product& product, co
   }
 }
 
+// Copies all rows into pairs of tiles; behind these stand the rows' scales, if the product has them.
+template <class Product>
+RowsOfTiles pack_rows_as_tiles(ThreadPool& pool, const LinearArgs& args, int64_t steps) {
+  const int64_t pairs = divide_up(args.rows, kTogether), pair_bytes = kTogether * steps * kTileStep;
+  char* packed = static_cast<char*>(pool.shared(static_cast<size_t>(pairs * pair_bytes + 4 * args.rows)));
+  float* scales = reinterpret_cast<float*>(packed + pairs * pair_bytes);
+  parallel_ranges(pool, args.rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      char* out = packed + row / kTogether * pair_bytes + row / kTileHeight % 2 * kTileBytes + row % kTileHeight * kTileStep;
+      Product::pack_row(args, row, steps, out, scales + row);
+    }
+  });
+  return {packed, pair_bytes, kTileBytes, kTileStep, 2 * kTileBytes};
+}
+
 // Tasks are groups of panels times blocks of rows. A group is larger where the rows are few, for several streams from memory,
 // or do not stay in the second-level cache: then they come from further away once for all its panels.
 template <class Product>
@@ -314,20 +329,8 @@ void multiply_rows_of_tiles(ThreadPool& pool, const LinearArgs& args, const Prod
   const int64_t panels = divide_up(args.n, kPanelColumns), pairs = divide_up(args.rows, kTogether);
   const int64_t blocks = divide_up(pairs, kBlockPairs), block_rows = divide_up(pairs, blocks) * kTogether;
   const bool packs = product.packs(args);
-  const int64_t packed_bytes = packs ? pairs * kTogether * row_bytes : 0;
-  char* packed = static_cast<char*>(pool.shared(static_cast<size_t>(packed_bytes + 4 * args.rows)));
-  float* scales = reinterpret_cast<float*>(packed + packed_bytes);
-  if (packs) {
-    parallel_ranges(pool, args.rows, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        char* pair = packed + row / kTogether * kTogether * row_bytes;
-        char* out = pair + row / kTileHeight % 2 * kTileBytes + row % kTileHeight * kTileStep;
-        product.pack_row(args, row, steps, out, scales + row);
-      }
-    });
-  }
-  const RowsOfTiles all = packs ? RowsOfTiles{packed, kTogether * row_bytes, kTileBytes, kTileStep, 2 * kTileBytes}
-                                : product.as_they_stand(args);
+  const RowsOfTiles all = packs ? pack_rows_as_tiles<Product>(pool, args, steps) : product.as_they_stand(args);
+  const auto* scales = reinterpret_cast<const float*>(all.data + (packs ? pairs * all.pair_bytes : 0));  // or not read
   const bool is_near = pairs > 1 && block_rows * row_bytes <= kNearBytes;
   const int64_t group = panels_of_a_task(panels, pool.num_threads(), is_near ? kNearPanels : kFarPanels);
   const int64_t tasks = blocks * divide_up(panels, group);

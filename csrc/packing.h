@@ -60,32 +60,31 @@ inline void pack_int8_weight(ThreadPool& pool, const PackArgs& args) {
     std::memset(out, 0, static_cast<size_t>(size));
     for (int64_t column = 0; column < kPanelColumns; ++column) {
       const int64_t row = panel * kPanelColumns + column;
-      packed_scales[row] = row < n ? static_cast<const float*>(args.scales)[row] : 0.0f;
+      packed_scales[row] = row < n ? args.scales[row] : 0.0f;
       packed_sums[row] = row < n ? copy_words(weight + row * args.stride, args.k, out + column * 4) : 0;
     }
   });
 }
 
 inline void pack_int4_weight(ThreadPool& pool, const PackArgs& args) {
-  const NibbleWeight layout(args.packed, args.int4, args.k);
+  const NibbleWeight layout(args.packed, args.int4, args.n, args.k);
   const auto* weight = static_cast<const uint8_t*>(args.weight);
-  const auto* scales = static_cast<const uint8_t*>(args.scales);
-  const int64_t scale_size = layout.scale_bytes / kPanelColumns;
+  auto* units = const_cast<float*>(layout.units);
   parallel(pool, divide_up(args.n, kPanelColumns), [&](int64_t panel, int) {
     uint8_t* out = static_cast<uint8_t*>(args.packed) + panel * layout.panel_bytes;
     std::memset(out, 0, static_cast<size_t>(layout.panel_bytes));
+    for (int64_t row = panel * kPanelColumns; row < (panel + 1) * kPanelColumns; ++row) {
+      units[row] = row < args.n ? args.scales[row] : 0.0f;
+    }
     for (int64_t group = 0; group < layout.groups; ++group) {
       const int64_t first = group * layout.group, last = smaller(args.k, first + layout.group);
       for (int64_t column = 0; column < smaller(int64_t{kPanelColumns}, args.n - panel * kPanelColumns); ++column) {
         const int64_t row = panel * kPanelColumns + column;
-        std::memcpy(out + column * scale_size, scales + (row * layout.groups + group) * scale_size,
-                    static_cast<size_t>(scale_size));
+        const int16_t multiple = args.multiples[row * layout.groups + group];
+        std::memcpy(out + column * 2, &multiple, 2);
         if (layout.has_zeros) {
-          const float zero = args.zeros[row * layout.groups + group];
-          uint32_t bits;
-          std::memcpy(&bits, &zero, sizeof(bits));
-          const auto upper = static_cast<uint16_t>(bits >> 16);  // whole numbers up to 256 are bfloat16 as they are
-          std::memcpy(out + layout.scale_bytes + column * 2, &upper, 2);
+          const auto zero = static_cast<int16_t>((args.zeros[row * layout.groups + group] - kNibbleCenter) * multiple);
+          std::memcpy(out + kWordsBytes + column * 2, &zero, 2);
         }
         copy_nibbles(weight + row * args.stride + first, last - first, out + layout.head_bytes + column * 4);
       }

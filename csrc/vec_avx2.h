@@ -91,6 +91,15 @@ OCTAVO_INLINE __m256i add_nibble_products(__m256i sum, __m256i w, __m256i x) {
 OCTAVO_INLINE IVec add_nibble_products(IVec sum, IVec w, IVec x) {
   return {add_nibble_products(sum.lo, w.lo, x.lo), add_nibble_products(sum.hi, w.hi, x.hi)};
 }
+// Each 32-bit lane: sum + the two products of its halves, which are signed.
+OCTAVO_INLINE IVec add_word_products(IVec sum, IVec a, IVec b) {
+  return {_mm256_add_epi32(sum.lo, _mm256_madd_epi16(a.lo, b.lo)), _mm256_add_epi32(sum.hi, _mm256_madd_epi16(a.hi, b.hi))};
+}
+// Sixteen 16-bit numbers, one a lane; the upper halves are zero.
+OCTAVO_INLINE IVec load_words(const void* p) {
+  const auto* q = static_cast<const __m128i*>(p);
+  return {_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1))};
+}
 // The lowest byte of each lane.
 OCTAVO_INLINE void store_bytes(void* p, IVec a) {
   const __m256i lowest = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //

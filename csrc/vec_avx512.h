@@ -88,8 +88,25 @@ OCTAVO_INLINE Vec add_pair_products(Vec sum, IVec x, IVec w) {
 // Lanes 2 i and 2 i + 1 of low and then of high, rounded to bfloat16, as the halves of lane i; subnormal numbers are zero.
 OCTAVO_INLINE IVec round_pairs(Vec low, Vec high) { return {(__m512i)_mm512_cvtne2ps_pbh(high.v, low.v)}; }
 #endif
-// Each of its bytes less b.
-OCTAVO_INLINE IVec subtract_bytes(IVec a, int8_t b) { return {_mm512_sub_epi8(a.v, _mm512_set1_epi8(b))}; }
+// Each 32-bit lane: sum + the two products of its halves, which are signed.
+OCTAVO_INLINE IVec add_word_products(IVec sum, IVec a, IVec b) {
+#if defined(OCTAVO_ISA_VNNI)
+  return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)};
+#else
+  return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(a.v, b.v))};
+#endif
+}
+// Sixteen 16-bit numbers, one a lane; the upper halves are zero.
+OCTAVO_INLINE IVec load_words(const void* p) {
+  return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)))};
+}
+// The halves of each lane by themselves, without what does not fit.
+OCTAVO_INLINE IVec add_words(IVec a, IVec b) { return {_mm512_add_epi16(a.v, b.v)}; }
+OCTAVO_INLINE IVec multiply_words(IVec a, IVec b) { return {_mm512_mullo_epi16(a.v, b.v)}; }
+// The bits of a where `mask` has ones, else those of b.
+OCTAVO_INLINE IVec select_bits(uint32_t mask, IVec a, IVec b) {
+  return {_mm512_ternarylogic_epi32(splat_int(mask).v, a.v, b.v, 0xCA)};
+}
 // The lowest byte of each lane.
 OCTAVO_INLINE void store_bytes(void* p, IVec a) {
   _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));

@@ -88,6 +88,24 @@ OCTAVO_INLINE IVec add_byte_products(IVec sum, IVec x, IVec w) {
 }
 // The same; w is 0 .. 15, x is signed.
 OCTAVO_INLINE IVec add_nibble_products(IVec sum, IVec w, IVec x) { return add_byte_products(sum, x, w); }
+// Half kHalf of each lane, its sign extended.
+template <int kHalf>
+OCTAVO_INLINE int16lanes signed_word(IVec a) {
+  return reinterpret_cast<int16lanes>(shift_right_signed<16>(shift_left<16 - 16 * kHalf>(a)).v);
+}
+// Each 32-bit lane: sum + the two products of its halves, which are signed.
+OCTAVO_INLINE IVec add_word_products(IVec sum, IVec a, IVec b) {
+  const int16lanes products = signed_word<0>(a) * signed_word<0>(b) + signed_word<1>(a) * signed_word<1>(b);
+  return {sum.v + reinterpret_cast<uint16lanes>(products)};
+}
+// Sixteen 16-bit numbers, one a lane; the upper halves are zero.
+OCTAVO_INLINE IVec load_words(const void* p) {
+  uint16_t words[16];
+  std::memcpy(words, p, sizeof(words));
+  IVec r;
+  for (int i = 0; i < 16; ++i) r.v[i] = words[i];
+  return r;
+}
 // The lowest byte of each lane.
 OCTAVO_INLINE void store_bytes(void* p, IVec a) {
   auto* bytes = static_cast<uint8_t*>(p);

@@ -1,4 +1,4 @@
-"""int4 weights in groups times int8 activations: exact sums, groups added in order, the same bits everywhere."""
+"""int4 weights in groups times int8 activations: exact sums over all groups, the same bits everywhere."""
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ SHAPES = [
     (130, 520, 65, 96),
     (300, 520, 65, 96),
     (257, 256, 40, 128),
+    (545, 960, 40, 32),  # more rows than meet a panel at once, more k than a piece of it has
 ]
 
 
@@ -56,6 +57,44 @@ def test_the_reference_computes_what_the_weight_stands_for(generator):
     x, weight = random(generator, 20, 256), weight_of(generator, 50, 256, 64)
     exact = x.double() @ weight.dequantize().double().T
     assert (reference(x, weight).double() - exact).norm() / exact.norm() < 0.01  # the rounding of activations
+
+
+def test_scales_are_nearly_whole_multiples_of_a_unit(generator):
+    for zeros, most in ((False, 4079), (True, 2039)):
+        weight = weight_of(generator, 50, 256, 32, zeros=zeros)
+        weight.scales[3] = 0
+        weight.scales[4] *= 1e-38
+        multiples, units = weight.whole_scales()
+        assert (multiples.dtype, units.dtype) == (torch.int16, torch.float32)
+        assert multiples.abs().amax(dim=1).tolist() == [most] * 3 + [0, 0] + [most] * 45
+        whole = multiples.double() * units.double().unsqueeze(1)
+        assert ((whole - weight.scales.double()).abs() <= units.double().unsqueeze(1) * 0.501)[5:].all()
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_a_scale_that_is_no_number_makes_its_column_nan(kernels, generator, broken, rows):
+    weight = weight_of(generator, 70, 100, 32)
+    weight.scales[35, 2] = broken
+    result = kernels.linear(random(generator, rows, 100), kernels.pack_linear(weight))
+    assert result.isnan().all(dim=0).nonzero().flatten().tolist() == [35]
+    assert result.isnan().any(dim=0).nonzero().flatten().tolist() == [35]
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("value", [0, 15])
+@pytest.mark.parametrize("scale", [1.0, -1.0])
+def test_the_largest_weights_of_either_sign(compiled, rows, value, scale):
+    depth, width = 1024, 40
+    x = torch.full((rows, depth), 5.0)
+    x[1] = -5.0
+    for zeros in (None, torch.full((width, depth // 32), 16 - value, dtype=torch.uint8)):
+        values = torch.full((width, depth), value, dtype=torch.uint8)
+        weight = Int4Weight(values, torch.full((width, depth // 32), scale), zeros, 32)
+        result = compiled.linear(x, compiled.pack_linear(weight))
+        assert torch.equal(result, reference(x, weight))
+        expected = 5.0 * depth * scale * (value - (8 if zeros is None else 16 - value))
+        assert (result[0] - expected).abs().max() < 1e-5 * abs(expected)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -150,5 +189,5 @@ def test_rounding_takes_the_scale_of_least_error(generator):
 
 
 def test_bytes_are_those_of_the_padded_panels(fastest, generator):
-    assert fastest.pack_linear(weight_of(generator, 33, 70, 32, zeros=False)).num_bytes == 64 * (36 + 3 * 2)
-    assert fastest.pack_linear(weight_of(generator, 33, 70, 32)).num_bytes == 64 * (36 + 3 * 4)
+    assert fastest.pack_linear(weight_of(generator, 33, 70, 32, zeros=False)).num_bytes == 64 * (36 + 3 * 2 + 4)
+    assert fastest.pack_linear(weight_of(generator, 33, 70, 32)).num_bytes == 64 * (36 + 3 * 4 + 4)

@@ -89,9 +89,9 @@ class CpuKernels:
         Who multiplies belongs to it: what another machine packed must not decide which kernel serves on this one.
         """
         if self.uses_onednn:
-            return "panels 1 and oneDNN"
+            return "panels 2 and oneDNN"
         who = {"amx": " of tiles", "avx512_bf16": " of pairs"}
-        return f"panels 1{who.get(self.isa, '')}"
+        return f"panels 2{who.get(self.isa, '')}"
 
     def measure_limits(self, num_bytes: int = 512 << 20, rounds: int = 3) -> Limits:
         """Measure what this instruction set gives on these threads, the best of some rounds; takes about a second."""
@@ -158,7 +158,6 @@ class CpuKernels:
             "in_features": storage.in_features,
             "dtype_number": storage.dtype_number,
             "group_size": storage.int4.group_size,
-            "scale_dtype": storage.int4.scale_dtype,
             "has_zeros": int(storage.int4.has_zeros),
         }
         return KeptLinear(storage.data, storage.bias, numbers)
@@ -166,7 +165,7 @@ class CpuKernels:
     def restore_linear(self, kept: KeptLinear) -> PackedLinear:
         """Return a weight of panels that were kept."""
         numbers = kept.numbers
-        int4 = _Int4Format(numbers["group_size"], numbers["scale_dtype"], bool(numbers["has_zeros"]))
+        int4 = _Int4Format(numbers["group_size"], bool(numbers["has_zeros"]))
         shape = (numbers["out_features"], numbers["in_features"])
         if kept.data.nbytes != _packed_bytes(numbers["dtype_number"], *shape, int4):
             raise ValueError(f"{kept.data.nbytes} bytes are no packed weight of {shape[0]} x {shape[1]}")
@@ -354,9 +353,14 @@ class _PanelWeight:
     @classmethod
     def pack(cls, kernels: CpuKernels, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> _PanelWeight:
         values = weight if isinstance(weight, torch.Tensor) else weight.values
-        scales = None if isinstance(weight, torch.Tensor) else weight.scales.contiguous()
-        zeros = weight.zeros.contiguous() if isinstance(weight, Int4Weight) and weight.zeros is not None else None
-        int4 = _Int4Format.of(weight) if isinstance(weight, Int4Weight) else _NO_INT4
+        scales = multiples = zeros = None
+        int4 = _NO_INT4
+        if isinstance(weight, Int8Weight):
+            scales = weight.scales.contiguous()
+        elif isinstance(weight, Int4Weight):
+            int4 = _Int4Format.of(weight)
+            multiples, scales = weight.whole_scales()
+            zeros = None if weight.zeros is None else weight.zeros.contiguous()
         values = values.detach() if values.stride(1) == 1 else values.detach().contiguous()
         out_features, in_features = values.shape
         assert scales is None or in_features <= MAX_IN_FEATURES
@@ -365,8 +369,8 @@ class _PanelWeight:
         data = kernels.allocate(_packed_bytes(number, out_features, in_features, int4))
         kernels.kernel_set.pack_weight(
             values.data_ptr(), number, out_features, in_features, values.stride(0),
-            0 if scales is None else scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(), int4.group_size,
-            int4.scale_dtype, data.data_ptr(),
+            *(0 if tensor is None else tensor.data_ptr() for tensor in (scales, multiples, zeros)), int4.group_size,
+            data.data_ptr(),
         )  # fmt: skip
         padded = None
         if bias is not None:
@@ -383,17 +387,16 @@ class _Int4Format(NamedTuple):
     """How the kernels are told of an int4 weight (csrc/kernels.h)."""
 
     group_size: int
-    scale_dtype: int
     has_zeros: bool
 
     @classmethod
     def of(cls, weight: Int4Weight) -> _Int4Format:
         group_size = min(weight.group_size, weight.shape[1])
         assert group_size % GROUP_MULTIPLE == 0 or group_size == weight.shape[1]
-        return cls(group_size, _DTYPE_NUMBERS[weight.scales.dtype], weight.zeros is not None)
+        return cls(group_size, weight.zeros is not None)
 
 
-_NO_INT4 = _Int4Format(0, 0, has_zeros=False)
+_NO_INT4 = _Int4Format(0, has_zeros=False)
 
 
 def _packed_bytes(dtype_number: int, out_features: int, in_features: int, int4: _Int4Format) -> int:
@@ -401,9 +404,8 @@ def _packed_bytes(dtype_number: int, out_features: int, in_features: int, int4: 
     columns = -(-out_features // _PANEL_COLUMNS) * _PANEL_COLUMNS
     dtype = next(dtype for dtype, number in _DTYPE_NUMBERS.items() if number == dtype_number)
     if dtype == torch.uint8:
-        scale_bytes = 4 if int4.scale_dtype == _DTYPE_NUMBERS[torch.float32] else 2
         groups = -(-in_features // int4.group_size)
-        return columns * (-(-in_features // 8) * 4 + groups * (scale_bytes + (2 if int4.has_zeros else 0)))
+        return columns * (-(-in_features // 8) * 4 + groups * (4 if int4.has_zeros else 2) + 4)  # and a float32 unit
     if dtype == torch.int8:
         return columns * (-(-in_features // 4) * 4 + 8)  # a float32 scale, the int32 sum of the column
     together = 2 if dtype == torch.bfloat16 else 1

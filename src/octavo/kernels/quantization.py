@@ -3,8 +3,8 @@
 Activations are rounded to int8 on the way, one scale per row, the largest magnitude at 127. Weights are int8 with one
 scale per output feature (W8A8), or int4 with one scale, and perhaps a zero point, per group of input features (W4A8).
 Keys and values in a cache of int8 are rounded like activations, each row of head_dim by itself.
-Sums of integers are exact, and the groups of an int4 weight are added in a fixed order, so every backend gives the same
-bits.
+Sums of integers are exact, and the scales of an int4 weight's groups are made whole multiples of one unit per output
+feature before it is used, so sums over all groups are, too: every backend gives the same bits.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ GROUP_MULTIPLE = 32  # of the size of a group, unless one group spans all input 
 KV_SCALE_BYTES = 4  # of the keys, or the values, of a token and one KV head
 INT4_ZERO = 8  # what stands for zero in an int4 weight without zero points
 _INT4_MAX = 15
+_MOST_WORD = 32639  # a weight of int4 times its multiple: 127 * 256 + 127, two signed bytes
 _LANES = 16  # of sums of errors
 _VALUES_AT_ONCE = 1 << 20  # of a weight, in float32 or float64
 _LEAST_MAGNITUDE = 1e-30  # a row whose values are all smaller is zero
@@ -89,6 +90,21 @@ class Int4Weight:
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
         zeros = torch.full_like(self.scales, INT4_ZERO) if self.zeros is None else self.zeros
         return (self.values.float() - zeros.float()[:, group]) * self.scales.float()[:, group]
+
+    def whole_scales(self) -> tuple[Tensor, Tensor]:
+        """Return (int16 multiples [out_features, groups], float32 units [out_features]): the scales as they are used.
+
+        A scale is nearly its multiple of the unit of its output feature. The feature's largest one is 4,079 units, or
+        2,039 where there are zero points, so that every weight is a whole number of 16 bits times the unit. What is not
+        finite makes its feature NaN.
+        """
+        scales = self.scales.float()
+        largest = scales.abs().amax(dim=1) if scales.shape[1] else scales.new_zeros(scales.shape[0])
+        most = torch.full_like(largest, _MOST_WORD // (INT4_ZERO if self.zeros is None else 2 * INT4_ZERO))
+        is_finite = largest.isfinite()
+        inverse = torch.where(is_finite & (largest >= _LEAST_MAGNITUDE), most / largest, 0.0)
+        multiples = torch.where(is_finite.unsqueeze(1), (scales * inverse.unsqueeze(1)).round(), 0.0)
+        return multiples.to(torch.int16), torch.where(is_finite, largest / most, torch.nan)
 
     def to(self, device: torch.device) -> Int4Weight:
         """Return it on a device."""
@@ -220,22 +236,19 @@ def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: t
 
 
 def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Return x @ weight.T + bias of quantized rows: sum(float(a group's integer sum) * its scale) * row's scale + bias.
+    """Return x @ weight.T + bias of quantized rows: float(integer sum) * (row's scale * column's unit) + bias.
 
-    Groups are added in their order, and every operation is rounded to float32.
+    The integers of the weight are (value - zero) * multiple, see `Int4Weight.whole_scales`.
     """
     values, row_scales = quantize_rows(x)
     values = values.double()
+    multiples, units = weight.whole_scales()
+    group = torch.arange(weight.shape[1], device=x.device) // weight.group_size
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
     for part in _parts(weight.values):
-        centered = weight.values[part].double()
-        total = torch.zeros(x.shape[0], centered.shape[0], device=x.device)
-        for group, first in enumerate(range(0, weight.shape[1], weight.group_size)):
-            columns = slice(first, first + weight.group_size)
-            zero = INT4_ZERO if weight.zeros is None else weight.zeros[part, group].double().unsqueeze(1)
-            sums = (values[:, columns] @ (centered[:, columns] - zero).T).float() + 0.0
-            total = total + sums * weight.scales[part, group].float()
-        scaled = total * row_scales.unsqueeze(1)
+        zeros = INT4_ZERO if weight.zeros is None else weight.zeros[part].double()[:, group]
+        whole = (weight.values[part].double() - zeros) * multiples[part].double()[:, group]
+        scaled = ((values @ whole.T).float() + 0.0) * (row_scales.unsqueeze(1) * units[part])
         out[:, part] = (scaled if bias is None else scaled + bias[part].float()).to(out_dtype)
     return out
 
