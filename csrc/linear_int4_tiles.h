@@ -52,8 +52,8 @@ class NibbleTiles {
   }
 
  private:
-  // Values less their zero points times their multiples, as lower and upper bytes, both signed: upper * 256 + lower. In halves of
-  // 32 bits, whose products wrap around on their way.
+  // Values less their zero points times their multiples, as lower and upper bytes, both signed: upper * 256 + lower. In
+  // 16 bits, where products wrap around on their way.
   OCTAVO_INLINE void unpack_section(const uint8_t* head, const uint8_t* values, int64_t lines, int slice, char* out) const {
     const auto in_both_halves = [&](const uint8_t* words) {
       const IVec word = load_words(words + slice * 2 * kLanes);
@@ -139,7 +139,9 @@ inline void multiply_rows_of_nibble_tiles(ThreadPool& pool, const LinearArgs& ar
 
 inline void linear_of_nibble_tiles(ThreadPool& pool, const LinearArgs& args) {
   const NibbleTiles product(args);
-  for_each_pass(args, divide_up(args.k, kTileStep) * kTileStep, [&](const LinearArgs& some) { multiply_rows_of_nibble_tiles(pool, some, product); });
+  for_each_pass(args, divide_up(args.k, kTileStep) * kTileStep, [&](const LinearArgs& some) {
+    multiply_rows_of_nibble_tiles(pool, some, product);
+  });
 }
 
 #endif

@@ -12,18 +12,40 @@ OCTAVO_INLINE int64_t panel_offset(int64_t column, int64_t k) {
   return k / kDepth * (kDepth * kPanelColumns) + column * kDepth + k % kDepth;
 }
 
+// Whole words of all columns of a panel: 16 x 16 of them are turned at a time. Returns how many k are packed.
+template <class W>
+int64_t pack_words(const W* weight, int64_t stride, int64_t k, W* out) {
+  constexpr int64_t kDepth = Panel<W>::kDepth, kTogether = kDepth * kLanes;
+  int64_t first = 0;
+  if (kDepth * sizeof(W) != 4) return first;
+  for (; first + kTogether <= k; first += kTogether) {
+    for (int64_t column = 0; column < kPanelColumns; column += kLanes) {
+      Vec words[kLanes];
+      OCTAVO_UNROLL
+      for (int i = 0; i < kLanes; ++i) words[i] = as_float(load_int(weight + (column + i) * stride + first));
+      transpose(words);
+      OCTAVO_UNROLL
+      for (int i = 0; i < kLanes; ++i) store_int(out + panel_offset<W>(column, first + i * kDepth), as_int(words[i]));
+    }
+  }
+  return first;
+}
+
 template <class W>
 void pack_weight_of(ThreadPool& pool, const PackArgs& args) {
   const auto* weight = static_cast<const W*>(args.weight);
   const int64_t k = args.k;
   parallel(pool, divide_up(args.n, kPanelColumns), [&](int64_t panel, int) {
     W* out = static_cast<W*>(args.packed) + panel * panel_size<W>(k);
-    std::memset(static_cast<void*>(out), 0, static_cast<size_t>(panel_size<W>(k)) * sizeof(W));
+    const W* rows = weight + panel * kPanelColumns * args.stride;
     const int64_t columns = smaller(int64_t{kPanelColumns}, args.n - panel * kPanelColumns);
-    for (int64_t first = 0; first < k; first += 64) {  // a cache line or more of every column at a time
+    const int64_t packed = columns == kPanelColumns ? pack_words(rows, args.stride, k, out) : 0;
+    W* rest = out + packed * kPanelColumns;
+    std::memset(static_cast<void*>(rest), 0, static_cast<size_t>(out + panel_size<W>(k) - rest) * sizeof(W));
+    for (int64_t first = packed; first < k; first += 64) {  // a cache line or more of every column at a time
       const int64_t last = smaller(k, first + 64);
       for (int64_t column = 0; column < columns; ++column) {
-        const W* row = weight + (panel * kPanelColumns + column) * args.stride;
+        const W* row = rows + column * args.stride;
         for (int64_t i = first; i < last; ++i) out[panel_offset<W>(column, i)] = row[i];
       }
     }

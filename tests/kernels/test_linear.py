@@ -40,6 +40,19 @@ def test_without_bias_and_with_strided_rows(kernels, generator):
     assert_as_exact_as_torch(result, F.linear(x, weight), expected, x.double().abs() @ weight.double().abs().T)
 
 
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float16], ids=str)
+@pytest.mark.parametrize("heights", [(64, 32, 40), (64, 33, 32), (7,)], ids=str)  # whole panels, others, one part
+@pytest.mark.parametrize("depth", [1, 31, 100, 256])
+def test_parts_of_a_weight_are_the_whole(kernels, generator, depth, heights, dtype):
+    parts = [random(generator, height, 2 * depth, dtype=dtype)[:, :depth] for height in heights]
+    bias, x = random(generator, sum(heights)), torch.eye(depth)
+    packed = kernels.pack_linear(parts, bias)
+    whole = kernels.pack_linear(torch.cat(parts), bias)
+    assert (packed.out_features, packed.num_bytes) == (whole.out_features, whole.num_bytes)
+    assert torch.equal(kernels.linear(x, packed), kernels.linear(x, whole))
+    assert torch.equal(kernels.linear(x, kernels.pack_linear(parts)), torch.cat(parts).T.float())
+
+
 def test_no_rows(kernels):
     packed = kernels.pack_linear(torch.ones(3, 4))
     assert kernels.linear(torch.ones(0, 4), packed).shape == (0, 3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -137,10 +138,16 @@ class CpuKernels:
         return rounded
 
     def pack_linear(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, float32_out: bool = False
+        self,
+        weight: Tensor | Sequence[Tensor] | QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        float32_out: bool = False,
     ) -> PackedLinear:
         """Pack a weight into panels of 32 columns, or for oneDNN."""
         may_use_onednn = self.uses_onednn and not float32_out
+        if may_use_onednn and isinstance(weight, Sequence):
+            weight = torch.cat(list(weight))
         if may_use_onednn and isinstance(weight, torch.Tensor) and weight.dtype == torch.bfloat16:
             one_dnn = _OneDnnWeight.pack(weight, bias)
             if self._accepts(one_dnn, weight.shape):
@@ -351,8 +358,15 @@ class _PanelWeight:
     in_features: int
 
     @classmethod
-    def pack(cls, kernels: CpuKernels, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> _PanelWeight:
-        values = weight if isinstance(weight, torch.Tensor) else weight.values
+    def pack(
+        cls, kernels: CpuKernels, weight: Tensor | Sequence[Tensor] | QuantizedWeight, bias: Tensor | None
+    ) -> _PanelWeight:
+        parts: Sequence[Tensor]
+        if isinstance(weight, Sequence):  # each into its own panels, if it fills them
+            is_whole = all(part.shape[0] % _PANEL_COLUMNS == 0 for part in weight[:-1])
+            parts = weight if is_whole else [torch.cat(list(weight))]
+        else:
+            parts = [weight if isinstance(weight, torch.Tensor) else weight.values]
         scales = multiples = zeros = None
         int4 = _NO_INT4
         if isinstance(weight, Int8Weight):
@@ -361,17 +375,21 @@ class _PanelWeight:
             int4 = _Int4Format.of(weight)
             multiples, scales = weight.whole_scales()
             zeros = None if weight.zeros is None else weight.zeros.contiguous()
-        values = values.detach() if values.stride(1) == 1 else values.detach().contiguous()
-        out_features, in_features = values.shape
+        out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
         assert scales is None or in_features <= MAX_IN_FEATURES
         columns = -(-out_features // _PANEL_COLUMNS) * _PANEL_COLUMNS
-        number = _DTYPE_NUMBERS[values.dtype]
+        number = _DTYPE_NUMBERS[parts[0].dtype]
         data = kernels.allocate(_packed_bytes(number, out_features, in_features, int4))
-        kernels.kernel_set.pack_weight(
-            values.data_ptr(), number, out_features, in_features, values.stride(0),
-            *(0 if tensor is None else tensor.data_ptr() for tensor in (scales, multiples, zeros)), int4.group_size,
-            data.data_ptr(),
-        )  # fmt: skip
+        first = 0
+        for part in parts:
+            values = part.detach() if part.stride(1) == 1 else part.detach().contiguous()
+            assert (values.dtype, values.shape[1]) == (parts[0].dtype, in_features)
+            kernels.kernel_set.pack_weight(
+                values.data_ptr(), number, values.shape[0], in_features, values.stride(0),
+                *(0 if tensor is None else tensor.data_ptr() for tensor in (scales, multiples, zeros)), int4.group_size,
+                data.data_ptr() + _packed_bytes(number, first, in_features, int4),
+            )  # fmt: skip
+            first += values.shape[0]
         padded = None
         if bias is not None:
             padded = torch.zeros(columns)

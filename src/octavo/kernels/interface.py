@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from octavo.kernels.quantization import GROUP_MULTIPLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -108,9 +108,13 @@ class Kernels(Protocol):
         ...
 
     def pack_linear(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, float32_out: bool = False
+        self,
+        weight: Tensor | Sequence[Tensor] | QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        float32_out: bool = False,
     ) -> PackedLinear:
-        """Pack `weight` [out_features, in_features] and an optional bias [out_features].
+        """Pack `weight` [out_features, in_features], or its parts in order, and an optional bias [out_features].
 
         The weight is float32, bfloat16 or float16, and its dtype may differ from that of the activations it will meet
         (float16 weights meet float32 ones); or it is quantized, and then activations are, too, as they come.

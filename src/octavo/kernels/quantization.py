@@ -181,6 +181,8 @@ def _round_to_nibbles(groups: Tensor, scale: Tensor) -> Tensor:
 
 def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Put weights of one kind and equal width below one another."""
+    if len(weights) == 1:
+        return weights[0]
     values = torch.cat([weight.values for weight in weights])
     scales = torch.cat([weight.scales for weight in weights])
     first = weights[0]

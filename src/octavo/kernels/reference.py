@@ -6,6 +6,7 @@ by shape, so a row's last bits may depend on its neighbours: the law of exactnes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,10 +51,16 @@ class ReferenceKernels:
         return quantize_int8(weight) if bits == 8 else quantize_int4(weight, group_size)
 
     def pack_linear(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, float32_out: bool = False
+        self,
+        weight: Tensor | Sequence[Tensor] | QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        float32_out: bool = False,
     ) -> PackedLinear:
-        """Keep `weight` as it is."""
+        """Keep `weight` as it is, and a copy of parts."""
         del float32_out
+        if isinstance(weight, Sequence):
+            weight = torch.cat(list(weight))
         num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
         return PackedLinear(weight.shape[0], weight.shape[1], weight, bias, num_bytes)
 

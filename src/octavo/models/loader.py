@@ -21,7 +21,7 @@ from octavo.models.registry import find_family
 from octavo.models.rope import make_cos_sin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -69,7 +69,8 @@ def load_model(
     `octavo.kernels.quantization`; with "int4" embeddings and lm_head are int8.
     packed_cache: where rounded weights are kept packed for the next start, and found again; None for nowhere.
     progress(done, total) is called after each tensor, in bytes of weights in `dtype`.
-    Peak memory is that of the packed weights and the largest fused matrix. Raises `ModelError`.
+    Peak memory is that of the packed weights, pages last read and, where weights are rounded, the largest fused one.
+    Raises `ModelError`.
     """
     shapes = architecture.tensor_shapes()
     source: TensorSource
@@ -143,8 +144,8 @@ class _Packer:
             self._refuse_biases(names)
         return self.kernels.pack_linear(weight, fused_bias, float32_out=float32_out)
 
-    def _weight(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
-        """Return the fused weight of linear layers: as it is stored, or rounded now."""
+    def _weight(self, names: tuple[str, ...]) -> Sequence[Tensor] | QuantizedWeight:
+        """Return the weight of linear layers that are computed together: its parts as stored, or all of it rounded."""
         covered = [name for name in names if self.stored is not None and self.stored.covers(name)]
         if covered and len(covered) < len(names):
             raise ModelError(
@@ -153,12 +154,11 @@ class _Packer:
             )
         if covered:
             return fuse_quantized([self._integers(name) for name in names])
-        tensors = [f"{name}.weight" for name in names]
+        parts = [self._alias(f"{name}.weight") for name in names]
         if self.quantization is None:
-            return self._fuse(tensors)
-        weight = self._alias(tensors[0]) if len(tensors) == 1 else self._fuse(tensors)
-        bits = 8 if is_vocabulary(tensors[0]) or self.quantization == "int8" else 4
-        rounded = self._round(weight, bits)
+            return parts
+        bits = 8 if is_vocabulary(f"{names[0]}.weight") or self.quantization == "int8" else 4
+        rounded = fuse_quantized([self._round(part, bits) for part in parts])
         if isinstance(self.source, CheckpointFiles):
             self.source.release()  # before it is packed: the vocabulary's weight is the largest
         return rounded
@@ -203,7 +203,7 @@ class _Packer:
         return fused
 
     def _alias(self, name: str) -> Tensor:
-        """Return a tensor, as its source holds it where that is possible: it is rounded at once, so nobody keeps it."""
+        """Return a tensor, as its source holds it where that is possible: it is packed at once, so nobody keeps it."""
         tensor = self.source.tensor(name).to(self.device, self.dtype)
         self._count(tensor.nbytes)
         return tensor
