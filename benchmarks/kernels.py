@@ -90,6 +90,21 @@ def linear_cases(kernels: Kernels) -> Iterator[Case]:
                 yield case(f"{name} {layer} x{rows}", kernels, call, 2 * rows * depth * width, stored.nbytes)
 
 
+def gated_cases(kernels: Kernels) -> Iterator[Case]:
+    """The product whose result is gated: gate_up and the gate behind it."""
+    weight = torch.randn(2 * INTERMEDIATE, HIDDEN, dtype=torch.bfloat16)
+    for name, stored in (("gated_linear", weight), ("gated int8", quantize_int8(weight))):
+        copies = 1 if kernels.name == "reference" else COPIES_BYTES // stored.nbytes
+        packed = [kernels.pack_linear(stored) for _ in range(copies)]
+        for rows in (1, 8, 32, 128, 512):
+            x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16)
+
+            def call(i: int, x=x, packed=packed) -> object:  # noqa: ANN001
+                return kernels.gated_linear(x, packed[i % len(packed)])
+
+            yield case(f"{name} x{rows}", kernels, call, 4 * rows * HIDDEN * INTERMEDIATE, stored.nbytes)
+
+
 def torch_cases() -> Iterator[Case]:
     """Products of torch itself, for comparison: float32, and integers (which it is given already rounded)."""
     for layer, (depth, width) in LAYERS.items():
@@ -225,7 +240,7 @@ def main() -> None:
     backends: list[Kernels] = [CpuKernels(options.isa, options.linear, options.threads)]
     if options.reference:
         backends.append(ReferenceKernels())
-    groups = (linear_cases, attention_cases, elementwise_cases, sampling_cases)
+    groups = (linear_cases, gated_cases, attention_cases, elementwise_cases, sampling_cases)
     cases = list(peak_cases())
     cases += [c for group in groups for kernels in backends for c in group(kernels) if options.only in c.name]
     cases += [c for c in torch_cases() if options.only in c.name]

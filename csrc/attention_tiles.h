@@ -81,9 +81,9 @@ class TileKV : public PairKV<C> {
     const int64_t upper = smaller(rows, int64_t{kTileHeight});
     const RowsOfTiles tiles{nullptr, 0, 4 * stride * kTileHeight, 4 * stride, kTileStep};
     tiles_.hold(heights_of_pair(upper, rows - upper));
-    const auto multiply = rows > kTileHeight ? multiply_steps<PairTiles, 2> : multiply_steps<PairTiles, 1>;
-    multiply(tiles, static_cast<const char*>(x), reinterpret_cast<const char*>(panel), steps, nullptr, fresh, Ahead(nullptr), 0,
-             sums, sums_stride);
+    const auto multiply = rows > kTileHeight ? multiply_steps<PairTiles, 2, Asking> : multiply_steps<PairTiles, 1, Asking>;
+    multiply(tiles, static_cast<const char*>(x), reinterpret_cast<const char*>(panel), steps, nullptr, fresh,
+             {Ahead(nullptr), 0}, sums, sums_stride);
   }
 
   void add_values(const float* weights, int64_t rows, const uint32_t* values, float* sums) {

@@ -106,10 +106,10 @@ void check_ids(const int64_t* ids, int64_t count, int64_t n) {
 // --- arguments as Python gives them: the same for a call that is made and for one that is recorded -----------------------
 
 LinearArgs linear_args(Address x, int x_dtype, int64_t x_stride, int64_t rows, Address weight, int weight_dtype,
-                       int64_t n, int64_t k, Address bias, Address out, int out_dtype, int64_t group_size,
+                       int64_t n, int64_t k, Address bias, Address out, int out_dtype, bool gated, int64_t group_size,
                        bool has_zeros) {
-  return {at<void>(x),    DType(x_dtype), x_stride,         rows, at<void>(weight), DType(weight_dtype), n, k,
-          at<float>(bias), at<void>(out),  DType(out_dtype), {group_size, has_zeros}};
+  return {at<void>(x),     DType(x_dtype), x_stride,         rows,  at<void>(weight), DType(weight_dtype), n, k,
+          at<float>(bias), at<void>(out),  DType(out_dtype), gated, {group_size, has_zeros}};
 }
 
 EmbeddingArgs embedding_args(Address ids, int64_t count, Address packed, int weight_dtype, int64_t n, int64_t k,
@@ -212,6 +212,10 @@ class KernelSet {
   void linear(const LinearArgs& args) {
     ThreadPool::Session session(pool_);
     table_.linear(pool_, args);
+  }
+
+  bool fuses_gate(int x_dtype, int weight_dtype, int64_t n) const {
+    return table_.fuses_gate(DType(x_dtype), DType(weight_dtype), n);
   }
 
   void embedding(const EmbeddingArgs& args) {
@@ -363,6 +367,7 @@ NB_MODULE(_kernels, m) {
       .def("round_weight", &KernelSet::round_weight, Released())
       .def("pack_weight", &KernelSet::pack_weight, Released())
       .def("linear", calling<linear_args>(&KernelSet::linear), Released())
+      .def("fuses_gate", &KernelSet::fuses_gate)
       .def("embedding", calling<embedding_args>(&KernelSet::embedding), Released())
       .def("rms_norm", calling<norm_args>(&KernelSet::rms_norm), Released())
       .def("silu_and_mul", calling<gate_args>(&KernelSet::silu_and_mul), Released())

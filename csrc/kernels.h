@@ -31,9 +31,12 @@ struct LinearArgs {
   int64_t n;
   int64_t k;
   const float* bias;  // [ceil(n / 32) * 32] or null
-  void* out;          // [rows, n], contiguous, float32 or bfloat16
+  void* out;          // [rows, out_features], contiguous, float32 or bfloat16
   DType out_dtype;
+  bool gated;       // the first half of n are gates of the second one, and the result is that of silu_and_mul; see fuses_gate
   Int4Format int4;  // of an int4 weight
+
+  int64_t out_features() const { return gated ? n / 2 : n; }
 };
 
 struct EmbeddingArgs {
@@ -159,6 +162,7 @@ struct KernelTable {
   void (*round_weight)(ThreadPool&, const RoundArgs&);
   void (*pack_weight)(ThreadPool&, const PackArgs&);
   void (*linear)(ThreadPool&, const LinearArgs&);
+  bool (*fuses_gate)(DType x_dtype, DType weight_dtype, int64_t n);  // whether linear takes `gated` products of these
   void (*embedding)(ThreadPool&, const EmbeddingArgs&);
   void (*rms_norm)(ThreadPool&, const NormArgs&);
   void (*silu_and_mul)(ThreadPool&, const GateArgs&);

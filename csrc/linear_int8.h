@@ -46,13 +46,24 @@ struct ByteWeight {
                        int64_t count, Ahead ahead);
 };
 
+// Where some rows and columns of a result are written: the first of them, and how far it is from a row to the next.
+struct Place {
+  char* data;
+  int64_t row_bytes;
+};
+
+OCTAVO_INLINE Place place_of(const LinearArgs& args, int64_t row, int64_t column) {
+  const int64_t size = args.out_dtype == DType::kFloat32 ? 4 : 2, row_bytes = args.out_features() * size;
+  return {static_cast<char*>(args.out) + row * row_bytes + column * size, row_bytes};
+}
+
 // Asks for the memory of `rows` x 32 columns of the output, which is about to be written.
 OCTAVO_INLINE void prefetch_output(const LinearArgs& args, int64_t first_row, int64_t rows, int64_t first_column) {
-  const int64_t size = args.out_dtype == DType::kFloat32 ? 4 : 2;
-  char* out = static_cast<char*>(args.out) + (first_row * args.n + first_column) * size;
-  for (int64_t m = 0; m < rows; ++m, out += args.n * size) {
-    __builtin_prefetch(out, 1);
-    if (size == 4) __builtin_prefetch(out + 64, 1);
+  const bool is_wide = args.out_dtype == DType::kFloat32;
+  Place out = place_of(args, first_row, first_column);
+  for (int64_t m = 0; m < rows; ++m, out.data += out.row_bytes) {
+    __builtin_prefetch(out.data, 1);
+    if (is_wide) __builtin_prefetch(out.data + 64, 1);
   }
 }
 
@@ -69,8 +80,8 @@ OCTAVO_INLINE void store_columns(Out* out, const Vec (&value)[V], int64_t count)
 
 // Writes `rows` x 32 columns: scales the sums and adds the bias. kOffset: what was added to every byte of the rows.
 template <int kOffset, class Out, bool kHasBias>
-void write_byte_sums_as(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t rows,
-                     int64_t first_column, const int32_t* sums) {
+void write_byte_sums_as(const LinearArgs& args, const ByteWeight& weight, const float* row_scales, int64_t rows,
+                        int64_t first_column, const int32_t* sums, Place out) {
   Vec scale[kPanelVecs], bias[kPanelVecs];
   IVec offset[kPanelVecs];
   OCTAVO_UNROLL
@@ -82,28 +93,26 @@ void write_byte_sums_as(const LinearArgs& args, const ByteWeight& weight, const 
     bias[v] = kHasBias ? load(args.bias + column) : splat(0.0f);
   }
   const int64_t count = args.n - first_column;
-  Out* out = static_cast<Out*>(args.out) + tile.first * args.n + first_column;
-  const float* row_scale = tile.scales;
-  for (int64_t m = 0; m < rows; ++m, out += args.n) {
+  for (int64_t m = 0; m < rows; ++m, out.data += out.row_bytes) {
     Vec value[kPanelVecs];
     OCTAVO_UNROLL
     for (int v = 0; v < kPanelVecs; ++v) {
       const IVec sum = load_int(sums + m * kPanelColumns + v * kLanes) - offset[v];
-      value[v] = to_float(sum) * (splat(row_scale[m]) * scale[v]);
+      value[v] = to_float(sum) * (splat(row_scales[m]) * scale[v]);
       if (kHasBias) value[v] = value[v] + bias[v];
     }
-    store_columns(out, value, count);
+    store_columns(reinterpret_cast<Out*>(out.data), value, count);
   }
 }
 
 template <int kOffset>
-void write_byte_sums(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t rows,
-                     int64_t first_column, const int32_t* sums) {
+void write_byte_sums(const LinearArgs& args, const ByteWeight& weight, const float* row_scales, int64_t rows,
+                     int64_t first_column, const int32_t* sums, Place out) {
   const bool is_wide = args.out_dtype == DType::kFloat32, has_bias = args.bias != nullptr;
   const auto write = is_wide ? has_bias ? write_byte_sums_as<kOffset, float, true> : write_byte_sums_as<kOffset, float, false>
                      : has_bias ? write_byte_sums_as<kOffset, bf16, true>
                                 : write_byte_sums_as<kOffset, bf16, false>;
-  write(args, weight, tile, rows, first_column, sums);
+  write(args, weight, row_scales, rows, first_column, sums, out);
 }
 
 // P panels from `panel` on for the M rows of a tile.
@@ -156,7 +165,8 @@ void multiply_bytes(const LinearArgs& args, const ByteWeight& weight, const Byte
     }
   }
   for (int p = 0; p < P; ++p) {
-    write_byte_sums<kByteOffset>(args, weight, tile, M, (panel + p) * kPanelColumns, stored[p][0]);
+    const int64_t column = (panel + p) * kPanelColumns;
+    write_byte_sums<kByteOffset>(args, weight, tile.scales, M, column, stored[p][0], place_of(args, tile.first, column));
   }
 }
 

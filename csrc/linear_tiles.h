@@ -5,14 +5,29 @@
 // Every sum takes its steps of sixteen words in ascending order, whatever the number of rows; so a row's result cannot depend
 // on its neighbours. Sums of bfloat16 differ in their last bits from those of other instruction sets; those of int8 are
 // integers and do not, and what is made of them is the expression of linear_int8.h.
+//
+// A gated product multiplies a panel of gates and the one of what they gate in the same task, and writes silu(gate) * up alone:
+// the bits of elementwise.h, made of both as the product rounds them, while these are in the first-level cache.
 #pragma once
 
+#include "elementwise.h"
 #include "linear_int4.h"
 #if defined(OCTAVO_ISA_AMX)
 #include "tiles.h"
 #endif
 
 namespace octavo::OCTAVO_ISA {
+
+// Whether linear takes gated products: only where gates and what they gate are panels of their own.
+inline bool fuses_gate(DType x_dtype, DType weight_dtype, int64_t n) {
+#if defined(OCTAVO_ISA_AMX)
+  return x_dtype == DType::kBFloat16 && (weight_dtype == DType::kBFloat16 || weight_dtype == DType::kInt8) &&
+         n % (2 * kPanelColumns) == 0;
+#else
+  (void)x_dtype, (void)weight_dtype, (void)n;
+  return false;
+#endif
+}
 
 #if defined(OCTAVO_ISA_AMX)
 
@@ -72,26 +87,23 @@ struct PairTiles {
       std::memcpy(out, x + first, static_cast<size_t>(count) * sizeof(bf16));
     }
   }
-  void write(const LinearArgs& args, const float* sums, const float*, int64_t first_row, int64_t rows,
-             int64_t panel) const {
+  void write(const LinearArgs& args, const float* sums, const float*, int64_t rows, int64_t panel, Place out) const {
     const int64_t column = panel * kPanelColumns, columns = smaller(int64_t{kPanelColumns}, args.n - column);
-    if (args.out_dtype == DType::kFloat32) {
-      write_sums(args, sums, kPanelColumns, first_row, rows, column, kPanelColumns);
-      return;
-    }
-    bf16* out = static_cast<bf16*>(args.out) + first_row * args.n + column;
-    const bool has_bias = args.bias != nullptr;
+    const bool is_wide = args.out_dtype == DType::kFloat32, has_bias = args.bias != nullptr;
     const Vec left = has_bias ? load(args.bias + column) : splat(0.0f);
     const Vec right = has_bias ? load(args.bias + column + kLanes) : splat(0.0f);
-    for (int64_t row = 0; row < rows; ++row, out += args.n, sums += kPanelColumns) {
+    for (int64_t row = 0; row < rows; ++row, out.data += out.row_bytes, sums += kPanelColumns) {
       const Vec a = load(sums), b = load(sums + kLanes);
-      const IVec rounded = round_pairs(has_bias ? a + left : a, has_bias ? b + right : b);
-      if (columns == kPanelColumns) {
-        store_int(out, rounded);
+      const Vec value[] = {has_bias ? a + left : a, has_bias ? b + right : b};
+      const IVec rounded = round_pairs(value[0], value[1]);
+      if (is_wide) {
+        store_columns(reinterpret_cast<float*>(out.data), value, columns);
+      } else if (columns == kPanelColumns) {
+        store_int(out.data, rounded);
       } else {
         bf16 some[kPanelColumns];
         store_int(some, rounded);
-        std::memcpy(out, some, static_cast<size_t>(columns) * sizeof(bf16));
+        std::memcpy(out.data, some, static_cast<size_t>(columns) * sizeof(bf16));
       }
     }
   }
@@ -136,19 +148,93 @@ struct ByteTiles {
       pack_row_of(static_cast<const bf16*>(args.x) + row * args.x_stride, args.k, steps, out, scale);
     }
   }
-  void write(const LinearArgs& args, const int32_t* sums, const float* scales, int64_t first_row, int64_t rows,
-             int64_t panel) const {
-    write_byte_sums<0>(args, weight, ByteTile{nullptr, const_cast<float*>(scales), nullptr, first_row}, rows,
-                       panel * kPanelColumns, sums);
+  void write(const LinearArgs& args, const int32_t* sums, const float* scales, int64_t rows, int64_t panel, Place out) const {
+    write_byte_sums<0>(args, weight, scales, rows, panel * kPanelColumns, sums, out);
+  }
+};
+
+// The panels of a weight in the order in which they are multiplied: behind each one of gates that of what they gate.
+class PanelOrder {
+ public:
+  explicit PanelOrder(const LinearArgs& args) : gated_(args.gated), half_(args.n / (2 * kPanelColumns)) {}
+
+  int64_t together() const { return gated_ ? 2 : 1; }  // panels that make one of the result
+  int64_t panel(int64_t i) const { return gated_ ? i / 2 + i % 2 * half_ : i; }
+  int64_t result(int64_t i) const { return gated_ ? i / 2 : i; }
+
+ private:
+  const bool gated_;
+  const int64_t half_;
+};
+
+// The second half of a gated product: silu(gate) * up of up to 32 rows and columns, some rows at a time while tiles multiply the
+// next ones: its arithmetic takes as long as writing both and reading them again, and other units of the processor.
+class Gates {
+ public:
+  Gates() = default;
+  Gates(const Gates&) = delete;
+  Gates& operator=(const Gates&) = delete;
+
+  // Where gates (half 0) and what they gate (1) are written next.
+  Place place(int64_t half) { return {reinterpret_cast<char*>(values_[next_][half]), sizeof(values_[0][0][0])}; }
+
+  // What stands there is to become `rows` rows at `out`.
+  void begin(Place out, int64_t rows) {
+    finish();
+    out_ = out;
+    rows_ = rows;
+    next_ = 1 - next_;
+  }
+  OCTAVO_INLINE void step() {
+    if (rows_ > 0) gate_rows(smaller(rows_, kRowsOfStep));
+  }
+  void finish() {
+    gate_rows(rows_);
+    done_ = 0;
+  }
+
+ private:
+  static constexpr int64_t kRowsOfStep = 2;
+
+  __attribute__((noinline)) void gate_rows(int64_t count) {
+    auto& [gate, up] = values_[1 - next_];
+    for (const int64_t end = done_ + count; done_ < end; ++done_, out_.data += out_.row_bytes) {
+      gate_vectors<kPanelVecs>(gate[done_], up[done_], reinterpret_cast<bf16*>(out_.data));
+    }
+    rows_ -= count;
+  }
+
+  alignas(64) bf16 values_[2][2][kTogether][kPanelColumns];
+  Place out_{};
+  int64_t rows_ = 0, done_ = 0;
+  int next_ = 0;
+};
+
+// What is done beside the steps of a product: each asks for `lines` of the memory ahead.
+struct Asking {
+  Ahead ahead;
+  int64_t lines;
+
+  OCTAVO_INLINE void step() { ahead.ask_lines(lines); }
+};
+
+// And takes some rows of gates.
+struct AskingAndGating {
+  Asking asking;
+  Gates& gates;
+
+  OCTAVO_INLINE void step() {
+    asking.step();
+    gates.step();
   }
 };
 
 // Up to 16 rows (kTiles = 1) or 32 from `x` on times some steps of a panel. tail: the last step's columns where the panel ends
 // in the middle of a tile, zero padded, else null. sums: rows of 32, `stride` from one to the next; they start at zero if
-// `fresh`. Each step asks for `lines` of the memory ahead.
-template <class Product, int kTiles>
+// `fresh`. beside.step() is called at each step.
+template <class Product, int kTiles, class Beside>
 void multiply_steps(const RowsOfTiles& rows, const char* x, const char* w, int64_t steps, const char* tail, bool fresh,
-                    Ahead ahead, int64_t lines, typename Product::Sum* sums, int64_t stride) {
+                    Beside beside, typename Product::Sum* sums, int64_t stride) {
   auto* lower = sums + kTileHeight * stride;
   const int64_t sum_bytes = stride * 4;
   const int64_t row_bytes = rows.row_bytes, tile_bytes = rows.tile_bytes, step_bytes = rows.step_bytes;
@@ -175,7 +261,7 @@ void multiply_steps(const RowsOfTiles& rows, const char* x, const char* w, int64
       Product::template add<2, 5, 6>();
       Product::template add<3, 5, 7>();
     }
-    ahead.ask_lines(lines);
+    beside.step();
     x += step_bytes;
     w += kStepBytes;
   }
@@ -185,12 +271,12 @@ void multiply_steps(const RowsOfTiles& rows, const char* x, const char* w, int64
   if (kTiles == 2) store_tile<3>(lower + kTileHeight, sum_bytes);
 }
 
-// The same of up to 16 rows times two panels, which stand one behind the other: two streams from memory. sums: [2][32][32].
+// The same of up to 16 rows times two panels: two streams from memory. sums: [2][32][32].
 template <class Product>
-void multiply_two_panels(const RowsOfTiles& rows, const char* w, int64_t panel_bytes, int64_t steps,
+void multiply_two_panels(const RowsOfTiles& rows, const char* w, const char* other, int64_t steps, Gates& gates,
                          typename Product::Sum* sums) {
   const int64_t row_bytes = rows.row_bytes;
-  const char *x = rows.data, *other = w + panel_bytes;
+  const char* x = rows.data;
   clear_tile<0>();
   clear_tile<1>();
   clear_tile<2>();
@@ -209,6 +295,7 @@ void multiply_two_panels(const RowsOfTiles& rows, const char* w, int64_t panel_b
       __builtin_prefetch(w + i);
       __builtin_prefetch(other + i);
     }
+    gates.step();
     x += rows.step_bytes;
     w += kStepBytes;
     other += kStepBytes;
@@ -247,33 +334,46 @@ void for_each_pass(const LinearArgs& args, int64_t row_bytes, F&& multiply) {
   for (int64_t first = 0; first < args.rows; first += most) {
     LinearArgs some = args;
     some.x = static_cast<const char*>(args.x) + first * args.x_stride * (args.x_dtype == DType::kFloat32 ? 4 : 2);
-    some.out = static_cast<char*>(args.out) + first * args.n * (args.out_dtype == DType::kFloat32 ? 4 : 2);
+    some.out = place_of(args, first, 0).data;
     some.rows = smaller(most, args.rows - first);
     multiply(some);
   }
 }
 
-// Panels first .. first + count times a block of rows. Where these are many, a piece of every panel meets all of them before
-// the next piece, and stays in the first-level cache meanwhile. next: the panels of the task behind this one, or null: these
-// are asked for ahead, unless they are long; then the first rows ask for the panel they read. sums: [count][rows of the
-// block, in whole pairs of tiles][32].
+// Writes up to 32 rows from `row` of a block on, times the i-th panel: to the result, or through `gates`.
+template <class Product>
+void write_tiles(const LinearArgs& args, const Product& product, const BlockOfTiles& block, int64_t row, int64_t i,
+                 const typename Product::Sum* sums, Gates& gates) {
+  const PanelOrder order(args);
+  const int64_t rows = smaller(kTogether, block.count - row);
+  const Place out = place_of(args, block.first + row, order.result(i) * kPanelColumns);
+  product.write(args, sums, block.scales + row, rows, order.panel(i), args.gated ? gates.place(i % 2) : out);
+  if (args.gated && i % 2 == 1) gates.begin(out, rows);
+}
+
+// Panels first .. first + count, in their order, times a block of rows. Where these are many, a piece of every panel meets all
+// of them before the next piece, and stays in the first-level cache meanwhile. next: the first panel of the task behind this
+// one, or -1: its panels are asked for ahead, unless they are long; then the first rows ask for the panel they read. sums:
+// [count][rows of the block, in whole pairs of tiles][32].
 template <class Product>
 void multiply_panels_of_tiles(const LinearArgs& args, const Product& product, const BlockOfTiles& rows, int64_t first,
-                              int64_t count, const char* next, typename Product::Sum* sums) {
+                              int64_t count, int64_t next, typename Product::Sum* sums) {
   const int64_t words = divide_up(args.k, Product::kDepth), steps = divide_up(words, kStepWords);
   const int64_t pairs = divide_up(rows.count, kTogether), rest = words % kStepWords;
   const int64_t pieces = pairs <= kWholePairs ? 1 : divide_up(steps, kPieceSteps), piece = divide_up(steps, pieces);
   const bool is_long = product.panel_bytes > kLongPanel;
   const int64_t share = divide_up(product.panel_bytes / 64, steps * pairs);
-  const char* panels = product.panels + first * product.panel_bytes;
+  const PanelOrder order(args);
+  const auto panel_at = [&](int64_t i) { return product.panels + order.panel(i) * product.panel_bytes; };
+  Gates gates;
   Tiles tiles;
   int64_t done = 0;
   if (rows.count <= kTileHeight && rest == 0) {
     tiles.hold(heights_of_few(rows.count));
     for (; done + 2 <= count; done += 2) {
-      multiply_two_panels<Product>(rows.tiles, panels + done * product.panel_bytes, product.panel_bytes, steps, sums);
-      product.write(args, sums, rows.scales, rows.first, rows.count, first + done);
-      product.write(args, sums + kTogether * kPanelColumns, rows.scales, rows.first, rows.count, first + done + 1);
+      multiply_two_panels<Product>(rows.tiles, panel_at(first + done), panel_at(first + done + 1), steps, gates, sums);
+      write_tiles(args, product, rows, 0, first + done, sums, gates);
+      write_tiles(args, product, rows, 0, first + done + 1, sums + kTogether * kPanelColumns, gates);
     }
   }
   for (int64_t step = 0; step < steps && done < count; step += piece) {
@@ -285,25 +385,27 @@ void multiply_panels_of_tiles(const LinearArgs& args, const Product& product, co
       const char* x = rows.tiles.data + i * rows.tiles.pair_bytes + step * rows.tiles.step_bytes;
       tiles.hold(heights_of_pair(upper, height - upper));
       for (int64_t p = done; p < count; ++p) {
-        const char* w = panels + p * product.panel_bytes + step * kStepBytes;
+        const char *panel = panel_at(first + p), *w = panel + step * kStepBytes;
         alignas(64) char tail[kStepBytes];
         const bool has_tail = is_last && rest != 0;
         if (has_tail) {
           std::memset(tail, 0, sizeof(tail));
           std::memcpy(tail, w + (some - 1) * kStepBytes, static_cast<size_t>(rest * kLineBytes));
         }
-        if (is_first) prefetch_output(args, rows.first + row, height, (first + p) * kPanelColumns);
+        if (is_first) prefetch_output(args, rows.first + row, height, order.result(first + p) * kPanelColumns);
         auto* out = sums + (p * pairs + i) * kTogether * kPanelColumns;
         const Ahead ahead = is_long ? Ahead(w + kStreamAhead)
-                                    : Ahead(next == nullptr ? nullptr : next + p * product.panel_bytes, panels,
-                                            product.panel_bytes, pieces, step / piece * pairs + i, pairs * pieces);
+                                    : Ahead(next < 0 ? nullptr : panel_at(next + p), panel, product.panel_bytes, pieces,
+                                            step / piece * pairs + i, pairs * pieces);
         const int64_t lines = !is_long ? share : i == 0 ? kStepBytes / 64 : 0;
-        const auto multiply = height > kTileHeight ? multiply_steps<Product, 2> : multiply_steps<Product, 1>;
-        multiply(rows.tiles, x, w, some, has_tail ? tail : nullptr, is_first, ahead, lines, out, kPanelColumns);
-        if (is_last) product.write(args, out, rows.scales + row, rows.first + row, height, first + p);
+        const auto multiply =
+            height > kTileHeight ? multiply_steps<Product, 2, AskingAndGating> : multiply_steps<Product, 1, AskingAndGating>;
+        multiply(rows.tiles, x, w, some, has_tail ? tail : nullptr, is_first, {{ahead, lines}, gates}, out, kPanelColumns);
+        if (is_last) write_tiles(args, product, rows, row, first + p, out, gates);
       }
     }
   }
+  gates.finish();
 }
 
 // Copies all rows into pairs of tiles; behind these stand the rows' scales, if the product has them.
@@ -332,12 +434,13 @@ void multiply_rows_of_tiles(ThreadPool& pool, const LinearArgs& args, const Prod
   const RowsOfTiles all = packs ? pack_rows_as_tiles<Product>(pool, args, steps) : product.as_they_stand(args);
   const auto* scales = reinterpret_cast<const float*>(all.data + (packs ? pairs * all.pair_bytes : 0));  // or not read
   const bool is_near = pairs > 1 && block_rows * row_bytes <= kNearBytes;
-  const int64_t group = panels_of_a_task(panels, pool.num_threads(), is_near ? kNearPanels : kFarPanels);
+  const int64_t together = PanelOrder(args).together(), most = (is_near ? kNearPanels : kFarPanels) / together;
+  const int64_t group = together * panels_of_a_task(panels / together, pool.num_threads(), most);
   const int64_t tasks = blocks * divide_up(panels, group);
   pool.reserve_local(static_cast<size_t>(group * block_rows * kPanelColumns) * sizeof(float));
   parallel_ahead(pool, tasks, [&](int64_t task, int64_t following, int thread) {
     const int64_t panel = task / blocks * group, row = task % blocks * block_rows;
-    const char* next = following < tasks ? product.panels + following / blocks * group * product.panel_bytes : nullptr;
+    const int64_t next = following < tasks ? following / blocks * group : -1;
     BlockOfTiles rows{all, scales + row, row, smaller(block_rows, args.rows - row)};
     rows.tiles.data += row / kTogether * all.pair_bytes;
     multiply_panels_of_tiles(args, product, rows, panel, smaller(group, panels - panel), next,
@@ -352,6 +455,16 @@ void linear_of_tiles(ThreadPool& pool, const LinearArgs& args) {
   for_each_pass(args, product.packs(args) ? row_bytes : 0, [&](const LinearArgs& some) {
     multiply_rows_of_tiles(pool, some, product);
   });
+}
+
+// Rows that are too few for tiles: gates and what they gate are small, and stay in a cache between two kernels.
+inline void gated_linear_of_few_bytes(ThreadPool& pool, const LinearArgs& args) {
+  pool.reserve_local(static_cast<size_t>(args.rows * args.n) * sizeof(bf16));
+  LinearArgs both = args;
+  both.out = pool.local(0);  // which a product of integers leaves alone
+  both.gated = false;
+  linear_of_integers<ByteWeight>(pool, both);
+  silu_and_mul(pool, {both.out, args.out, args.out_dtype, args.rows, args.out_features()});
 }
 
 #endif

@@ -71,7 +71,9 @@ def test_every_step_gives_the_bits_of_the_models_own_code(name, dtype, quantizat
             lambda ids, batch: model.forward(ids, batch, recorded), ids, batch, MAX_TOKENS
         )
         assert torch.equal(first, model.forward(ids, batch, plain))
-        assert again.num_calls == 2 + model.architecture.num_layers * (11 if model.architecture.qk_norm else 9)
+        is_fused = compiled.isa == "amx" and dtype == "bfloat16" and quantization != "int4"
+        calls = (11 if model.architecture.qk_norm else 9) - (1 if is_fused else 0)
+        assert again.num_calls == 2 + model.architecture.num_layers * calls
         assert again.max_tokens == MAX_TOKENS
         starts = [0] * 9
         for lengths in STEPS:

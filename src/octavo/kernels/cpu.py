@@ -203,17 +203,30 @@ class CpuKernels:
         if isinstance(storage, _OneDnnWeight):
             assert out_dtype == x.dtype
             return storage.multiply(x) if out is None else out.copy_(storage.multiply(x))
-        assert x.stride(1) == 1
-        assert x.shape[1] == packed.in_features
         if out is None:
             out = self._empty(x.shape[0], packed.out_features, dtype=out_dtype)
         assert out.is_contiguous()
         assert (out.shape, out.dtype) == ((x.shape[0], packed.out_features), out_dtype)
+        return self._multiply(x, storage, out, gated=False)
+
+    def gated_linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        """Return silu(gate) * up of x @ weight.T + bias, by one kernel where there is one."""
+        storage = packed.storage
+        if isinstance(storage, _OneDnnWeight) or not self.kernel_set.fuses_gate(
+            _DTYPE_NUMBERS[x.dtype], storage.dtype_number, packed.out_features
+        ):
+            return self.silu_and_mul(self.linear(x, packed))
+        out = self._empty(x.shape[0], packed.out_features // 2, dtype=x.dtype)
+        return self._multiply(x, storage, out, gated=True)
+
+    def _multiply(self, x: Tensor, weight: _PanelWeight, out: Tensor, *, gated: bool) -> Tensor:
+        assert x.stride(1) == 1
+        assert x.shape[1] == weight.in_features
         self._calls.linear(
-            x.data_ptr(), _DTYPE_NUMBERS[x.dtype], x.stride(0), x.shape[0], storage.data.data_ptr(),
-            storage.dtype_number, packed.out_features, packed.in_features,
-            0 if storage.bias is None else storage.bias.data_ptr(), out.data_ptr(), _DTYPE_NUMBERS[out_dtype],
-            *storage.int4,
+            x.data_ptr(), _DTYPE_NUMBERS[x.dtype], x.stride(0), x.shape[0], weight.data.data_ptr(),
+            weight.dtype_number, weight.out_features, weight.in_features,
+            0 if weight.bias is None else weight.bias.data_ptr(), out.data_ptr(), _DTYPE_NUMBERS[out.dtype], gated,
+            *weight.int4,
         )  # fmt: skip
         return out
 

@@ -154,6 +154,14 @@ class Kernels(Protocol):
         """
         ...
 
+    def gated_linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        """Return silu(gate) * up of x @ weight.T + bias: [num_tokens, in_features] -> [num_tokens, out_features / 2].
+
+        The first half of the out_features are the gates. The bits are those of `silu_and_mul(linear(x, packed))`: gate
+        and up are rounded to x's dtype.
+        """
+        ...
+
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any) -> Tensor:
         """Return rows of the unpacked weight: int64 [num_tokens] -> [num_tokens, in_features] in `dtype`."""
         ...

@@ -97,6 +97,10 @@ class ReferenceKernels:
         out = torch.cat([F.linear(wide, part.float()) for part in weight.split(_WEIGHT_CHUNK)], dim=1)
         return (out if bias is None else out + bias.float()).to(out_dtype)
 
+    def gated_linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        """Return silu(gate) * up of x @ weight.T + bias."""
+        return self.silu_and_mul(self.linear(x, packed))
+
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any) -> Tensor:
         """Return rows of the weight."""
         weight = packed.storage

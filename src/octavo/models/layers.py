@@ -103,7 +103,7 @@ class GatedMLP:
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return [num_tokens, hidden] -> the same shape."""
-        return self.kernels.linear(self.kernels.silu_and_mul(self.kernels.linear(hidden, self.gate_up)), self.down)
+        return self.kernels.linear(self.kernels.gated_linear(hidden, self.gate_up), self.down)
 
 
 class DecoderLayer:

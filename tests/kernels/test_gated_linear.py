@@ -1,0 +1,105 @@
+"""gated_linear: the bits of silu_and_mul of linear, whoever makes them and however many rows there are."""
+
+import pytest
+import torch
+from kernel_backends import compiled_kernels
+
+from octavo.kernels.quantization import quantize_int4, quantize_int8
+
+FORMATS = {"bfloat16": torch.Tensor.bfloat16, "int8": quantize_int8, "int4": lambda weight: quantize_int4(weight, 32)}
+ROWS = (0, 1, 2, 3, 16, 17, 32, 33, 65, 97, 257, 520)  # borders of tiles, of pairs of them and of blocks
+
+
+def random(generator, *shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def bits(tensor):
+    return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
+
+
+def apart(kernels, x, packed):
+    return kernels.silu_and_mul(kernels.linear(x, packed))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize(
+    ("depth", "size"), [(64, 96), (90, 77), (931, 64), (931, 40)]
+)  # whole tiles and panels, and not
+def test_the_bits_are_those_of_the_two_apart(kernels, generator, depth, size, stored, dtype, has_bias):
+    weight = random(generator, 2 * size, depth) / depth**0.5
+    packed = kernels.pack_linear(FORMATS[stored](weight), random(generator, 2 * size) if has_bias else None)
+    x = random(generator, max(ROWS), depth, dtype=dtype) * 4
+    for rows in ROWS:
+        result = kernels.gated_linear(x[:rows], packed)
+        assert result.shape == (rows, size)
+        assert result.dtype == dtype
+        assert torch.equal(result, apart(kernels, x[:rows], packed)), rows
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "int8"])
+@pytest.mark.parametrize("depth", [896, 1000, 4864])  # whole tiles, a last one that is not, panels that are long
+def test_tasks_of_many_panels(fastest, single_threaded, generator, depth, stored):
+    size = 1056  # 33 panels of gates: the last task has fewer than the others
+    weight = FORMATS[stored](random(generator, 2 * size, depth) / depth**0.5)
+    bias, three = random(generator, 2 * size), compiled_kernels(num_threads=3)
+    x = random(generator, 520, depth + 8, dtype=torch.bfloat16)[:, :depth]  # no row stands on a cache line of its own
+    for rows in ROWS:
+        expected = apart(fastest, x[:rows], fastest.pack_linear(weight, bias))
+        for kernels in (single_threaded, fastest, three):
+            packed = kernels.pack_linear(weight, bias)
+            for some in (x[:rows], x[:rows].contiguous()):
+                assert torch.equal(kernels.gated_linear(some, packed), expected), (rows, kernels.num_threads)
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "int8"])
+def test_more_rows_than_are_packed_at_a_time(fastest, generator, stored):
+    depth = 40000
+    packed = fastest.pack_linear(FORMATS[stored](random(generator, 128, depth) / depth**0.5))
+    x = random(generator, 300, depth + 8).bfloat16()[:, :depth]
+    whole = fastest.gated_linear(x, packed)
+    assert torch.equal(whole, apart(fastest, x, packed))
+    for row in (0, 255, 256, 299):
+        assert torch.equal(fastest.gated_linear(x[row : row + 1], packed), whole[row : row + 1])
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "int8"])
+def test_what_is_extreme_or_no_number(compiled, generator, stored):
+    weight = random(generator, 64, 64) / 8
+    packed = compiled.pack_linear(FORMATS[stored](weight))
+    x = random(generator, 40, 64) * torch.logspace(-42, 38, 40).unsqueeze(1)
+    x[3, 5], x[20, 1], x[21, 1] = float("nan"), float("inf"), -float("inf")
+    x = x.bfloat16()
+    for rows in (2, 16, 40):
+        assert torch.equal(bits(compiled.gated_linear(x[-rows:], packed)), bits(apart(compiled, x[-rows:], packed)))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 33])
+def test_nothing_behind_the_result_is_written(generator, rows):
+    kernels = compiled_kernels("amx")
+    packed = kernels.pack_linear(random(generator, 192, 100, dtype=torch.bfloat16))
+    memory = torch.full((rows + 40, 96), 7.0, dtype=torch.bfloat16)
+    kernels._empty = lambda *_, dtype: memory[:rows].view(dtype)
+    kernels.gated_linear(random(generator, rows, 100, dtype=torch.bfloat16), packed)
+    assert (memory[:rows] != 7).any(dim=1).all()
+    assert (memory[rows:] == 7).all()
+
+
+def test_tiles_fuse_what_stands_in_panels_of_its_own():
+    kernels = compiled_kernels("amx")
+    float32, bfloat16, int8, int4 = 0, 1, 3, 4  # as in csrc/types.h
+    assert all(kernels.kernel_set.fuses_gate(bfloat16, weight, 64) for weight in (bfloat16, int8))
+    for x, weight, features in (
+        (float32, int8, 64),
+        (bfloat16, int4, 64),
+        (bfloat16, bfloat16, 96),
+        (bfloat16, int8, 80),
+    ):
+        assert not kernels.kernel_set.fuses_gate(x, weight, features)
+
+
+@pytest.mark.parametrize("isa", ["avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"])
+def test_others_do_not_fuse(isa):
+    assert not compiled_kernels(isa).kernel_set.fuses_gate(1, 1, 64)
