@@ -167,8 +167,8 @@ class PanelOrder {
   const int64_t half_;
 };
 
-// The second half of a gated product: silu(gate) * up of up to 32 rows and columns, some rows at a time while tiles multiply the
-// next ones: its arithmetic takes as long as writing both and reading them again, and other units of the processor.
+// The second half of a gated product: silu(gate) * up of up to 32 rows and columns, some rows at a step of the next tiles. All
+// rows at once, between two products, cost as much as writing both and reading them again.
 class Gates {
  public:
   Gates() = default;
