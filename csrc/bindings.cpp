@@ -103,6 +103,13 @@ void check_ids(const int64_t* ids, int64_t count, int64_t n) {
   }
 }
 
+// Others would write all n features where half of them have room.
+void check_gated(const KernelTable& table, const LinearArgs& args) {
+  if (args.gated && !table.fuses_gate(args.x_dtype, args.weight_dtype, args.n)) {
+    throw std::invalid_argument("this product is not gated by its kernel");
+  }
+}
+
 // --- arguments as Python gives them: the same for a call that is made and for one that is recorded -----------------------
 
 LinearArgs linear_args(Address x, int x_dtype, int64_t x_stride, int64_t rows, Address weight, int weight_dtype,
@@ -210,6 +217,7 @@ class KernelSet {
   }
 
   void linear(const LinearArgs& args) {
+    check_gated(table_, args);
     ThreadPool::Session session(pool_);
     table_.linear(pool_, args);
   }

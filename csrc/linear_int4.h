@@ -25,9 +25,13 @@ constexpr int kNibbleRows = 2, kNibbleVecs = 1, kNibbleSums = 2;
 constexpr int64_t kNibbleDepth = 8;                  // k of one line of a column: two words of four
 constexpr int64_t kNibbleBytes = 4 * kPanelColumns;  // eight k of one panel
 constexpr int64_t kWordsBytes = 2 * kPanelColumns;   // a 16-bit number of each column
-constexpr int32_t kNibbleCenter = 8;                 // what values are less while they are multiplied
-constexpr int64_t kSectionDepth = 32;                // k whose products with centered values sum up to no more than 16 bits
-constexpr int64_t kSectionsTogether = 16;            // whose sums times multiples add up to no more than 32 bits
+constexpr int32_t kNibbleCenter = 8;                 // what is taken from values before they are multiplied
+constexpr int64_t kMostByte = 127;                   // of activations
+constexpr int64_t kMostWord = 32639;                 // of a value less its zero point, times its multiple (quantization.py)
+constexpr int64_t kSectionDepth = 32;                // k whose products with centered values sum up to signed 16 bits
+constexpr int64_t kSectionsTogether = 16;            // whose sums times multiples add up to signed 32 bits
+static_assert(kSectionDepth * kMostByte * kNibbleCenter < 1 << 15);
+static_assert(kSectionsTogether * kSectionDepth * kMostByte * kMostWord < int64_t{1} << 31);
 
 // A packed int4 weight: panels; in each its groups; in each of these the multiples, (zero point - 8) times them if there are
 // zero points, and the values: byte j of a column's word holds k + j in its lower half and k + 4 + j in its upper one.
@@ -199,36 +203,35 @@ OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& 
 
 // Writes V vectors of columns: scales the totals of some rows and adds the bias.
 template <int V, class Out, class Total>
-OCTAVO_INLINE void write_totals_as(const LinearArgs& args, const float* units, const float* row_scales, int64_t first_row,
-                                   int64_t rows, int64_t first_column, const Total& total) {
+OCTAVO_INLINE void write_totals_as(const LinearArgs& args, const NibbleWeight& weight, const float* row_scales, int64_t rows,
+                                   int64_t first_column, const Total& total, Place out) {
   const int64_t count = args.n - first_column;
   if (count <= 0) return;
   Vec bias[V], unit[V];
   OCTAVO_UNROLL
   for (int v = 0; v < V; ++v) {
     bias[v] = args.bias == nullptr ? splat(0.0f) : load(args.bias + first_column + v * kLanes);
-    unit[v] = load(units + first_column + v * kLanes);
+    unit[v] = load(weight.units + first_column + v * kLanes);
   }
-  Out* out = static_cast<Out*>(args.out) + first_row * args.n + first_column;
-  for (int64_t m = 0; m < rows; ++m, out += args.n) {
+  for (int64_t m = 0; m < rows; ++m, out.data += out.row_bytes) {
     Vec value[V];
     OCTAVO_UNROLL
     for (int v = 0; v < V; ++v) {
       value[v] = total(m, v) * (splat(row_scales[m]) * unit[v]);
       if (args.bias != nullptr) value[v] = value[v] + bias[v];
     }
-    store_columns(out, value, count);
+    store_columns(reinterpret_cast<Out*>(out.data), value, count);
   }
 }
 
 // total(m, v): of row m, vector v, in float32.
 template <int V, class Total>
-OCTAVO_INLINE void write_totals(const LinearArgs& args, const float* units, const float* row_scales, int64_t first_row,
-                                int64_t rows, int64_t first_column, const Total& total) {
+OCTAVO_INLINE void write_totals(const LinearArgs& args, const NibbleWeight& weight, const float* row_scales, int64_t rows,
+                                int64_t first_column, const Total& total, Place out) {
   if (args.out_dtype == DType::kFloat32) {
-    write_totals_as<V, float>(args, units, row_scales, first_row, rows, first_column, total);
+    write_totals_as<V, float>(args, weight, row_scales, rows, first_column, total, out);
   } else {
-    write_totals_as<V, bf16>(args, units, row_scales, first_row, rows, first_column, total);
+    write_totals_as<V, bf16>(args, weight, row_scales, rows, first_column, total, out);
   }
 }
 
@@ -242,8 +245,9 @@ void multiply_nibble_panels(const LinearArgs& args, const NibbleWeight& weight, 
     LongSums<P * M * V> totals;
     multiply_nibbles<M, P, V>(weight, tile, weight.panels + panel * weight.panel_bytes, vec, ahead, totals);
     for (int p = 0; p < P; ++p) {
-      write_totals<V>(args, weight.units, tile.scales, tile.first, M, (panel + p) * kPanelColumns + vec * kLanes,
-                      [&](int64_t m, int v) { return totals.total((p * M + static_cast<int>(m)) * V + v); });
+      const int64_t column = (panel + p) * kPanelColumns + vec * kLanes;
+      const auto total = [&](int64_t m, int v) { return totals.total((p * M + static_cast<int>(m)) * V + v); };
+      write_totals<V>(args, weight, tile.scales, M, column, total, place_of(args, tile.first, column));
     }
   }
 }

@@ -36,7 +36,7 @@ class NibbleTiles {
       for (int slice = 0; slice < kSlices; ++slice) {
         char* section = out + slice * slice_bytes;
         if (lines < kSectionDepth / kNibbleDepth) std::memset(section, 0, kSectionDepth / 4 * kLineBytes);
-        unpack_section(head, values, lines, slice, section);
+        if (lines > 0) unpack_section(head, values, lines, slice, section);
       }
       out += kSectionDepth / 4 * kLineBytes;
     }
@@ -45,10 +45,12 @@ class NibbleTiles {
   // Writes rows of a panel. sums: as unpacked, `slice_sums` from one slice to the next.
   void write(const LinearArgs& args, const int32_t* sums, int64_t slice_sums, const float* scales, int64_t first_row,
              int64_t rows, int64_t panel) const {
-    write_totals<kSlices>(args, weight_.units, scales, first_row, rows, panel * kPanelColumns, [&](int64_t m, int slice) {
+    const int64_t column = panel * kPanelColumns;
+    const auto total = [&](int64_t m, int slice) {
       const int32_t* both = sums + slice * slice_sums + m * kPanelColumns;
       return total_of(load_int(both), load_int(both + kLanes));
-    });
+    };
+    write_totals<kSlices>(args, weight_, scales, rows, column, total, place_of(args, first_row, column));
   }
 
  private:

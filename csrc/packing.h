@@ -91,8 +91,9 @@ inline void pack_int8_weight(ThreadPool& pool, const PackArgs& args) {
 inline void pack_int4_weight(ThreadPool& pool, const PackArgs& args) {
   const NibbleWeight layout(args.packed, args.int4, args.n, args.k);
   const auto* weight = static_cast<const uint8_t*>(args.weight);
-  auto* units = const_cast<float*>(layout.units);
-  parallel(pool, divide_up(args.n, kPanelColumns), [&](int64_t panel, int) {
+  const int64_t panels = divide_up(args.n, kPanelColumns);
+  auto* units = reinterpret_cast<float*>(static_cast<uint8_t*>(args.packed) + panels * layout.panel_bytes);
+  parallel(pool, panels, [&](int64_t panel, int) {
     uint8_t* out = static_cast<uint8_t*>(args.packed) + panel * layout.panel_bytes;
     std::memset(out, 0, static_cast<size_t>(layout.panel_bytes));
     for (int64_t row = panel * kPanelColumns; row < (panel + 1) * kPanelColumns; ++row) {

@@ -44,7 +44,6 @@ OCTAVO_INLINE Vec min(Vec a, Vec b) { return {a.v < b.v ? a.v : b.v}; }
 
 OCTAVO_INLINE IVec operator+(IVec a, IVec b) { return {a.v + b.v}; }
 OCTAVO_INLINE IVec operator-(IVec a, IVec b) { return {a.v - b.v}; }
-OCTAVO_INLINE IVec operator*(IVec a, IVec b) { return {a.v * b.v}; }  // the lower halves
 OCTAVO_INLINE IVec operator^(IVec a, IVec b) { return {a.v ^ b.v}; }
 OCTAVO_INLINE IVec operator&(IVec a, IVec b) { return {a.v & b.v}; }
 OCTAVO_INLINE IVec operator|(IVec a, IVec b) { return {a.v | b.v}; }

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.kernels.cpu import Isa
+    from octavo.kernels.interface import PackedLinear
     from octavo.kernels.limits import Limits
     from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
@@ -59,7 +60,7 @@ class Check:
     """Whether the rows of a product are the same bits alone and in company, and on one thread and on all.
 
     error: the norm of what differs from float64's product of the same weights, relative to that product. For int8
-    and int4 it is that of rounding the activations.
+    and int4 it is that of rounding the activations, and a scale of int4 to multiples of its unit.
     """
 
     name: str
@@ -188,16 +189,21 @@ def _check(name: str, width: int, depth: int, precision: str, kernels: CpuKernel
     stored = _stored(weight, precision)
     packed, other = (each.pack_linear(stored, float32_out=wide) for each in (kernels, one_thread))
 
-    def multiply(rows: Tensor) -> Tensor:
-        return kernels.linear(rows, packed, float32_out=wide)
+    def results(of: CpuKernels, rows: Tensor, weight: PackedLinear) -> list[Tensor]:
+        product = of.linear(rows, weight, float32_out=wide)
+        return [product, of.gated_linear(rows, weight)] if name == "gate_up" else [product]
 
-    whole = multiply(x)
+    whole = results(kernels, x, packed)
     parts = [slice(count) for count in (*range(1, 30), 65)] + [slice(-count, None) for count in (1, 5, 29, 130)]
-    independent = all(torch.equal(multiply(x[part]), whole[part]) for part in parts)
-    equal = torch.equal(one_thread.linear(x, other, float32_out=wide), whole)
+    independent = all(
+        torch.equal(some, every[part])
+        for part in parts
+        for some, every in zip(results(kernels, x[part], packed), whole, strict=True)
+    )
+    equal = all(map(torch.equal, results(one_thread, x, other), whole))
     meant = stored if isinstance(stored, torch.Tensor) else stored.dequantize()
     sums = x.double() @ meant.double().T
-    error = ((whole.double() - sums).norm() / sums.norm()).item()
+    error = ((whole[0].double() - sums).norm() / sums.norm()).item()
     return Check(name, precision, independent, equal, error)
 
 

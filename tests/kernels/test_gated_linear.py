@@ -76,15 +76,24 @@ def test_what_is_extreme_or_no_number(compiled, generator, stored):
         assert torch.equal(bits(compiled.gated_linear(x[-rows:], packed)), bits(apart(compiled, x[-rows:], packed)))
 
 
+@pytest.mark.parametrize("stored", ["bfloat16", "int8"])
 @pytest.mark.parametrize("rows", [1, 5, 33])
-def test_nothing_behind_the_result_is_written(generator, rows):
+def test_nothing_behind_the_result_is_written(generator, rows, stored):
     kernels = compiled_kernels("amx")
-    packed = kernels.pack_linear(random(generator, 192, 100, dtype=torch.bfloat16))
+    packed = kernels.pack_linear(FORMATS[stored](random(generator, 192, 100)))
     memory = torch.full((rows + 40, 96), 7.0, dtype=torch.bfloat16)
     kernels._empty = lambda *_, dtype: memory[:rows].view(dtype)
     kernels.gated_linear(random(generator, rows, 100, dtype=torch.bfloat16), packed)
     assert (memory[:rows] != 7).any(dim=1).all()
     assert (memory[rows:] == 7).all()
+
+
+def test_a_gated_product_that_no_kernel_fuses_is_refused(compiled, generator):
+    packed = compiled.pack_linear(quantize_int4(random(generator, 64, 64)))
+    out = torch.zeros(2, 32)
+    with pytest.raises(ValueError, match="not gated"):
+        compiled._multiply(random(generator, 2, 64), packed.storage, out, gated=True)
+    assert not out.any()
 
 
 def test_tiles_fuse_what_stands_in_panels_of_its_own():

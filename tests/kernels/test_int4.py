@@ -1,5 +1,9 @@
 """int4 weights in groups times int8 activations: exact sums over all groups, the same bits everywhere."""
 
+import contextlib
+import ctypes
+import mmap
+
 import pytest
 import torch
 from kernel_backends import ISAS, compiled_kernels
@@ -57,6 +61,31 @@ def test_the_reference_computes_what_the_weight_stands_for(generator):
     x, weight = random(generator, 20, 256), weight_of(generator, 50, 256, 64)
     exact = x.double() @ weight.dequantize().double().T
     assert (reference(x, weight).double() - exact).norm() / exact.norm() < 0.01  # the rounding of activations
+
+
+def test_zero_points_beyond_the_values_are_refused(kernels, generator):
+    weight = weight_of(generator, 8, 64, 32)
+    assert weight.zeros is not None
+    weight.zeros[3, 1] = 17
+    with pytest.raises(ValueError, match="zero points reach 17"):
+        kernels.linear(random(generator, 2, 64), kernels.pack_linear(weight))
+
+
+def test_more_input_features_than_sums_hold_are_refused(compiled):
+    weight = Int4Weight(torch.zeros(1, 65537, dtype=torch.uint8), torch.ones(1, 1), None, 65537)
+    with pytest.raises(ValueError, match="65537 input features"):
+        compiled.pack_linear(weight)
+
+
+def test_a_column_whose_groups_differ_much(compiled, generator):
+    """A group is off by half a unit of its column at most, however small it is."""
+    weight = weight_of(generator, 40, 256, 32, torch.float32)
+    weight.scales *= torch.logspace(0, -5, 8)
+    x = random(generator, 20, 256)
+    result = compiled.linear(x, compiled.pack_linear(weight))
+    assert torch.equal(result, reference(x, weight))
+    exact = x.double() @ weight.dequantize().double().T
+    assert (result.double() - exact).norm() / exact.norm() < 0.01
 
 
 def test_scales_are_nearly_whole_multiples_of_a_unit(generator):
@@ -148,6 +177,42 @@ def test_threads_do_not_change_a_bit(isa, generator):
     weight, x = weight_of(generator, 300, 200, 32), random(generator, 40, 200)
     results = [k.linear(x, k.pack_linear(weight)) for k in (compiled_kernels(isa), compiled_kernels(isa, 1))]
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("group_size", [32, 96])
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("rows", [1, 3, 16, 40])
+@pytest.mark.parametrize("depth", [64, 70, 96, 130])
+def test_nothing_behind_weight_or_result_is_touched(compiled, generator, depth, rows, zeros, group_size):
+    weight = weight_of(generator, 33, depth, group_size, zeros=zeros)
+    x, expected = random(generator, rows, depth), None
+    with memory_before_a_guard() as allocate:
+        compiled.allocate = allocate
+        try:
+            packed = compiled.pack_linear(weight)
+        finally:
+            del compiled.allocate
+        memory = torch.full((rows + 20, 33), 7.0)
+        compiled.linear(x, packed, out=memory[:rows])
+        expected = reference(x, weight)
+        del packed
+    assert torch.equal(memory[:rows], expected)
+    assert (memory[rows:] == 7).all()
+
+
+@contextlib.contextmanager
+def memory_before_a_guard():
+    """Give a function that allocates right before a page that must not be read or written."""
+    size = 16 * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    guard = ctypes.c_void_p(whole.data_ptr() + size)
+    assert protect(guard, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    try:
+        yield lambda num_bytes: whole[size - num_bytes : size]
+    finally:
+        assert protect(guard, ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
 
 @pytest.mark.parametrize("rows", [6, 40])

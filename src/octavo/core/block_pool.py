@@ -7,7 +7,7 @@ never given out again). Taking, releasing, finding and evicting a block are O(1)
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from octavo.glimpse import BlockState
@@ -54,7 +54,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self._free = deque(self.blocks)
+        self._free = self.blocks[::-1]  # a stack: what was released last has its memory, and perhaps stands in a cache
         self._cached: OrderedDict[int, Block] = OrderedDict()  # least recently used first
         self._index: dict[BlockHash, Block] = {}
         self._on_evict = on_evict or (lambda _block_id: None)
@@ -132,7 +132,7 @@ class BlockPool:
 
     def _take_one(self) -> Block:
         if self._free:
-            block = self._free.popleft()
+            block = self._free.pop()
         else:
             _, block = self._cached.popitem(last=False)
             self._forget(block)
@@ -226,7 +226,7 @@ class BlockPool:
             self._index.pop(block.hash, None)
             block.hash, block.token_ids, block.parent, block.extra_keys = None, (), None, ()
         self._cached.pop(block.block_id, None)
-        self._free = deque(other for other in self._free if other is not block)
+        self._free = [other for other in self._free if other is not block]
         self.quarantined.add(block.block_id)
 
 

@@ -85,7 +85,7 @@ class CpuKernels:
 
     @property
     def layout(self) -> str:
-        """To be counted up when csrc/kernels.h says something else of a packed weight.
+        """To be counted up when csrc/kernels.h, or `Int4Weight.whole_scales`, says something else of a packed weight.
 
         Who multiplies belongs to it: what another machine packed must not decide which kernel serves on this one.
         """
@@ -375,6 +375,8 @@ class _PanelWeight:
         cls, kernels: CpuKernels, weight: Tensor | Sequence[Tensor] | QuantizedWeight, bias: Tensor | None
     ) -> _PanelWeight:
         parts: Sequence[Tensor]
+        if not isinstance(weight, (torch.Tensor, Sequence)) and weight.shape[1] > MAX_IN_FEATURES:
+            raise ValueError(f"{weight.shape[1]} input features of integers: sums would not fit, {MAX_IN_FEATURES} do")
         if isinstance(weight, Sequence):  # each into its own panels, if it fills them
             is_whole = all(part.shape[0] % _PANEL_COLUMNS == 0 for part in weight[:-1])
             parts = weight if is_whole else [torch.cat(list(weight))]
@@ -386,10 +388,9 @@ class _PanelWeight:
             scales = weight.scales.contiguous()
         elif isinstance(weight, Int4Weight):
             int4 = _Int4Format.of(weight)
-            multiples, scales = weight.whole_scales()
+            multiples, scales = weight.whole_scales()  # which the kernels call units
             zeros = None if weight.zeros is None else weight.zeros.contiguous()
         out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        assert scales is None or in_features <= MAX_IN_FEATURES
         columns = -(-out_features // _PANEL_COLUMNS) * _PANEL_COLUMNS
         number = _DTYPE_NUMBERS[parts[0].dtype]
         data = kernels.allocate(_packed_bytes(number, out_features, in_features, int4))

@@ -82,11 +82,12 @@ class Int4Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes packed, without padding: half a byte a value, two for each zero point."""
-        return self.values.numel() // 2 + self.scales.nbytes + (0 if self.zeros is None else 2 * self.zeros.numel())
+        """Bytes that it takes packed, without padding: half a byte a value, two a scale or zero point, four a row."""
+        groups = self.scales.numel() + (0 if self.zeros is None else self.zeros.numel())
+        return self.values.numel() // 2 + 2 * groups + 4 * self.shape[0]
 
     def dequantize(self) -> Tensor:
-        """Return the weight that this stands for, in float32."""
+        """Return the weight that this stands for, in float32, by the scales as they were given."""
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
         zeros = torch.full_like(self.scales, INT4_ZERO) if self.zeros is None else self.zeros
         return (self.values.float() - zeros.float()[:, group]) * self.scales.float()[:, group]
@@ -96,8 +97,10 @@ class Int4Weight:
 
         A scale is nearly its multiple of the unit of its output feature. The feature's largest one is 4,079 units, or
         2,039 where there are zero points, so that every weight is a whole number of 16 bits times the unit. What is not
-        finite makes its feature NaN.
+        finite makes its feature NaN. Raises `ValueError` for a zero point beyond 16.
         """
+        if self.zeros is not None and bool((self.zeros > 2 * INT4_ZERO).any()):
+            raise ValueError(f"zero points reach {self.zeros.max()}, and values only 15")
         scales = self.scales.float()
         largest = scales.abs().amax(dim=1) if scales.shape[1] else scales.new_zeros(scales.shape[0])
         most = torch.full_like(largest, _MOST_WORD // (INT4_ZERO if self.zeros is None else 2 * INT4_ZERO))

@@ -69,7 +69,8 @@ class Architecture:
         """Bytes of all weights in `dtype`; norm weights are kept in `norm_dtype` (that of the activations).
 
         quantization: how matrices are rounded that are not stored as integers. An int8 matrix takes a byte a weight,
-        and four for the scale of each row; an int4 one half a byte, and two for each scale and zero point.
+        and four for the scale of each row; an int4 one half a byte, two for each scale and zero point, and four for the
+        unit of each row.
         """
         total = 0
         for name, shape in self.tensor_shapes().items():
@@ -77,7 +78,7 @@ class Architecture:
             if bits == 8:
                 total += math.prod(shape) + 4 * shape[0]
             elif bits == 4:
-                total += math.prod(shape) // 2 + 2 * shape[0] * groups * (2 if zeros else 1)
+                total += math.prod(shape) // 2 + 2 * shape[0] * groups * (2 if zeros else 1) + 4 * shape[0]
             else:
                 total += math.prod(shape) * DTYPE_BYTES[(norm_dtype or dtype) if is_norm(name) else dtype]
         return total

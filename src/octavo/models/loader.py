@@ -69,7 +69,8 @@ def load_model(
     `octavo.kernels.quantization`; with "int4" embeddings and lm_head are int8.
     packed_cache: where rounded weights are kept packed for the next start, and found again; None for nowhere.
     progress(done, total) is called after each tensor, in bytes of weights in `dtype`.
-    Peak memory is that of the packed weights, pages last read and, where weights are rounded, the largest fused one.
+    Peak memory is that of the packed weights, of pages last read and, where weights are converted or rounded, of the
+    largest ones that are computed together.
     Raises `ModelError`.
     """
     shapes = architecture.tensor_shapes()
@@ -154,11 +155,11 @@ class _Packer:
             )
         if covered:
             return fuse_quantized([self._integers(name) for name in names])
-        parts = [self._alias(f"{name}.weight") for name in names]
+        tensors = [f"{name}.weight" for name in names]
         if self.quantization is None:
-            return parts
-        bits = 8 if is_vocabulary(f"{names[0]}.weight") or self.quantization == "int8" else 4
-        rounded = fuse_quantized([self._round(part, bits) for part in parts])
+            return [self._alias(tensor) for tensor in tensors]
+        bits = 8 if is_vocabulary(tensors[0]) or self.quantization == "int8" else 4
+        rounded = fuse_quantized([self._round(self._alias(tensor), bits) for tensor in tensors])
         if isinstance(self.source, CheckpointFiles):
             self.source.release()  # before it is packed: the vocabulary's weight is the largest
         return rounded

@@ -41,7 +41,9 @@ def read_quantized(
         return found
 
     if stored.layout == StoredLayout.INT8:
-        return Int8Weight(required("weight").clone(), required("weight_scale").flatten().float())
+        scales = required("weight_scale").flatten().to(torch.float32, copy=True)
+        _refuse_infinite(module, scales)
+        return Int8Weight(required("weight").clone(), scales)
     _refuse_reordered(stored, module, tensor)
     out_features, in_features = shape
     zeros: Tensor | None = None
@@ -63,8 +65,15 @@ def read_quantized(
     if zeros is not None and bool((zeros == INT4_ZERO).all()):
         zeros = None
     size = stored.group_size or in_features
-    scales = scales.float() if scales.dtype == torch.float64 else scales
+    scales = scales.float() if scales.dtype == torch.float64 else scales.clone(memory_format=torch.contiguous_format)
+    _refuse_infinite(module, scales)
     return Int4Weight(values.contiguous(), scales.contiguous(), None if zeros is None else zeros.contiguous(), size)
+
+
+def _refuse_infinite(module: str, scales: Tensor) -> None:
+    """Raise where a scale is no finite number: every token would come out of NaN."""
+    if not bool(scales.isfinite().all()):
+        raise ModelError(f"{module}: a scale of its weights is infinite or no number; the checkpoint is broken")
 
 
 def _refuse_reordered(stored: StoredQuantization, module: str, tensor: Callable[[str], Tensor | None]) -> None:
