@@ -234,7 +234,8 @@ struct AskingAndGating {
 // `fresh`. beside.step() is called at each step.
 template <class Product, int kTiles, class Beside>
 void multiply_steps(const RowsOfTiles& rows, const char* x, const char* w, int64_t steps, const char* tail, bool fresh,
-                    Beside beside, typename Product::Sum* sums, int64_t stride) {
+                    const Beside& asked, typename Product::Sum* sums, int64_t stride) {
+  Beside beside = asked;  // by reference: a copy made for the call would wait until the sums stored before are in the cache
   auto* lower = sums + kTileHeight * stride;
   const int64_t sum_bytes = stride * 4;
   const int64_t row_bytes = rows.row_bytes, tile_bytes = rows.tile_bytes, step_bytes = rows.step_bytes;
@@ -400,7 +401,8 @@ void multiply_panels_of_tiles(const LinearArgs& args, const Product& product, co
         const int64_t lines = !is_long ? share : i == 0 ? kStepBytes / 64 : 0;
         const auto multiply =
             height > kTileHeight ? multiply_steps<Product, 2, AskingAndGating> : multiply_steps<Product, 1, AskingAndGating>;
-        multiply(rows.tiles, x, w, some, has_tail ? tail : nullptr, is_first, {{ahead, lines}, gates}, out, kPanelColumns);
+        const AskingAndGating beside{{ahead, lines}, gates};
+        multiply(rows.tiles, x, w, some, has_tail ? tail : nullptr, is_first, beside, out, kPanelColumns);
         if (is_last) write_tiles(args, product, rows, row, first + p, out, gates);
       }
     }

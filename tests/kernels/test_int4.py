@@ -80,7 +80,7 @@ def test_more_input_features_than_sums_hold_are_refused(compiled):
 def test_a_column_whose_groups_differ_much(compiled, generator):
     """A group is off by half a unit of its column at most, however small it is."""
     weight = weight_of(generator, 40, 256, 32, torch.float32)
-    weight.scales *= torch.logspace(0, -5, 8)
+    weight.scales.mul_(torch.logspace(0, -5, 8))
     x = random(generator, 20, 256)
     result = compiled.linear(x, compiled.pack_linear(weight))
     assert torch.equal(result, reference(x, weight))
