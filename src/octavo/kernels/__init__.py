@@ -27,7 +27,7 @@ __all__ = [
 # the last 512 of 4,096 tokens of qwen2-0.5b (benchmarks/curves.py shows what they give); int4 with avx512_bf16 is an
 # estimate, in the proportion of avx512_vnni.
 _ATTENTION_SLOWNESS = {
-    "amx": {16: 2.9, 8: 5.1, 4: 1.4},
+    "amx": {16: 3.0, 8: 4.9, 4: 2.8},
     "avx512_bf16": {16: 1.6, 8: 2.9, 4: 1.9},
     "avx512_vnni": {16: 1.7, 8: 5.2, 4: 3.4},
 }
