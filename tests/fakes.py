@@ -137,7 +137,8 @@ class FakeExecutor:
     """Recites `TEXT`. Checks what it is sent as a worker would have to.
 
     step_s: how long a step takes. answer: what is recited instead of `TEXT`, always from its beginning.
-    `fail_next` makes the next step fail, `die` kills the engine's thread.
+    `fail_next` makes the next step that computes a token fail (behind an ended request the engine takes one
+    that computes none, and a test cannot know when), `die` kills the engine's thread.
     `gate`, while cleared, holds the next step back.
     """
 
@@ -152,6 +153,7 @@ class FakeExecutor:
         self.is_shut_down = False
         self._rows: dict[str, _Row] = {}
         self._result: ModelOutput | None = None
+        self._num_tokens = 0
 
     def prepare(self, _params: Any) -> None:
         return None
@@ -169,6 +171,7 @@ class FakeExecutor:
             self._rows[request_id].token_ids.extend(new)
             self._rows[request_id].num_computed_tokens = num_computed
         self._result = ModelOutput(scheduled.step, {})
+        self._num_tokens = sum(scheduled.num_scheduled_tokens.values())
         for request_id, count in scheduled.num_scheduled_tokens.items():
             self._advance(request_id, self._rows[request_id], count, self._result)
 
@@ -197,7 +200,7 @@ class FakeExecutor:
             time.sleep(self.step_s)
         if self.die:
             raise RuntimeError("secret/path/of/the/worker broke")
-        if self.fail_next:
+        if self.fail_next and self._num_tokens:
             self.fail_next = False
             raise ExecutionError("secret/path/of/the/kernel broke")
         assert self._result is not None
