@@ -244,6 +244,7 @@ class LlamaCpp(Peer):
         with tarfile.open(next(self.folder.glob("llama_cpp_python*.tar.gz"))) as archive:
             archive.extractall(self.folder, filter="data")
         next(self.folder.glob("llama_cpp_python-*/")).rename(self.folder / "source")
+        self._keep_tile_shapes()
         build = str(self.folder / "build")
         options = ["-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DCMAKE_BUILD_TYPE=Release"]
         command(["cmake", "-S", str(self._source), "-B", build, *options])
@@ -253,6 +254,16 @@ class LlamaCpp(Peer):
     @property
     def _source(self) -> Path:
         return self.folder / "source" / "vendor" / "llama.cpp"
+
+    def _keep_tile_shapes(self) -> None:
+        """Let AMX work with the compilers of Debian 12 and Ubuntu 22.04 (GCC bug 114098).
+
+        Their `_tile_loadconfig` is said to read a pointer's width, so they leave the rest of the shapes away, and
+        Q8_0 and Q4_0 end at the first use of a tile.
+        """
+        path = self._source / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp"
+        text, call = path.read_text(), "_tile_loadconfig(&tc);"
+        path.write_text(text.replace(call, f'asm volatile("" : : "r"(&tc) : "memory");\n    {call}'))
 
     def convert(self, source: Path, precision: str, target: Path) -> None:
         """Convert; a tokenizer that it does not know counts as Qwen's, as prompts are token ids anyway."""
