@@ -114,7 +114,7 @@ inline void multiply_nibble_panel(const LinearArgs& args, const NibbleTiles& pro
         multiply(rows.tiles, x, unpacked + slice * some * kStepBytes, some, nullptr, step == 0,
                  {ahead, slice == 0 ? lines : 0}, out + slice * slice_sums, kPanelColumns);
       }
-      if (step + some == steps) product.write(args, out, slice_sums, rows.scales + row, rows.first + row, height, panel);
+      if (step + some == steps) product.write(args, out, slice_sums, rows.tiles.scales_from(row), rows.first + row, height, panel);
     }
   }
 }
@@ -125,14 +125,12 @@ inline void multiply_rows_of_nibble_tiles(ThreadPool& pool, const LinearArgs& ar
   const int64_t pairs = divide_up(args.rows, kTogether);
   const int64_t blocks = divide_up(pairs, kNibblePairs), block_rows = divide_up(pairs, blocks) * kTogether;
   const RowsOfTiles all = pack_rows_as_tiles<ByteTiles>(pool, args, steps);
-  const auto* scales = reinterpret_cast<const float*>(all.data + pairs * all.pair_bytes);
   const int64_t unpacked_bytes = smaller(steps, kPieceSteps) * kStepBytes * NibbleTiles::kSlices;
   const int64_t sums_bytes = NibbleTiles::kSlices * block_rows * kPanelColumns * 4, tasks = panels * blocks;
   pool.reserve_local(static_cast<size_t>(unpacked_bytes + sums_bytes));
   parallel_ahead(pool, tasks, [&](int64_t task, int64_t following, int thread) {
     const int64_t row = task % blocks * block_rows;
-    BlockOfTiles rows{all, scales + row, row, smaller(block_rows, args.rows - row)};
-    rows.tiles.data += row / kTogether * all.pair_bytes;
+    const BlockOfTiles rows{all.from(row), row, smaller(block_rows, args.rows - row)};
     char* unpacked = static_cast<char*>(pool.local(thread));
     multiply_nibble_panel(args, product, rows, task / blocks, following < tasks ? product.panel(following / blocks) : nullptr,
                           unpacked, reinterpret_cast<int32_t*>(unpacked + unpacked_bytes));

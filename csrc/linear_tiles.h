@@ -52,6 +52,16 @@ struct RowsOfTiles {
   int64_t tile_bytes;
   int64_t row_bytes;
   int64_t step_bytes;
+  const float* scales = nullptr;  // of the rows, if the product has them
+
+  const float* scales_from(int64_t row) const { return scales == nullptr ? nullptr : scales + row; }
+
+  RowsOfTiles from(int64_t row) const {
+    RowsOfTiles rest = *this;
+    rest.data += row / kTogether * pair_bytes;
+    rest.scales = scales_from(row);
+    return rest;
+  }
 };
 
 // bfloat16, two to a word.
@@ -310,7 +320,6 @@ void multiply_two_panels(const RowsOfTiles& rows, const char* w, const char* oth
 // Some rows of the product, as tiles.
 struct BlockOfTiles {
   RowsOfTiles tiles;
-  const float* scales;
   int64_t first;  // row of the output
   int64_t count;
 };
@@ -348,7 +357,7 @@ void write_tiles(const LinearArgs& args, const Product& product, const BlockOfTi
   const PanelOrder order(args);
   const int64_t rows = smaller(kTogether, block.count - row);
   const Place out = place_of(args, block.first + row, order.result(i) * kPanelColumns);
-  product.write(args, sums, block.scales + row, rows, order.panel(i), args.gated ? gates.place(i % 2) : out);
+  product.write(args, sums, block.tiles.scales_from(row), rows, order.panel(i), args.gated ? gates.place(i % 2) : out);
   if (args.gated && i % 2 == 1) gates.begin(out, rows);
 }
 
@@ -422,7 +431,7 @@ RowsOfTiles pack_rows_as_tiles(ThreadPool& pool, const LinearArgs& args, int64_t
       Product::pack_row(args, row, steps, out, scales + row);
     }
   });
-  return {packed, pair_bytes, kTileBytes, kTileStep, 2 * kTileBytes};
+  return {packed, pair_bytes, kTileBytes, kTileStep, 2 * kTileBytes, scales};
 }
 
 // Tasks are groups of panels times blocks of rows. A group is larger where the rows are few, for several streams from memory,
@@ -432,9 +441,8 @@ void multiply_rows_of_tiles(ThreadPool& pool, const LinearArgs& args, const Prod
   const int64_t steps = divide_up(divide_up(args.k, Product::kDepth), kStepWords), row_bytes = steps * kTileStep;
   const int64_t panels = divide_up(args.n, kPanelColumns), pairs = divide_up(args.rows, kTogether);
   const int64_t blocks = divide_up(pairs, kBlockPairs), block_rows = divide_up(pairs, blocks) * kTogether;
-  const bool packs = product.packs(args);
-  const RowsOfTiles all = packs ? pack_rows_as_tiles<Product>(pool, args, steps) : product.as_they_stand(args);
-  const auto* scales = reinterpret_cast<const float*>(all.data + (packs ? pairs * all.pair_bytes : 0));  // or not read
+  const RowsOfTiles all =
+      product.packs(args) ? pack_rows_as_tiles<Product>(pool, args, steps) : product.as_they_stand(args);
   const bool is_near = pairs > 1 && block_rows * row_bytes <= kNearBytes;
   const int64_t together = PanelOrder(args).together(), most = (is_near ? kNearPanels : kFarPanels) / together;
   const int64_t group = together * panels_of_a_task(panels / together, pool.num_threads(), most);
@@ -443,8 +451,7 @@ void multiply_rows_of_tiles(ThreadPool& pool, const LinearArgs& args, const Prod
   parallel_ahead(pool, tasks, [&](int64_t task, int64_t following, int thread) {
     const int64_t panel = task / blocks * group, row = task % blocks * block_rows;
     const int64_t next = following < tasks ? following / blocks * group : -1;
-    BlockOfTiles rows{all, scales + row, row, smaller(block_rows, args.rows - row)};
-    rows.tiles.data += row / kTogether * all.pair_bytes;
+    const BlockOfTiles rows{all.from(row), row, smaller(block_rows, args.rows - row)};
     multiply_panels_of_tiles(args, product, rows, panel, smaller(group, panels - panel), next,
                              static_cast<typename Product::Sum*>(pool.local(thread)));
   });

@@ -24,11 +24,13 @@ def architecture(tmp_path_factory):
     return read_architecture(directory)
 
 
-def test_prompts_get_an_eighth_of_a_step_beside_answers(architecture):
-    config = resolve_scheduler(SchedulerConfig(max_num_batched_tokens=800), architecture, None)
-    assert config.max_num_mixed_prefill_tokens == 100
-    config = resolve_scheduler(SchedulerConfig(max_num_batched_tokens=3, max_num_seqs=3), architecture, None)
-    assert config.max_num_mixed_prefill_tokens == 1
+def test_beside_answers_prompts_get_a_time_unless_tokens_were_asked_for(architecture):
+    asked = [(None, None), (None, 64), (None, 0), (50.0, 64), (0.0, None)]
+    found = [(80.0, None), (None, 64), (None, 0), (50.0, 64), (0.0, None)]
+    for before, after in zip(asked, found, strict=True):
+        config = SchedulerConfig(mixed_step_ms=before[0], max_num_mixed_prefill_tokens=before[1])
+        resolved = resolve_scheduler(config, architecture, None)
+        assert (resolved.mixed_step_ms, resolved.max_num_mixed_prefill_tokens) == after
 
 
 @pytest.mark.parametrize("isa", ["amx", "avx512_bf16", "avx2", None])

@@ -132,6 +132,7 @@ def test_every_model_command_has_the_same_engine_options() -> None:
         "--enable-chunked-prefill",
         "--no-enable-chunked-prefill",
         "--long-prefill-token-threshold",
+        "--mixed-step-ms",
         "--max-num-mixed-prefill-tokens",
         "--attention-cost-tokens",
         "--scheduling-policy",

@@ -71,10 +71,12 @@ def test_generation_config_is_honoured(llm, checkpoint):
 
 def test_the_engine_schedules_as_it_resolved(llm, checkpoint):
     config = llm.llm_engine.core.scheduler.config
-    assert config.max_num_mixed_prefill_tokens == 0
+    assert (config.max_num_mixed_prefill_tokens, config.mixed_step_ms) == (0, None)
     assert config.attention_cost_tokens > 0
     read_along = LLM(model=str(checkpoint), max_model_len=64, max_num_mixed_prefill_tokens=None)
-    assert read_along.llm_engine.core.scheduler.config.max_num_mixed_prefill_tokens == 64
+    scheduler = read_along.llm_engine.core.scheduler
+    assert scheduler.config.mixed_step_ms == 80.0
+    assert scheduler.get_stats().prefill_limit == 64  # of 512
 
 
 def test_chat_renders_the_template(llm):

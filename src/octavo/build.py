@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from octavo.config import EngineConfig, kernels_required
+from octavo.config import DEFAULT_MIXED_STEP_MS, EngineConfig, kernels_required
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.llm_engine import Engine
@@ -110,15 +110,15 @@ def resolve_scheduler(
     A token attends to all before it, which is slower an operation than the matrix products are; how much, depends on
     the instruction set and on the weights.
     """
-    cost, mixed = config.attention_cost_tokens, config.max_num_mixed_prefill_tokens
+    cost, step_ms = config.attention_cost_tokens, config.mixed_step_ms
     if not config.enable_chunked_prefill:
         return config  # prompts are not cut
     if cost is None:
         bits = _BITS[quantization] if architecture.stored is None else architecture.stored.bits
         cost = round(1000 * attention_slowness(isa, bits) * architecture.attention_share, 3)
-    if mixed is None:
-        mixed = max(config.max_num_batched_tokens // 8, 1)
-    return replace(config, attention_cost_tokens=cost, max_num_mixed_prefill_tokens=mixed)
+    if step_ms is None and config.max_num_mixed_prefill_tokens is None:
+        step_ms = DEFAULT_MIXED_STEP_MS
+    return replace(config, attention_cost_tokens=cost, mixed_step_ms=step_ms)
 
 
 def _instruction_set(config: DeviceConfig, dtype: str) -> str | None:

@@ -29,6 +29,7 @@ _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 DEFAULT_BLOCK_SIZE = 16
+DEFAULT_MIXED_STEP_MS = 80.0  # of an engine that somebody reads along with
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 DEFAULT_MAX_NUM_WAITING = 1024  # of a server
 DEFAULT_MAX_NUM_WAITING_TOKENS = 1 << 20
@@ -145,11 +146,13 @@ class SchedulerConfig:
     """Limits of one step and of the queue, the order of requests, and what happens when memory is short.
 
     long_prefill_token_threshold: most tokens one prompt gets in a step; 0 for no such limit.
-    max_num_mixed_prefill_tokens: most tokens that prompts get in a step in which others decode, so that answers keep
-    flowing; 0 for no such limit. attention_cost_tokens: a prompt's token counts as 1 + attention_cost_tokens *
-    position / 1000 tokens of a step's budget, as it attends to all before it; 0: as one. None (both): an engine
-    takes an eighth of max_num_batched_tokens (`LLM` takes 0), and what the model's shape says; a scheduler on its own
-    neither.
+    mixed_step_ms: about how long a step may take in which prompts come beside answers, which wait for the whole of it:
+    prompts get as many tokens as that leaves them, at least an eighth of max_num_batched_tokens; 0 for no such limit.
+    max_num_mixed_prefill_tokens: most tokens that prompts get there, however fast a step is; 0 for no such limit.
+    attention_cost_tokens: a prompt's token counts as 1 + attention_cost_tokens * position / 1000 tokens of a step's
+    budget, as it attends to all before it; 0: as one.
+    None: where the engine knows neither of the first two it takes 80 ms (`LLM` sets no limit), and of the third what
+    the model's shape says; a scheduler on its own takes 0.
     enable_chunked_prefill False: a prompt waits until it fits whole; only one larger than the whole budget is cut.
     ageing_s: under `priority`, waiting so long counts as much as one priority number less (None: strict classes);
     under `deadline`, nobody waits behind a request that came so much later (None: only deadlines count).
@@ -173,6 +176,7 @@ class SchedulerConfig:
     policy: SchedulingPolicy = SchedulingPolicy.FCFS
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
+    mixed_step_ms: float | None = None
     max_num_mixed_prefill_tokens: int | None = None
     attention_cost_tokens: float | None = None
     batching: BatchingMode = BatchingMode.MIXED
@@ -203,12 +207,12 @@ class SchedulerConfig:
         _at_least("max_num_preemptions", self.max_num_preemptions, 0)
         for name in ("fair_input_weight", "fair_output_weight", "swap_block_cost_tokens", "waiting_served_ratio"):
             _not_negative(name, getattr(self, name))
-        for name in ("ageing_s", "attention_cost_tokens"):
+        for name in ("ageing_s", "attention_cost_tokens", "mixed_step_ms"):
             if getattr(self, name) is not None:
                 _not_negative(name, getattr(self, name))
         for name, kind in _CHOICES.items():
             object.__setattr__(self, name, _choice(name, kind, getattr(self, name)))
-        for name in ("long_prefill_token_threshold", "max_num_mixed_prefill_tokens", "attention_cost_tokens"):
+        for name in _CUT_PROMPTS:
             if getattr(self, name) and not self.enable_chunked_prefill:
                 raise ConfigError(f"{name} cuts prompts, which enable_chunked_prefill=False forbids")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -218,6 +222,12 @@ class SchedulerConfig:
             )
 
 
+_CUT_PROMPTS = (
+    "long_prefill_token_threshold",
+    "mixed_step_ms",
+    "max_num_mixed_prefill_tokens",
+    "attention_cost_tokens",
+)
 _CHOICES: dict[str, type[StrEnum]] = {
     "policy": SchedulingPolicy,
     "admission": AdmissionRule,

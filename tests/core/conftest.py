@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,6 +14,9 @@ from octavo.model_output import ModelOutput
 from octavo.request import Request
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler_output import SchedulerOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 REQUEST_OPTIONS = ("priority", "cache_salt", "tenant", "tenant_weight", "adapter", "deadline", "arrival_time")
 
@@ -31,6 +34,7 @@ class Core:
         cache_decoded_blocks: bool = True,
         num_host_blocks: int = 0,
         connector: Any = None,
+        clock: Callable[[], float] | None = None,
         **scheduler_options: Any,
     ) -> None:
         ticks = itertools.count()
@@ -44,7 +48,7 @@ class Core:
             ),
             num_blocks=num_blocks,
             max_model_len=max_model_len,
-            clock=lambda: float(next(ticks)),
+            clock=clock or (lambda: float(next(ticks))),
             sink=self.log,
             num_host_blocks=num_host_blocks,
             connector=connector,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from octavo.errors import ConfigError, RequestError
@@ -116,6 +118,79 @@ def test_prompts_take_no_tokens_of_who_decodes_behind_them(make_core):
         assert all(f"long{index}" in scheduled for index in range(6))
 
 
+class Timed:
+    """A core whose steps take `ms` for each of their tokens; somebody decodes, and a prompt waits to be computed."""
+
+    def __init__(self, make_core, ms, **options):
+        self.ms, self.now = ms, 0.0
+        self.core = make_core(
+            num_blocks=5000, max_num_batched_tokens=160, mixed_step_ms=100.0, clock=lambda: self.now, **options
+        )
+        self.core.add("answer", 1, max_tokens=1000)
+        self.step()
+        self.core.add("prompt", 9000)
+
+    def step(self):
+        """Return the prompt's tokens of a step."""
+        scheduled = self.core.scheduler.schedule()
+        self.now += self.ms / 1000 * scheduled.total_num_scheduled_tokens
+        self.core.scheduler.update_from_output(scheduled, self.core.compute(scheduled))
+        return scheduled.num_scheduled_tokens.get("prompt", 0)
+
+    def steps(self, count):
+        return [self.step() for _ in range(count)]
+
+
+def test_beside_answers_prompts_get_what_a_step_has_time_for(make_core):
+    timed = Timed(make_core, ms=2.0)
+    counts = timed.steps(20)
+    assert counts[0] == 20  # an eighth of a step, as long as nothing is known
+    assert counts == sorted(counts)
+    assert all(after <= 1.25 * before + 1 for before, after in itertools.pairwise(counts))
+    assert 47 <= counts[-1] <= 49  # and the answer: 2 ms each
+    timed.ms = 4.0  # something else runs on the machine
+    assert 23 <= timed.steps(20)[-1] <= 24
+    timed.ms = 50.0
+    assert timed.steps(5)[-1] == 20  # slow, but prompts are not starved
+    timed.ms = 0.0
+    assert timed.steps(20)[-1] == 159
+    assert timed.core.scheduler.get_stats().prefill_limit == 160
+
+
+def test_one_slow_step_takes_no_more_than_half(make_core):
+    timed = Timed(make_core, ms=1.0)
+    before = timed.steps(20)[-1]
+    timed.ms = 1000.0
+    timed.step()
+    timed.ms = 1.0
+    assert timed.step() == before // 2
+    assert timed.steps(10)[-1] >= before - 1
+
+
+def test_what_prompts_do_not_use_teaches_nothing(make_core):
+    timed = Timed(make_core, ms=1.0, long_prefill_token_threshold=10)
+    assert timed.steps(20) == [10] * 20
+    assert timed.core.scheduler.get_stats().prefill_limit == 20
+    timed.core.scheduler.abort_request("prompt")
+    timed.steps(20)
+    assert timed.core.scheduler.get_stats().prefill_limit == 20
+
+
+def test_however_fast_steps_are_prompts_get_no_more_than_was_asked_for(make_core):
+    assert max(Timed(make_core, ms=0.1, max_num_mixed_prefill_tokens=50).steps(20)) == 50
+    assert Timed(make_core, ms=0.1, max_num_mixed_prefill_tokens=7).steps(20) == [7] * 20
+
+
+def test_a_step_that_failed_teaches_nothing(make_core):
+    timed = Timed(make_core, ms=1.0)
+    timed.steps(5)
+    before = timed.core.scheduler.get_stats().prefill_limit
+    scheduled = timed.core.scheduler.schedule()
+    timed.now += 1000
+    timed.core.scheduler.fail_step(scheduled, "broken")
+    assert timed.core.scheduler.get_stats().prefill_limit == before
+
+
 def test_a_prompts_token_costs_more_the_more_stand_before_it(make_core):
     core = make_core(num_blocks=64, max_num_batched_tokens=16, attention_cost_tokens=1000 / 16)
     core.add("long", 60)
@@ -175,7 +250,9 @@ def test_unchunked_prompt_waits_until_it_fits_whole(make_core):
     assert core.step().num_scheduled_tokens == {"a": 6}
     assert core.step().num_scheduled_tokens == {"a": 1, "b": 8, "huge": 1}
     assert core.step().num_scheduled_tokens == {"a": 1, "b": 1, "huge": 8}
-    for name in ("long_prefill_token_threshold", "max_num_mixed_prefill_tokens", "attention_cost_tokens"):
+    for name in (
+        "long_prefill_token_threshold", "mixed_step_ms", "max_num_mixed_prefill_tokens", "attention_cost_tokens",
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=name):
             make_core(enable_chunked_prefill=False, **{name: 4})
 

@@ -92,8 +92,9 @@ MUTANTS = [
     Mutant("the budget is exceeded", "E1", "policy.py", "    if num_remaining <= budget:\n        return num_remaining\n", "    if num_remaining <= budget + 1:\n        return num_remaining\n"),
     Mutant("a far token costs like a near one", "E1", "policy.py", "        return min(math.ceil(count * self._per_position * position), budget - count)", "        return 0"),
     Mutant("a far token waits for a larger budget", "F9", "policy.py", "        return max(int(budget / (1 + self._per_position * position)), 1)", "        return int(budget / (1 + self._per_position * position))"),
-    Mutant("prompts fill a step in which others decode", "E1", "policy.py", "                plan.lower_budget(sum(decoded) + max(self._max_prefill_tokens, num_prompts))", "                pass"),
-    Mutant("prompts take the tokens of who decodes behind them", "F11", "policy.py", "                plan.lower_budget(sum(decoded) + max(self._max_prefill_tokens, num_prompts))", "                plan.lower_budget(sum(decoded) + self._max_prefill_tokens)"),
+    Mutant("prompts fill a step in which others decode", "E1", "policy.py", "                plan.lower_budget(sum(decoded) + max(self.prefill_limit, num_prompts))", "                pass"),
+    Mutant("prompts take the tokens of who decodes behind them", "F11", "policy.py", "                plan.lower_budget(sum(decoded) + max(self.prefill_limit, num_prompts))", "                plan.lower_budget(sum(decoded) + self.prefill_limit)"),
+    Mutant("what was learned of a step has no bounds", "E1", "policy.py", "            self._limit = min(max(change * self._limit, self._least), self._most)", "            self._limit = change * self._limit"),
     Mutant("an ending is told twice", "F20", _SCHEDULER, "        outputs, self._news = self._news, []\n        new_tokens", "        outputs = list(self._news)\n        new_tokens"),
     Mutant("an abort takes a bystander's blocks", "F20", _POOL, "            block.ref_count -= 1\n            if block.ref_count == 0 and", "            block.ref_count = 0\n            if block.ref_count == 0 and"),
 ]  # fmt: skip

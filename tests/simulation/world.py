@@ -39,6 +39,7 @@ FEATURES = (
     "fair",
     "reservation",
 )
+STEP_S = 0.01  # of a token
 MAX_DRAIN_STEPS = 5000
 
 
@@ -91,6 +92,7 @@ class WorldConfig:
     deadline_rate: float = 0.05
     longest_prompt: int = 24
     longest_output: int = 12
+    mixed_step_ms: float | None = None
     max_num_mixed_prefill_tokens: int | None = None
     attention_cost_tokens: float | None = None
 
@@ -135,6 +137,7 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         max_num_waiting_tokens=rng.choice([None, None, rng.randint(10, 100)]),
         max_num_mixed_prefill_tokens=rng.choice([None, 0, rng.randint(1, 8)]) if chunked else None,
         attention_cost_tokens=rng.choice([None, 60.0, 1000.0]) if chunked else None,
+        mixed_step_ms=rng.choice([None, 0.0, 40.0, 200.0]) if chunked else None,
     )
 
 
@@ -278,6 +281,7 @@ class World:
             len(scheduler.running) + len(scheduler.loads) + scheduler.room.num_parked < self.config.max_num_seqs
         )
         scheduled = scheduler.schedule()
+        self.now += STEP_S * scheduled.total_num_scheduled_tokens
         self.forced.clear()
         self._check_output(scheduled)
         self._check_order(scheduled)
@@ -579,12 +583,23 @@ class World:
 
     def _budget(self) -> int:
         """What the tokens of a step may cost: less for prompts beside answers."""
-        limit, most = self.config.max_num_mixed_prefill_tokens, self.config.max_num_batched_tokens
+        limit, most = self._prefill_limit(), self.config.max_num_batched_tokens
         older = [request for request in self.scheduler.running if request.request_id not in self.admitted]
         answers = sum(request.num_tokens - request.num_computed_tokens for request in older if not is_prefill(request))
         prompts = sum(is_prefill(request) for request in older)
         is_limited = limit and answers and self.config.batching == "mixed"
         return min(most, answers + max(limit, prompts)) if is_limited else most
+
+    def _prefill_limit(self) -> int:
+        """Prompts get what is asked for beside answers, or what was learned, which has bounds."""
+        most, whole = self.config.max_num_mixed_prefill_tokens or 0, self.config.max_num_batched_tokens
+        if not self.config.mixed_step_ms or self.config.batching != "mixed":
+            return most
+        most = most or whole
+        limit = self.scheduler.get_stats().prefill_limit
+        if not min(most, max(whole // 8, 1)) <= limit <= most:
+            raise SimulationError(f"{limit} tokens beside answers, of a step of {whole} and {most} at most")
+        return limit
 
     def _check_order(self, scheduled: SchedulerOutput) -> None:
         """No running prompt gets of the budget for which a more important newcomer waits, or is overtaken by another."""

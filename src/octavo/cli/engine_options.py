@@ -37,6 +37,7 @@ _CACHE = "KV cache"
 _SCHEDULER = "Scheduler"
 _DEVICE = "Device"
 _SAME_NAMES = (  # options that are fields of SchedulerConfig under the same name
+    "mixed_step_ms",
     "max_num_mixed_prefill_tokens",
     "attention_cost_tokens",
     "ageing_s",
@@ -197,13 +198,23 @@ class EngineOptions:
             help="Most tokens that one prompt gets in a step; 0 sets no such limit.",
         ),
     ] = 0
+    mixed_step_ms: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MILLISECONDS",
+            rich_help_panel=_SCHEDULER,
+            help="How long a step may take in which prompts come beside answers under way, which wait for all of it: "
+            "prompts get what fits, an eighth of max-num-batched-tokens at least; 0 sets no such limit. Default: 80; 0 "
+            "in octavo bench, or where max-num-mixed-prefill-tokens is given.",
+            show_default=False,
+        ),
+    ] = None
     max_num_mixed_prefill_tokens: Annotated[
         int | None,
         typer.Option(
             metavar="TOKENS",
             rich_help_panel=_SCHEDULER,
-            help="Most tokens that prompts get in a step beside answers under way, which wait for the whole step; 0 "
-            "sets no such limit. Default: an eighth of max-num-batched-tokens; in octavo bench 0.",
+            help="Most tokens that prompts get in such a step, however fast it is; 0 sets no such limit. Default: 0.",
             show_default=False,
         ),
     ] = None

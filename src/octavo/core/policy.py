@@ -174,6 +174,11 @@ def is_decode(request: Request) -> bool:
 class Batching(Protocol):
     """In which order a step is filled: grow(plan, requests) serves the running, admit(plan, before) the waiting."""
 
+    @property
+    def prefill_limit(self) -> int:
+        """What prompts may take of the next step in which others decode, 0 for all that is left."""
+        ...
+
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
         """Fill the plan of one step.
 
@@ -181,30 +186,57 @@ class Batching(Protocol):
         """
         ...
 
+    def learn(self, seconds: float) -> None:
+        """Take in how long the step took that was filled last."""
+        ...
+
 
 class MixedBatching:
     """Everyone who runs, then who waits: prompts and answers share steps.
 
-    max_prefill_tokens: what prompts may take of a step in which others decode, 0 for all that is left: who reads an
-    answer waits for the whole step.
+    Who reads an answer waits for the whole step, so prompts get no more of one than `most` (0: what is left), and with
+    `step_s` as much as lets it end within about so many seconds, but `least` at least (Sarathi-Serve, Agrawal et al.
+    2024, chooses such a budget by profiling; here steps are watched as they come, and the limit follows what runs).
     """
 
-    def __init__(self, max_prefill_tokens: int) -> None:
-        self._max_prefill_tokens = max_prefill_tokens
+    _MOST_AT_ONCE = (0.5, 1.25)  # a step may be slow, or fast, for reasons of its own
+
+    def __init__(self, most: int, least: int = 0, step_s: float = 0.0) -> None:
+        self._most, self._least, self._step_s = float(most), float(least), step_s
+        self._limit = self._least if step_s else self._most
+        self._num_taken = 0  # by prompts, of the step filled last, if others decode in it
+
+    @property
+    def prefill_limit(self) -> int:
+        """What prompts may take of the next step in which others decode, 0 for all that is left."""
+        return int(self._limit)
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
         """Serve the running first."""
-        if self._max_prefill_tokens:
+        decoded: list[int] = []
+        if self._limit:
             decoded = [request.num_tokens - request.num_computed_tokens for request in running if is_decode(request)]
             if decoded:  # a token for each running prompt at least, or they would take those of who decodes behind them
                 num_prompts = len(running) - len(decoded)
-                plan.lower_budget(sum(decoded) + max(self._max_prefill_tokens, num_prompts))
+                plan.lower_budget(sum(decoded) + max(self.prefill_limit, num_prompts))
         grow(plan, [request for request in running if request not in outranked] if outranked else running)
         admit_in_turn(plan, outranked, grow, admit)
+        self._num_taken = plan.whole_budget - plan.budget - sum(decoded) if decoded else 0
+
+    def learn(self, seconds: float) -> None:
+        """Follow the steps that prompts and answers share: only one that prompts filled says that more would fit."""
+        if not self._step_s or self._num_taken <= 0:
+            return
+        shrink, grow = self._MOST_AT_ONCE
+        change = min(max(self._step_s / seconds, shrink), grow) if seconds > 0 else grow
+        if change < 1 or self._num_taken >= 0.9 * self.prefill_limit:
+            self._limit = min(max(change * self._limit, self._least), self._most)
 
 
 class PrefillFirstBatching:
     """Only prompts as long as there are any, else only answers: no step holds both."""
+
+    prefill_limit = 0
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
         """Serve prompts, or else answers."""
@@ -212,6 +244,9 @@ class PrefillFirstBatching:
         admit_in_turn(plan, outranked, grow, admit)
         if not (plan.num_tokens or plan.kv_loads):
             grow(plan, [request for request in running if is_decode(request)])
+
+    def learn(self, seconds: float) -> None:
+        """Nobody who decodes waits for a prompt of the same step."""
 
 
 def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: Admit) -> None:
@@ -232,4 +267,6 @@ def create_batching(config: SchedulerConfig) -> Batching:
     """Create the rule that `config.batching` names."""
     if config.batching is BatchingMode.PREFILL_FIRST:
         return PrefillFirstBatching()
-    return MixedBatching(config.max_num_mixed_prefill_tokens or 0)
+    whole, step_s = config.max_num_batched_tokens, (config.mixed_step_ms or 0.0) / 1000
+    most = config.max_num_mixed_prefill_tokens or (whole if step_s else 0)
+    return MixedBatching(most, min(most, max(whole // 8, 1)), step_s)

@@ -79,7 +79,7 @@ class Scheduler:
         self.loads = PendingLoads()
         self._sink = events.FanOut([self.counters, sink or events.NullSink()])
         self._clock = clock
-        self._now = 0.0
+        self._now = self._step_start = 0.0
         self._step = 0
         self._open_step: int | None = None
         self._num_busy_steps = 0
@@ -245,7 +245,7 @@ class Scheduler:
         """
         self._step += 1
         self._open_step = self._step
-        self._now = self._clock()
+        self._now = self._step_start = self._clock()
         self._expire()
         self._expire_loads()
         self._return_parked()
@@ -609,6 +609,7 @@ class Scheduler:
             self.kv_cache_manager.unpin(transfer_id)
         for transfer_id, arrived in result.kv_loads:
             self._end_load(transfer_id, arrived=arrived)
+        self._batching.learn(self._now - self._step_start)
         outputs, self._news = self._news, []
         new_tokens: dict[str, int] = {}
         num_served: defaultdict[str, float] = defaultdict(float)
@@ -774,6 +775,7 @@ class Scheduler:
             cache_hit_rate=self.counters.cache_hit_rate,
             num_cached_blocks=self.kv_cache_manager.num_cached_blocks,
             num_steps=count[events.StepScheduled],
+            prefill_limit=self._batching.prefill_limit,
         )
 
     def block_map(self) -> BlockMap:

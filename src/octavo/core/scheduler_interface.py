@@ -61,7 +61,10 @@ class SchedulerInterface(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Totals since the start and the state now."""
+    """Totals since the start and the state now.
+
+    prefill_limit: what prompts may take of the next step in which others decode, 0 for all that is left.
+    """
 
     total_scheduled: int
     total_preempted: int
@@ -75,3 +78,4 @@ class SchedulerStats:
     cache_hit_rate: float
     num_cached_blocks: int
     num_steps: int
+    prefill_limit: int

@@ -124,7 +124,7 @@ class Admission:
     def enter(self, tenant: Tenant, num_streams: int) -> Place:
         """Take places, all or none. Raises `RateLimitError` and `QueueFullError`, with the seconds to wait."""
         now, account = self._clock(), self._account(tenant)
-        self.check(tenant, num_streams)
+        self._check(tenant, account, num_streams, now)
         if account.requests is not None:
             account.requests.take(1, now)
         account.num_open += num_streams
@@ -133,9 +133,7 @@ class Admission:
 
     def check(self, tenant: Tenant, num_streams: int) -> None:
         """Raise what `enter` would raise now, and take nothing."""
-        now, account = self._clock(), self._account(tenant)
-        self._check_tenant(tenant, account, num_streams, now)
-        self._check_room(tenant, account, num_streams, now)
+        self._check(tenant, self._account(tenant), num_streams, self._clock())
 
     def leave(self, place: Place) -> None:
         """Give places back."""
@@ -191,6 +189,10 @@ class Admission:
         if per_minute is None:
             return None
         return present if present and present.per_minute == per_minute else Bucket(per_minute, self._clock())
+
+    def _check(self, tenant: Tenant, account: _Account, num_streams: int, now: float) -> None:
+        self._check_tenant(tenant, account, num_streams, now)
+        self._check_room(tenant, account, num_streams, now)
 
     def _check_tenant(self, tenant: Tenant, account: _Account, num_streams: int, now: float) -> None:
         limit = tenant.max_concurrency

@@ -71,7 +71,7 @@ function takeFrame(frame) {
   for (const chart of charts) chart.add(frame.seconds, offset);
   showMoment(frame);
   if (frame.blocks !== null) blocks.update(frame.blocks);
-  timeline.add(frame.steps);
+  timeline.add(frame.steps, frame.steps_left_out);
   if (document.hidden) return; // nobody looks
   if (frame.is_first || frame.steps.length) timeline.draw();
   if (frame.is_first || frame.blocks !== null) blocks.draw();

@@ -21,13 +21,15 @@ export class Timeline {
 
   clear() {
     this.steps = [];
+    this.leftOut = new Map();
     this.lanes = new Map();
   }
 
-  /** steps: [number, start, seconds, [[request, tokens, is of a prompt], ...]]. */
-  add(steps) {
+  /** steps: [number, start, seconds, [[request, tokens, is of a prompt], ...]]; before them so many were left out. */
+  add(steps, numLeftOut) {
+    if (steps.length) this.leftOut.set(steps[0][0], numLeftOut);
     this.steps.push(...steps);
-    this.steps.splice(0, Math.max(this.steps.length - 400, 0));
+    for (const step of this.steps.splice(0, Math.max(this.steps.length - 400, 0))) this.leftOut.delete(step[0]);
   }
 
   visible() {
@@ -80,7 +82,10 @@ export class Timeline {
       context.textAlign = "right";
       context.fillText(`step ${steps.at(-1)[0]}`, width, height - 1);
       context.textAlign = "left";
-      context.fillText(`${steps.length} steps in ${duration(steps.at(-1)[1] + steps.at(-1)[2] - steps[0][1])}`, 0, height - 1);
+      const numLeftOut = steps.slice(1).reduce((sum, step) => sum + (this.leftOut.get(step[0]) ?? 0), 0);
+      const whole = numLeftOut ? ` of ${steps.length + numLeftOut}` : "";
+      const seconds = duration(steps.at(-1)[1] + steps.at(-1)[2] - steps[0][1]);
+      context.fillText(`${steps.length}${whole} steps in ${seconds}`, 0, height - 1);
     } else {
       context.textAlign = "center";
       context.fillText("no step in the last minutes", width / 2, room / 2);
