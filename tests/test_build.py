@@ -26,7 +26,7 @@ def architecture(tmp_path_factory):
 
 def test_beside_answers_prompts_get_a_time_unless_tokens_were_asked_for(architecture):
     asked = [(None, None), (None, 64), (None, 0), (50.0, 64), (0.0, None)]
-    found = [(80.0, None), (None, 64), (None, 0), (50.0, 64), (0.0, None)]
+    found = [(100.0, None), (None, 64), (None, 0), (50.0, 64), (0.0, None)]
     for before, after in zip(asked, found, strict=True):
         config = SchedulerConfig(mixed_step_ms=before[0], max_num_mixed_prefill_tokens=before[1])
         resolved = resolve_scheduler(config, architecture, None)

@@ -75,7 +75,7 @@ def test_the_engine_schedules_as_it_resolved(llm, checkpoint):
     assert config.attention_cost_tokens > 0
     read_along = LLM(model=str(checkpoint), max_model_len=64, max_num_mixed_prefill_tokens=None)
     scheduler = read_along.llm_engine.core.scheduler
-    assert scheduler.config.mixed_step_ms == 80.0
+    assert scheduler.config.mixed_step_ms == 100.0
     assert scheduler.get_stats().prefill_limit == 64  # of 512
 
 

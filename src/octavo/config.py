@@ -29,7 +29,7 @@ _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 DEFAULT_BLOCK_SIZE = 16
-DEFAULT_MIXED_STEP_MS = 80.0  # of an engine that somebody reads along with
+DEFAULT_MIXED_STEP_MS = 100.0  # of an engine that somebody reads along with
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 DEFAULT_MAX_NUM_WAITING = 1024  # of a server
 DEFAULT_MAX_NUM_WAITING_TOKENS = 1 << 20
@@ -151,7 +151,7 @@ class SchedulerConfig:
     max_num_mixed_prefill_tokens: most tokens that prompts get there, however fast a step is; 0 for no such limit.
     attention_cost_tokens: a prompt's token counts as 1 + attention_cost_tokens * position / 1000 tokens of a step's
     budget, as it attends to all before it; 0: as one.
-    None: where the engine knows neither of the first two it takes 80 ms (`LLM` sets no limit), and of the third what
+    None: where the engine knows neither of the first two it takes 100 ms (`LLM` sets no limit), and of the third what
     the model's shape says; a scheduler on its own takes 0.
     enable_chunked_prefill False: a prompt waits until it fits whole; only one larger than the whole budget is cut.
     ageing_s: under `priority`, waiting so long counts as much as one priority number less (None: strict classes);

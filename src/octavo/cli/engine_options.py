@@ -204,7 +204,7 @@ class EngineOptions:
             metavar="MILLISECONDS",
             rich_help_panel=_SCHEDULER,
             help="How long a step may take in which prompts come beside answers under way, which wait for all of it: "
-            "prompts get what fits, an eighth of max-num-batched-tokens at least; 0 sets no such limit. Default: 80; 0 "
+            "prompts get what fits, an eighth of max-num-batched-tokens at least; 0 sets no such limit. Default: 100; 0 "
             "in octavo bench, or where max-num-mixed-prefill-tokens is given.",
             show_default=False,
         ),
