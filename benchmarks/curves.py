@@ -67,7 +67,7 @@ def by_requests(client: Client) -> list[tuple[int, float]]:
     """Return (requests, tokens/s) while all of them decode, behind prompts of 32 tokens."""
     points = []
     for count in REQUESTS:
-        # two prompts of 32 fill what prompts get of a step beside answers: the last one starts `count / 2` steps later
+        # two prompts of 32 fill what prompts get at least beside answers: the last starts up to `count / 2` steps later
         names = [client.add(32, OUTPUT_TOKENS + count // 2) for _ in range(count)]
         client.run()
         start, end = (edge(client.times[name][i] for name in names) for edge, i in ((max, 0), (min, -1)))
@@ -152,7 +152,7 @@ def main() -> None:
         max_num_seqs=max(REQUESTS),
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
-        max_num_mixed_prefill_tokens=None,  # as a server has it
+        mixed_step_ms=None,  # as a server has it
     )
     client = Client(llm.llm_engine)
     client.add(512, 8)

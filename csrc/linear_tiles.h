@@ -52,7 +52,7 @@ struct RowsOfTiles {
   int64_t tile_bytes;
   int64_t row_bytes;
   int64_t step_bytes;
-  const float* scales = nullptr;  // of the rows, if the product has them
+  const float* scales = nullptr;  // of the rows, or not read
 
   const float* scales_from(int64_t row) const { return scales == nullptr ? nullptr : scales + row; }
 
@@ -419,7 +419,7 @@ void multiply_panels_of_tiles(const LinearArgs& args, const Product& product, co
   gates.finish();
 }
 
-// Copies all rows into pairs of tiles; behind these stand the rows' scales, if the product has them.
+// Copies all rows into pairs of tiles; behind these is room for the rows' scales.
 template <class Product>
 RowsOfTiles pack_rows_as_tiles(ThreadPool& pool, const LinearArgs& args, int64_t steps) {
   const int64_t pairs = divide_up(args.rows, kTogether), pair_bytes = kTogether * steps * kTileStep;

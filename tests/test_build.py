@@ -24,13 +24,18 @@ def architecture(tmp_path_factory):
     return read_architecture(directory)
 
 
-def test_beside_answers_prompts_get_a_time_unless_tokens_were_asked_for(architecture):
-    asked = [(None, None), (None, 64), (None, 0), (50.0, 64), (0.0, None)]
-    found = [(100.0, None), (None, 64), (None, 0), (50.0, 64), (0.0, None)]
-    for before, after in zip(asked, found, strict=True):
-        config = SchedulerConfig(mixed_step_ms=before[0], max_num_mixed_prefill_tokens=before[1])
-        resolved = resolve_scheduler(config, architecture, None)
-        assert (resolved.mixed_step_ms, resolved.max_num_mixed_prefill_tokens) == after
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({}, 100.0),
+        ({"max_num_mixed_prefill_tokens": 64}, 100.0),
+        ({"mixed_step_ms": 50.0}, 50.0),
+        ({"mixed_step_ms": 0.0}, 0.0),
+        ({"batching": "prefill_first"}, 0.0),
+    ],
+)
+def test_beside_answers_prompts_have_a_tenth_of_a_second(architecture, options, found):
+    assert resolve_scheduler(SchedulerConfig(**options), architecture, None).mixed_step_ms == found
 
 
 @pytest.mark.parametrize("isa", ["amx", "avx512_bf16", "avx2", None])
@@ -52,7 +57,7 @@ def test_attention_costs_what_it_does_beside_the_products(architecture, isa):
 
 
 def test_what_was_asked_for_stays(architecture):
-    asked = SchedulerConfig(max_num_mixed_prefill_tokens=0, attention_cost_tokens=0.0)
+    asked = SchedulerConfig(mixed_step_ms=0.0, max_num_mixed_prefill_tokens=7, attention_cost_tokens=0.0)
     assert resolve_scheduler(asked, architecture, "int8") == asked
     uncut = SchedulerConfig(enable_chunked_prefill=False)
     assert resolve_scheduler(uncut, architecture, "int8") == uncut

@@ -458,16 +458,16 @@ def test_bench(fake_model: FakeExecutor, tmp_path: Path) -> None:
 
 def test_bench_lets_prompts_fill_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody reads along, as with `LLM`; but what is asked for holds."""
-    built: list[int | None] = []
+    built: list[float | None] = []
 
     def build(options: EngineOptions) -> Any:
-        built.append(options.max_num_mixed_prefill_tokens)
+        built.append(options.mixed_step_ms)
         return make_engine(FakeExecutor(), max_num_seqs=8)
 
     monkeypatch.setattr(EngineOptions, "build", build)
-    for asked in ([], ["--max-num-mixed-prefill-tokens", "32"]):
+    for asked in ([], ["--mixed-step-ms", "50"]):
         assert run("bench", "throughput", "--repeat", "1", "--only", "B", *asked).exit_code == 0
-    assert built == [0, 32]
+    assert built == [0, 50]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ needs_kernels = pytest.mark.skipif(
 )
 DTYPES = ["float32", "bfloat16", "int8", "int4", "bfloat16 with int8 KV", "int8 with int8 KV"]
 NUM_REQUESTS = 32
-PRESSING = {"max_num_mixed_prefill_tokens": 0, "attention_cost_tokens": 0.0}  # prompts fill steps, and the cache soon
+PRESSING = {"mixed_step_ms": 0.0, "attention_cost_tokens": 0.0}  # prompts fill steps, and the cache soon
 NUM_TOKENS = 12
 
 
@@ -66,6 +66,7 @@ SCHEDULES = [
     Schedule("fair", block_size=2, num_blocks=140, budget=64, options=(("policy", "fair"),)),
     Schedule("protected", **FEW_BLOCKS, options=(("max_num_preemptions", 1),)),
     Schedule("costly", budget=64, options=(("max_num_mixed_prefill_tokens", 3), ("attention_cost_tokens", 500.0))),
+    Schedule("timed", budget=64, options=(("mixed_step_ms", 5.0),)),
     Schedule("reservation", block_size=2, options=(("admission", "reservation"), ("max_batch_total_tokens", 900))),
     Schedule("prefill_first", options=(("batching", "prefill_first"),)),
     Schedule("one_thread", num_threads=1),

@@ -71,9 +71,9 @@ def test_generation_config_is_honoured(llm, checkpoint):
 
 def test_the_engine_schedules_as_it_resolved(llm, checkpoint):
     config = llm.llm_engine.core.scheduler.config
-    assert (config.max_num_mixed_prefill_tokens, config.mixed_step_ms) == (0, None)
+    assert (config.max_num_mixed_prefill_tokens, config.mixed_step_ms) == (0, 0.0)
     assert config.attention_cost_tokens > 0
-    read_along = LLM(model=str(checkpoint), max_model_len=64, max_num_mixed_prefill_tokens=None)
+    read_along = LLM(model=str(checkpoint), max_model_len=64, mixed_step_ms=None)
     scheduler = read_along.llm_engine.core.scheduler
     assert scheduler.config.mixed_step_ms == 100.0
     assert scheduler.get_stats().prefill_limit == 64  # of 512

@@ -263,6 +263,8 @@ class LlamaCpp(Peer):
         """
         path = self._source / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp"
         text, call = path.read_text(), "_tile_loadconfig(&tc);"
+        if call not in text:
+            raise RuntimeError(f"{path} sets up tiles otherwise: see whether they still need help")
         path.write_text(text.replace(call, f'asm volatile("" : : "r"(&tc) : "memory");\n    {call}'))
 
     def convert(self, source: Path, precision: str, target: Path) -> None:

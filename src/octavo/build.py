@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from octavo.config import DEFAULT_MIXED_STEP_MS, EngineConfig, kernels_required
+from octavo.config import DEFAULT_MIXED_STEP_MS, BatchingMode, EngineConfig, kernels_required
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.llm_engine import Engine
@@ -105,7 +105,7 @@ def _recorded(scheduler: Scheduler, clock: RecordedClock, path: Path | None) -> 
 def resolve_scheduler(
     config: SchedulerConfig, architecture: Architecture, quantization: str | None, isa: str | None = None
 ) -> SchedulerConfig:
-    """Choose what is left open of how prompts share steps.
+    """Choose what is left open of how prompts share steps: what these may take, and what a token counts.
 
     A token attends to all before it, which is slower an operation than the matrix products are; how much, depends on
     the instruction set and on the weights.
@@ -116,8 +116,8 @@ def resolve_scheduler(
     if cost is None:
         bits = _BITS[quantization] if architecture.stored is None else architecture.stored.bits
         cost = round(1000 * attention_slowness(isa, bits) * architecture.attention_share, 3)
-    if step_ms is None and config.max_num_mixed_prefill_tokens is None:
-        step_ms = DEFAULT_MIXED_STEP_MS
+    if step_ms is None:
+        step_ms = DEFAULT_MIXED_STEP_MS if config.batching is BatchingMode.MIXED else 0.0
     return replace(config, attention_cost_tokens=cost, mixed_step_ms=step_ms)
 
 

@@ -147,12 +147,13 @@ class SchedulerConfig:
 
     long_prefill_token_threshold: most tokens one prompt gets in a step; 0 for no such limit.
     mixed_step_ms: about how long a step may take in which prompts come beside answers, which wait for the whole of it:
-    prompts get as many tokens as that leaves them, at least an eighth of max_num_batched_tokens; 0 for no such limit.
-    max_num_mixed_prefill_tokens: most tokens that prompts get there, however fast a step is; 0 for no such limit.
+    prompts get as many tokens as that leaves them, but at least an eighth of max_num_batched_tokens, however long that
+    takes; 0 for no such limit. max_num_mixed_prefill_tokens: most tokens that prompts get there, however fast a step
+    is; 0 for no such limit. Both are of `mixed` batching.
     attention_cost_tokens: a prompt's token counts as 1 + attention_cost_tokens * position / 1000 tokens of a step's
     budget, as it attends to all before it; 0: as one.
-    None: where the engine knows neither of the first two it takes 100 ms (`LLM` sets no limit), and of the third what
-    the model's shape says; a scheduler on its own takes 0.
+    None: of mixed_step_ms an engine takes 100 (`LLM` takes 0), of attention_cost_tokens what the model's shape says; a
+    scheduler on its own takes 0 of either.
     enable_chunked_prefill False: a prompt waits until it fits whole; only one larger than the whole budget is cut.
     ageing_s: under `priority`, waiting so long counts as much as one priority number less (None: strict classes);
     under `deadline`, nobody waits behind a request that came so much later (None: only deadlines count).
@@ -177,7 +178,7 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     mixed_step_ms: float | None = None
-    max_num_mixed_prefill_tokens: int | None = None
+    max_num_mixed_prefill_tokens: int = 0
     attention_cost_tokens: float | None = None
     batching: BatchingMode = BatchingMode.MIXED
     ageing_s: float | None = 60.0
@@ -198,8 +199,9 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        for name in ("max_num_waiting", "max_num_waiting_tokens", "max_num_mixed_prefill_tokens"):
+        for name in ("long_prefill_token_threshold", "max_num_mixed_prefill_tokens"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("max_num_waiting", "max_num_waiting_tokens"):
             _at_least(name, getattr(self, name), 0, may_be_none=True)
         for name in ("max_batch_total_tokens", "max_batch_prefill_tokens"):
             _at_least(name, getattr(self, name), 1, may_be_none=True)

@@ -169,13 +169,17 @@ class BlockEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepScheduled(Event):
-    """A step that computes something was decided: who gets how many tokens of it, in the order of the batch."""
+    """A step that computes something was decided: who gets how many tokens of it, in the order of the batch.
+
+    prefill_limit: what prompts may take of a step in which others decode; 0: all that is left.
+    """
 
     num_scheduled_tokens: Mapping[str, int]
     num_tokens: int
     num_running: int
     num_waiting: int
     kv_cache_usage: float
+    prefill_limit: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class LLM:
 
     model: a directory in Hugging Face layout, a hub id, or None for the built-in model. Further arguments as in vLLM,
     and the other fields of `SchedulerConfig` and `CacheConfig` by their names (admission="reservation", ...); nobody
-    reads along with a batch, so prompts may fill a step (max_num_mixed_prefill_tokens=0). What octavo has no use for is
+    reads along with a batch, so prompts may fill a step (mixed_step_ms=0). What octavo has no use for is
     listed in `octavo.compatibility`.
 
         llm = LLM("Qwen/Qwen2.5-0.5B-Instruct")
@@ -111,7 +111,7 @@ class LLM:
         num_threads: int | None = None,
         **others: Any,
     ) -> None:
-        scheduler_options = {"max_num_mixed_prefill_tokens": 0, **_take_fields(others, SchedulerConfig)}
+        scheduler_options = {"mixed_step_ms": 0.0, **_take_fields(others, SchedulerConfig)}
         cache_options = _take_fields(others, CacheConfig)
         accept_arguments(others)
         max_num_seqs = DEFAULT_MAX_NUM_SEQS if max_num_seqs is None else max_num_seqs

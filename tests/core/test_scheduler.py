@@ -126,7 +126,7 @@ class Timed:
         self.core = make_core(
             num_blocks=5000, max_num_batched_tokens=160, mixed_step_ms=100.0, clock=lambda: self.now, **options
         )
-        self.core.add("answer", 1, max_tokens=1000)
+        self.core.add("answer", 1, max_tokens=5000)
         self.step()
         self.core.add("prompt", 9000)
 
@@ -174,6 +174,37 @@ def test_what_prompts_do_not_use_teaches_nothing(make_core):
     timed.core.scheduler.abort_request("prompt")
     timed.steps(20)
     assert timed.core.scheduler.get_stats().prefill_limit == 20
+
+
+def test_a_step_is_short_too_where_the_next_token_would_not_fit(make_core):
+    timed = Timed(make_core, ms=50.0, attention_cost_tokens=1.0)
+    request = timed.core.scheduler.requests["prompt"]
+    while request.num_computed_tokens < 6100:
+        timed.step()
+    assert timed.core.scheduler.get_stats().prefill_limit == 20
+    timed.ms = 0.0
+    assert timed.step() == 2  # at 7.1 each: 14 of 20
+    assert timed.core.scheduler.get_stats().prefill_limit == 25
+
+
+def test_answers_that_are_slow_alone_teach_nothing(make_core):
+    timed = Timed(make_core, ms=2.0)
+    before = timed.steps(20)[-1]
+    timed.core.scheduler.abort_request("prompt")
+    timed.ms = 1000.0
+    timed.steps(20)
+    timed.core.add("prompt", 9000)
+    timed.ms = 2.0
+    assert timed.step() == before
+
+
+def test_who_waits_for_budget_says_that_more_would_fit(make_core):
+    timed = Timed(make_core, ms=1.0)
+    timed.core.scheduler.abort_request("prompt")
+    for index in range(200):
+        timed.core.add(f"short{index}", 20, max_tokens=1)
+    timed.steps(30)
+    assert timed.core.scheduler.get_stats().prefill_limit > 80
 
 
 def test_however_fast_steps_are_prompts_get_no_more_than_was_asked_for(make_core):

@@ -34,6 +34,7 @@ OPTIONS = [
     {"batching": "prefill_first"},
     {"preemption": "swap"},
     {"max_num_preemptions": 1},
+    {"mixed_step_ms": 1500.0},
 ]
 
 
@@ -64,7 +65,10 @@ def make_core():
 @pytest.mark.parametrize("suffix", [".journal", ".journal.gz"])
 def test_every_decision_is_the_same_again(make_core, tmp_path, options, suffix):
     rng = random.Random(str(options))
-    swap = {"num_host_blocks": 6} if "preemption" in options else {}
+    others = {"num_host_blocks": 6} if "preemption" in options else {}
+    if "mixed_step_ms" in options:
+        times = itertools.accumulate(rng.uniform(0.3, 3.0) for _ in itertools.count())
+        others = {"clock": lambda: next(times)}
     recorded = Recorded(
         make_core,
         tmp_path / f"run{suffix}",
@@ -72,7 +76,7 @@ def test_every_decision_is_the_same_again(make_core, tmp_path, options, suffix):
         max_num_batched_tokens=24,
         max_num_seqs=5,
         **options,
-        **swap,
+        **others,
     )
     core = recorded.core
     prefix = [rng.randrange(100) for _ in range(12)]
@@ -107,6 +111,9 @@ def test_every_decision_is_the_same_again(make_core, tmp_path, options, suffix):
     assert done.mismatches == []
     assert done.num_steps == 400
     assert done.log.events == core.log.events
+    limits = [event.prefill_limit for event in core.log.of_type(StepScheduled)]
+    moves = {(after > before) - (after < before) for before, after in itertools.pairwise(limits)}
+    assert moves == ({-1, 0, 1} if "mixed_step_ms" in options else {0})
 
 
 def compute(core, scheduled, rng):
@@ -118,6 +125,18 @@ def compute(core, scheduled, rng):
         request_id = next(iter(result.sampled_token_ids))
         return ModelOutput(result.step, result.sampled_token_ids, errors={request_id: "NaN"})
     return result
+
+
+def test_a_journal_of_a_later_version_is_refused(make_core, tmp_path):
+    recorded = Recorded(make_core, tmp_path / "run.journal")
+    recorded.core.add("a", 3)
+    recorded.close()
+    header, *lines = recorded.path.read_text().splitlines()
+    changed = json.loads(header)
+    changed["scheduler"]["clairvoyance"] = 1
+    recorded.path.write_text("\n".join([json.dumps(changed), *lines, ""]))
+    with pytest.raises(ConfigError, match="clairvoyance"):
+        replay(recorded.path)
 
 
 def test_a_replay_sees_a_different_decision(make_core, tmp_path):

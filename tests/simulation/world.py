@@ -93,7 +93,7 @@ class WorldConfig:
     longest_prompt: int = 24
     longest_output: int = 12
     mixed_step_ms: float | None = None
-    max_num_mixed_prefill_tokens: int | None = None
+    max_num_mixed_prefill_tokens: int = 0
     attention_cost_tokens: float | None = None
 
 
@@ -135,7 +135,7 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         max_batch_total_tokens=rng.choice([None, rng.randint(20, 60)]),
         max_batch_prefill_tokens=rng.choice([None, rng.randint(4, 20)]),
         max_num_waiting_tokens=rng.choice([None, None, rng.randint(10, 100)]),
-        max_num_mixed_prefill_tokens=rng.choice([None, 0, rng.randint(1, 8)]) if chunked else None,
+        max_num_mixed_prefill_tokens=rng.choice([0, 0, rng.randint(1, 8)]) if chunked else 0,
         attention_cost_tokens=rng.choice([None, 60.0, 1000.0]) if chunked else None,
         mixed_step_ms=rng.choice([None, 0.0, 40.0, 200.0]) if chunked else None,
     )
@@ -281,7 +281,8 @@ class World:
             len(scheduler.running) + len(scheduler.loads) + scheduler.room.num_parked < self.config.max_num_seqs
         )
         scheduled = scheduler.schedule()
-        self.now += STEP_S * scheduled.total_num_scheduled_tokens
+        if self.config.mixed_step_ms:  # time passes while the worker computes
+            self.now += STEP_S * scheduled.total_num_scheduled_tokens
         self.forced.clear()
         self._check_output(scheduled)
         self._check_order(scheduled)
@@ -592,7 +593,7 @@ class World:
 
     def _prefill_limit(self) -> int:
         """Prompts get what is asked for beside answers, or what was learned, which has bounds."""
-        most, whole = self.config.max_num_mixed_prefill_tokens or 0, self.config.max_num_batched_tokens
+        most, whole = self.config.max_num_mixed_prefill_tokens, self.config.max_num_batched_tokens
         if not self.config.mixed_step_ms or self.config.batching != "mixed":
             return most
         most = most or whole

@@ -172,8 +172,8 @@ def _bench(options: EngineOptions, file: Path | None, names: Sequence[Workload],
     from octavo.cli.workloads import Item, make_workloads, measure, read_workloads, run
 
     workloads = None if file is None else read_workloads(file)
-    if options.max_num_mixed_prefill_tokens is None:  # nobody reads along, so prompts may fill a step, as with LLM
-        options = replace(options, max_num_mixed_prefill_tokens=0)
+    if options.mixed_step_ms is None:  # nobody reads along, so prompts may fill a step, as with LLM
+        options = replace(options, mixed_step_ms=0.0)
     engine = options.build()
     info = engine.input_processor.model_info
     if workloads is None:

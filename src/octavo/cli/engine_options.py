@@ -203,21 +203,20 @@ class EngineOptions:
         typer.Option(
             metavar="MILLISECONDS",
             rich_help_panel=_SCHEDULER,
-            help="How long a step may take in which prompts come beside answers under way, which wait for all of it: "
-            "prompts get what fits, an eighth of max-num-batched-tokens at least; 0 sets no such limit. Default: 100; 0 "
-            "in octavo bench, or where max-num-mixed-prefill-tokens is given.",
+            help="About how long a step may take in which prompts come beside answers under way, which wait for all "
+            "of it: prompts get what fits, but at least an eighth of max-num-batched-tokens, however long that takes; "
+            "0 sets no such limit. Default: 100; in octavo bench 0.",
             show_default=False,
         ),
     ] = None
     max_num_mixed_prefill_tokens: Annotated[
-        int | None,
+        int,
         typer.Option(
             metavar="TOKENS",
             rich_help_panel=_SCHEDULER,
-            help="Most tokens that prompts get in such a step, however fast it is; 0 sets no such limit. Default: 0.",
-            show_default=False,
+            help="Most tokens that prompts get in such a step, however fast it is; 0 sets no such limit.",
         ),
-    ] = None
+    ] = 0
     attention_cost_tokens: Annotated[
         float | None,
         typer.Option(

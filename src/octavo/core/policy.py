@@ -176,7 +176,7 @@ class Batching(Protocol):
 
     @property
     def prefill_limit(self) -> int:
-        """What prompts may take of the next step in which others decode, 0 for all that is left."""
+        """What prompts may take of the budget of the next step in which others decode, 0 for all that is left."""
         ...
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
@@ -199,16 +199,17 @@ class MixedBatching:
     2024, chooses such a budget by profiling; here steps are watched as they come, and the limit follows what runs).
     """
 
-    _MOST_AT_ONCE = (0.5, 1.25)  # a step may be slow, or fast, for reasons of its own
+    _SHRINK, _GROW = 0.5, 1.25  # at most at once: a step may be slow, or fast, for reasons of its own
 
     def __init__(self, most: int, least: int = 0, step_s: float = 0.0) -> None:
         self._most, self._least, self._step_s = float(most), float(least), step_s
         self._limit = self._least if step_s else self._most
-        self._num_taken = 0  # by prompts, of the step filled last, if others decode in it
+        self._taken = 0  # by prompts, of the step that was filled last, if others decode in it
+        self._was_short = False
 
     @property
     def prefill_limit(self) -> int:
-        """What prompts may take of the next step in which others decode, 0 for all that is left."""
+        """What prompts may take of the budget of the next step in which others decode, 0 for all that is left."""
         return int(self._limit)
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
@@ -221,15 +222,15 @@ class MixedBatching:
                 plan.lower_budget(sum(decoded) + max(self.prefill_limit, num_prompts))
         grow(plan, [request for request in running if request not in outranked] if outranked else running)
         admit_in_turn(plan, outranked, grow, admit)
-        self._num_taken = plan.whole_budget - plan.budget - sum(decoded) if decoded else 0
+        self._taken = plan.whole_budget - plan.budget - sum(decoded) if decoded else 0
+        self._was_short = plan.is_short
 
     def learn(self, seconds: float) -> None:
-        """Follow the steps that prompts and answers share: only one that prompts filled says that more would fit."""
-        if not self._step_s or self._num_taken <= 0:
+        """Follow the steps that prompts and answers share; only one that was too short for its prompts lets them grow."""
+        if not self._step_s or self._taken <= 0:
             return
-        shrink, grow = self._MOST_AT_ONCE
-        change = min(max(self._step_s / seconds, shrink), grow) if seconds > 0 else grow
-        if change < 1 or self._num_taken >= 0.9 * self.prefill_limit:
+        change = min(max(self._step_s / seconds, self._SHRINK), self._GROW) if seconds > 0 else self._GROW
+        if change < 1 or self._was_short:
             self._limit = min(max(change * self._limit, self._least), self._most)
 
 

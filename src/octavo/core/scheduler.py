@@ -293,6 +293,7 @@ class Scheduler:
             plan.give(request, 1, [])  # the usual case: one more token, into a block that it has
             return
         cost = self._prompt_cost if is_prefill(request) else PLAIN_COST
+        most = min(num_remaining, self.config.long_prefill_token_threshold or num_remaining)
         while True:
             count, budget = num_remaining, max(plan.budget - num_after, 1)
             if count > 1:
@@ -306,6 +307,7 @@ class Scheduler:
             block_ids = self.kv_cache_manager.allocate_slots(request, count)
             if block_ids is not None:
                 plan.give(request, count, block_ids, cost.surcharge(num_computed, count, budget))
+                plan.is_short |= count < most
                 return
             if plan.has_admitted:
                 return  # it gave way, and nobody falls now
@@ -339,7 +341,7 @@ class Scheduler:
             if not self._has_seat():
                 reason = WaitReason.NO_SEAT
             elif plan.budget <= 0:
-                reason = WaitReason.NO_BUDGET
+                reason, plan.is_short = WaitReason.NO_BUDGET, True
             else:
                 reason = self._admit_next(plan)
         plan.held_up = reason
@@ -363,10 +365,12 @@ class Scheduler:
         if num_external:
             return self._start_load(request, computed, num_external, plan)
         admission, cost, budget = self.admission, self._prompt_cost, plan.budget
+        num_remaining, threshold = request.num_tokens - computed.num_tokens, self.config.long_prefill_token_threshold
+        room = cost.num_tokens_within(budget, computed.num_tokens)
         count = num_tokens_to_schedule(
-            request.num_tokens - computed.num_tokens,
-            int(min(cost.num_tokens_within(budget, computed.num_tokens), admission.prefill_room)),
-            threshold=self.config.long_prefill_token_threshold,
+            num_remaining,
+            int(min(room, admission.prefill_room)),
+            threshold=threshold,
             may_be_cut=self.config.enable_chunked_prefill,
             whole_budget=int(min(self.config.max_num_batched_tokens, admission.largest_prefill)),
         )
@@ -380,6 +384,7 @@ class Scheduler:
         self._admit(request, computed)
         admission.admitted(request, count)
         plan.give(request, count, block_ids, cost.surcharge(computed.num_tokens, count, budget))
+        plan.is_short |= room < min(num_remaining, threshold or num_remaining)
         plan.has_admitted = True
         return None
 
@@ -593,6 +598,7 @@ class Scheduler:
             len(self.running),
             len(self.room) + len(self.loads),
             self.kv_cache_manager.pool.usage,
+            self._batching.prefill_limit,
         )
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:

@@ -16,6 +16,7 @@ class StepPlan:
     """Budget is in tokens. `num_tokens` is in the order in which the rows of the batch will stand.
 
     surcharge: what prompts took of the budget beyond their number of tokens.
+    is_short: whether somebody got less than there was to compute, or nothing, for want of budget.
     held_up: why nobody may be admitted any more in this step. has_admitted: so nobody may be preempted in it.
     """
 
@@ -28,6 +29,7 @@ class StepPlan:
     preempted: dict[str, Request] = field(default_factory=dict)
     held_up: WaitReason | None = None
     has_admitted: bool = False
+    is_short: bool = False
 
     def __post_init__(self) -> None:
         self.budget = self.whole_budget

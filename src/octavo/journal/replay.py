@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import CacheConfig, SchedulerConfig
@@ -52,6 +52,8 @@ class _Player:
         self.mismatches: list[Mismatch] = []
         self.num_steps = 0
         self.scheduled: SchedulerOutput | None = None
+        if unknown := set(header["scheduler"]) - {each.name for each in fields(SchedulerConfig)}:
+            raise ConfigError(f"the journal is of another version of octavo: {', '.join(sorted(unknown))} are unknown")
         self.scheduler = Scheduler(
             SchedulerConfig(**header["scheduler"]),
             CacheConfig(

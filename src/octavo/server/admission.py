@@ -123,7 +123,8 @@ class Admission:
 
     def enter(self, tenant: Tenant, num_streams: int) -> Place:
         """Take places, all or none. Raises `RateLimitError` and `QueueFullError`, with the seconds to wait."""
-        now, account = self._clock(), self._account(tenant)
+        account = self._account(tenant)  # perhaps a new one, whose times begin now
+        now = self._clock()
         self._check(tenant, account, num_streams, now)
         if account.requests is not None:
             account.requests.take(1, now)
