@@ -226,7 +226,7 @@ class MixedBatching:
         self._was_short = plan.is_short
 
     def learn(self, seconds: float) -> None:
-        """Follow the steps that prompts and answers share; only one that was too short for its prompts lets them grow."""
+        """Follow steps that prompts and answers share; only one that was too short for its prompts lets them grow."""
         if not self._step_s or self._taken <= 0:
             return
         change = min(max(self._step_s / seconds, self._SHRINK), self._GROW) if seconds > 0 else self._GROW
