@@ -198,6 +198,16 @@ def test_answers_that_are_slow_alone_teach_nothing(make_core):
     assert timed.step() == before
 
 
+def test_a_slow_step_takes_from_prompts_though_these_did_not_fill_it(make_core):
+    timed = Timed(make_core, ms=1.0)
+    before = timed.steps(20)[-1]
+    timed.core.scheduler.abort_request("prompt")
+    timed.core.add("short", 5, max_tokens=1)
+    timed.ms = 1000.0
+    timed.step()
+    assert timed.core.scheduler.get_stats().prefill_limit == before // 2
+
+
 def test_who_waits_for_budget_says_that_more_would_fit(make_core):
     timed = Timed(make_core, ms=1.0)
     timed.core.scheduler.abort_request("prompt")
