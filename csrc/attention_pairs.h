@@ -209,10 +209,11 @@ class PairKV {
       value_factors_[i] = factor(even);
       value_factors_[i + 1] = factor(odd);
       uint32_t* out = values_ + i / 2 * kPanelColumns;
-      for (int64_t d = 0; d < s_.padded_dim; d += kLanes) {
-        const IVec low = as_int(read_unscaled(even, d, s_.dim - d)), high = as_int(read_unscaled(odd, d, s_.dim - d));
-        store_int(out + d / kPanelColumns * kPanelColumns * kTilePairs + d % kPanelColumns,
-                  shift_right<16>(low) | (high & splat_int(kUpperHalf)));
+      for (int64_t d = 0; d < s_.padded_dim; d += kPanelColumns, out += kPanelColumns * kTilePairs) {
+        IVec left, right;
+        interleave_words(read_pairs(even, d, s_.dim - d), read_pairs(odd, d, s_.dim - d), left, right);
+        store_int(out, left);
+        store_int(out + kLanes, right);
       }
     }
   }

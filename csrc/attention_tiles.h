@@ -39,7 +39,7 @@ class TileKV : public PairKV<C> {
 
   void gather(const TileRows<C>& rows, const TileRows<C>& next) {
     Base::gather(rows, next);
-    are_finite_ = find_out_if_finite();
+    is_tested_ = false;
   }
 
   void score(int64_t row, int64_t rows, float* scores) {
@@ -57,9 +57,12 @@ class TileKV : public PairKV<C> {
   // All rows at once, if each sees some of the tile, and the whole of it where not all values are finite. Otherwise rows that
   // see the same positions, the heads of a token; values that are not finite are then kept from those that see but a part.
   void add_rows(float* weights, int64_t rows, const SeenRange* seen, float* sums) {
-    bool together = true;
-    for (int64_t r = 0; r < rows; ++r) together = together && !seen[r].empty() && (are_finite_ || seen[r].whole());
-    if (together) {
+    bool all_see_some = true, all_see_all = true;
+    for (int64_t r = 0; r < rows; ++r) {
+      all_see_some = all_see_some && !seen[r].empty();
+      all_see_all = all_see_all && seen[r].whole();
+    }
+    if (all_see_all || (all_see_some && are_finite())) {
       add_values(weights, rows, values_, sums);
       return;
     }
@@ -68,7 +71,7 @@ class TileKV : public PairKV<C> {
       count = 1;
       while (first + count < rows && seen[first + count].begin == range.begin && seen[first + count].end == range.end) ++count;
       if (range.empty()) continue;
-      const bool hides = !are_finite_ && !range.whole();
+      const bool hides = !range.whole() && !are_finite();
       if (hides) hide(range, weights + first * kTilePositions, count);
       add_values(weights + first * kTilePositions, count, hides ? seen_values_ : values_, sums + first * s_.sums_size);
     }
@@ -92,7 +95,12 @@ class TileKV : public PairKV<C> {
     }
   }
 
-  // Whether no value of the tile is infinite or no number, nor the scale of one.
+  // Whether no value of the tile is infinite or no number, nor the scale of one. Found out where a row sees but a part.
+  bool are_finite() {
+    if (!is_tested_) are_finite_ = find_out_if_finite();
+    is_tested_ = true;
+    return are_finite_;
+  }
   bool find_out_if_finite() const {
     IVec upper = splat_int(0), lower = splat_int(0);
     for (int64_t i = 0; i < kTilePairs * s_.padded_dim; i += kLanes) {
@@ -125,7 +133,7 @@ class TileKV : public PairKV<C> {
   static bool is_in(const SeenRange& range, int64_t position) { return position >= range.begin && position < range.end; }
 
   uint32_t* const seen_values_;  // [padded_dim / 32][kTilePairs][32]
-  bool are_finite_ = true;
+  bool is_tested_ = false, are_finite_ = true;
   Tiles tiles_;
 };
 

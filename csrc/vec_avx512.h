@@ -102,6 +102,13 @@ OCTAVO_INLINE IVec load_words(const void* p) {
 // The halves of each lane by themselves, without what does not fit.
 OCTAVO_INLINE IVec add_words(IVec a, IVec b) { return {_mm512_add_epi16(a.v, b.v)}; }
 OCTAVO_INLINE IVec multiply_words(IVec a, IVec b) { return {_mm512_mullo_epi16(a.v, b.v)}; }
+// The 32 words of a and of b by turns: the first sixteen of each, then the others.
+OCTAVO_INLINE void interleave_words(IVec a, IVec b, IVec& first, IVec& second) {
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // unpacking takes the halves of every 128 bits
+  const __m512i x = _mm512_permutexvar_epi64(order, a.v), y = _mm512_permutexvar_epi64(order, b.v);
+  first = {_mm512_unpacklo_epi16(x, y)};
+  second = {_mm512_unpackhi_epi16(x, y)};
+}
 // The bits of a where `mask` has ones, else those of b.
 OCTAVO_INLINE IVec select_bits(uint32_t mask, IVec a, IVec b) {
   return {_mm512_ternarylogic_epi32(splat_int(mask).v, a.v, b.v, 0xCA)};
