@@ -3,6 +3,9 @@
 // A step of the sum of values takes 32 positions for all rows: what a row may not see has the weight zero, which adds nothing
 // to a sum but perhaps the sign of a zero, and what is no number is not multiplied with it (see add_rows). So a row has the
 // same bits beside any others.
+//
+// Few rows, those of a decoded token, do not gather keys: 16 positions are the rows of a tile as they stand in a block of the
+// cache, the queries its columns. The products of a score and their order are the same, and so are its bits.
 #pragma once
 
 #include "attention_pairs.h"
@@ -23,6 +26,7 @@ class TileKV : public PairKV<C> {
   using Base::kUpperHalf;
   using Base::queries_;
   using Base::s_;
+  using Base::scale_;
   using Base::value_factors_;
   using Base::values_;
   using Base::words_;
@@ -37,12 +41,32 @@ class TileKV : public PairKV<C> {
   TileKV(const AttentionShape& s, float* memory)
       : Base(s, memory), seen_values_(reinterpret_cast<uint32_t*>(memory + divide_up(Base::size(s), kLanes) * kLanes)) {}
 
+  void pack_queries(const AttentionArgs& args, const AttentionTask& task) {
+    rows_ = task.tokens * s_.group;
+    if (rows_ > kTileHeight) {
+      Base::pack_queries(args, task);
+    } else {
+      scale_ = args.scale;
+      reads_in_place_ = std::is_same_v<C, bf16> && args.block_size % kTileHeight == 0 && s_.dim == s_.padded_dim;
+      pack_few_queries(args, task);
+    }
+  }
+
   void gather(const TileRows<C>& rows, const TileRows<C>& next) {
-    Base::gather(rows, next);
+    if (rows_ > kTileHeight) {
+      Base::gather(rows, next);
+    } else {
+      find_keys(rows, next);
+      Base::gather_values(rows, next);
+    }
     is_tested_ = false;
   }
 
   void score(int64_t row, int64_t rows, float* scores) {
+    if (rows_ <= kTileHeight) {
+      score_few(scores);
+      return;
+    }
     for (int64_t p = 0; p < kTilePositions; p += kPanelColumns) {
       multiply(queries_ + row * words_, words_, rows, keys_ + p * words_, words_ / kStepWords, true, scores + p, kTilePositions);
     }
@@ -78,6 +102,8 @@ class TileKV : public PairKV<C> {
   }
 
  private:
+  static constexpr uint64_t kWholeTiles = uint64_t{kTileHeight} * 0x0101'0101'0101'0101u;
+
   // sums += rows of words from x on, `stride` words from one to the next, times a panel of 32 columns.
   void multiply(const void* x, int64_t stride, int64_t rows, const uint32_t* panel, int64_t steps, bool fresh, float* sums,
                 int64_t sums_stride) {
@@ -93,6 +119,74 @@ class TileKV : public PairKV<C> {
     for (int64_t d = 0; d < s_.padded_dim; d += kPanelColumns) {
       multiply(weights, kTilePositions, rows, values + d * kTilePairs, kTilePairs / kStepWords, false, sums + d, s_.sums_size);
     }
+  }
+
+  // As [words_][16 rows]; absent ones are zero.
+  void pack_few_queries(const AttentionArgs& args, const AttentionTask& task) {
+    KVRow<bf16> source[kLanes];
+    for (int64_t row = 0; row < kLanes; ++row) {
+      source[row] = row < rows_ ? KVRow<bf16>{query_row<bf16>(args, s_, task, row)} : KVRow<bf16>::zeros();
+    }
+    for (int64_t word = 0; word < words_; word += kLanes) {
+      Vec square[kLanes];
+      for (int i = 0; i < kLanes; ++i) square[i] = as_float(read_pairs(source[i], 2 * word, s_.dim - 2 * word));
+      transpose(square);
+      for (int i = 0; i < kLanes; ++i) store_int(queries_ + (word + i) * kLanes, as_int(square[i]));
+    }
+  }
+
+  // Squares of 16 positions: where they stand, if all of them are there, else copied. Absent ones are zero.
+  void find_keys(const TileRows<C>& rows, const TileRows<C>& next) {
+    const KVRow<C> nothing = KVRow<C>::zeros();
+    for (int64_t first = 0; first < kTilePositions; first += kTileHeight) {
+      const KVRow<C>* source = rows.keys + first;
+      for (int64_t i = 0; i < kTileHeight; ++i) prefetch_row(next.keys[first + i], s_.dim);
+      for (int64_t i = 0; i < kTileHeight; ++i) {
+        key_factors_[first + i] = factor(source[i].values == nullptr ? nothing : source[i]) * scale_;
+      }
+      const void*& square = squares_[first / kTileHeight];
+      const bool is_there = source[0].values != nullptr && source[kTileHeight - 1].values != nullptr;
+      square = reads_in_place_ && is_there ? static_cast<const void*>(source[0].values) : keys_ + first * words_;
+      if (reads_in_place_ && is_there) continue;
+      for (int64_t i = 0; i < kTileHeight; ++i) {
+        const KVRow<C>& row = source[i].values == nullptr ? nothing : source[i];
+        for (int64_t word = 0; word < words_; word += kLanes) {
+          store_int(keys_ + (first + i) * words_ + word, read_pairs(row, 2 * word, s_.dim - 2 * word));
+        }
+      }
+    }
+  }
+
+  void score_few(float* scores) {
+    alignas(64) float sums[kTilePositions][kLanes];
+    tiles_.hold(kWholeTiles);
+    clear_tile<0>();
+    clear_tile<1>();
+    clear_tile<2>();
+    clear_tile<3>();
+    for (int64_t word = 0; word < words_; word += kStepWords) {
+      load_tile<4>(queries_ + word * kLanes, kTileStep);
+      add_square<0>(word);
+      add_square<1>(word);
+      add_square<2>(word);
+      add_square<3>(word);
+    }
+    store_tile<0>(sums[0], kTileStep);
+    store_tile<1>(sums[kTileHeight], kTileStep);
+    store_tile<2>(sums[2 * kTileHeight], kTileStep);
+    store_tile<3>(sums[3 * kTileHeight], kTileStep);
+    for (int64_t p = 0; p < kTilePositions; p += kLanes) {
+      Vec square[kLanes];
+      OCTAVO_UNROLL
+      for (int i = 0; i < kLanes; ++i) square[i] = load(sums[p + i]);
+      transpose(square);
+      for (int64_t r = 0; r < rows_; ++r) store(scores + r * kTilePositions + p, square[r]);
+    }
+  }
+  template <int kSquare>
+  OCTAVO_INLINE void add_square(int64_t word) {
+    load_tile<5>(static_cast<const uint32_t*>(squares_[kSquare]) + word, 4 * words_);
+    add_pair_tiles<kSquare, 5, 4>();
   }
 
   // Whether no value of the tile is infinite or no number, nor the scale of one. Found out where a row sees but a part.
@@ -133,6 +227,9 @@ class TileKV : public PairKV<C> {
   static bool is_in(const SeenRange& range, int64_t position) { return position >= range.begin && position < range.end; }
 
   uint32_t* const seen_values_;  // [padded_dim / 32][kTilePairs][32]
+  int64_t rows_ = 0;  // of the task
+  bool reads_in_place_ = false;
+  const void* squares_[kTilePositions / kTileHeight];
   bool is_tested_ = false, are_finite_ = true;
   Tiles tiles_;
 };
