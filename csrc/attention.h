@@ -178,18 +178,45 @@ void write_rows(const AttentionArgs& args, const AttentionShape& s, const Attent
   }
 }
 
+struct Positions {
+  int64_t first, last;  // one past it
+};
+
+// What a task's rows see of a partition.
+OCTAVO_INLINE Positions seen_of_partition(const AttentionArgs& args, const AttentionTask& task, int64_t partition) {
+  const int64_t start = partition * kPartitionPositions;
+  return {larger(start, first_seen(args, args.positions[task.first_token])),
+          smaller(start + kPartitionPositions, args.positions[task.first_token + task.tokens - 1] + 1)};
+}
+
+// The first tile that a task takes from a partition on.
+template <class C>
+TileRows<C> first_tile_of(const AttentionArgs& args, const AttentionTask& task, int64_t partition) {
+  const auto [first, last] = seen_of_partition(args, task, partition);
+  return TileRows<C>(args, task, first / kTilePositions * kTilePositions, first, last);
+}
+
+// What is asked for beside the last tile of a partition: the first one of the task's next, or of the task that follows.
+template <class C>
+TileRows<C> tile_behind(const AttentionArgs& args, const AttentionTask& task, int64_t partition,
+                        const AttentionTask* following) {
+  if (partition + 1 < task.first_partition + task.partitions && task.partial == nullptr) {
+    return first_tile_of<C>(args, task, partition + 1);
+  }
+  return following == nullptr ? TileRows<C>() : first_tile_of<C>(args, *following, following->first_partition);
+}
+
 template <class C, class Tile>
 void attend_partition(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task,
-                      AttentionScratch<Tile>& memory, int64_t partition) {
+                      const AttentionTask* following, AttentionScratch<Tile>& memory, int64_t partition) {
   const int64_t rows = task.tokens * s.group;
-  const int64_t start = partition * kPartitionPositions;
-  const int64_t first = larger(start, first_seen(args, args.positions[task.first_token]));
-  const int64_t last =
-      smaller(start + kPartitionPositions, args.positions[task.first_token + task.tokens - 1] + 1);
+  const auto [first, last] = seen_of_partition(args, task, partition);
   const int64_t first_tile = first / kTilePositions * kTilePositions;
   TileRows<C> here(args, task, first_tile, first, last);
   for (int64_t tile = first_tile; tile < last; tile += kTilePositions) {
-    const TileRows<C> next(args, task, tile + kTilePositions, first, last);
+    const int64_t behind = tile + kTilePositions;
+    const TileRows<C> next = behind < last ? TileRows<C>(args, task, behind, first, last)
+                                           : tile_behind<C>(args, task, partition, following);
     memory.tile.gather(here, next);
     for (int64_t row = 0; row < rows; row += Tile::kRows) {
       attend_rows(args, s, task, memory, row, smaller(int64_t{Tile::kRows}, rows - row), tile);
@@ -198,15 +225,17 @@ void attend_partition(const AttentionArgs& args, const AttentionShape& s, const 
   }
 }
 
+// following: the task that this thread takes next, or null.
 template <class T, class C, class Tile>
-void attend_task(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task, float* scratch) {
+void attend_task(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task,
+                 const AttentionTask* following, float* scratch) {
   AttentionScratch<Tile> memory(s, scratch);
   const int64_t rows = task.tokens * s.group;
   memory.tile.pack_queries(args, task);
   clear_sums(s, rows, memory.totals);
   for (int64_t partition = 0; partition < task.partitions; ++partition) {
     clear_sums(s, rows, memory.sums);
-    attend_partition<C>(args, s, task, memory, task.first_partition + partition);
+    attend_partition<C>(args, s, task, following, memory, task.first_partition + partition);
     if (task.partial != nullptr) {
       std::memcpy(task.partial, memory.sums, static_cast<size_t>(rows * s.sums_size) * sizeof(float));
       return;
@@ -269,8 +298,9 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
     }
   });
   pool.reserve_local(static_cast<size_t>(AttentionScratch<Tile>::size(s)) * sizeof(float));
-  parallel(pool, count, [&](int64_t i, int thread) {
-    attend_task<T, C, Tile>(args, s, tasks[i], static_cast<float*>(pool.local(thread)));
+  parallel_ahead(pool, count, [&](int64_t i, int64_t following, int thread) {
+    const AttentionTask* next = following < count ? tasks + following : nullptr;
+    attend_task<T, C, Tile>(args, s, tasks[i], next, static_cast<float*>(pool.local(thread)));
   });
   if (!split) return;
   for (int64_t i = 0; i < count; i += tasks[i].partitions) {

@@ -117,8 +117,9 @@ class PairKV {
 
   // Takes the tile in; asks for the rows of the next one meanwhile.
   void gather(const TileRows<C>& rows, const TileRows<C>& next) {
-    gather_keys(rows, next);
-    gather_values(rows, next);
+    RowsAhead<C> ahead(next, s_.dim);
+    gather_keys(rows, ahead);
+    gather_values(rows, ahead);
   }
 
   // Scores of `rows` rows from `row` on: [rows][kTilePositions].
@@ -177,12 +178,12 @@ class PairKV {
   }
 
   // As panels [2][pairs of dims][32 positions]; absent ones are zero.
-  void gather_keys(const TileRows<C>& rows, const TileRows<C>& next) {
+  void gather_keys(const TileRows<C>& rows, RowsAhead<C>& ahead) {
     const KVRow<C> nothing = KVRow<C>::zeros();
     for (int64_t first = 0; first < kTilePositions; first += kLanes) {
       KVRow<C> source[kLanes];
       for (int i = 0; i < kLanes; ++i) {
-        prefetch_row(next.keys[first + i], s_.dim);
+        ahead.ask(1);
         source[i] = rows.keys[first + i].values == nullptr ? nothing : rows.keys[first + i];
         key_factors_[first + i] = factor(source[i]) * scale_;
       }
@@ -199,22 +200,25 @@ class PairKV {
   }
 
   // As panels [dim / 32][pairs of positions][32]; absent ones are zero.
-  void gather_values(const TileRows<C>& rows, const TileRows<C>& next) {
+  void gather_values(const TileRows<C>& rows, RowsAhead<C>& ahead) {
+    for (int64_t pair = 0; pair < kTilePairs; ++pair) {
+      ahead.ask(2);
+      gather_pair(rows, pair);
+    }
+  }
+  OCTAVO_INLINE void gather_pair(const TileRows<C>& rows, int64_t pair) {
     const KVRow<C> nothing = KVRow<C>::zeros();
-    for (int64_t i = 0; i < kTilePositions; i += 2) {
-      prefetch_row(next.values[i], s_.dim);
-      prefetch_row(next.values[i + 1], s_.dim);
-      const KVRow<C> even = rows.values[i].values == nullptr ? nothing : rows.values[i];
-      const KVRow<C> odd = rows.values[i + 1].values == nullptr ? nothing : rows.values[i + 1];
-      value_factors_[i] = factor(even);
-      value_factors_[i + 1] = factor(odd);
-      uint32_t* out = values_ + i / 2 * kPanelColumns;
-      for (int64_t d = 0; d < s_.padded_dim; d += kPanelColumns, out += kPanelColumns * kTilePairs) {
-        IVec left, right;
-        interleave_words(read_pairs(even, d, s_.dim - d), read_pairs(odd, d, s_.dim - d), left, right);
-        store_int(out, left);
-        store_int(out + kLanes, right);
-      }
+    const int64_t i = 2 * pair;
+    const KVRow<C> even = rows.values[i].values == nullptr ? nothing : rows.values[i];
+    const KVRow<C> odd = rows.values[i + 1].values == nullptr ? nothing : rows.values[i + 1];
+    value_factors_[i] = factor(even);
+    value_factors_[i + 1] = factor(odd);
+    uint32_t* out = values_ + pair * kPanelColumns;
+    for (int64_t d = 0; d < s_.padded_dim; d += kPanelColumns, out += kPanelColumns * kTilePairs) {
+      IVec left, right;
+      interleave_words(read_pairs(even, d, s_.dim - d), read_pairs(odd, d, s_.dim - d), left, right);
+      store_int(out, left);
+      store_int(out + kLanes, right);
     }
   }
 

@@ -59,6 +59,7 @@ struct TileRows {
   KVRow<C> keys[kTilePositions];
   KVRow<C> values[kTilePositions];
 
+  TileRows() = default;  // of nothing
   TileRows(const AttentionArgs& args, const AttentionTask& task, int64_t tile, int64_t first, int64_t last) {
     first = larger(first, tile);
     last = smaller(last, tile + kTilePositions);
@@ -95,10 +96,29 @@ void add_seen_values(const Tile& tile, const float* weights, int64_t rows, const
   }
 }
 
+// Asks for a row in L2: L1 has no room for a tile beside the present one, and fewer lines can be on their way to it.
 template <class C>
 OCTAVO_INLINE void prefetch_row(const KVRow<C>& row, int64_t dim) {
   if (row.values == nullptr) return;
-  for (int64_t i = 0; i < dim; i += 64 / static_cast<int64_t>(sizeof(C))) __builtin_prefetch(row.values + i);
+  for (int64_t i = 0; i < dim; i += 64 / static_cast<int64_t>(sizeof(C))) __builtin_prefetch(row.values + i, 0, 2);
 }
+
+// The rows of the next tile, asked for some at a time beside the work on the present one.
+template <class C>
+class RowsAhead {
+ public:
+  RowsAhead() = default;
+  RowsAhead(const TileRows<C>& rows, int64_t dim) : rows_(&rows), dim_(dim) {}
+
+  OCTAVO_INLINE void ask(int64_t count) {
+    for (const int64_t end = smaller(next_ + count, 2 * kTilePositions); next_ < end; ++next_) {
+      prefetch_row(next_ < kTilePositions ? rows_->values[next_] : rows_->keys[next_ - kTilePositions], dim_);
+    }
+  }
+
+ private:
+  const TileRows<C>* rows_ = nullptr;
+  int64_t dim_ = 0, next_ = 0;
+};
 
 }  // namespace octavo::OCTAVO_ISA

@@ -4,8 +4,8 @@
 // to a sum but perhaps the sign of a zero, and what is no number is not multiplied with it (see add_rows). So a row has the
 // same bits beside any others.
 //
-// Few rows, those of a decoded token, do not gather keys: 16 positions are the rows of a tile as they stand in a block of the
-// cache, the queries its columns. The products of a score and their order are the same, and so are its bits.
+// Few rows, as those of a decoded token, gather no keys: 16 positions are the rows of a tile as they stand in a block of the
+// cache, and queries the columns of another. The products of a score and their order are the same, and so are its bits.
 #pragma once
 
 #include "attention_pairs.h"
@@ -43,32 +43,35 @@ class TileKV : public PairKV<C> {
 
   void pack_queries(const AttentionArgs& args, const AttentionTask& task) {
     rows_ = task.tokens * s_.group;
-    if (rows_ > kTileHeight) {
-      Base::pack_queries(args, task);
-    } else {
+    if (are_few()) {
       scale_ = args.scale;
       reads_in_place_ = std::is_same_v<C, bf16> && args.block_size % kTileHeight == 0 && s_.dim == s_.padded_dim;
+      pairs_of_step_ = divide_up(kTilePairs, kSquares * (words_ / kStepWords));
       pack_few_queries(args, task);
+    } else {
+      Base::pack_queries(args, task);
     }
   }
 
   void gather(const TileRows<C>& rows, const TileRows<C>& next) {
-    if (rows_ > kTileHeight) {
-      Base::gather(rows, next);
+    if (are_few()) {
+      ahead_ = RowsAhead<C>(next, s_.dim);
+      find_keys(rows);
+      multiply_keys_and_gather_values(rows);
     } else {
-      find_keys(rows, next);
-      Base::gather_values(rows, next);
+      Base::gather(rows, next);
     }
     is_tested_ = false;
   }
 
   void score(int64_t row, int64_t rows, float* scores) {
-    if (rows_ <= kTileHeight) {
-      score_few(scores);
+    if (are_few()) {
+      transpose_scores(scores);
       return;
     }
     for (int64_t p = 0; p < kTilePositions; p += kPanelColumns) {
-      multiply(queries_ + row * words_, words_, rows, keys_ + p * words_, words_ / kStepWords, true, scores + p, kTilePositions);
+      multiply(queries_ + row * words_, words_, rows, keys_ + p * words_, words_ / kStepWords, true, scores + p,
+               kTilePositions);
     }
   }
 
@@ -102,14 +105,19 @@ class TileKV : public PairKV<C> {
   }
 
  private:
-  static constexpr uint64_t kWholeTiles = uint64_t{kTileHeight} * 0x0101'0101'0101'0101u;
+  static constexpr int64_t kSquares = kTilePositions / kTileHeight;  // of 16 positions times 16 rows
+  // Rows of the next tile that few rows ask for beside each pair of values, each square of scores, and all sums of values.
+  static constexpr int64_t kAskedOfPair = 3, kAskedOfSquare = 4, kAskedOfSums = 16;
+  static_assert(kTilePairs * kAskedOfPair + kSquares * kAskedOfSquare + kAskedOfSums == 2 * kTilePositions);
+
+  bool are_few() const { return rows_ <= kTileHeight; }
 
   // sums += rows of words from x on, `stride` words from one to the next, times a panel of 32 columns.
   void multiply(const void* x, int64_t stride, int64_t rows, const uint32_t* panel, int64_t steps, bool fresh, float* sums,
                 int64_t sums_stride) {
     const int64_t upper = smaller(rows, int64_t{kTileHeight});
     const RowsOfTiles tiles{nullptr, 0, 4 * stride * kTileHeight, 4 * stride, kTileStep};
-    tiles_.hold(heights_of_pair(upper, rows - upper));
+    tiles_.hold(heights_of_pair(upper, rows > kTileHeight ? rows - upper : kTileHeight));
     const auto multiply = rows > kTileHeight ? multiply_steps<PairTiles, 2, Asking> : multiply_steps<PairTiles, 1, Asking>;
     multiply(tiles, static_cast<const char*>(x), reinterpret_cast<const char*>(panel), steps, nullptr, fresh,
              {Ahead(nullptr), 0}, sums, sums_stride);
@@ -117,11 +125,12 @@ class TileKV : public PairKV<C> {
 
   void add_values(const float* weights, int64_t rows, const uint32_t* values, float* sums) {
     for (int64_t d = 0; d < s_.padded_dim; d += kPanelColumns) {
+      if (are_few()) ahead_.ask(divide_up(kAskedOfSums * kPanelColumns, s_.padded_dim));
       multiply(weights, kTilePositions, rows, values + d * kTilePairs, kTilePairs / kStepWords, false, sums + d, s_.sums_size);
     }
   }
 
-  // As [words_][16 rows]; absent ones are zero.
+  // As [words_][16 rows], in the place of many; absent ones are zero.
   void pack_few_queries(const AttentionArgs& args, const AttentionTask& task) {
     KVRow<bf16> source[kLanes];
     for (int64_t row = 0; row < kLanes; ++row) {
@@ -135,58 +144,69 @@ class TileKV : public PairKV<C> {
     }
   }
 
-  // Squares of 16 positions: where they stand, if all of them are there, else copied. Absent ones are zero.
-  void find_keys(const TileRows<C>& rows, const TileRows<C>& next) {
+  // Keys are multiplied where they stand, sixteen that are all there; others are copied, as what stands beside them may be
+  // anything. Absent ones are zero.
+  void find_keys(const TileRows<C>& rows) {
     const KVRow<C> nothing = KVRow<C>::zeros();
     for (int64_t first = 0; first < kTilePositions; first += kTileHeight) {
-      const KVRow<C>* source = rows.keys + first;
-      for (int64_t i = 0; i < kTileHeight; ++i) prefetch_row(next.keys[first + i], s_.dim);
-      for (int64_t i = 0; i < kTileHeight; ++i) {
-        key_factors_[first + i] = factor(source[i].values == nullptr ? nothing : source[i]) * scale_;
+      KVRow<C> source[kTileHeight];
+      bool is_whole = true;
+      for (int i = 0; i < kTileHeight; ++i) {
+        const bool is_there = rows.keys[first + i].values != nullptr;
+        source[i] = is_there ? rows.keys[first + i] : nothing;
+        is_whole = is_whole && is_there;
+        key_factors_[first + i] = factor(source[i]) * scale_;
       }
       const void*& square = squares_[first / kTileHeight];
-      const bool is_there = source[0].values != nullptr && source[kTileHeight - 1].values != nullptr;
-      square = reads_in_place_ && is_there ? static_cast<const void*>(source[0].values) : keys_ + first * words_;
-      if (reads_in_place_ && is_there) continue;
-      for (int64_t i = 0; i < kTileHeight; ++i) {
-        const KVRow<C>& row = source[i].values == nullptr ? nothing : source[i];
+      square = source[0].values;
+      if (reads_in_place_ && is_whole) continue;
+      uint32_t* copy = keys_ + first * words_;
+      square = copy;
+      for (int64_t i = 0; i < kTileHeight; ++i, copy += words_) {
         for (int64_t word = 0; word < words_; word += kLanes) {
-          store_int(keys_ + (first + i) * words_ + word, read_pairs(row, 2 * word, s_.dim - 2 * word));
+          store_int(copy + word, read_pairs(source[i], 2 * word, s_.dim - 2 * word));
         }
       }
     }
   }
 
-  void score_few(float* scores) {
-    alignas(64) float sums[kTilePositions][kLanes];
-    tiles_.hold(kWholeTiles);
-    clear_tile<0>();
-    clear_tile<1>();
-    clear_tile<2>();
-    clear_tile<3>();
-    for (int64_t word = 0; word < words_; word += kStepWords) {
-      load_tile<4>(queries_ + word * kLanes, kTileStep);
-      add_square<0>(word);
-      add_square<1>(word);
-      add_square<2>(word);
-      add_square<3>(word);
+  // Scores as [positions][16 rows]. Pairs of values are gathered meanwhile, as the products wait for each other.
+  void multiply_keys_and_gather_values(const TileRows<C>& rows) {
+    int64_t pair = 0;
+    tiles_.hold(heights_of_pair(rows_, kTileHeight));  // as the sums of values will
+    for (int64_t square = 0; square < kSquares; square += 2) {
+      const auto *left = static_cast<const char*>(squares_[square]), *right = static_cast<const char*>(squares_[square + 1]);
+      clear_tile<2>();
+      clear_tile<3>();
+      for (int64_t word = 0; word < words_; word += kStepWords, left += kTileStep, right += kTileStep) {
+        load_tile<6>(queries_ + word * kLanes, kTileStep);
+        load_tile<5>(left, 4 * words_);
+        add_pair_tiles<2, 5, 6>();
+        gather_pairs_of_step(rows, pair);
+        load_tile<7>(right, 4 * words_);
+        add_pair_tiles<3, 7, 6>();
+        gather_pairs_of_step(rows, pair);
+      }
+      store_tile<2>(few_scores_[square * kTileHeight], kTileStep);
+      store_tile<3>(few_scores_[(square + 1) * kTileHeight], kTileStep);
     }
-    store_tile<0>(sums[0], kTileStep);
-    store_tile<1>(sums[kTileHeight], kTileStep);
-    store_tile<2>(sums[2 * kTileHeight], kTileStep);
-    store_tile<3>(sums[3 * kTileHeight], kTileStep);
+  }
+  OCTAVO_INLINE void gather_pairs_of_step(const TileRows<C>& rows, int64_t& pair) {
+    for (const int64_t end = smaller(pair + pairs_of_step_, kTilePairs); pair < end; ++pair) {
+      ahead_.ask(kAskedOfPair);
+      Base::gather_pair(rows, pair);
+    }
+  }
+
+  void transpose_scores(float* scores) {
     for (int64_t p = 0; p < kTilePositions; p += kLanes) {
+      ahead_.ask(kAskedOfSquare);
       Vec square[kLanes];
       OCTAVO_UNROLL
-      for (int i = 0; i < kLanes; ++i) square[i] = load(sums[p + i]);
+      for (int i = 0; i < kLanes; ++i) square[i] = load(few_scores_[p + i]);
       transpose(square);
       for (int64_t r = 0; r < rows_; ++r) store(scores + r * kTilePositions + p, square[r]);
     }
-  }
-  template <int kSquare>
-  OCTAVO_INLINE void add_square(int64_t word) {
-    load_tile<5>(static_cast<const uint32_t*>(squares_[kSquare]) + word, 4 * words_);
-    add_pair_tiles<kSquare, 5, 4>();
   }
 
   // Whether no value of the tile is infinite or no number, nor the scale of one. Found out where a row sees but a part.
@@ -227,11 +247,15 @@ class TileKV : public PairKV<C> {
   static bool is_in(const SeenRange& range, int64_t position) { return position >= range.begin && position < range.end; }
 
   uint32_t* const seen_values_;  // [padded_dim / 32][kTilePairs][32]
-  int64_t rows_ = 0;  // of the task
-  bool reads_in_place_ = false;
-  const void* squares_[kTilePositions / kTileHeight];
   bool is_tested_ = false, are_finite_ = true;
   Tiles tiles_;
+
+  int64_t rows_ = 0;  // of the task; what follows is for few of them
+  bool reads_in_place_ = false;
+  int64_t pairs_of_step_ = 0;
+  RowsAhead<C> ahead_;
+  const void* squares_[kSquares];  // of keys: 16 rows of words_
+  alignas(64) float few_scores_[kTilePositions][kLanes];
 };
 
 #endif
