@@ -94,6 +94,24 @@ def test_chunks_do_not_change_a_bit(compiled, generator, heads, window, dtype, i
         assert torch.equal(prompt.in_chunks(compiled, size), whole), size
 
 
+FEW = [((32, 1, 16), None), ((64, 2, 7), 37), ((80, 1, 2), None), ((128, 2, 8), 37), ((128, 1, 2), None),
+       ((256, 1, 1), 20), ((64, 1, 17), None)]  # fmt: skip
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("block_size", [1, 7, 16, 32])
+@pytest.mark.parametrize(("heads", "window"), FEW, ids=str)
+def test_few_rows_have_the_bits_of_many(compiled, generator, heads, window, block_size, int8):
+    """Sixteen rows and fewer are multiplied in another way by tiles, and by none with other keys beside them."""
+    head_dim, num_kv_heads, group = heads
+    prompt = Prompt(150, num_kv_heads, group, head_dim, torch.bfloat16, generator, window, int8=int8)
+    whole = prompt.rows(compiled, 0, 150)
+    for first in (0, 7, 15, 16, 62, 63, 64, 100, 143):
+        for count in (1, 2, 3):
+            some = prompt.rows(compiled, first, first + count, block_size=block_size)
+            assert torch.equal(some, whole[first : first + count]), (first, count)
+
+
 @pytest.mark.parametrize("block_size", [1, 5, 32, 128])
 def test_blocks_do_not_change_a_bit(compiled, generator, block_size):
     prompt = Prompt(150, 2, 7, 64, torch.bfloat16, generator)
@@ -122,17 +140,18 @@ def test_partitions_and_threads_do_not_change_a_bit(fastest, single_threaded, ge
 
 
 @KV
-@pytest.mark.parametrize("at", [50, 51])
+@pytest.mark.parametrize("at", [50, 51, 70])
 def test_what_a_row_may_not_see_is_not_multiplied(compiled, generator, dtype, int8, at):
-    """An infinite value at a later position of the same chunk reaches no earlier row."""
+    """An infinite value at a later position of the same chunk reaches no earlier row, nor one with a window past it."""
     prompt = Prompt(100, 1, 2, 64, dtype, generator, window=20, int8=int8)
     clean = prompt.rows(compiled, 0, 100)
     prompt.history[at] = float("inf")
     prompt.history[at + 1] = float("nan")
-    result = prompt.rows(compiled, 0, 100)
-    assert torch.equal(result[:at], clean[:at])
-    assert torch.equal(result[at + 21 :], clean[at + 21 :])  # the window has moved past it
-    assert result[at + 1 : at + 21].isnan().all()
+    for size in (100, 7, 1):
+        result = prompt.in_chunks(compiled, size)
+        assert torch.equal(result[:at], clean[:at])
+        assert torch.equal(result[at + 21 :], clean[at + 21 :])  # the window has moved past it
+        assert result[at + 1 : at + 21].isnan().all()
 
 
 def test_instruction_sets_with_fused_products_agree(generator):
