@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     Vocabulary = tuple[str, Iterable[int]]
 
 logger = logging.getLogger(__name__)
-_MAX_KEPT_CHARS = 4 << 20  # of compiled grammars
+_MAX_KEPT = 128  # compiled grammars: one of a small schema takes 0.2 MB
+_MAX_KEPT_CHARS = 1 << 20  # of their texts
 _STACK_BYTES = 512 << 20  # of address space; 4000 rules in a chain take 8 MB, and there is room for 16,000 in a text
 _PARAMETER = "structured_outputs"
 # A grammar may take so much: 20 ms for a regular expression, 20 ms for a step, 50 MB of states.
@@ -139,7 +140,7 @@ class GrammarCompiler:
             with self._lock:
                 self._kept[text] = compiled
                 self._num_kept_chars += len(text)
-                while len(self._kept) > 1 and self._num_kept_chars > _MAX_KEPT_CHARS:
+                while len(self._kept) > _MAX_KEPT or (self._num_kept_chars > _MAX_KEPT_CHARS and len(self._kept) > 1):
                     self._num_kept_chars -= len(self._kept.popitem(last=False)[0])
 
     def _load(self, llguidance: Any) -> Any:

@@ -193,6 +193,11 @@ def test_what_was_compiled_is_kept_and_no_more_than_so_much(llm, monkeypatch):
         compiler.compile(StructuredOutputsParams(regex=f"a{{{number}}}"))
     assert 5 < len(compiler._kept) < 50
     assert sum(map(len, compiler._kept)) == compiler._num_kept_chars <= 2000
+    monkeypatch.undo()
+    for number in range(200):
+        compiler.compile(StructuredOutputsParams(regex=f"b{{{number}}}"))
+    assert len(compiler._kept) == grammars._MAX_KEPT
+    assert sum(map(len, compiler._kept)) == compiler._num_kept_chars
     first, second = (compiler.compile(StructuredOutputsParams(regex="abc")) for _ in range(2))
     first.advance([int(token) for token in llm.get_tokenizer().encode("a")])
     assert second.num_tokens == 0

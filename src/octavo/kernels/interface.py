@@ -139,7 +139,7 @@ class Kernels(Protocol):
         ...
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return uint8 [num_bytes] of undefined content, as this backend wants the memory of a packed weight."""
+        """Return uint8 [num_bytes] of undefined content, as this backend wants that of packed weights and of KV."""
         ...
 
     def linear(

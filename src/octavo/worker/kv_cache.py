@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,10 @@ import torch
 from octavo.kernels.quantization import KV_SCALE_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
     from octavo.scheduler_output import BlockCopies
 
 
@@ -18,6 +23,7 @@ class PagedKVCache:
     dtype: that of the activations, or int8. Then behind the rows of each block, layer and head stand their scales, in
     float32, so that a block is one object all the same. Memory is reserved here and touched when a block is first
     written. num_host_blocks: room in host memory for the blocks of preempted requests, in the same layout.
+    allocate(num_bytes): where the memory comes from, for a backend that wants it in a certain way.
     """
 
     def __init__(
@@ -31,11 +37,16 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device,
         num_host_blocks: int = 0,
+        allocate: Callable[[int], Tensor] | None = None,
     ) -> None:
         row_bytes = head_dim + KV_SCALE_BYTES
         rows = (block_size * row_bytes,) if dtype == torch.int8 else (block_size, head_dim)
         shape = (num_layers, 2, num_kv_heads, *rows)
-        self.blocks = torch.empty((num_blocks, *shape), dtype=dtype, device=device)
+        if allocate is None:
+            self.blocks = torch.empty((num_blocks, *shape), dtype=dtype, device=device)
+        else:
+            num_bytes = num_blocks * math.prod(shape) * dtype.itemsize
+            self.blocks = allocate(num_bytes).view(dtype).view(num_blocks, *shape)
         self.host_blocks = torch.empty((num_host_blocks, *shape), dtype=dtype, pin_memory=device.type == "cuda")
         self.block_size = block_size
         rows_alone = self.blocks

@@ -130,6 +130,7 @@ class Worker:
             dtype=getattr(torch, self.kv_dtype),
             device=self.device,
             num_host_blocks=num_host_blocks,
+            allocate=self.kernels.allocate if self.device.type == "cpu" else None,
         )
         return ModelRunner(
             self.model,
