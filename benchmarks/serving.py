@@ -29,10 +29,13 @@ from typing import TYPE_CHECKING, Any
 from comparison.engines import ENGINES, Engine
 from workloads import FOLDER, prepare
 
+from octavo.config import DEFAULT_MIXED_STEP_MS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 READY_S = 300.0
+THREADS = 2  # of every engine
 FIGURES = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "wall_s", "output_tok_per_s")
 
 
@@ -58,7 +61,7 @@ def served(engine: Engine, checkpoint: Path, precision: str, kv_gib: int) -> Ite
     with tempfile.TemporaryFile() as log:
         start = time.monotonic()
         process = subprocess.Popen(
-            command, stdout=log, stderr=log, env=engine.environment(2, kv_gib << 30), start_new_session=True
+            command, stdout=log, stderr=log, env=engine.environment(THREADS, kv_gib << 30), start_new_session=True
         )
         try:
             while not _answers(url):
@@ -133,8 +136,12 @@ def run_pairs(arguments: argparse.Namespace, octavo: Engine, checkpoint: Path, w
         limits = ["--max-model-len", "2048", "--max-num-seqs", "64", "--kv-cache-memory-bytes", f"{arguments.kv_gib}G"]
         offline = [sys.executable, "-m", "octavo", "bench", "throughput", str(checkpoint), *rounded, *limits]
         offline += ["--workload", str(workloads), "--only", "B", "--repeat", "1", "--json"]
+        offline += ["--mixed-step-ms", f"{DEFAULT_MIXED_STEP_MS:g}"]  # as the server
+        environment = octavo.environment(THREADS, arguments.kv_gib << 30)
         for number in range(arguments.pairs):
-            result = subprocess.run(offline, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+            result = subprocess.run(
+                offline, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True, env=environment
+            )
             plain = json.loads(result.stdout)["results"][0]
             with served(octavo, checkpoint, precision, arguments.kv_gib) as (url, _):
                 bench(url, workloads, "--num-prompts", "4")
