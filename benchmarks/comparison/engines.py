@@ -256,10 +256,9 @@ class LlamaCpp(Peer):
         return self.folder / "source" / "vendor" / "llama.cpp"
 
     def _keep_tile_shapes(self) -> None:
-        """Let AMX work with the compilers of Debian 12 and Ubuntu 22.04 (GCC bug 114098).
+        """Let AMX work with GCC 12, which leaves the shapes of tiles away: Q8_0 and Q4_0 end at a tile's first use.
 
-        Their `_tile_loadconfig` is said to read a pointer's width, so they leave the rest of the shapes away, and
-        Q8_0 and Q4_0 end at the first use of a tile.
+        To it, `_tile_loadconfig` does not read what its argument points to.
         """
         path = self._source / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp"
         text, call = path.read_text(), "_tile_loadconfig(&tc);"

@@ -12,6 +12,7 @@ import json
 import logging
 import re
 import threading
+import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     Vocabulary = tuple[str, Iterable[int]]
 
 logger = logging.getLogger(__name__)
-_MAX_KEPT = 128  # compiled grammars: one of a small schema takes 0.2 MB
+_MAX_KEPT = 128  # compiled grammars that nobody waits for: one of a small schema takes 0.2 MB
 _MAX_KEPT_CHARS = 1 << 20  # of their texts
 _STACK_BYTES = 512 << 20  # of address space; 4000 rules in a chain take 8 MB, and there is room for 16,000 in a text
 _PARAMETER = "structured_outputs"
@@ -87,8 +88,17 @@ class Matcher:
         return np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[: self._vocab_size].view(np.bool_)
 
 
+class _Compiled:
+    """A grammar at its beginning. Made so that it can be known without being kept."""
+
+    __slots__ = ("__weakref__", "matcher")
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+
+
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary, and keeps those used last.
+    """Compiles grammars for one vocabulary, and keeps those used last, and of whoever waits or runs.
 
     read_vocabulary: returns the text of tokenizer.json and the ids that end an answer. It is called for the first
     grammar: a vocabulary of 150,000 takes llguidance a second or two, and 110 MB.
@@ -98,13 +108,15 @@ class GrammarCompiler:
         self._read_vocabulary = read_vocabulary
         self._vocab_size = vocab_size
         self._tokenizer: Any = None
-        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._known: weakref.WeakValueDictionary[str, _Compiled] = weakref.WeakValueDictionary()
+        self._kept: OrderedDict[str, _Compiled] = OrderedDict()
         self._num_kept_chars = 0
         self._lock = threading.Lock()
 
     def prepare(self, wanted: StructuredOutputsParams) -> Future[None]:
         """Compile a grammar in the background; what is wrong with it is raised by the result, as `GrammarError`.
 
+        It is known as long as `wanted` lives, so that no step waits for a compiler, however many others come between.
         Raises `GrammarError` where there is no thread for it.
         """
         with _told_apart():
@@ -114,34 +126,42 @@ class GrammarCompiler:
         """Return a matcher at its beginning; waits where the grammar has not been prepared. Raises `GrammarError`."""
         with _told_apart():
             text = _grammar_text(_llguidance(), wanted)
-            compiled = self._find(text)
-            if compiled is None:
-                self.prepare(wanted).result()
-                compiled = self._find(text)
-            return Matcher(compiled.deep_copy(), self._vocab_size)
+            compiled = self._find(text) or _executor().submit(self._compile, wanted).result()
+            return Matcher(compiled.matcher.deep_copy(), self._vocab_size)
 
-    def _find(self, text: str) -> Any:
+    def _find(self, text: str) -> _Compiled | None:
         with self._lock:
-            compiled = self._kept.get(text)
+            compiled = self._known.get(text)
             if compiled is not None:
-                self._kept.move_to_end(text)
+                self._keep(text, compiled)
             return compiled
 
+    def _keep(self, text: str, compiled: _Compiled) -> None:
+        """Count it as the one used last, and forget others."""
+        if self._kept.pop(text, None) is None:
+            self._num_kept_chars += len(text)
+        self._kept[text] = compiled
+        while len(self._kept) > _MAX_KEPT or (self._num_kept_chars > _MAX_KEPT_CHARS and len(self._kept) > 1):
+            self._num_kept_chars -= len(self._kept.popitem(last=False)[0])
+
     def _prepare(self, wanted: StructuredOutputsParams) -> None:
+        weakref.finalize(wanted, _let_go, self._compile(wanted)).atexit = False
+
+    def _compile(self, wanted: StructuredOutputsParams) -> _Compiled:
         with _told_apart():
             llguidance = _llguidance()
             text = _grammar_text(llguidance, wanted)
-            if self._find(text) is not None:
-                return
+            if known := self._find(text):
+                return known
             limits = llguidance.LLParserLimits(**_LIMITS)
-            compiled = llguidance.LLMatcher(self._load(llguidance), text, log_level=0, limits=limits)
-            if compiled.is_error():
-                raise GrammarError(f"{wanted.kind}: {_first_line(compiled.get_error())}", parameter=_PARAMETER)
+            matcher = llguidance.LLMatcher(self._load(llguidance), text, log_level=0, limits=limits)
+            if matcher.is_error():
+                raise GrammarError(f"{wanted.kind}: {_first_line(matcher.get_error())}", parameter=_PARAMETER)
+            compiled = _Compiled(matcher)
             with self._lock:
-                self._kept[text] = compiled
-                self._num_kept_chars += len(text)
-                while len(self._kept) > _MAX_KEPT or (self._num_kept_chars > _MAX_KEPT_CHARS and len(self._kept) > 1):
-                    self._num_kept_chars -= len(self._kept.popitem(last=False)[0])
+                self._known[text] = compiled
+                self._keep(text, compiled)
+            return compiled
 
     def _load(self, llguidance: Any) -> Any:
         if self._tokenizer is None:
@@ -151,6 +171,10 @@ class GrammarCompiler:
                 raise GrammarError("this model has no token that ends an answer", parameter=_PARAMETER)
             self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
         return self._tokenizer
+
+
+def _let_go(_compiled: _Compiled) -> None:
+    """Hold a grammar until this is called."""
 
 
 @functools.cache

@@ -23,7 +23,7 @@ _STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 _SAMPLING_EPS = 1e-5  # as in vLLM: a temperature below it is greedy
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, weakref_slot=True)
 class StructuredOutputsParams:
     """What form an answer must have: exactly one of these. Names are vLLM's.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import re
@@ -183,6 +184,25 @@ def test_a_grammar_that_fails_on_its_way_ends_its_own_request_alone(llm, monkeyp
     assert whole.outputs[0].finish_reason == "length"
     monkeypatch.undo()
     assert whole.outputs[0].token_ids == llm.generate("b", params[1], use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_what_somebody_waits_for_is_not_compiled_again(llm, monkeypatch):
+    compiler = llm.llm_engine.core.executor.worker.grammars
+    waiting = [StructuredOutputsParams(regex=f"w{{{number}}}") for number in range(1, 6)]
+    for wanted in waiting:
+        compiler.prepare(wanted).result()
+    for number in range(1, 2 * grammars._MAX_KEPT):
+        compiler.prepare(StructuredOutputsParams(regex=f"c{{{number}}}")).result()
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler, "_compile", None)
+        for wanted in waiting:
+            compiler.compile(wanted)
+    for number in range(1, 2 * grammars._MAX_KEPT):
+        compiler.compile(StructuredOutputsParams(regex=f"d{{{number}}}"))
+    assert len(compiler._known) == len(compiler._kept) + len(waiting)
+    del waiting, wanted
+    gc.collect()
+    assert len(compiler._known) == len(compiler._kept) == grammars._MAX_KEPT
 
 
 def test_what_was_compiled_is_kept_and_no_more_than_so_much(llm, monkeypatch):
