@@ -80,7 +80,6 @@ MUTANTS = [
     Mutant("admitted in a step that preempted", "B4", _SCHEDULER, "        reason = WaitReason.PREEMPTING if plan.preempted else plan.held_up", "        reason = plan.held_up"),
     Mutant("prompts do not give way", "E3", _SCHEDULER, "        return [request for request in self.running[first:] if is_prefill(request)]", "        return []"),
     Mutant("a prompt that gave way is overtaken", "E3", _SCHEDULER, "            if before is not None and rank(self.waiting.peek_request()) > rank(before):", "            if False:"),
-    Mutant("who found no block is overtaken", "E3", "policy.py", "            grow(plan, outranked[index + 1 :])\n            return\n", "            pass\n"),
     Mutant("no seat is counted", "F28", _SCHEDULER, "        return len(self.running) + len(self.loads) + self.room.num_parked < self.config.max_num_seqs", "        return len(self.running) + len(self.loads) <= self.config.max_num_seqs"),
     Mutant("a reservation is not returned", "F9", "admission.py", "        self.num_reserved_total -= num_tokens\n", "        pass\n"),
     Mutant("reserved after it was added", "F28", "admission.py", "        if self.num_reserved_total + request.max_total_tokens > self.max_total_tokens:", "        if self.num_reserved_total > self.max_total_tokens:"),
