@@ -110,13 +110,24 @@ class RowsAhead {
   RowsAhead() = default;
   RowsAhead(const TileRows<C>& rows, int64_t dim) : rows_(&rows), dim_(dim) {}
 
+  // Asks for the first of every sixteen. Others stand behind it in its block: the processor, which sees where this leads, asks
+  // for them by itself, and more of them at once than anybody could by name.
+  OCTAVO_INLINE void begin() const {
+    for (int64_t i = 0; i < kTilePositions; i += kBegun) {
+      prefetch_row(rows_->keys[i], dim_);
+      prefetch_row(rows_->values[i], dim_);
+    }
+  }
+
   OCTAVO_INLINE void ask(int64_t count) {
     for (const int64_t end = smaller(next_ + count, 2 * kTilePositions); next_ < end; ++next_) {
-      prefetch_row(next_ < kTilePositions ? rows_->values[next_] : rows_->keys[next_ - kTilePositions], dim_);
+      prefetch_row(next_ < kTilePositions ? rows_->keys[next_] : rows_->values[next_ - kTilePositions], dim_);
     }
   }
 
  private:
+  static constexpr int64_t kBegun = 16;
+
   const TileRows<C>* rows_ = nullptr;
   int64_t dim_ = 0, next_ = 0;
 };

@@ -56,6 +56,7 @@ class TileKV : public PairKV<C> {
   void gather(const TileRows<C>& rows, const TileRows<C>& next) {
     if (are_few()) {
       ahead_ = RowsAhead<C>(next, s_.dim);
+      ahead_.begin();
       find_keys(rows);
       multiply_keys_and_gather_values(rows);
     } else {

@@ -10,7 +10,8 @@ namespace octavo::OCTAVO_ISA {
 
 #if defined(OCTAVO_ISA_AMX)
 
-constexpr int64_t kNibblePairs = 16;  // pairs of tiles of rows that meet a panel which is unpacked once for them
+constexpr int64_t kNibblePairs = 16;     // pairs of tiles of rows that meet a panel which is unpacked once for them
+constexpr int64_t kFewestNearPairs = 4;  // if only fewer stay in L2, unpacking a panel for them would cost more than it brings
 
 // A packed int4 weight as bytes for tiles: lines of four k of sixteen columns, each line as the lower bytes of the columns and
 // then the upper ones. So a panel has two slices, and 32 sums of a row times a slice are 16 of lower and 16 of upper bytes.
@@ -119,21 +120,23 @@ inline void multiply_nibble_panel(const LinearArgs& args, const NibbleTiles& pro
   }
 }
 
-// Tasks are panels times blocks of rows.
 inline void multiply_rows_of_nibble_tiles(ThreadPool& pool, const LinearArgs& args, const NibbleTiles& product) {
-  const int64_t steps = divide_up(args.k, kTileStep), panels = divide_up(args.n, kPanelColumns);
-  const int64_t pairs = divide_up(args.rows, kTogether);
-  const int64_t blocks = divide_up(pairs, kNibblePairs), block_rows = divide_up(pairs, blocks) * kTogether;
+  const int64_t steps = divide_up(args.k, kTileStep);
   const RowsOfTiles all = pack_rows_as_tiles<ByteTiles>(pool, args, steps);
+  const int64_t near_pairs = kNearBytes / (steps * kTileStep * kTogether);
+  const bool are_cut = args.rows > kNibblePairs * kTogether && near_pairs >= kFewestNearPairs;
+  TasksOfTiles tasks(args.rows, steps * kTileStep, are_cut ? smaller(kNibblePairs, near_pairs) : kNibblePairs);
+  tasks.share(divide_up(args.n, kPanelColumns), 1);
   const int64_t unpacked_bytes = smaller(steps, kPieceSteps) * kStepBytes * NibbleTiles::kSlices;
-  const int64_t sums_bytes = NibbleTiles::kSlices * block_rows * kPanelColumns * 4, tasks = panels * blocks;
+  const int64_t sums_bytes = NibbleTiles::kSlices * tasks.block_rows() * kPanelColumns * 4;
   pool.reserve_local(static_cast<size_t>(unpacked_bytes + sums_bytes));
-  parallel_ahead(pool, tasks, [&](int64_t task, int64_t following, int thread) {
-    const int64_t row = task % blocks * block_rows;
-    const BlockOfTiles rows{all.from(row), row, smaller(block_rows, args.rows - row)};
+  parallel_ahead(pool, tasks.count(), [&](int64_t task, int64_t following, int thread) {
+    const int64_t row = tasks.first_row(task);
+    const BlockOfTiles rows{all.from(row), row, smaller(tasks.block_rows(), args.rows - row)};
+    const char* next = following < tasks.count() ? product.panel(tasks.first_panel(following)) : nullptr;
     char* unpacked = static_cast<char*>(pool.local(thread));
-    multiply_nibble_panel(args, product, rows, task / blocks, following < tasks ? product.panel(following / blocks) : nullptr,
-                          unpacked, reinterpret_cast<int32_t*>(unpacked + unpacked_bytes));
+    multiply_nibble_panel(args, product, rows, tasks.first_panel(task), next, unpacked,
+                          reinterpret_cast<int32_t*>(unpacked + unpacked_bytes));
   });
 }
 

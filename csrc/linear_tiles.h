@@ -434,24 +434,64 @@ RowsOfTiles pack_rows_as_tiles(ThreadPool& pool, const LinearArgs& args, int64_t
   return {packed, pair_bytes, kTileBytes, kTileStep, 2 * kTileBytes, scales};
 }
 
-// Tasks are groups of panels times blocks of rows. A group is larger where the rows are few, for several streams from memory,
-// or do not stay in the second-level cache: then they come from further away once for all its panels.
+// Tasks are groups of panels times blocks of rows: so many blocks as stay in the second-level cache meet all panels, then
+// others do. Where not even one stays there, all meet a group before the next one.
+class TasksOfTiles {
+ public:
+  TasksOfTiles(int64_t rows, int64_t row_bytes, int64_t most_pairs_of_block) {
+    const int64_t pairs = divide_up(rows, kTogether);
+    blocks_ = divide_up(pairs, most_pairs_of_block);
+    block_rows_ = divide_up(pairs, blocks_) * kTogether;
+    const int64_t near = kNearBytes / (block_rows_ * row_bytes);
+    is_near_ = near > 0;
+    near_blocks_ = is_near_ ? divide_up(blocks_, divide_up(blocks_, near)) : blocks_;
+  }
+
+  void share(int64_t panels, int64_t group) {
+    group_ = group;
+    groups_ = divide_up(panels, group);
+  }
+
+  bool is_near() const { return is_near_; }
+  int64_t block_rows() const { return block_rows_; }
+  int64_t count() const { return blocks_ * groups_; }
+
+  int64_t first_row(int64_t task) const {
+    const int64_t first = first_near(task);
+    return (first + (task - first * groups_) % near_from(first)) * block_rows_;
+  }
+  int64_t first_panel(int64_t task) const {
+    const int64_t first = first_near(task);
+    return (task - first * groups_) / near_from(first) * group_;
+  }
+
+ private:
+  // The first of the blocks that meet all panels together, a task's own among them, and how many they are.
+  int64_t first_near(int64_t task) const { return task / (near_blocks_ * groups_) * near_blocks_; }
+  int64_t near_from(int64_t first) const { return smaller(near_blocks_, blocks_ - first); }
+
+  int64_t blocks_, block_rows_, near_blocks_, group_ = 1, groups_ = 0;
+  bool is_near_;
+};
+
+// A group is larger where the rows are few, for several streams from memory, or do not stay in the second-level cache: then
+// they come from further away once for all its panels.
 template <class Product>
 void multiply_rows_of_tiles(ThreadPool& pool, const LinearArgs& args, const Product& product) {
   const int64_t steps = divide_up(divide_up(args.k, Product::kDepth), kStepWords), row_bytes = steps * kTileStep;
-  const int64_t panels = divide_up(args.n, kPanelColumns), pairs = divide_up(args.rows, kTogether);
-  const int64_t blocks = divide_up(pairs, kBlockPairs), block_rows = divide_up(pairs, blocks) * kTogether;
+  const int64_t panels = divide_up(args.n, kPanelColumns);
   const RowsOfTiles all =
       product.packs(args) ? pack_rows_as_tiles<Product>(pool, args, steps) : product.as_they_stand(args);
-  const bool is_near = pairs > 1 && block_rows * row_bytes <= kNearBytes;
-  const int64_t together = PanelOrder(args).together(), most = (is_near ? kNearPanels : kFarPanels) / together;
+  TasksOfTiles tasks(args.rows, row_bytes, kBlockPairs);
+  const int64_t together = PanelOrder(args).together();
+  const int64_t most = (tasks.is_near() && args.rows > kTogether ? kNearPanels : kFarPanels) / together;
   const int64_t group = together * panels_of_a_task(panels / together, pool.num_threads(), most);
-  const int64_t tasks = blocks * divide_up(panels, group);
-  pool.reserve_local(static_cast<size_t>(group * block_rows * kPanelColumns) * sizeof(float));
-  parallel_ahead(pool, tasks, [&](int64_t task, int64_t following, int thread) {
-    const int64_t panel = task / blocks * group, row = task % blocks * block_rows;
-    const int64_t next = following < tasks ? following / blocks * group : -1;
-    const BlockOfTiles rows{all.from(row), row, smaller(block_rows, args.rows - row)};
+  tasks.share(panels, group);
+  pool.reserve_local(static_cast<size_t>(group * tasks.block_rows() * kPanelColumns) * sizeof(float));
+  parallel_ahead(pool, tasks.count(), [&](int64_t task, int64_t following, int thread) {
+    const int64_t panel = tasks.first_panel(task), row = tasks.first_row(task);
+    const int64_t next = following < tasks.count() ? tasks.first_panel(following) : -1;
+    const BlockOfTiles rows{all.from(row), row, smaller(tasks.block_rows(), args.rows - row)};
     multiply_panels_of_tiles(args, product, rows, panel, smaller(group, panels - panel), next,
                              static_cast<typename Product::Sum*>(pool.local(thread)));
   });

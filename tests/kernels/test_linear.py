@@ -93,6 +93,19 @@ def test_a_row_does_not_depend_on_the_block_it_stands_in(compiled, generator, de
         assert torch.equal(compiled.linear(x[rows], packed), whole[rows]), rows
 
 
+@pytest.mark.parametrize("rows", [513, 1300])
+@pytest.mark.parametrize("depth", [1024, 3072])
+def test_more_rows_than_stay_in_a_cache(fastest, generator, depth, rows):
+    """Some blocks of them meet all panels before the others do, and the last ones are fewer."""
+    weight = random(generator, 192, depth, dtype=torch.bfloat16)
+    x = random(generator, rows, depth, dtype=torch.bfloat16)
+    for stored in (weight, quantize_int8(weight), quantize_int4(weight, 128)):
+        packed = fastest.pack_linear(stored)
+        for product in (fastest.linear, fastest.gated_linear):
+            pieces = [product(x[first : first + 100], packed) for first in range(0, rows, 100)]
+            assert torch.equal(product(x, packed), torch.cat(pieces))
+
+
 def test_many_rows_of_many_features(compiled, generator):
     """More than are packed at a time: the rest of them is another pass."""
     depth = 40000
