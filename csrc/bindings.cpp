@@ -304,6 +304,12 @@ class KernelSet {
   ThreadPool pool_;
 };
 
+// Has the system give the pages of some memory. A byte of each is written as it is, at once: others may write meanwhile.
+void touch_pages(Address address, int64_t bytes) {
+  constexpr int64_t kPage = 4096;
+  for (int64_t i = 0; i < bytes; i += kPage) __atomic_fetch_or(at<uint8_t>(address) + i, uint8_t{0}, __ATOMIC_RELAXED);
+}
+
 // Asks for huge pages before a large weight is written: fewer page walks while it streams.
 void advise_huge_pages(Address address, int64_t bytes) {
 #if defined(__linux__)
@@ -359,6 +365,7 @@ NB_MODULE(_kernels, m) {
   using Released = nb::call_guard<nb::gil_scoped_release>;
   m.def("instruction_sets", &octavo::instruction_sets, "What this processor can run, best first.");
   m.def("advise_huge_pages", &octavo::advise_huge_pages);
+  m.def("touch_pages", &octavo::touch_pages, nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Program>(m, "Program")
       .def_prop_ro("size", &Program::size)
       .def("linear", adding<linear_args>())

@@ -28,6 +28,7 @@ DEFAULT_PACKED_CACHE_BYTES = 16 << 30
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
+DEFAULT_OFFLINE_BATCHED_TOKENS = 2048  # where nobody reads along and waits for the end of a step
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MIXED_STEP_MS = 100.0  # of an engine that somebody reads along with
 DEFAULT_MAX_BODY_BYTES = 8 << 20
@@ -115,6 +116,8 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache. Its size is `num_gpu_blocks` blocks, or `kv_cache_memory_bytes`, or found from free memory.
 
+    Memory that is asked for by one of these is taken from the system at the start, in the background; what is found is
+    taken as blocks are used.
     probe_largest_batch: run the largest step once at start-up and size the cache by what it took; the result is kept
     and serves later starts with the same model and limits.
     cache_decoded_blocks: whether blocks with generated tokens can be shared, too (the next turn of a conversation
@@ -139,6 +142,11 @@ class CacheConfig:
         _at_least("swap_space_bytes", self.swap_space_bytes, 0)
         _at_least("num_gpu_blocks", self.num_gpu_blocks, 1, may_be_none=True)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, may_be_none=True)
+
+    @property
+    def asks_for_memory(self) -> bool:
+        """Whether it says how large the cache is, and does not leave that to the free memory."""
+        return self.num_gpu_blocks is not None or self.kv_cache_memory_bytes is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,9 +377,9 @@ def scheduling_policy(name: str) -> SchedulingPolicy:
     return SchedulingPolicy(_choice("scheduling policy", SchedulingPolicy, name))
 
 
-def default_max_num_batched_tokens(max_num_seqs: int) -> int:
+def default_max_num_batched_tokens(max_num_seqs: int, *, is_offline: bool = False) -> int:
     """Return the budget of a step for whoever names only the number of requests."""
-    return max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_num_seqs)
+    return max(DEFAULT_OFFLINE_BATCHED_TOKENS if is_offline else DEFAULT_MAX_NUM_BATCHED_TOKENS, max_num_seqs)
 
 
 def cache_directory() -> Path:

@@ -71,8 +71,8 @@ class LLM:
 
     model: a directory in Hugging Face layout, a hub id, or None for the built-in model. Further arguments as in vLLM,
     and the other fields of `SchedulerConfig` and `CacheConfig` by their names (admission="reservation", ...); nobody
-    reads along with a batch, so prompts may fill a step (mixed_step_ms=0). What octavo has no use for is
-    listed in `octavo.compatibility`.
+    reads along with a batch, so a step takes 2,048 tokens, and prompts may fill it (mixed_step_ms=0). What octavo has
+    no use for is listed in `octavo.compatibility`.
 
         llm = LLM("Qwen/Qwen2.5-0.5B-Instruct")
         outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=32))
@@ -142,7 +142,7 @@ class LLM:
                 SchedulerConfig(
                     max_num_seqs=max_num_seqs,
                     max_num_batched_tokens=(
-                        default_max_num_batched_tokens(max_num_seqs)
+                        default_max_num_batched_tokens(max_num_seqs, is_offline=True)
                         if max_num_batched_tokens is None
                         else max_num_batched_tokens
                     ),

@@ -13,7 +13,7 @@ import typer
 
 from octavo.cli.command import command, make_app
 from octavo.cli.engine_options import EngineOptions
-from octavo.config import api_key_from_environment
+from octavo.config import api_key_from_environment, default_max_num_batched_tokens
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -174,6 +174,9 @@ def _bench(options: EngineOptions, file: Path | None, names: Sequence[Workload],
     workloads = None if file is None else read_workloads(file)
     if options.mixed_step_ms is None:  # nobody reads along, so prompts may fill a step, as with LLM
         options = replace(options, mixed_step_ms=0.0)
+    if options.max_num_batched_tokens is None:
+        tokens = default_max_num_batched_tokens(options.max_num_seqs, is_offline=True)
+        options = replace(options, max_num_batched_tokens=tokens)
     engine = options.build()
     info = engine.input_processor.model_info
     if workloads is None:

@@ -12,9 +12,11 @@ import typer
 from octavo.assets import BUILT_IN_MODEL
 from octavo.config import (
     DEFAULT_BLOCK_SIZE,
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
     DEFAULT_MAX_NUM_WAITING,
     DEFAULT_MAX_NUM_WAITING_TOKENS,
+    DEFAULT_OFFLINE_BATCHED_TOKENS,
     DEFAULT_PACKED_CACHE_BYTES,
     AdmissionRule,
     BatchingMode,
@@ -178,7 +180,8 @@ class EngineOptions:
             parser=parse_size,
             rich_help_panel=_SCHEDULER,
             help="Most tokens of one step, prompts and answers together. Default: "
-            f"{default_max_num_batched_tokens(DEFAULT_MAX_NUM_SEQS)}, or max-num-seqs if that is more.",
+            f"{DEFAULT_MAX_NUM_BATCHED_TOKENS}, in octavo bench {DEFAULT_OFFLINE_BATCHED_TOKENS}, "
+            "or max-num-seqs if that is more.",
             show_default=False,
         ),
     ] = None

@@ -21,9 +21,9 @@ class PagedKVCache:
     """Keys and values of all layers, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
 
     dtype: that of the activations, or int8. Then behind the rows of each block, layer and head stand their scales, in
-    float32, so that a block is one object all the same. Memory is reserved here and touched when a block is first
-    written. num_host_blocks: room in host memory for the blocks of preempted requests, in the same layout.
-    allocate(num_bytes): where the memory comes from, for a backend that wants it in a certain way.
+    float32, so that a block is one object all the same. Memory is reserved here, and touched when a block is first
+    written or by `octavo.worker.touching`. num_host_blocks: room in host memory for the blocks of preempted requests,
+    in the same layout. allocate(num_bytes): where the memory comes from, for a backend that wants it in a certain way.
     """
 
     def __init__(

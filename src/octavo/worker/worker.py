@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.memory import decide_num_blocks, decide_num_host_blocks
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.probe import kept_result, probe_file, probe_largest_batch
+from octavo.worker.touching import Touching
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -117,6 +119,9 @@ class Worker:
         self.kv_cache = self.runner.kv_cache
         with self._torch_threads():
             warm_up(self.runner, min(WARM_UP_TOKENS, scheduler_config.max_num_batched_tokens, max_model_len))
+        if self.device.type == "cpu" and cache_config.asks_for_memory:
+            touching = Touching(self.kv_cache.blocks)
+            weakref.finalize(self, touching.stop)
 
     def _make_runner(self, num_blocks: int, num_host_blocks: int = 0) -> ModelRunner:
         max_model_len, cache_config, scheduler_config = self._limits

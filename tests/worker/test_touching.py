@@ -1,0 +1,109 @@
+"""Memory is taken from the system in the background, and keeps its content."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import re
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import LLM
+from octavo.worker.touching import Touching
+
+NUM_BYTES = 96 << 20
+
+
+def touched_bytes(data: torch.Tensor) -> int:
+    """How much memory the system has given for a mapping."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= data.data_ptr() < int(bounds[2], 16)
+        elif inside and line.startswith("Anonymous:"):
+            return int(line.split()[1]) << 10
+    raise LookupError("no such memory")
+
+
+@pytest.fixture
+def memory():
+    """Memory that nothing else is mapped into."""
+    with mmap.mmap(-1, NUM_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapped:
+        data = torch.frombuffer(mapped, dtype=torch.uint8)
+        yield data
+        del data
+        gc.collect()
+
+
+needs_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+needs_kernels = pytest.mark.usefixtures("compiled_extension")
+
+
+@pytest.fixture
+def compiled_extension():
+    pytest.importorskip("octavo._kernels")
+
+
+@needs_proc
+@needs_kernels
+def test_all_of_it_is_there_and_as_it_was(memory):
+    memory[: 8 << 20] = 7
+    before = touched_bytes(memory)
+    Touching(memory).wait()
+    assert before < NUM_BYTES // 2
+    assert touched_bytes(memory) >= NUM_BYTES
+    assert bool((memory[: 8 << 20] == 7).all())
+    assert not memory[8 << 20 :].any()
+
+
+@needs_kernels
+def test_what_others_write_meanwhile_stays(memory):
+    pages = memory.view(-1, 4096)[:, 0]
+    touching = Touching(memory)
+    for round_ in range(1, 40):
+        pages.fill_(round_)
+        assert bool((pages == round_).all())
+    touching.wait()
+
+
+@needs_kernels
+def test_it_can_be_stopped(memory, monkeypatch):
+    seen, goes_on = [], threading.Event()
+
+    def touch(address, num_bytes):
+        seen.append((address, num_bytes))
+        assert goes_on.wait(10)
+
+    monkeypatch.setattr("octavo._kernels.touch_pages", touch)
+    touching = Touching(memory)
+    stopper = threading.Thread(target=touching.stop)
+    stopper.start()
+    touching._is_stopped.wait(10)
+    goes_on.set()
+    stopper.join(10)
+    assert not stopper.is_alive()
+    assert len(seen) == 1
+
+
+@needs_kernels
+def test_an_engine_takes_what_was_asked_for_alone(monkeypatch):
+    taken = []
+    monkeypatch.setattr("octavo.worker.worker.Touching", lambda data: taken.append(data.nbytes) or Touching(data))
+    LLM(device="cpu", kv_cache_memory_bytes=8 << 20)
+    assert len(taken) == 1
+    assert 7 << 20 < taken[0] <= 8 << 20
+    LLM(device="cpu", num_gpu_blocks_override=16)
+    assert len(taken) == 2
+    LLM(device="cpu", max_num_seqs=2)
+    assert len(taken) == 2
+
+
+def test_its_thread_ends_with_the_engine():
+    llm = LLM(device="cpu", kv_cache_memory_bytes=8 << 20)
+    del llm
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if thread.name == "octavo-kv-memory"]
