@@ -36,7 +36,7 @@ MAY_IMPORT = {
 # Only these see both sides, and nobody imports them but each other.
 JOINTS = {
     "build", "launch", "engine_main", "llm", "cli", "doctor", "assets", "__main__", "__init__", "compatibility",
-    "progress",
+    "progress", "garbage",
 }  # fmt: skip
 STANDARD_LIBRARY_ONLY = DATA | {"core"}
 NO_TORCH = DATA | {
@@ -48,6 +48,7 @@ NO_TORCH = DATA | {
     "cli",
     "assets",
     "progress",
+    "garbage",
     "compatibility",
     "launch",
     "engine_main",

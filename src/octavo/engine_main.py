@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from octavo.engine.core_process import run_core_process
+from octavo.garbage import made_to_stay
 
 if TYPE_CHECKING:
     from octavo.config import EngineConfig
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
 
 def build(config: EngineConfig, progress: Progress) -> EngineCore:
     """Build the core; torch is imported now."""
-    from octavo.build import build_core  # noqa: PLC0415 - takes seconds, in which the process is watched already
+    with made_to_stay():
+        from octavo.build import build_core  # noqa: PLC0415 - takes seconds, in which the process is watched already
 
-    return build_core(config, progress=progress)
+        return build_core(config, progress=progress)
 
 
 if __name__ == "__main__":

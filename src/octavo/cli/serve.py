@@ -24,6 +24,7 @@ from octavo.config import (
     api_key_from_environment,
 )
 from octavo.errors import ConfigError
+from octavo.garbage import made_to_stay
 
 _PANEL = "Server"
 _ACCESS = "Access"
@@ -284,7 +285,8 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
     with listen(server.host, server.port, idle_timeout_s=config.idle_timeout_s) as sock:
         llm = AsyncLLM(engine.launch(), max_unread_outputs=config.max_unread_outputs)
         try:
-            http = make_server(llm, config)
+            with made_to_stay():
+                http = make_server(llm, config)
             host = f"[{server.host}]" if ":" in server.host else server.host
             scheme = "http" if config.ssl_certfile is None else "https"
             address = f"{scheme}://{host}:{sock.getsockname()[1]}"
