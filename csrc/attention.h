@@ -172,7 +172,7 @@ template <class T>
 void write_rows(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task, const float* totals) {
   for (int64_t row = 0; row < task.tokens * s.group; ++row, totals += s.sums_size) {
     const int64_t head = task.kv_head * s.group + row % s.group;
-    T* out = static_cast<T*>(args.out) + ((task.first_token + row / s.group) * args.num_heads + head) * s.dim;
+    T* out = static_cast<T*>(args.out) + (task.first_token + row / s.group) * args.out_stride + head * s.dim;
     const Vec weight = splat(totals[s.padded_dim + 1]);
     for (int64_t d = 0; d < s.dim; d += kLanes) store_first(out + d, load(totals + d) / weight + splat(0.0f), s.dim - d);
   }

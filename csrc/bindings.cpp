@@ -113,10 +113,10 @@ void check_gated(const KernelTable& table, const LinearArgs& args) {
 // --- arguments as Python gives them: the same for a call that is made and for one that is recorded -----------------------
 
 LinearArgs linear_args(Address x, int x_dtype, int64_t x_stride, int64_t rows, Address weight, int weight_dtype,
-                       int64_t n, int64_t k, Address bias, Address out, int out_dtype, bool gated, int64_t group_size,
-                       bool has_zeros) {
-  return {at<void>(x),     DType(x_dtype), x_stride,         rows,  at<void>(weight), DType(weight_dtype), n, k,
-          at<float>(bias), at<void>(out),  DType(out_dtype), gated, {group_size, has_zeros}};
+                       int64_t n, int64_t k, Address bias, Address out, int64_t out_stride, int out_dtype, bool gated,
+                       int64_t group_size, bool has_zeros) {
+  return {at<void>(x),     DType(x_dtype), x_stride,   rows,             at<void>(weight), DType(weight_dtype), n, k,
+          at<float>(bias), at<void>(out),  out_stride, DType(out_dtype), gated,            {group_size, has_zeros}};
 }
 
 EmbeddingArgs embedding_args(Address ids, int64_t count, Address packed, int weight_dtype, int64_t n, int64_t k,
@@ -130,8 +130,8 @@ NormArgs norm_args(Address x, Address residual, Address weight, int weight_dtype
           size, static_cast<float>(eps), together, x_stride};
 }
 
-GateArgs gate_args(Address gate_up, Address out, int dtype, int64_t rows, int64_t size) {
-  return {at<void>(gate_up), at<void>(out), DType(dtype), rows, size};
+GateArgs gate_args(Address gate_up, Address out, int64_t out_stride, int dtype, int64_t rows, int64_t size) {
+  return {at<void>(gate_up), at<void>(out), out_stride, DType(dtype), rows, size};
 }
 
 RopeArgs rope_args(Address q, Strides q_strides, Address k, Strides k_strides, Address v, Strides v_strides,
@@ -161,9 +161,10 @@ RopeArgs rope_args(Address q, Strides q_strides, Address k, Strides k_strides, A
 }
 
 AttentionArgs attention_args(Address q, Strides q_strides, Address k_cache, Strides k_cache_strides, Address v_cache,
-                             Strides v_cache_strides, int kv_dtype, Address out, int dtype, Address query_start,
-                             Address block_tables, int64_t block_table_stride, Address positions, int64_t num_seqs, int64_t num_heads,
-                             int64_t num_kv_heads, int64_t head_dim, int64_t block_size, double scale, int64_t window) {
+                             Strides v_cache_strides, int kv_dtype, Address out, int64_t out_stride, int dtype,
+                             Address query_start, Address block_tables, int64_t block_table_stride, Address positions,
+                             int64_t num_seqs, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                             int64_t block_size, double scale, int64_t window) {
   return {at<void>(q),
           {q_strides.first, q_strides.second},
           at<void>(k_cache),
@@ -172,6 +173,7 @@ AttentionArgs attention_args(Address q, Strides q_strides, Address k_cache, Stri
           {v_cache_strides.first, v_cache_strides.second},
           DType(kv_dtype),
           at<void>(out),
+          out_stride,
           DType(dtype),
           at<int32_t>(query_start),
           at<int32_t>(block_tables),

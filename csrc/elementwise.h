@@ -79,7 +79,7 @@ void silu_and_mul_of(ThreadPool& pool, const GateArgs& args) {
     for (int64_t row = first; row < last; ++row) {
       const T* gate = static_cast<const T*>(args.gate_up) + row * 2 * size;
       const T* up = gate + size;
-      T* out = static_cast<T*>(args.out) + row * size;
+      T* out = static_cast<T*>(args.out) + row * args.out_stride;
       int64_t i = 0;
       for (; i + kTogether * kLanes <= size; i += kTogether * kLanes) gate_vectors<kTogether>(gate + i, up + i, out + i);
       for (; i + kLanes <= size; i += kLanes) gate_vectors<1>(gate + i, up + i, out + i);

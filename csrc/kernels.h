@@ -31,7 +31,8 @@ struct LinearArgs {
   int64_t n;
   int64_t k;
   const float* bias;  // [ceil(n / 32) * 32] or null
-  void* out;          // [rows, out_features], contiguous, float32 or bfloat16
+  void* out;          // [rows, out_features], float32 or bfloat16
+  int64_t out_stride;
   DType out_dtype;
   bool gated;       // the first half of n are gates of the second one, and the result is that of silu_and_mul; see fuses_gate
   Int4Format int4;  // of an int4 weight
@@ -93,7 +94,8 @@ struct NormArgs {
 struct GateArgs {
   const void* gate_up;  // [rows, 2 * size], contiguous
   void* out;            // [rows, size]
-  DType dtype;          // of both
+  int64_t out_stride;
+  DType dtype;  // of both
   int64_t rows;
   int64_t size;
 };
@@ -129,7 +131,8 @@ struct AttentionArgs {
   int64_t k_cache_strides[2];
   int64_t v_cache_strides[2];
   DType kv_dtype;
-  void* out;  // [tokens, num_heads * head_dim], contiguous
+  void* out;  // [tokens, num_heads * head_dim]
+  int64_t out_stride;
   DType dtype;
   const int32_t* query_start;   // [num_seqs + 1]
   const int32_t* block_tables;  // [num_seqs, block_table_stride]

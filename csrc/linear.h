@@ -163,7 +163,7 @@ void write_sums(const LinearArgs& args, const float* sums, int64_t stride, int64
                 int64_t first_column, int64_t columns) {
   columns = smaller(columns, args.n - first_column);
   for (int64_t r = 0; r < rows; ++r) {
-    Out* out = static_cast<Out*>(args.out) + (first_row + r) * args.n + first_column;
+    Out* out = static_cast<Out*>(args.out) + (first_row + r) * args.out_stride + first_column;
     for (int64_t j = 0; j < columns; j += kLanes) {
       Vec value = load(sums + r * stride + j);
       if (args.bias != nullptr) value = value + load(args.bias + first_column + j);

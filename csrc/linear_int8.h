@@ -53,7 +53,7 @@ struct Place {
 };
 
 OCTAVO_INLINE Place place_of(const LinearArgs& args, int64_t row, int64_t column) {
-  const int64_t size = args.out_dtype == DType::kFloat32 ? 4 : 2, row_bytes = args.out_features() * size;
+  const int64_t size = args.out_dtype == DType::kFloat32 ? 4 : 2, row_bytes = args.out_stride * size;
   return {static_cast<char*>(args.out) + row * row_bytes + column * size, row_bytes};
 }
 

@@ -511,9 +511,10 @@ inline void gated_linear_of_few_bytes(ThreadPool& pool, const LinearArgs& args) 
   pool.reserve_local(static_cast<size_t>(args.rows * args.n) * sizeof(bf16));
   LinearArgs both = args;
   both.out = pool.local(0);  // which a product of integers leaves alone
+  both.out_stride = args.n;
   both.gated = false;
   linear_of_integers<ByteWeight>(pool, both);
-  silu_and_mul(pool, {both.out, args.out, args.out_dtype, args.rows, args.out_features()});
+  silu_and_mul(pool, {both.out, args.out, args.out_stride, args.out_dtype, args.rows, args.out_features()});
 }
 
 #endif

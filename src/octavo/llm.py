@@ -71,7 +71,7 @@ class LLM:
 
     model: a directory in Hugging Face layout, a hub id, or None for the built-in model. Further arguments as in vLLM,
     and the other fields of `SchedulerConfig` and `CacheConfig` by their names (admission="reservation", ...); nobody
-    reads along with a batch, so a step takes 2,048 tokens, and prompts may fill it (mixed_step_ms=0). What octavo has
+    reads along with a batch, so a step takes 1,024 tokens, and prompts may fill it (mixed_step_ms=0). What octavo has
     no use for is listed in `octavo.compatibility`.
 
         llm = LLM("Qwen/Qwen2.5-0.5B-Instruct")

@@ -54,6 +54,20 @@ def test_tasks_of_many_panels(fastest, single_threaded, generator, depth, stored
                 assert torch.equal(kernels.gated_linear(some, packed), expected), (rows, kernels.num_threads)
 
 
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("size", [1024, 1056])
+def test_rows_that_would_share_cache_sets_stand_further_apart(fastest, generator, size, stored):
+    packed = fastest.pack_linear(FORMATS[stored](random(generator, 2 * size, 96) / 10))
+    behind = fastest.pack_linear(random(generator, 40, size, dtype=torch.bfloat16))
+    is_fused = fastest.kernel_set.fuses_gate(1, packed.storage.dtype_number, 2 * size)
+    for rows in (1, 2, 3, 40, 300):
+        x = random(generator, rows, 96, dtype=torch.bfloat16)
+        expected, result = apart(fastest, x, packed), fastest.gated_linear(x, packed)
+        assert result.stride() == (1056 if is_fused else size, 1)
+        assert torch.equal(result, expected)
+        assert torch.equal(fastest.linear(result, behind), fastest.linear(expected, behind))
+
+
 @pytest.mark.parametrize("stored", ["bfloat16", "int8"])
 def test_more_rows_than_are_packed_at_a_time(fastest, generator, stored):
     depth = 40000

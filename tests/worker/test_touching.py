@@ -78,7 +78,7 @@ def test_it_can_be_stopped(memory, monkeypatch):
         seen.append((address, num_bytes))
         assert goes_on.wait(10)
 
-    monkeypatch.setattr("octavo._kernels.touch_pages", touch)
+    monkeypatch.setattr("octavo.worker.touching.touch_pages", touch)
     touching = Touching(memory)
     stopper = threading.Thread(target=touching.stop)
     stopper.start()

@@ -35,6 +35,8 @@ LinearBackend = Literal["auto", "packed", "onednn"]
 
 _DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}  # csrc/types.h
 _PANEL_COLUMNS = 32  # as in csrc/kernels.h
+_LINE_BYTES = 64  # of a cache
+_SAME_SETS_BYTES = 2048  # so far apart, lines share two of the 64 sets of a first-level cache
 _ATTENTION_ROWS = 224  # at most, as in csrc/attention_tile.h
 
 
@@ -216,8 +218,19 @@ class CpuKernels:
             _DTYPE_NUMBERS[x.dtype], storage.dtype_number, packed.out_features
         ):
             return self.silu_and_mul(self.linear(x, packed))
-        out = self._empty(x.shape[0], packed.out_features // 2, dtype=x.dtype)
+        out = self._factor_rows(x.shape[0], packed.out_features // 2, x.dtype)
         return self._multiply(x, storage, out, gated=True)
+
+    def _factor_rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for rows that a product will read where they stand.
+
+        Where the same columns of all rows would share a few sets of the first-level cache, and push each other out,
+        rows are a line further apart.
+        """
+        if columns * dtype.itemsize % _SAME_SETS_BYTES != 0 or self.uses_onednn:
+            return self._empty(rows, columns, dtype=dtype)
+        spare = _LINE_BYTES // dtype.itemsize
+        return self._empty(rows, columns + spare, dtype=dtype).split_with_sizes([columns, spare], dim=1)[0]
 
     def _multiply(self, x: Tensor, weight: _PanelWeight, out: Tensor, *, gated: bool) -> Tensor:
         assert x.stride(1) == 1
@@ -225,8 +238,8 @@ class CpuKernels:
         self._calls.linear(
             x.data_ptr(), _DTYPE_NUMBERS[x.dtype], x.stride(0), x.shape[0], weight.data.data_ptr(),
             weight.dtype_number, weight.out_features, weight.in_features,
-            0 if weight.bias is None else weight.bias.data_ptr(), out.data_ptr(), _DTYPE_NUMBERS[out.dtype], gated,
-            *weight.int4,
+            0 if weight.bias is None else weight.bias.data_ptr(), out.data_ptr(), out.stride(0),
+            _DTYPE_NUMBERS[out.dtype], gated, *weight.int4,
         )  # fmt: skip
         return out
 
@@ -316,10 +329,10 @@ class CpuKernels:
         assert k_cache.dtype == v_cache.dtype
         assert k_cache.dtype in {q.dtype, torch.int8}
         assert k_cache.stride()[2:] == v_cache.stride()[2:] == (head_dim, 1)
-        out = self._empty(num_tokens, num_heads * head_dim, dtype=q.dtype)
+        out = self._factor_rows(num_tokens, num_heads * head_dim, q.dtype)
         self._calls.paged_attention(
             q.data_ptr(), q.stride()[:2], k_cache.data_ptr(), k_cache.stride()[:2], v_cache.data_ptr(),
-            v_cache.stride()[:2], _DTYPE_NUMBERS[k_cache.dtype], out.data_ptr(), _DTYPE_NUMBERS[q.dtype],
+            v_cache.stride()[:2], _DTYPE_NUMBERS[k_cache.dtype], out.data_ptr(), out.stride(0), _DTYPE_NUMBERS[q.dtype],
             batch.query_start.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.stride(0),
             batch.positions.data_ptr(),
             batch.seq_lens.shape[0], num_heads, k_cache.shape[1], head_dim, batch.block_size, scale, window or 0,
@@ -331,7 +344,7 @@ class CpuKernels:
         assert gate_up.is_contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._empty(rows, size, dtype=gate_up.dtype)
-        self._calls.silu_and_mul(gate_up.data_ptr(), out.data_ptr(), _DTYPE_NUMBERS[gate_up.dtype], rows, size)
+        self._calls.silu_and_mul(gate_up.data_ptr(), out.data_ptr(), size, _DTYPE_NUMBERS[gate_up.dtype], rows, size)
         return out
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:

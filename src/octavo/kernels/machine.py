@@ -72,3 +72,15 @@ def read_lines(path: Path) -> list[str]:
         return path.read_text().splitlines()
     except OSError:
         return []
+
+
+def touch_pages(address: int, num_bytes: int) -> None:
+    """Have the system give the pages of some memory; its content stays, whoever writes meanwhile.
+
+    Without the compiled extension the pages come when they are first written.
+    """
+    try:
+        from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
+    except ImportError:
+        return
+    _kernels.touch_pages(address, num_bytes)

@@ -7,6 +7,8 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+from octavo.kernels.machine import touch_pages
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -39,10 +41,6 @@ class Touching:
     def _run(self) -> None:
         with contextlib.suppress(AttributeError, OSError):  # not on Linux, or not allowed
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
-        try:
-            from octavo._kernels import touch_pages  # noqa: PLC0415  it may not have been compiled
-        except ImportError:
-            return
         begin, num_bytes = self._data.data_ptr(), self._data.nbytes
         for offset in range(0, num_bytes, _CHUNK_BYTES):
             if self._is_stopped.is_set():
