@@ -76,7 +76,7 @@ def test_the_engine_schedules_as_it_resolved(llm, checkpoint):
     read_along = LLM(model=str(checkpoint), max_model_len=64, mixed_step_ms=None)
     scheduler = read_along.llm_engine.core.scheduler
     assert scheduler.config.mixed_step_ms == 100.0
-    assert scheduler.get_stats().prefill_limit == 128  # of 512
+    assert scheduler.get_stats().prefill_limit == 128  # of 1024
 
 
 def test_chat_renders_the_template(llm):
