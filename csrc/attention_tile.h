@@ -110,8 +110,8 @@ class RowsAhead {
   RowsAhead() = default;
   RowsAhead(const TileRows<C>& rows, int64_t dim) : rows_(&rows), dim_(dim) {}
 
-  // Asks for the first of every sixteen. Others stand behind it in its block: the processor, which sees where this leads, asks
-  // for them by itself, and more of them at once than anybody could by name.
+  // Asks for the first of every sixteen. In blocks of sixteen the others stand behind it: the processor, which sees where this
+  // leads, asks for them by itself, and more of them at once than anybody could by name.
   OCTAVO_INLINE void begin() const {
     for (int64_t i = 0; i < kTilePositions; i += kBegun) {
       prefetch_row(rows_->keys[i], dim_);

@@ -15,6 +15,7 @@
 #include <vector>
 
 #if defined(__linux__)
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -306,10 +307,23 @@ class KernelSet {
   ThreadPool pool_;
 };
 
-// Has the system give the pages of some memory. A byte of each is written as it is, at once: others may write meanwhile.
-void touch_pages(Address address, int64_t bytes) {
+// Has the system give the pages of some memory, in time that nobody else has use for (where it has such a thing), until
+// *stop is not zero. A byte of each page is written as it is, at once: others may write meanwhile.
+void touch_pages(Address address, int64_t bytes, Address stop) {
+#if defined(__linux__)
+  const sched_param none{};
+  sched_setscheduler(0, SCHED_IDLE, &none);  // of this thread; where that is refused, it is one like others
+#endif
   constexpr int64_t kPage = 4096;
-  for (int64_t i = 0; i < bytes; i += kPage) __atomic_fetch_or(at<uint8_t>(address) + i, uint8_t{0}, __ATOMIC_RELAXED);
+  for (int64_t i = 0; i < bytes && __atomic_load_n(at<uint8_t>(stop), __ATOMIC_RELAXED) == 0; i += kPage) {
+    uint8_t* byte = at<uint8_t>(address) + i;
+    uint8_t value = __atomic_load_n(byte, __ATOMIC_RELAXED);
+    while (!__atomic_compare_exchange_n(byte, &value, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+  }
+#if defined(__linux__)
+  sched_setscheduler(0, SCHED_OTHER, &none);  // before it waits for Python's lock, and others for it
+#endif
 }
 
 // Asks for huge pages before a large weight is written: fewer page walks while it streams.

@@ -27,6 +27,18 @@ def test_what_stays_is_not_tracked_and_what_was_garbage_is_gone():
     assert shown == "True True True True"
 
 
+def test_a_full_collection_comes_when_there_is_much_of_what_came_later():
+    """And not when that is a quarter of all there is."""
+    shown = in_a_process_of_its_own("""
+        with made_to_stay():
+            kept = [[] for _ in range(1_000_000)]
+        before = gc.get_stats()[2]["collections"]
+        later = [[] for _ in range(150_000)]
+        print(gc.get_stats()[2]["collections"] > before)
+    """)
+    assert shown == "True"
+
+
 @pytest.mark.parametrize("was_enabled", [True, False])
 def test_a_failure_leaves_the_collector_as_it_was(was_enabled):
     shown = in_a_process_of_its_own(f"""

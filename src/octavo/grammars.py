@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Vocabulary = tuple[str, Iterable[int]]
 
 logger = logging.getLogger(__name__)
-_MAX_KEPT = 128  # compiled grammars that nobody waits for: one of a small schema takes 0.2 MB
+_MAX_KEPT = 128  # compiled grammars, besides those that somebody waits for: one of a small schema takes 0.2 MB
 _MAX_KEPT_CHARS = 1 << 20  # of their texts
 _STACK_BYTES = 512 << 20  # of address space; 4000 rules in a chain take 8 MB, and there is room for 16,000 in a text
 _PARAMETER = "structured_outputs"
@@ -110,6 +110,7 @@ class GrammarCompiler:
         self._tokenizer: Any = None
         self._known: weakref.WeakValueDictionary[str, _Compiled] = weakref.WeakValueDictionary()
         self._kept: OrderedDict[str, _Compiled] = OrderedDict()
+        self._waited_for: dict[int, _Compiled] = {}  # by the id of what asks for it, as long as that lives
         self._num_kept_chars = 0
         self._lock = threading.Lock()
 
@@ -129,6 +130,10 @@ class GrammarCompiler:
             compiled = self._find(text) or _executor().submit(self._compile, wanted).result()
             return Matcher(compiled.matcher.deep_copy(), self._vocab_size)
 
+    def let_go(self, wanted: int) -> None:
+        """Hold no grammar any more for what had this id."""
+        self._waited_for.pop(wanted, None)
+
     def _find(self, text: str) -> _Compiled | None:
         with self._lock:
             compiled = self._known.get(text)
@@ -145,7 +150,10 @@ class GrammarCompiler:
             self._num_kept_chars -= len(self._kept.popitem(last=False)[0])
 
     def _prepare(self, wanted: StructuredOutputsParams) -> None:
-        weakref.finalize(wanted, _let_go, self._compile(wanted)).atexit = False
+        compiled = self._compile(wanted)
+        if self._waited_for.get(id(wanted)) is not compiled:
+            self._waited_for[id(wanted)] = compiled
+            weakref.finalize(wanted, _forget, weakref.ref(self), id(wanted)).atexit = False
 
     def _compile(self, wanted: StructuredOutputsParams) -> _Compiled:
         with _told_apart():
@@ -173,8 +181,10 @@ class GrammarCompiler:
         return self._tokenizer
 
 
-def _let_go(_compiled: _Compiled) -> None:
-    """Hold a grammar until this is called."""
+def _forget(compiler: weakref.ref[GrammarCompiler], wanted: int) -> None:
+    """Let the grammar go of what is gone now."""
+    if (there := compiler()) is not None:
+        there.let_go(wanted)
 
 
 @functools.cache

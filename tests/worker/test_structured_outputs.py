@@ -200,8 +200,13 @@ def test_what_somebody_waits_for_is_not_compiled_again(llm, monkeypatch):
     for number in range(1, 2 * grammars._MAX_KEPT):
         compiler.compile(StructuredOutputsParams(regex=f"d{{{number}}}"))
     assert len(compiler._known) == len(compiler._kept) + len(waiting)
+    num_held = len(compiler._waited_for)
+    for _ in range(100):  # requests of one form, as those of LLM.generate
+        compiler.prepare(waiting[0]).result()
+    assert len(compiler._waited_for) == num_held
     del waiting, wanted
     gc.collect()
+    assert not compiler._waited_for
     assert len(compiler._known) == len(compiler._kept) == grammars._MAX_KEPT
 
 

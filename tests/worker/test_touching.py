@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from octavo import LLM
+from octavo.kernels.machine import touch_pages
 from octavo.worker.touching import Touching
 
 NUM_BYTES = 96 << 20
@@ -39,6 +40,18 @@ def memory():
         gc.collect()
 
 
+def held_up(monkeypatch):
+    """Let touching begin, and not end before it may: (it has begun, it may go on)."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def touch(address, num_bytes, stop):
+        begun.set()
+        assert goes_on.wait(20)
+
+    monkeypatch.setattr("octavo.worker.touching.touch_pages", touch)
+    return begun, goes_on
+
+
 needs_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 needs_kernels = pytest.mark.usefixtures("compiled_extension")
 
@@ -53,7 +66,7 @@ def compiled_extension():
 def test_all_of_it_is_there_and_as_it_was(memory):
     memory[: 8 << 20] = 7
     before = touched_bytes(memory)
-    Touching(memory).wait()
+    Touching(memory)._thread.join()
     assert before < NUM_BYTES // 2
     assert touched_bytes(memory) >= NUM_BYTES
     assert bool((memory[: 8 << 20] == 7).all())
@@ -67,26 +80,27 @@ def test_what_others_write_meanwhile_stays(memory):
     for round_ in range(1, 40):
         pages.fill_(round_)
         assert bool((pages == round_).all())
-    touching.wait()
+    touching._thread.join()
 
 
-@needs_kernels
 def test_it_can_be_stopped(memory, monkeypatch):
-    seen, goes_on = [], threading.Event()
-
-    def touch(address, num_bytes):
-        seen.append((address, num_bytes))
-        assert goes_on.wait(10)
-
-    monkeypatch.setattr("octavo.worker.touching.touch_pages", touch)
+    begun, goes_on = held_up(monkeypatch)
     touching = Touching(memory)
+    assert begun.wait(10)
     stopper = threading.Thread(target=touching.stop)
     stopper.start()
-    touching._is_stopped.wait(10)
+    stopper.join(0.2)
+    assert stopper.is_alive()  # as the memory must not go before
     goes_on.set()
     stopper.join(10)
     assert not stopper.is_alive()
-    assert len(seen) == 1
+    assert not touching._thread.is_alive()
+
+
+@needs_kernels
+def test_a_stop_is_seen_on_the_way():
+    data, stop = torch.zeros(4096, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
+    touch_pages(data.data_ptr(), 1 << 60, stop.data_ptr())  # beyond it is nothing that could be touched
 
 
 @needs_kernels
@@ -102,8 +116,19 @@ def test_an_engine_takes_what_was_asked_for_alone(monkeypatch):
     assert len(taken) == 2
 
 
-def test_its_thread_ends_with_the_engine():
-    llm = LLM(device="cpu", kv_cache_memory_bytes=8 << 20)
-    del llm
-    gc.collect()
+def test_its_thread_ends_with_the_engine(monkeypatch):
+    begun, goes_on = held_up(monkeypatch)
+    llm = [LLM(device="cpu", kv_cache_memory_bytes=8 << 20)]
+    assert begun.wait(10)
+
+    def let_go():
+        llm.clear()
+        gc.collect()
+
+    owner = threading.Thread(target=let_go)
+    owner.start()
+    owner.join(0.5)
+    assert owner.is_alive()
+    goes_on.set()
+    owner.join(10)
     assert not [thread for thread in threading.enumerate() if thread.name == "octavo-kv-memory"]

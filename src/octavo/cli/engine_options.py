@@ -372,8 +372,8 @@ class EngineOptions:
             metavar="SIZE",
             parser=parse_size,
             rich_help_panel=_CACHE,
-            help="Memory for the KV cache, such as 4G or 512M, taken at the start. Default: half of what is free, up to "
-            "4G, taken as it is used (GPU: 90 %, at the start).",
+            help="Memory for the KV cache, such as 4G or 512M; from the start on it is taken from the system. Default: "
+            "half of what is free, up to 4G, taken as it is used (GPU: 90 %, at the start).",
             show_default=False,
         ),
     ] = None

@@ -83,9 +83,11 @@ class Add(msgspec.Struct, frozen=True, tag=True):
         return cls(request_id, requests[0].sequence.prompt_token_ids, streams)
 
     def to_requests(self) -> list[Request]:
-        """Return them as the core wants them."""
+        """Return them as the core wants them; what form their answers must have is one object, as it was asked for."""
         requests = []
+        wanted = self.streams[0].sampling_params.structured_outputs
         for stream in self.streams:
+            stream.sampling_params.structured_outputs = wanted
             fields = {name: getattr(stream, name) for name in Stream.__struct_fields__}
             requests.append(Request(fields.pop("request_id"), self.prompt_token_ids, **fields))
         return requests

@@ -158,7 +158,7 @@ class Kernels(Protocol):
         """Return silu(gate) * up of x @ weight.T + bias: [num_tokens, in_features] -> [num_tokens, out_features / 2].
 
         The first half of the out_features are the gates. The bits are those of `silu_and_mul(linear(x, packed))`: gate
-        and up are rounded to x's dtype.
+        and up are rounded to x's dtype. Rows of the result may stand further apart than they are long.
         """
         ...
 
@@ -208,6 +208,8 @@ class Kernels(Protocol):
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float, window: int | None
     ) -> Tensor:
         """Return causal attention of every row over the KV of its own sequence: [num_tokens, num_heads * head_dim].
+
+        Rows of the result may stand further apart than they are long.
 
         Row at position p sees positions max(0, p - window + 1) .. p. Query heads share KV heads in equal groups.
         Shapes as in `rope_and_write_kv`. Sums run over tiles that are fixed by absolute position.

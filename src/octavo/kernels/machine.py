@@ -74,13 +74,14 @@ def read_lines(path: Path) -> list[str]:
         return []
 
 
-def touch_pages(address: int, num_bytes: int) -> None:
+def touch_pages(address: int, num_bytes: int, stop: int) -> None:
     """Have the system give the pages of some memory; its content stays, whoever writes meanwhile.
 
+    The thread that calls takes time that nobody else has use for, until it is done or the byte at `stop` is not zero.
     Without the compiled extension the pages come when they are first written.
     """
     try:
         from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
     except ImportError:
         return
-    _kernels.touch_pages(address, num_bytes)
+    _kernels.touch_pages(address, num_bytes, stop)
