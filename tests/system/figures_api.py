@@ -407,13 +407,9 @@ async def soak_watcher(where: tuple[str, int], end: float) -> None:
         await asyncio.sleep(20)
 
 
-def own_megabytes(pid: int) -> float:
-    """Anonymous memory of a process."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        name, value, *_ = line.split()
-        if name == "Anonymous:":
-            return int(value) / 1024
-    raise LookupError(f"process {pid} has no memory")
+def own_megabytes(process: psutil.Process) -> float:
+    """Memory of a process that no file backs."""
+    return sum(each.anonymous for each in process.memory_maps()) / 2**20
 
 
 def figure_9(scale: float) -> str:
@@ -427,7 +423,7 @@ def figure_9(scale: float) -> str:
 
     async def run(served: Served) -> tuple[list[float], list[tuple[float, ...]], Counter[str]]:
         where, counts, times, sizes = address(served), Counter[str](), list[float](), list[tuple[float, ...]]()
-        processes = [served.process.pid, served.engine.pid]
+        processes = [psutil.Process(served.process.pid), served.engine]
         begin = time.monotonic() + warm_s
         end = begin + soak_s
         tasks = [asyncio.create_task(soak_client(where, seed, end, counts)) for seed in range(12)]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import mmap
-import re
 import sys
 import threading
-from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -21,12 +20,10 @@ NUM_BYTES = 96 << 20
 
 def touched_bytes(data: torch.Tensor) -> int:
     """How much memory the system has given for a mapping."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(bounds[1], 16) <= data.data_ptr() < int(bounds[2], 16)
-        elif inside and line.startswith("Anonymous:"):
-            return int(line.split()[1]) << 10
+    for each in psutil.Process().memory_maps(grouped=False):
+        first, last = (int(bound, 16) for bound in each.addr.split("-"))
+        if first <= data.data_ptr() < last:
+            return each.anonymous
     raise LookupError("no such memory")
 
 

@@ -209,10 +209,9 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return causal attention of every row over the KV of its own sequence: [num_tokens, num_heads * head_dim].
 
-        Rows of the result may stand further apart than they are long.
-
-        Row at position p sees positions max(0, p - window + 1) .. p. Query heads share KV heads in equal groups.
-        Shapes as in `rope_and_write_kv`. Sums run over tiles that are fixed by absolute position.
+        Rows of the result may stand further apart than they are long. Row at position p sees positions
+        max(0, p - window + 1) .. p. Query heads share KV heads in equal groups. Shapes as in `rope_and_write_kv`. Sums
+        run over tiles that are fixed by absolute position.
         """
         ...
 
