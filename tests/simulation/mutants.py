@@ -94,6 +94,9 @@ MUTANTS = [
     Mutant("prompts fill a step in which others decode", "E1", "policy.py", "                plan.lower_budget(sum(decoded) + max(self.prefill_limit, num_prompts))", "                pass"),
     Mutant("prompts take the tokens of who decodes behind them", "F11", "policy.py", "                plan.lower_budget(sum(decoded) + max(self.prefill_limit, num_prompts))", "                plan.lower_budget(sum(decoded) + self.prefill_limit)"),
     Mutant("what was learned of a step has no bounds", "E1", "policy.py", "            self._limit = min(max(change * self._limit, self._least), self._most)", "            self._limit = change * self._limit"),
+    Mutant("a step is learned of that nobody shares", "E1", "policy.py", "        if not self._step_s or self._taken <= 0:", "        if not self._step_s:"),
+    Mutant("prompts get more though they had enough", "E1", "policy.py", "        if change < 1 or self._was_short:", "        if True:"),
+    Mutant("a slow step changes nothing", "E1", "policy.py", "        if change < 1 or self._was_short:", "        if change > 1 and self._was_short:"),
     Mutant("an ending is told twice", "F20", _SCHEDULER, "        outputs, self._news = self._news, []\n        new_tokens", "        outputs = list(self._news)\n        new_tokens"),
     Mutant("an abort takes a bystander's blocks", "F20", _POOL, "            block.ref_count -= 1\n            if block.ref_count == 0 and", "            block.ref_count = 0\n            if block.ref_count == 0 and"),
 ]  # fmt: skip

@@ -180,19 +180,30 @@ class Totals:
                 setattr(self, each.name, mine + theirs)
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """Whether prompts and answers share a step: what must be and what may be learned of it."""
+
+    limit: int
+    may_be: bool
+    must_be: bool
+    is_short: bool
+
+
 class World:
     """The core, a hash model, and whatever can go wrong between them."""
 
     def __init__(self, seed: str, config: WorldConfig) -> None:
         self.rng = random.Random(seed)
         self.config = config
-        self.now = 0.0
+        self.now = self.step_start = 0.0
         self.totals = Totals()
         self.tracked: dict[str, Tracked] = {}
         self.healed = False
         self.epoch = 0
         self.num_added = 0
         self.worker = HashWorker(config.num_blocks, config.block_size, config.num_host_blocks)
+        self.shared = Sharing(0, may_be=False, must_be=False, is_short=False)
         self.store = SimulatedStore(self.worker, random.Random(seed + "store"), config.remote_rate)
         self.forced: set[str] = set()
         self.admission_step = self.preemption_step = -1
@@ -280,12 +291,14 @@ class World:
         self.had_seat = (
             len(scheduler.running) + len(scheduler.loads) + scheduler.room.num_parked < self.config.max_num_seqs
         )
+        self.step_start = self.now
         scheduled = scheduler.schedule()
         if self.config.mixed_step_ms:  # time passes while the worker computes
             self.now += STEP_S * scheduled.total_num_scheduled_tokens
         self.forced.clear()
         self._check_output(scheduled)
         self._check_order(scheduled)
+        self.shared = self._look_at_sharing(scheduled)
         if scheduled.num_scheduled_tokens:
             self.totals.steps += 1
         if not scheduled.is_empty:
@@ -313,9 +326,12 @@ class World:
             self._count("logits that are no numbers")
             result.errors[self.rng.choice(list(result.sampled_token_ids))] = "injected"
         self._take(self.scheduler.update_from_output(scheduled, result))
+        self._check_learned(self.now - self.step_start)
         if not self.healed and self.rng.random() < self.config.stale_result_rate:
             self._count("double result")
+            limit = self.scheduler.get_stats().prefill_limit
             self._take(self.scheduler.update_from_output(scheduled, result))
+            self._expect_limit(limit, limit, "after a result that came twice")
         self.last = scheduled, replace(result, kv_loads=[])
         self._draft()
 
@@ -333,6 +349,7 @@ class World:
         if any(output.request_id == replaced for output in outputs):
             raise SimulationError(f"{replaced} was not in the step that failed, and ended with it")
         self._take(outputs)
+        self._expect_limit(self.shared.limit, self.shared.limit, "after a step that failed")
         if self.rng.random() < 0.5:
             self._take(self.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {})))
 
@@ -601,6 +618,46 @@ class World:
         if not min(most, max(whole // 8, 1)) <= limit <= most:
             raise SimulationError(f"{limit} tokens beside answers, of a step of {whole} and {most} at most")
         return limit
+
+    def _look_at_sharing(self, scheduled: SchedulerOutput) -> Sharing:
+        """Find what prompts and answers share in a step."""
+        requests, counts = self.scheduler.requests, scheduled.num_scheduled_tokens
+        wanted = {name: requests[name].num_tokens - requests[name].num_computed_tokens for name in counts}
+        prompts = [name for name in counts if name in self.admitted or is_prefill(requests[name])]
+        running = [each for each in self.scheduler.running if each.request_id not in self.admitted]
+        answers = [each.request_id for each in running if not is_prefill(each)]
+        given_whole = [name for name in answers if counts.get(name, 0) == wanted.get(name)]
+        return Sharing(
+            limit=self.scheduler.get_stats().prefill_limit,
+            may_be=bool(prompts) and (bool(answers) or bool(scheduled.preempted_req_ids)),
+            must_be=bool(prompts) and bool(answers) and not scheduled.preempted_req_ids and given_whole == answers,
+            is_short=any(count < wanted[name] for name, count in counts.items()) or bool(self.scheduler.waiting),
+        )
+
+    def _check_learned(self, seconds: float) -> None:
+        """A step that prompts and answers share, and no other, changes what prompts get beside answers, as far as it may."""
+        config, before, step_s = self.config, self.shared.limit, (self.config.mixed_step_ms or 0.0) / 1000
+        if not step_s or not self.shared.may_be or config.batching != "mixed":
+            self._expect_limit(before, before, "though no step was shared")
+            return
+        whole = config.max_num_batched_tokens
+        most = config.max_num_mixed_prefill_tokens or whole
+        fewest = min(most, max(whole // 8, 1))
+        factor = (
+            min(max(step_s / seconds, 0.5), 1.25) if seconds else 1.25
+        )  # both of these are whole numbers of a limit that is none
+        least = largest = float(before)
+        if factor < 1:
+            least = factor * before
+            largest = factor * (before + 1) if self.shared.must_be else before
+        elif self.shared.is_short:
+            largest = factor * (before + 1)
+        self._expect_limit(min(max(int(least), fewest), most), min(max(largest, fewest), most), f"after {seconds} s")
+
+    def _expect_limit(self, least: float, most: float, when: str) -> None:
+        limit = self.scheduler.get_stats().prefill_limit
+        if not least <= limit <= most:
+            raise SimulationError(f"{limit} tokens beside answers, not {least} to {most}, {when}")
 
     def _check_order(self, scheduled: SchedulerOutput) -> None:
         """No running prompt gets of the budget for which a more important newcomer waits, or is overtaken by another."""
