@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from comparison.report import save_picture
 from workloads import prepare
 
 from octavo import LLM, SamplingParams
@@ -131,9 +132,7 @@ def draw(target: Path, requests: list[tuple[int, float]], lengths: list[tuple[in
         axis.set_title(title)
         axis.set_xlabel(across)
         axis.grid(alpha=0.3)
-    for ending in ("png", "svg"):
-        path = target.with_name(f"{target.name}.{ending}")  # its name may have a dot of its own
-        grid.savefig(path, dpi=110, metadata={"Date": None} if ending == "svg" else None)
+    save_picture(grid, target)
 
 
 def main() -> None:

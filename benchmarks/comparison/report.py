@@ -116,9 +116,15 @@ def draw(records: list[dict[str, Any]], best: dict[str, dict[str, float]], targe
         axis.set_title(f"{_TITLES[name]}\n{unit}, {better} is better; dashed: limit", fontsize=9)
         axis.set_xticks(range(len(precisions)), precisions)
     axes[0].legend(fontsize=8)
-    for ending in ("png", "svg"):
-        grid.savefig(target.with_suffix(f".{ending}"), dpi=110, metadata={"Date": None} if ending == "svg" else None)
+    save_picture(grid, target)
     plt.close(grid)
+
+
+def save_picture(grid: Any, target: Path) -> None:
+    """Write a figure of matplotlib to `target` with the endings .png and .svg; its name may have a dot of its own."""
+    for ending in ("png", "svg"):
+        path = target.with_name(f"{target.name}.{ending}")
+        grid.savefig(path, dpi=110, metadata={"Date": None} if ending == "svg" else None)
 
 
 def _cell(found: Figure | None, name: str, limit: float) -> str:

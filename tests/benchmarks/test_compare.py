@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +19,7 @@ from compare import Results, jobs  # noqa: E402
 from comparison.engines import ENGINES, Octavo, Transformers  # noqa: E402
 from comparison.limits import Work, best_possible  # noqa: E402
 from comparison.measuring import RunError, measure  # noqa: E402
-from comparison.report import figure, ratios, table  # noqa: E402
+from comparison.report import draw, figure, ratios, save_picture, table  # noqa: E402
 
 LIMITS = {"flops": 5e11, "byte_ops": 4e12, "bfloat16_flops": 1e12, "bytes_read": 1e11}
 
@@ -117,20 +118,40 @@ run(Lazy)
     assert not (tmp_path / "result").exists()
 
 
-def test_limits(files):
-    architecture = read_architecture(files[0])
-    work = Work.of(architecture)
-    # q, k, v, o: 64 x (64 + 2 x 32 + 64); gate, up, down: 3 x 64 x 160; two layers
-    assert work == Work(2 * (64 * 192 + 3 * 64 * 160), 4096 * 64)
-    best = best_possible(work, workloads(), "bf16", LIMITS)
-    assert best["A"] == 1e11 / (2 * (work.layers + work.lm_head))
+def test_limits_of_arithmetic(files):
+    work = Work.of(read_architecture(files[0]))
+    # q, k, v, o: 64 x (64 + 2 x 32 + 64); gate, up, down: 3 x 64 x 160; two layers; k and v: 2 heads of 16, 2 bytes each
+    assert work == Work(2 * (64 * 192 + 3 * 64 * 160), 4096 * 64, 2 * 2 * 2 * 16 * 2)
+    endless = LIMITS | {"bytes_read": 1e30}
+    best = best_possible(work, workloads(), "bf16", endless)
     assert best["B"] == pytest.approx(2 * (work.layers * 4 * 16 + work.lm_head * 20) / 1e12)
     assert best["C"] == pytest.approx(64 / (2 * (work.layers * 64 + work.lm_head) / 1e12))
     assert best["D off"] == pytest.approx(2 * (work.layers * 3 * 38 + work.lm_head * 9) / 1e12)
     assert best["D on"] == pytest.approx(2 * (work.layers * (3 * 38 - 2 * 32) + work.lm_head * 9) / 1e12)
-    assert best_possible(work, workloads(), "int8", LIMITS)["B"] == pytest.approx(best["B"] / 4)
-    int4 = best_possible(work, workloads(), "int4", LIMITS)
-    assert int4["A"] == pytest.approx(1e11 / (work.layers * 4.5 / 8 + work.lm_head))
+    assert best_possible(work, workloads(), "int8", endless)["B"] == pytest.approx(best["B"] / 4)
+
+
+def test_limits_of_reading(files):
+    work = Work.of(read_architecture(files[0]))
+    weights, kv = 2 * (work.layers + work.lm_head), work.kv_bytes
+    best = best_possible(work, workloads(), "bf16", LIMITS | {"bfloat16_flops": 1e30})
+    # steps read all weights, as many steps as the longest output has tokens, and all but a request's first its KV
+    assert best["A"] == pytest.approx(63 / ((63 * weights + sum(range(9, 72)) * kv) / 1e11))
+    assert best["B"] == pytest.approx((5 * weights + 4 * (13 + 14 + 15 + 16) * kv) / 1e11)
+    assert best["C"] == pytest.approx(64 / (weights / 1e11))
+    assert best["D off"] == pytest.approx((3 * weights + 3 * (37 + 38) * kv) / 1e11)
+    assert best["D on"] == pytest.approx((3 * weights + (3 * (5 + 6) + 2 * 32) * kv) / 1e11)
+    int4 = best_possible(work, workloads(), "int4", LIMITS | {"byte_ops": 1e30})
+    assert int4["C"] == pytest.approx(64 / ((work.layers * 4.5 / 8 + work.lm_head) / 1e11))
+
+
+def test_the_limit_is_that_of_the_longer_of_the_two(files):
+    work = Work.of(read_architecture(files[0]))
+    for letter in ("A", "B", "C", "D off", "D on"):
+        arithmetic = best_possible(work, workloads(), "bf16", LIMITS | {"bytes_read": 1e30})[letter]
+        reading = best_possible(work, workloads(), "bf16", LIMITS | {"bfloat16_flops": 1e30})[letter]
+        slower = min if letter in "AC" else max
+        assert best_possible(work, workloads(), "bf16", LIMITS)[letter] == slower(arithmetic, reading)
 
 
 def record(engine, number, caching=False, **result):
@@ -165,6 +186,20 @@ def test_tables():
     )
     assert lines[-1].startswith("| limit | 42.0 | 2.5 | 1000 | 4.0 | 1.0")
     assert ratios(RECORDS).splitlines()[2:] == ["| int8 | vllm | 3.00 | 2.00 | - | 0.50 | - |"]
+
+
+def test_a_picture_keeps_the_dot_of_its_name(tmp_path):
+    pytest.importorskip("matplotlib")
+    best = {"int8": {"A": 42.0, "B": 2.5, "C": 1000.0, "D off": 4.0, "D on": 1.0}}
+    draw(RECORDS, best, tmp_path / "compare-qwen2-0.5b")
+    assert {path.name for path in tmp_path.iterdir()} == {"compare-qwen2-0.5b.png", "compare-qwen2-0.5b.svg"}
+
+
+def test_pictures_are_written_beside_their_target(tmp_path):
+    written = []
+    grid = SimpleNamespace(savefig=lambda path, **_: written.append(path))
+    save_picture(grid, tmp_path / "qwen2-0.5b")
+    assert written == [tmp_path / "qwen2-0.5b.png", tmp_path / "qwen2-0.5b.svg"]
 
 
 def test_what_was_measured_is_kept(tmp_path):
