@@ -7,7 +7,9 @@
 Every other engine is installed in an environment of its own, by package name. Engines run one after the other, each
 job in its own process, all of a round before the next; every round begins elsewhere, and with the machine's limits.
 What was measured is kept in --home, a line a job: a run that is stopped goes on where it was, until --rounds of each
-are there.
+are there. Each line names the run that it was measured in: start time and machine. octavo is compared with another
+engine within rounds whose figures are of one run; where a round was gone on with later, or octavo measured again in
+another version, the report says "mixed". --again measures whole rounds anew.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ import platform
 import statistics
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from comparison.engines import ENGINES, PRECISIONS, Engine
 from comparison.limits import Work, best_possible
 from comparison.measuring import RunError, measure, measure_limits
-from comparison.report import draw, ratios, table
+from comparison.report import best_peers, draw, ratios, table
 from workloads import FOLDER, prepare
 
 from octavo.doctor import processor_name
@@ -37,7 +40,12 @@ GIB = 2**30
 
 
 class Results:
-    """Lines of JSON: {"engine", "precision", "caching", "round", "machine", "result"} of a job, "limits" of a round."""
+    """Lines of JSON: {"engine", "precision", "caching", "round", "run", "machine", "result"} of a job.
+
+    Of a round there are {"kind": "limits", "limits"}, and {"kind": "own", "of", "precision", "result"}: what an
+    engine's own benchmark says.
+    run: start time and machine of the run that measured it. Lines of before runs were named have none.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,7 +71,7 @@ class Results:
         """Return the records of engines; of a workload that was measured again (another version, say) the last."""
         seen: set[tuple[Any, ...]] = set()
         kept = []
-        for record in reversed(self.records):
+        for record in reversed(self._with_runs()):
             if "engine" not in record:
                 continue
             job = tuple(record[name] for name in ("engine", "precision", "caching", "round"))
@@ -74,19 +82,40 @@ class Results:
                 kept.append(record | {"result": result})
         return kept[::-1]
 
+    def _with_runs(self) -> list[dict[str, Any]]:
+        """Return all records with a "run": where none is named, one that measured a job again counts as another."""
+        times: Counter[tuple[Any, ...]] = Counter()
+        found = []
+        for record in self.records:
+            if "engine" in record and "run" not in record:
+                job = tuple(record[name] for name in ("engine", "precision", "caching", "round"))
+                earlier = max((times[*job, letter] for letter in record["workloads"]), default=0)
+                times.update((*job, letter) for letter in record["workloads"])
+                found.append(record | {"run": f"not named, {earlier} before it"})
+            else:
+                found.append(record)
+        return found
+
     def limits(self) -> dict[str, float]:
-        """Return the medians of the limits of all rounds."""
-        rounds = [record["limits"] for record in self.records if "limits" in record]
-        return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+        """Return the medians of the limits of all rounds, each as it was measured last."""
+        rounds = {record["round"]: record["limits"] for record in self.records if "limits" in record}
+        names = next(iter(rounds.values()))
+        return {name: statistics.median(each[name] for each in rounds.values()) for name in names}
+
+    def own(self) -> list[dict[str, Any]]:
+        """Return what engines' own benchmarks said, of each round the last."""
+        found = {(r["of"], r["precision"], r["round"]): r for r in self.records if r.get("kind") == "own"}
+        return list(found.values())
 
 
 def jobs(engines: list[Engine], precisions: list[str], only: str) -> Iterator[tuple[Engine, str, str, bool]]:
     """Yield (engine, precision, workloads, with prefix cache) of a round."""
     for precision in precisions:
         for engine in engines:
-            letters = "".join(letter for letter in only if letter in engine.workloads)
-            if precision in engine.precisions and letters:
-                yield engine, precision, letters, False
+            for together in engine.processes if precision in engine.precisions else ():
+                letters = "".join(letter for letter in only if letter in engine.workloads and letter in together)
+                if letters:
+                    yield engine, precision, letters, False
                 if "D" in letters:
                     yield engine, precision, "D", True
 
@@ -99,19 +128,22 @@ def measure_round(
     checkpoint: Path,
     workloads: Path,
 ) -> None:
-    """Measure what a round lacks."""
+    """Measure what a round lacks, or all of it again."""
     machine = f"{processor_name()}, {platform.python_version()}"
+    run = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}, {machine}"
+    found = {"run": run, "machine": machine}
     if others := {record["machine"] for record in results.records} - {machine}:
         sys.exit(f"{results.path} holds figures of another machine ({others.pop()}): name another --home")
     planned = list(jobs(engines, arguments.precision, arguments.only))
     turn = number * len(planned) // max(arguments.rounds, 1)
-    if not results.has(round=number, kind="limits"):
+    if arguments.again or not results.has(round=number, kind="limits"):
         limits = measure_limits(arguments.threads)
-        results.add({"round": number, "kind": "limits", "machine": machine, "limits": limits})
+        results.add({"round": number, "kind": "limits", **found, "limits": limits})
     for engine, precision, letters, caching in planned[turn:] + planned[:turn]:
         job = {"engine": engine.name, "precision": precision, "caching": caching, "round": number}
         setting = {"threads": arguments.threads, "kv_gib": arguments.kv_gib, "version": engine.version()}
-        missing = "".join(letter for letter in letters if letter not in results.letters(**job, **setting))
+        measured = "" if arguments.again else results.letters(**job, **setting)
+        missing = "".join(letter for letter in letters if letter not in measured)
         if not missing:
             continue
         start = time.monotonic()
@@ -131,12 +163,18 @@ def measure_round(
             print(f"round {number} {engine.name} {precision}: {error}", file=sys.stderr, flush=True)
             continue
         done = "".join(letter for letter in missing if letter in result)
-        results.add({**job, **setting, "workloads": done, "machine": machine, "result": result})
+        results.add({**job, **setting, "workloads": done, **found, "result": result})
         shown: dict[str, float | None] = dict.fromkeys(missing)  # None: it failed there
         shown |= {key: round(statistics.median(result[key]), 1) for key in done}
         cache = "on" if caching else "off"
         spent = time.monotonic() - start
         print(f"round {number} {engine.name} {precision} cache {cache}: {shown} in {spent:.0f} s", file=sys.stderr)
+    for engine, precision in dict.fromkeys((engine, precision) for engine, precision, _, _ in planned):
+        job = {"round": number, "kind": "own", "of": engine.name, "precision": precision, "threads": arguments.threads}
+        if arguments.again or not results.has(**job):
+            own = engine.own_figures(engine.checkpoint(checkpoint, precision), arguments.threads)
+            if own is not None:
+                results.add({**job, **found, "result": own})
 
 
 def report(results: Results, checkpoint: Path, workloads: Path, pictures: Path | None) -> None:
@@ -153,8 +191,14 @@ def report(results: Results, checkpoint: Path, workloads: Path, pictures: Path |
     )
     for precision in PRECISIONS:
         if results.has(precision=precision):
-            print(f"{precision}\n\n{table(results.jobs(), precision, best[precision])}\n")
-    print(f"times as fast\n\n{ratios(results.jobs())}")
+            print(f"{precision}\n\n{table(results.jobs(), precision, best[precision], results.own())}\n")
+    print(
+        "How many times as fast octavo is: median (least to greatest) of the rounds whose figures are of one run; a "
+        "tie: within 10 %.\nmixed: there is no such round, one of the two was measured in another run each time; "
+        "less 1 mixed: a round is not counted for that.\n\n"
+        f"{ratios(results.jobs())}\n\nAgainst the best of the others in each round:\n\n"
+        f"{best_peers(results.jobs())}"
+    )
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
         draw(results.jobs(), best, pictures / f"compare-{checkpoint.name}")
@@ -175,6 +219,7 @@ def main() -> None:
     parser.add_argument("--home", type=Path, default=FOLDER / "compare", help="environments, results (%(default)s)")
     parser.add_argument("--pictures", type=Path, help="folder for plots, PNG and SVG; needs matplotlib (default: none)")
     parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--again", action="store_true", help="measure all of every round, also what is there")
     arguments = parser.parse_args()
     arguments.precision = arguments.precision or list(PRECISIONS)
     checkpoint, workloads = prepare(arguments.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ class Engine(ABC):
     name        as in the tables
     precisions  what each of ours is there, or missing
     workloads   the letters it can run in a bearable time
+    processes   letters that one process may run: of other letters it needs another setting
     runner      its script in benchmarks/runners
     distributions  packages whose versions are recorded
     """
@@ -33,6 +35,7 @@ class Engine(ABC):
     name: ClassVar[str]
     precisions: ClassVar[dict[str, str]]
     workloads: ClassVar[str] = "ABCD"
+    processes: ClassVar[tuple[str, ...]] = ("ABCD",)
     runner: ClassVar[str]
     distributions: ClassVar[tuple[str, ...]]
 
@@ -66,6 +69,10 @@ class Engine(ABC):
         """Return what it makes of a plain checkpoint itself."""
         del precision
         return None
+
+    def own_figures(self, checkpoint: Path, threads: int) -> dict[str, list[float]] | None:
+        """Return what its own benchmark says of A and C, {"A": [tokens/s], "C": [tokens/s]}; None without one."""
+        del checkpoint, threads
 
     def version(self) -> str:
         """Return what is measured: figures of another version are not gone on with."""
@@ -220,10 +227,14 @@ class OpenVino(Peer):
 
 
 class LlamaCpp(Peer):
-    """llama.cpp, built from the sources that llama-cpp-python carries."""
+    """llama.cpp, built from the sources that llama-cpp-python carries.
+
+    Its server has a fixed number of slots, each with a part of the KV: prompts of C do not fit the slots of B and D.
+    """
 
     name = "llama.cpp"
     precisions: ClassVar = {"bf16": "bf16", "int8": "Q8_0", "int4": "Q4_0"}
+    processes = ("AC", "BD")
     runner = "llama_cpp_runner.py"
     distributions = ()
 
@@ -234,7 +245,24 @@ class LlamaCpp(Peer):
     @property
     def binary(self) -> str:
         """Its server."""
-        return str(self.folder / "build" / "bin" / "llama-server")
+        return str(self._programs / "llama-server")
+
+    @property
+    def _programs(self) -> Path:
+        return self.folder / "build" / "bin"
+
+    def own_figures(self, checkpoint: Path, threads: int) -> dict[str, list[float]]:
+        """Run llama-bench: one stream without a prompt before it, and a prompt of 1,024 tokens; five times each."""
+        bench = [str(self._programs / "llama-bench"), "-m", str(checkpoint), "-p", "1024", "-n", "64"]
+        bench += ["-t", str(threads), "-fa", "on", "-o", "json"]
+        found = subprocess.run(bench, capture_output=True, text=True, check=True, env=self.environment(threads, 0))
+        return read_llama_bench(found.stdout)
+
+    def install(self) -> None:
+        """Build llama-bench, too, where an older comparison built the rest."""
+        super().install()
+        if not (self._programs / "llama-bench").exists():
+            self._build()
 
     def install_packages(self) -> None:
         """Install what converts, and build the programs: half an hour on two cores."""
@@ -248,8 +276,11 @@ class LlamaCpp(Peer):
         build = str(self.folder / "build")
         options = ["-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DCMAKE_BUILD_TYPE=Release"]
         command(["cmake", "-S", str(self._source), "-B", build, *options])
-        targets = ["--target", "llama-server", "--target", "llama-quantize", "-j", str(os.cpu_count() or 1)]
-        command(["cmake", "--build", build, *targets])
+        self._build()
+
+    def _build(self) -> None:
+        targets = [part for name in ("server", "quantize", "bench") for part in ("--target", f"llama-{name}")]
+        command(["cmake", "--build", str(self.folder / "build"), *targets, "-j", str(os.cpu_count() or 1)])
 
     @property
     def _source(self) -> Path:
@@ -280,7 +311,7 @@ class LlamaCpp(Peer):
         if precision == "bf16":
             whole.rename(target)
         else:
-            quantize = str(self.folder / "build" / "bin" / "llama-quantize")
+            quantize = str(self._programs / "llama-quantize")
             command([quantize, str(whole), str(target), self.precisions[precision]])
             whole.unlink()
 
@@ -305,6 +336,12 @@ class Transformers(Peer):
 
 
 ENGINES: tuple[type[Engine], ...] = (Octavo, Vllm, OpenVino, LlamaCpp, Transformers)
+
+
+def read_llama_bench(printed: str) -> dict[str, list[float]]:
+    """Return the tokens/s of every repetition: of generated tokens as A, of a prompt as C."""
+    tests = json.loads(printed)
+    return {"A" if test["n_gen"] else "C": test["samples_ts"] for test in tests}
 
 
 def command(arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What bounds a workload: its arithmetic, and the bytes of weights and KV that its steps read, by limits measured here."""
+"""What bounds a workload: its arithmetic, and the bytes that its steps read, by the limits measured here."""
 
 from __future__ import annotations
 
@@ -37,16 +37,17 @@ def best_possible(work: Work, workloads: dict[str, Any], precision: str, limits:
     A step takes as long as the longer of its arithmetic (products over the peak) and its reading (all weights once, and
     the KV of who decodes, over the bandwidth), and there are at least as many steps as the longest output has tokens.
     The sum of that over the steps is never less than the longer of the two sums, and equals it where every step has an
-    even share of both: no schedule is faster. The arithmetic of attention, norms, sampling, and the KV that a prompt's own later chunks
-    read count as nothing. Embeddings and lm_head count 8 bits where weights are int4. KV counts 16 bits, and that of a
-    shared prefix once a step where the cache is on. Several tokens of a request a step (speculation) are left out.
+    even share of both: no schedule is faster. The arithmetic of attention, norms, sampling, and the KV that a prompt's
+    own later chunks read count as nothing. Embeddings and lm_head count 8 bits where weights are int4. KV counts 16
+    bits, and that of a shared prefix once a step where the cache is on. Several tokens of a request a step
+    (speculation) are left out.
     """
     peak = limits["bfloat16_flops"] if precision == "bf16" else limits["byte_ops"]
     layer_bits, head_bits = _BITS[precision]
     weight_bytes = (work.layers * layer_bits + work.lm_head * head_bits) / 8
 
     def seconds(steps: int, tokens: int, rows: int, kv_tokens: int) -> float:
-        """Take at least so long for `tokens` through the layers, `rows` of logits and `kv_tokens` read, in `steps`."""
+        """Return the least for `tokens` in the layers, `rows` of logits and `kv_tokens` read, in `steps`."""
         arithmetic = 2 * (work.layers * tokens + work.lm_head * rows) / peak
         reading = (steps * weight_bytes + kv_tokens * work.kv_bytes) / limits["bytes_read"]
         return max(arithmetic, reading)

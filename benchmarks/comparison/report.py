@@ -21,6 +21,7 @@ _TITLES = {
     "D on": "D: shared prefix, cache on",
 }
 _IS_RATE = {"A", "C"}
+_TIE = 1.1  # so many times as fast is what the machine's noise may be
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,51 +40,141 @@ class Figure:
         return cls(statistics.median(found), min(found), max(found), len(found)) if found else None
 
 
-def figure(records: list[dict[str, Any]], engine: str, precision: str, workload: str) -> Figure | None:
-    """Return an engine's figure of a workload; each round counts once, with the median of its requests."""
+def by_round(records: list[dict[str, Any]], engine: str, precision: str, workload: str) -> dict[int, tuple[float, str]]:
+    """Return {round: (an engine's figure of a workload: the median of its requests, the run it is of)}."""
     key, _, cache = workload.partition(" ")
-    found = (
-        statistics.median(record["result"][key])
+    return {
+        record["round"]: (statistics.median(record["result"][key]), record["run"])
         for record in records
         if (record["engine"], record["precision"]) == (engine, precision)
         and key in record["result"]
         and (key != "D" or record["caching"] == (cache == "on"))
-    )
-    return Figure.of(found)
+    }
 
 
-def table(records: list[dict[str, Any]], precision: str, best: dict[str, float]) -> str:
-    """Return one precision's engines as Markdown: median (least to greatest), share of the limit."""
+def figure(records: list[dict[str, Any]], engine: str, precision: str, workload: str) -> Figure | None:
+    """Return an engine's figure of a workload; each round counts once, with the median of its requests."""
+    return Figure.of(value for value, _ in by_round(records, engine, precision, workload).values())
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times as fast octavo is as another engine, round by round.
+
+    found          of the rounds whose figures are of one run; of all rounds where there is no such
+    mixed          how many rounds have figures of different runs
+    is_of_one_run  whether there is a round whose figures are of one run
+    """
+
+    found: Figure
+    mixed: int
+    is_of_one_run: bool
+
+    @classmethod
+    def of(cls, ours: dict[int, tuple[float, str]], theirs: dict[int, tuple[float, str]], name: str) -> Ratio | None:
+        """Compare what `by_round` returns of a workload; None where no round has both."""
+        both = [(ours[number], theirs[number]) for number in sorted(ours.keys() & theirs.keys())]
+        together = [(a, b) for a, b in both if a[1] == b[1]]
+        found = Figure.of(_times_as_fast(a[0], b[0], name) for a, b in together or both)
+        return None if found is None else cls(found, len(both) - len(together), bool(together))
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether the medians are within 10 %, whoever is ahead: the machine's noise."""
+        return 1 / _TIE < self.found.median < _TIE
+
+    def __str__(self) -> str:
+        """As in the tables."""
+        spread = f" ({self.found.low:.2f} to {self.found.high:.2f})" if self.found.runs > 1 else ""
+        text = f"{'tie, ' if self.is_tie else ''}{self.found.median:.2f}{spread}"
+        if self.mixed == 0:
+            return text
+        return f"{text} less {self.mixed} mixed" if self.is_of_one_run else f"mixed: {text}"
+
+
+def _times_as_fast(ours: float, theirs: float, name: str) -> float:
+    return ours / theirs if name in _IS_RATE else theirs / ours
+
+
+def table(
+    records: list[dict[str, Any]], precision: str, best: dict[str, float], own: Iterable[dict[str, Any]] = ()
+) -> str:
+    """Return one precision's engines as Markdown: median (least to greatest), share of the limit.
+
+    own: what engines' own benchmarks said, a row below the engine's.
+    """
     rows = [["engine", *(f"{_TITLES[name]}, {unit}" for name, unit in WORKLOADS.items()), "peak memory", "start"]]
     for engine in ENGINES:
-        own = [r for r in records if (r["engine"], r["precision"]) == (engine.name, precision)]
-        if not own:
-            continue
-        cells = [f"{engine.name} ({engine.precisions[precision]})"]
-        cells += [_cell(figure(records, engine.name, precision, name), name, best[name]) for name in WORKLOADS]
-        cells.append(f"{max(r['result']['peak_bytes'] for r in own) / 1e9:.2f} GB")
-        cells.append(f"{statistics.median(r['result']['start_s'] for r in own):.1f} s")
-        rows.append(cells)
+        measured = [r for r in records if (r["engine"], r["precision"]) == (engine.name, precision)]
+        if measured:
+            cells = [f"{engine.name} ({engine.precisions[precision]})"]
+            cells += [_cell(figure(records, engine.name, precision, name), name, best[name]) for name in WORKLOADS]
+            cells.append(f"{max(r['result']['peak_bytes'] for r in measured) / 1e9:.2f} GB")
+            cells.append(f"{statistics.median(r['result']['start_s'] for r in measured):.1f} s")
+            rows.append(cells)
+        said = [r["result"] for r in own if (r["of"], r["precision"]) == (engine.name, precision)]
+        if said:
+            cells = [f"{engine.name}, its own benchmark"]
+            for name in WORKLOADS:
+                rounds = Figure.of(statistics.median(result[name]) for result in said if name in result)
+                cells.append(_cell(rounds, name, best[name]))
+            rows.append([*cells, "", ""])
     rows.append(["limit", *(_number(best[name]) for name in WORKLOADS), "", ""])
     return _markdown(rows)
 
 
 def ratios(records: list[dict[str, Any]]) -> str:
-    """Return how many times as fast octavo is as each other engine, of medians, as Markdown."""
+    """Return how many times as fast octavo is as each other engine (see `Ratio`), as Markdown."""
     rows = [["precision", "against", *WORKLOADS]]
     for precision in PRECISIONS:
         for engine in ENGINES[1:]:
-            cells = []
-            for name in WORKLOADS:
-                ours, theirs = (figure(records, each, precision, name) for each in (ENGINES[0].name, engine.name))
-                if ours is None or theirs is None:
-                    cells.append("-")
-                else:
-                    ratio = ours.median / theirs.median if name in _IS_RATE else theirs.median / ours.median
-                    cells.append(f"{ratio:.2f}")
-            if set(cells) != {"-"}:
-                rows.append([precision, engine.name, *cells])
+            found = [
+                Ratio.of(*(by_round(records, each, precision, name) for each in (ENGINES[0].name, engine.name)), name)
+                for name in WORKLOADS
+            ]
+            if any(found):
+                rows.append([precision, engine.name, *(str(each or "-") for each in found)])
     return _markdown(rows)
+
+
+def best_peers(records: list[dict[str, Any]]) -> str:
+    """Return how many times as fast octavo is as the best other engine of each round, and which those are.
+
+    Rounds without the engine whose median is best are left out: there octavo would look better than it is.
+    """
+    rows = [["precision", *WORKLOADS]]
+    for precision in PRECISIONS:
+        cells = [_beside_best(records, precision, name) for name in WORKLOADS]
+        if set(cells) != {"-"}:
+            rows.append([precision, *cells])
+    return _markdown(rows)
+
+
+def _beside_best(records: list[dict[str, Any]], precision: str, name: str) -> str:
+    ours, *others = (by_round(records, engine.name, precision, name) for engine in ENGINES)
+    others = [other for other in others if ours.keys() & other.keys()]
+    if not others:
+        return "-"
+
+    def speed(figure: tuple[float, str]) -> float:
+        return _times_as_fast(figure[0], 1.0, name)
+
+    def rank(other: dict[int, tuple[float, str]]) -> tuple[bool, float]:
+        is_of_ours = any(other[number][1] == ours[number][1] for number in ours.keys() & other.keys())
+        return is_of_ours, statistics.median(speed(figure) for figure in other.values())
+
+    leader = max(others, key=rank)
+    best = {}
+    for number in ours.keys() & leader.keys():
+        there = [other[number] for other in others if number in other]
+        beside = [figure for figure in there if figure[1] == ours[number][1]]
+        best[number] = max(beside or there, key=speed)  # one of another run only where there is no other
+    named = [
+        engine.name
+        for engine in ENGINES[1:]
+        if any(by_round(records, engine.name, precision, name).get(number) == figure for number, figure in best.items())
+    ]
+    return f"{Ratio.of(ours, best, name)} ({', '.join(named)})"
 
 
 def draw(records: list[dict[str, Any]], best: dict[str, dict[str, float]], target: Path) -> None:

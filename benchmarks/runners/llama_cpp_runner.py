@@ -17,8 +17,9 @@ from protocol import Job, Request, run
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_SLOTS = 64
-_KV_TOKENS = 24576  # of all requests together, with room: B and D need 18,400 at most
+# Slots, and tokens of KV of all of them: each has its own part. One stream has a server of one slot: with 64 slots in
+# one unified cache each prompt of C took longer than the one before.
+_ONE, _MANY = (1, 2048), (32, 32 * 768)  # 704 tokens are the longest request of B
 _START_S = 120
 
 
@@ -34,9 +35,10 @@ class LlamaCpp:
         self.url = f"http://127.0.0.1:{port}"
         self.prefix_caching = job.prefix_caching
         threads = str(job.threads)
+        slots, kv_tokens = _ONE if set(job.only) <= set("AC") else _MANY
         command = [
             job.binary, "-m", job.checkpoint, "--host", "127.0.0.1", "--port", str(port), "-t", threads, "-tb", threads,
-            "-np", str(_SLOTS), "-c", str(_KV_TOKENS), "--kv-unified", "-b", "2048", "-ub", "512", "-fa", "on",
+            "-np", str(slots), "-c", str(kv_tokens), "--no-kv-unified", "-b", "2048", "-ub", "512", "-fa", "on",
             "--cache-ram", "0", "--no-webui",  # no copies of idle requests' KV beside it
         ]  # fmt: skip
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -15,11 +15,11 @@ from octavo.models.registry import read_architecture
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from compare import Results, jobs  # noqa: E402
-from comparison.engines import ENGINES, Octavo, Transformers  # noqa: E402
+from compare import Results, jobs, measure_round  # noqa: E402
+from comparison.engines import ENGINES, LlamaCpp, Octavo, Transformers, read_llama_bench  # noqa: E402
 from comparison.limits import Work, best_possible  # noqa: E402
 from comparison.measuring import RunError, measure  # noqa: E402
-from comparison.report import draw, figure, ratios, save_picture, table  # noqa: E402
+from comparison.report import WORKLOADS, best_peers, draw, figure, ratios, save_picture, table  # noqa: E402
 
 LIMITS = {"flops": 5e11, "byte_ops": 4e12, "bfloat16_flops": 1e12, "bytes_read": 1e11}
 
@@ -120,7 +120,8 @@ run(Lazy)
 
 def test_limits_of_arithmetic(files):
     work = Work.of(read_architecture(files[0]))
-    # q, k, v, o: 64 x (64 + 2 x 32 + 64); gate, up, down: 3 x 64 x 160; two layers; k and v: 2 heads of 16, 2 bytes each
+    # q, k, v, o: 64 x (64 + 2 x 32 + 64); gate, up, down: 3 x 64 x 160; two layers
+    # k and v: two layers, 2 heads of 16, 2 bytes each
     assert work == Work(2 * (64 * 192 + 3 * 64 * 160), 4096 * 64, 2 * 2 * 2 * 16 * 2)
     endless = LIMITS | {"bytes_read": 1e30}
     best = best_possible(work, workloads(), "bf16", endless)
@@ -154,9 +155,9 @@ def test_the_limit_is_that_of_the_longer_of_the_two(files):
         assert best_possible(work, workloads(), "bf16", LIMITS)[letter] == slower(arithmetic, reading)
 
 
-def record(engine, number, caching=False, **result):
+def record(engine, number, caching=False, run="monday", **result):
     job = {"engine": engine, "precision": "int8", "caching": caching, "round": number, "workloads": "".join(result)}
-    return job | {"version": "1", "result": result | {"start_s": 2.0, "peak_bytes": 1e9}}
+    return job | {"version": "1", "run": run, "result": result | {"start_s": 2.0, "peak_bytes": 1e9}}
 
 
 RECORDS = [
@@ -185,7 +186,111 @@ def test_tables():
         "| 1.00 GB | 2.0 s |"
     )
     assert lines[-1].startswith("| limit | 42.0 | 2.5 | 1000 | 4.0 | 1.0")
-    assert ratios(RECORDS).splitlines()[2:] == ["| int8 | vllm | 3.00 | 2.00 | - | 0.50 | - |"]
+    assert ratios(RECORDS).splitlines()[2:] == ["| int8 | vllm | 2.86 | 2.50 | - | 0.44 | - |"]  # of the round of both
+
+
+def test_what_an_engine_says_of_itself_stands_below_it():
+    own = [{"of": "vllm", "precision": "int8", "round": n, "result": {"A": [20.0 + n, 22.0 + n]}} for n in range(2)]
+    best = {"A": 42.0, "B": 2.5, "C": 1000.0, "D off": 4.0, "D on": 1.0}
+    lines = table(RECORDS, "int8", best, own).splitlines()
+    assert lines[4] == "| vllm, its own benchmark | 21.5 (21.0 to 22.0), 51% | - | - | - | - |  |  |"
+    printed = json.dumps(
+        [{"n_prompt": 1024, "n_gen": 0, "samples_ts": [5.0, 6.0]}, {"n_prompt": 0, "n_gen": 64, "samples_ts": [3.0]}]
+    )
+    assert read_llama_bench(printed) == {"C": [5.0, 6.0], "A": [3.0]}
+
+
+def test_engines_are_compared_within_a_run():
+    beside = [record(engine, n, B=[wall]) for n in range(3) for engine, wall in (("octavo", 4.0), ("vllm", 6.0 + n))]
+    assert ratios(beside).splitlines()[2] == "| int8 | vllm | - | 1.75 (1.50 to 2.00) | - | - | - |"
+    later = [r | {"run": "tuesday"} if (r["engine"], r["round"]) == ("octavo", 2) else r for r in beside]
+    assert "| 1.62 (1.50 to 1.75) less 1 mixed |" in ratios(later)
+    never = [r | {"run": r["engine"]} for r in beside]
+    assert "| mixed: 1.75 (1.50 to 2.00) |" in ratios(never)
+
+
+@pytest.mark.parametrize(("wall", "cell"), [(4.3, "tie, 1.07"), (3.7, "tie, 0.93"), (4.5, "1.12"), (3.6, "0.90")])
+def test_less_than_a_tenth_is_a_tie(wall, cell):
+    assert f"| {cell} |" in ratios([record("octavo", 0, B=[4.0]), record("vllm", 0, B=[wall])])
+
+
+def test_octavo_beside_the_best_of_each_round():
+    walls = {"octavo": (4.0, 4.0), "vllm": (6.0, 9.0), "openvino": (8.0, 7.0)}
+    found = [record(engine, n, B=[wall]) for engine, both in walls.items() for n, wall in enumerate(both)]
+    assert "| 1.62 (1.50 to 1.75) (vllm, openvino) |" in best_peers(found)
+    lacking = [each for each in found if (each["engine"], each["round"]) != ("openvino", 0)]
+    assert "| 1.75 (openvino) |" in best_peers(lacking)  # the other round lacks the best
+    faster = [*found, record("llama.cpp", 0, run="tuesday", B=[1.0])]  # of another run: it counts where no other does
+    assert best_peers(faster) == best_peers(found)
+    assert "| mixed: 0.25 (llama.cpp) |" in best_peers([found[0], faster[-1]])
+
+
+@pytest.mark.parametrize(
+    "path", sorted((BENCHMARKS / "results").rglob("*.jsonl")), ids=lambda p: f"{p.parent.name}-{p.stem}"
+)
+def test_results_of_before_runs_were_named_are_read(path):
+    results = Results(path)
+    assert {r["engine"] for r in results.jobs()} > {"octavo"}
+    assert results.limits().keys() == LIMITS.keys()
+    assert len(ratios(results.jobs()).splitlines()) > 2
+    assert "| octavo (bf16) |" in table(results.jobs(), "bf16", dict.fromkeys(WORKLOADS, 1.0))
+
+
+def test_a_job_measured_again_before_runs_were_named_is_of_another_run(tmp_path):
+    results = Results(tmp_path / "results.jsonl")
+    for engine, wall in (("octavo", 4.0), ("vllm", 6.0), ("octavo", 3.0)):
+        old = record(engine, 0, B=[wall])
+        del old["run"]
+        assert "mixed" not in (ratios(results.jobs()) if results.records else "")
+        results.add(old)
+    assert "| mixed: 2.00 |" in ratios(results.jobs())
+
+
+@pytest.mark.parametrize(("only", "slots"), [("AC", "1"), ("C", "1"), ("BD", "32"), ("D", "32")])
+def test_llama_cpp_has_one_slot_for_one_stream(only, slots, tmp_path):
+    server = tmp_path / "llama-server"
+    server.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\nexit 1\n')
+    server.chmod(0o755)
+    path = tmp_path / "workloads.json"
+    path.write_text(json.dumps(workloads()))
+    engine = type("Fake", (LlamaCpp,), {"python": sys.executable, "binary": str(server)})(tmp_path)
+    with pytest.raises(RunError, match="llama-server ended with 1"):
+        measure(
+            engine, tmp_path / "model", "int8", only, caching=False, workloads=path, threads=2, kv_bytes=1,
+            timeout_s=60,
+        )  # fmt: skip
+    words = (tmp_path / "arguments").read_text().split()
+    assert words[words.index("-np") + 1] == slots
+    assert "--no-kv-unified" in words
+
+
+def test_a_round_is_of_one_run_and_measured_again_when_asked(tmp_path, monkeypatch):
+    measured = []
+
+    def fake_measure(engine, *_, **settings):
+        measured.append((engine.name, settings["caching"]))
+        return {"B": [4.0], "start_s": 1.0, "peak_bytes": 1}
+
+    monkeypatch.setattr("compare.measure", fake_measure)
+    monkeypatch.setattr("compare.measure_limits", lambda _: LIMITS)
+    clock = iter(range(100))
+    monkeypatch.setattr("compare.time.gmtime", lambda: time.struct_time((2026, 1, 1, 0, next(clock), 0, 0, 1, 0)))
+    engines = [
+        type("Peer", (HereTransformers,), {"name": name, "workloads": "B"})(tmp_path) for name in ("octavo", "vllm")
+    ]
+    for engine in engines:
+        monkeypatch.setattr(engine, "checkpoint", lambda source, _: source)
+    arguments = {"only": "B", "precision": ["bf16"], "rounds": 1, "threads": 2, "kv_gib": 1, "timeout": 9.0}
+    results = Results(tmp_path / "results.jsonl")
+    for again, count in ((False, 2), (False, 2), (True, 4)):
+        measure_round(0, results, SimpleNamespace(again=again, **arguments), engines, tmp_path, tmp_path)
+        assert len(measured) == count
+    first, second = results.records[:3], results.records[3:]
+    assert [len({record["run"] for record in each}) for each in (first, second)] == [1, 1]
+    assert first[0]["run"] != second[0]["run"]
+    assert first[0]["run"].startswith("2026-01-01T00:00:00Z, ")
+    assert results.jobs() == second[1:]
+    assert "| tie, 1.00 |" in ratios(results.jobs())
 
 
 def test_a_picture_keeps_the_dot_of_its_name(tmp_path):
@@ -212,6 +317,8 @@ def test_what_was_measured_is_kept(tmp_path):
     assert again.records == results.records
     assert again.jobs() == [RECORDS[0]]
     assert again.limits() == {"flops": 2.0}
+    again.add({"round": 1, "kind": "limits", "run": "tuesday", "limits": {"flops": 2.0}})
+    assert again.limits() == {"flops": 2.5}
     assert again.has(engine="octavo", precision="int8", round=0)
     assert not again.has(engine="octavo", precision="int8", round=1)
     assert again.letters(engine="octavo", round=0, version="1") == "ABD"
@@ -231,4 +338,10 @@ def test_a_round_runs_each_engine_with_and_without_cache(tmp_path):
     assert planned[:2] == [("octavo", "bf16", "ACD", False), ("octavo", "bf16", "D", True)]
     assert ("transformers", "bf16", "AC", False) in planned
     assert not any(name == "transformers" and (p == "int4" or caching) for name, p, _, caching in planned)
-    assert len(planned) == len(set(planned)) == 2 * 4 * 2 + 1
+    # llama.cpp runs A and C in a process, D in another
+    assert [job[2:] for job in planned if job[:2] == ("llama.cpp", "int4")] == [
+        ("AC", False),
+        ("D", False),
+        ("D", True),
+    ]
+    assert len(planned) == len(set(planned)) == 2 * (3 * 2 + 3) + 1
