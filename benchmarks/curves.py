@@ -12,6 +12,7 @@ import argparse
 import itertools
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from workloads import prepare
 from octavo import LLM, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from octavo.engine.llm_engine import Engine
 
@@ -89,12 +90,41 @@ def by_length(client: Client) -> list[tuple[int, float, float]]:
     return points
 
 
-def stall(client: Client) -> tuple[float, float, float, float]:
-    """Return ms between tokens of 8 streams: median, p99, most while a prompt of 8,192 is computed; before."""
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Milliseconds between tokens of streams: before a long prompt came (median), and while it was computed."""
+
+    before: float
+    median: float
+    p99: float
+    most: float
+
+    @classmethod
+    def of(cls, before: Sequence[float], meanwhile: Sequence[float]) -> Stall:
+        """Summarize the times between neighbours."""
+        quantiles = statistics.quantiles(meanwhile, n=100)
+        return cls(statistics.median(before), quantiles[49], quantiles[98], max(meanwhile))
+
+    def table(self) -> str:
+        """Return them as Markdown, each beside the median while the prompt runs and the median before it came."""
+        rows = [
+            ("median before the prompt", self.before),
+            ("median while it runs", self.median),
+            ("p99 while it runs", self.p99),
+            ("most while it runs", self.most),
+        ]
+        head = f"| {STREAMS} streams and a prompt of {LONG_PROMPT} | ms between tokens | of the median while it runs "
+        lines = [f"{head}| of the median before |", "|---|---|---|---|"]
+        lines += [f"| {name} | {ms:.1f} | {ms / self.median:.2f} | {ms / self.before:.2f} |" for name, ms in rows]
+        return "\n".join(lines)
+
+
+def stall(client: Client) -> Stall:
+    """Let 8 streams run, and a prompt of 8,192 beside them."""
     streams = [client.add(32, 400) for _ in range(STREAMS)]
     while any(len(client.times[name]) < 20 for name in streams):
         client.step()
-    before = statistics.median(gaps(client.times[name][2:] for name in streams))
+    before = gaps(client.times[name][2:] for name in streams)
     begin = time.perf_counter()
     long = client.add(LONG_PROMPT, 1)
     while not client.times[long]:
@@ -103,11 +133,10 @@ def stall(client: Client) -> tuple[float, float, float, float]:
     meanwhile = gaps(client.times[name][first[name] :] for name in streams)
     client.engine.abort_request(streams)
     client.run()
-    quantiles = statistics.quantiles(meanwhile, n=100)
-    return quantiles[49], quantiles[98], max(meanwhile), before
+    return Stall.of(before, meanwhile)
 
 
-def gaps(times: Sequence[list[float]]) -> list[float]:
+def gaps(times: Iterable[list[float]]) -> list[float]:
     """Return milliseconds between neighbours."""
     return [1000 * (b - a) for each in times for a, b in itertools.pairwise(each)]
 
@@ -163,11 +192,7 @@ def main() -> None:
     print("| tokens | " + " | ".join(str(length) for length, _, _ in lengths) + " |\n|" + "---|" * (len(lengths) + 1))
     print("| prefill tokens/s | " + " | ".join(f"{rate:.0f}" for _, rate, _ in lengths) + " |")
     print("| decode step behind them, ms | " + " | ".join(f"{step:.1f}" for _, _, step in lengths) + " |\n", flush=True)
-    median, p99, most, before = stall(client)
-    print(
-        f"{STREAMS} streams while a prompt of {LONG_PROMPT} is computed: {median:.0f} ms between tokens (median), "
-        f"{p99:.0f} ms p99 ({p99 / median:.2f} times), {most:.0f} ms at most; {before:.0f} ms before"
-    )
+    print(stall(client).table())
     if arguments.pictures is not None:
         arguments.pictures.mkdir(parents=True, exist_ok=True)
         precision = arguments.quantization or "bf16"

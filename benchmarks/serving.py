@@ -53,23 +53,36 @@ def command_of(engine: Engine, checkpoint: Path, precision: str, port: int, kv_g
 @contextlib.contextmanager
 def served(engine: Engine, checkpoint: Path, precision: str, kv_gib: int) -> Iterator[tuple[str, float]]:
     """Run a server; yields its address and the seconds until it answered."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = command_of(engine, checkpoint, precision, port, kv_gib)
     url = f"http://127.0.0.1:{port}"
+    with running(command, engine.environment(THREADS, kv_gib << 30), f"{url}/v1/models") as (_, start_s):
+        yield url, start_s
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(
+    command: list[str], environment: dict[str, str], address: str
+) -> Iterator[tuple[subprocess.Popen[bytes], float]]:
+    """Run a server's command; yields its process, and the seconds until a GET of `address` was answered with 200."""
     with tempfile.TemporaryFile() as log:
         start = time.monotonic()
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, env=engine.environment(THREADS, kv_gib << 30), start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         try:
-            while not _answers(url):
+            while not _answers(address):
                 if process.poll() is not None or time.monotonic() - start > READY_S:
                     log.seek(0)
-                    raise RuntimeError(f"{engine.name} does not start: {log.read()[-2000:].decode(errors='replace')}")
-                time.sleep(0.05)
-            yield url, time.monotonic() - start
+                    words = log.read()[-2000:].decode(errors="replace")
+                    raise RuntimeError(f"{' '.join(command)} does not start: {words}")
+                time.sleep(0.02)
+            yield process, time.monotonic() - start
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
@@ -80,9 +93,9 @@ def served(engine: Engine, checkpoint: Path, precision: str, kv_gib: int) -> Ite
             process.wait()
 
 
-def _answers(url: str) -> bool:
+def _answers(address: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as response:
+        with urllib.request.urlopen(address, timeout=5) as response:
             return bool(response.status == 200)
     except OSError:
         return False

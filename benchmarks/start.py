@@ -1,15 +1,20 @@
-"""From the start of a process to its first token: without kept weights, and with them (see octavo.models.packed_cache).
+"""From the start of a process to its first token, or to a server that is ready: the first time, and with kept weights.
 
-    python benchmarks/start.py                                   # qwen2-0.5b in int8 and in int4
-    python benchmarks/start.py --model ./my-checkpoint --repeat 5
+    python benchmarks/start.py                                   # qwen2-0.5b, three precisions, three ways
+    python benchmarks/start.py --model ./my-checkpoint --repeat 3 --way serve --precision int8
 
-Files are in the page cache: each case runs once more than it is counted.
+Ways: `LLM(...)` and its first token; `octavo generate CHECKPOINT` to the first byte of its answer; `octavo serve` until
+GET /ready answers 200. The first time no packed weights are kept on disk (see octavo.models.packed_cache); the cache is
+a folder of its own that is removed before each such start. bf16 keeps none, so both of its columns are alike. Files of
+the checkpoint are in the page cache: each case runs once more than it is counted. Peak memory is VmHWM of `LLM`'s
+process, kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -17,41 +22,81 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from serving import free_port, running
+from workloads import prepare
+
+PRECISIONS = ("bf16", "int8", "int4")
 PROGRAM = """
 import sys
 from octavo import LLM, SamplingParams
-model, quantization, kept = sys.argv[1:]
-llm = LLM(model, quantization=quantization, packed_cache_bytes=int(kept), skip_tokenizer_init=True)
+model, quantization = sys.argv[1:]
+llm = LLM(model, dtype="bfloat16", quantization=quantization or None, skip_tokenizer_init=True)
 llm.generate([[1] * 32], SamplingParams(max_tokens=1), use_tqdm=False)
 print(int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024)
 """
 
 
-def start(model: str, quantization: str, kept: int, environment: dict[str, str]) -> tuple[float, int]:
-    """Run one process; return its seconds and its peak memory in bytes."""
+def first_output(command: list[str], environment: dict[str, str]) -> tuple[float, bytes]:
+    """Run a process; return the seconds to the first byte that it writes, and all of them."""
     begin = time.perf_counter()
-    command = [sys.executable, "-c", PROGRAM, model, quantization, str(kept)]
-    result = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    return time.perf_counter() - begin, int(result.stdout.split()[-1])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        seconds = time.perf_counter() - begin
+        rest = process.stdout.read()
+    if process.returncode or not first:
+        raise RuntimeError(f"{command} ended with {process.returncode} and wrote {first + rest!r}")
+    return seconds, first + rest
+
+
+def start(way: str, model: str, precision: str, environment: dict[str, str]) -> tuple[float, int | None]:
+    """Run one process; return its seconds, and of LLM its peak memory in bytes."""
+    quantization = "" if precision == "bf16" else precision
+    options = ["--dtype", "bfloat16", *(["--quantization", quantization] if quantization else [])]
+    octavo = [sys.executable, "-m", "octavo"]
+    if way == "LLM":
+        seconds, written = first_output([sys.executable, "-c", PROGRAM, model, quantization], environment)
+        return seconds, int(written)
+    if way == "generate":
+        asked = ["--raw", "--prompt", "What is 12 + 30?", "--max-tokens", "1", "--temperature", "0"]
+        return first_output([*octavo, "generate", model, *options, *asked], environment)[0], None
+    port = free_port()
+    command = [*octavo, "serve", model, "--port", str(port), *options]
+    with running(command, environment, f"http://127.0.0.1:{port}/ready") as (_, seconds):
+        return seconds, None
+
+
+WAYS = {"LLM": "`LLM`, first token", "generate": "`octavo generate`, first token", "serve": "`octavo serve`, ready"}
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(ROOT / "checkpoints" / "qwen2-0.5b"), help="a checkpoint directory")
-    parser.add_argument("--repeat", type=int, default=3, help="medians of so many runs")
+    parser.add_argument("--model", help="a checkpoint directory (default: qwen2-0.5b, made if missing)")
+    parser.add_argument("--repeat", type=int, default=5, help="medians of so many runs (default: %(default)s)")
+    parser.add_argument("--precision", action="append", choices=PRECISIONS, help="again for more (default: all)")
+    parser.add_argument("--way", action="append", choices=list(WAYS), help="again for more (default: all)")
     arguments = parser.parse_args()
-    print("| weights | not kept | kept | peak memory, kept |\n|---|---|---|---|")
+    model = arguments.model or str(prepare("qwen2-0.5b")[0])
+    print("| | weights | first time, s | kept, s | peak memory, MB |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "XDG_CACHE_HOME": folder}
-        for quantization in ("int8", "int4"):
-            cells = [quantization]
-            for kept in (0, 1 << 40):
-                runs = [start(arguments.model, quantization, kept, environment) for _ in range(arguments.repeat + 1)]
-                cells.append(f"{statistics.median(seconds for seconds, _ in runs[1:]):.1f} s")
-            cells.append(f"{runs[-1][1] / 1e6:.0f} MB")
-            print("| " + " | ".join(cells) + " |", flush=True)
+        cache = Path(folder) / "cache"
+        environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+        for way in arguments.way or WAYS:
+            for precision in arguments.precision or PRECISIONS:
+                cells = [WAYS[way], precision]
+                for is_kept in (False, True):
+                    runs = []
+                    for _ in range(arguments.repeat + 1):
+                        if not is_kept:
+                            shutil.rmtree(cache, ignore_errors=True)
+                        runs.append(start(way, model, precision, environment))
+                    seconds = [each for each, _ in runs[1:]]
+                    spread = f" ({min(seconds):.1f} to {max(seconds):.1f})" if len(seconds) > 1 else ""
+                    cells.append(f"{statistics.median(seconds):.1f}{spread}")
+                peaks = [peak for _, peak in runs[1:] if peak is not None]
+                cells.append(f"{statistics.median(peaks) / 1e6:.0f}" if peaks else "")
+                print("| " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,65 @@
+"""The measuring tools run on the built-in model, and judge as they say."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.assets import built_in_model_path
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import curves  # noqa: E402
+import memory  # noqa: E402
+import serving  # noqa: E402
+import start  # noqa: E402
+
+MB = 10**6
+
+
+@pytest.mark.parametrize(
+    ("peak", "after", "faults"),
+    [(129, 100, []), (131, 100, ["peak"]), (500, 561, ["RSS"]), (800, 600, ["peak", "RSS"])],
+)
+def test_memory_is_judged(peak, after, faults):
+    found = memory.Memory(peak * MB, 0, 0, after * MB).faults(weights=100 * MB, kv=60 * MB)
+    assert [fault.split()[0] for fault in found] == faults
+
+
+def test_memory_of_a_server_is_that_of_its_two_processes(tmp_path):
+    workloads = tmp_path / "workloads.json"
+    requests = [{"prompt": [100 + i, 200, 300], "out": 4} for i in range(2)]
+    workloads.write_text(json.dumps({"A": requests, "B": requests}))
+    for measure in (memory.of_llm, memory.of_server):
+        *parts, (_, whole) = measure(built_in_model_path(), "bf16", 32 << 20, 1, workloads).items()
+        assert 50 * MB < whole.loaded <= whole.load_peak <= whole.peak
+        assert 50 * MB < whole.after <= whole.peak
+        assert not parts or whole.after == sum(part.after for _, part in parts)
+    assert [name for name, _ in parts] == ["serve, HTTP process", "serve, engine process"]
+
+
+@pytest.mark.parametrize("way", ["LLM", "generate", "serve"])
+def test_a_start_is_timed(way, tmp_path):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    seconds, peak = start.start(way, str(built_in_model_path()), "bf16", environment)
+    assert 0.05 < seconds < serving.READY_S
+    assert (peak is not None) == (way == "LLM")
+
+
+def test_a_start_that_fails_is_not_timed(tmp_path):
+    with pytest.raises(RuntimeError, match="does not start"):
+        start.start("serve", str(tmp_path), "bf16", dict(os.environ))
+    for program in ("", "print(1); raise SystemExit(1)"):
+        with pytest.raises(RuntimeError, match="ended with"):
+            start.first_output([sys.executable, "-c", program], dict(os.environ))
+
+
+def test_a_stall_stands_beside_the_step_before_the_prompt():
+    found = curves.Stall.of(before=[10.0, 20.0, 30.0], meanwhile=[80.0] * 99 + [100.0])
+    lines = found.table().splitlines()
+    assert lines[2] == "| median before the prompt | 20.0 | 0.25 | 1.00 |"
+    assert lines[3] == "| median while it runs | 80.0 | 1.00 | 4.00 |"
+    assert lines[5] == "| most while it runs | 100.0 | 1.25 | 5.00 |"
