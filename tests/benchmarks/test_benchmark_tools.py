@@ -16,6 +16,7 @@ import curves  # noqa: E402
 import memory  # noqa: E402
 import serving  # noqa: E402
 import start  # noqa: E402
+import step_overhead  # noqa: E402
 
 MB = 10**6
 
@@ -63,3 +64,31 @@ def test_a_stall_stands_beside_the_step_before_the_prompt():
     assert lines[2] == "| median before the prompt | 20.0 | 0.25 | 1.00 |"
     assert lines[3] == "| median while it runs | 80.0 | 1.00 | 4.00 |"
     assert lines[5] == "| most while it runs | 100.0 | 1.25 | 5.00 |"
+
+
+def test_steps_without_kernels_are_real_steps(monkeypatch):
+    llm, kernels = step_overhead.open_engine(str(built_in_model_path()), 4, 5)
+    calls = []
+    monkeypatch.setattr(step_overhead, "_nothing", lambda *arguments: calls.append(len(arguments)))
+    before = llm.llm_engine.core.scheduler.get_stats().num_steps
+    found = step_overhead.measure(llm, kernels, step_overhead.watched(llm), 4, 5)
+    assert set(found) == set(step_overhead.COLUMNS)
+    assert all(ms > 0 for ms in found.values())
+    assert sum(ms for name, ms in found.items() if name != "step") == pytest.approx(found["step"], rel=0.5)
+    steps = llm.llm_engine.core.scheduler.get_stats().num_steps - before
+    assert steps >= 6
+    assert len(calls) == 2 * steps  # the recorded forward pass, and the logits
+    assert not kernels.is_idle
+
+
+def test_a_stopwatch_counts_what_is_within_once(monkeypatch):
+    clock = iter([0.0, 1.0, 4.0, 10.0, 20.0, 22.0])
+    monkeypatch.setattr(step_overhead.time, "perf_counter", lambda: next(clock))
+    owner = type("Owner", (), {"inner": lambda _: None, "outer": lambda self: self.inner()})()
+    watch = step_overhead.Stopwatch()
+    watch.wrap(owner, "inner", "inner")
+    watch.wrap(owner, "outer", "outer")
+    owner.outer()
+    owner.inner()
+    assert watch.lap() == {"inner": 3.0 + 2.0, "outer": 7.0}
+    assert watch.lap() == {}
