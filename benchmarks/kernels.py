@@ -18,11 +18,13 @@ import torch
 
 from octavo.kernels import AttentionBatch, SamplingRows
 from octavo.kernels.cpu import CpuKernels
-from octavo.kernels.quantization import quantize_int4, quantize_int8
+from octavo.kernels.quantization import kv_scales, quantize_int4, quantize_int8, quantize_rows
 from octavo.kernels.reference import ReferenceKernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from torch import Tensor
 
     from octavo.kernels import Kernels
 
@@ -73,15 +75,23 @@ LAYERS = {
 }
 
 
-def linear_cases(kernels: Kernels) -> Iterator[Case]:
-    """The products of a layer and of lm_head: of bfloat16 weights, and of int8 and int4 ones."""
+def linear_cases(kernels: Kernels, only: str = "") -> Iterator[Case]:
+    """The products of a layer and of lm_head: of bfloat16 weights, and of int8 and int4 ones.
+
+    only: part of the names of those to yield; of others no weight is packed.
+    """
     for layer, (depth, width) in LAYERS.items():
         wide = layer == "lm_head"
         weight = torch.randn(width, depth, dtype=torch.bfloat16)
-        for name, stored in (("linear", weight), ("int8", quantize_int8(weight)), ("int4", quantize_int4(weight))):
+        for name, rounded in (("linear", torch.clone), ("int8", quantize_int8), ("int4", quantize_int4)):
+            all_rows = (1, 2, 4, 8, 16, 32) if wide else (1, 2, 4, 8, 16, 32, 128, 512)
+            wanted = [rows for rows in all_rows if only in f"{name} {layer} x{rows}"]
+            if not wanted:
+                continue
+            stored = rounded(weight)
             copies = 1 if kernels.name == "reference" else max(1, COPIES_BYTES // stored.nbytes)
             packed = [kernels.pack_linear(stored, float32_out=wide) for _ in range(copies)]
-            for rows in (1, 2, 4, 8, 16, 32) if wide else (1, 2, 4, 8, 16, 32, 128, 512):
+            for rows in wanted:
                 x = torch.randn(rows, depth, dtype=torch.bfloat16)
 
                 def call(i: int, x=x, packed=packed, wide=wide) -> object:  # noqa: ANN001
@@ -131,15 +141,32 @@ def attention_cases(kernels: Kernels) -> Iterator[Case]:
               "512 prompt": [(512, 512)], "512 of 4096": [(4096, 512)]}  # fmt: skip
     for name, sequences in shapes.items():
         batch, blocks = attention_batch(sequences)
-        cache = torch.randn(blocks, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(torch.bfloat16)
+        numbers = torch.randn(blocks, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         q = torch.randn(len(batch.positions), HEADS, HEAD_DIM).to(torch.bfloat16)
         seen = int((batch.positions + 1).sum())
-        read = sum(length for length, _ in sequences) * KV_HEADS * HEAD_DIM * 2 * 2
+        tokens = sum(length for length, _ in sequences)
+        for kv, cache, row_bytes in (
+            ("", numbers.to(torch.bfloat16), HEAD_DIM * 2),
+            (" of int8", int8_cache(numbers), HEAD_DIM + 4),
+        ):
 
-        def call(_: int, q=q, cache=cache, batch=batch) -> object:  # noqa: ANN001
-            return kernels.paged_attention(q, cache[:, 0], cache[:, 1], batch, HEAD_DIM**-0.5, None)
+            def call(_: int, q=q, cache=cache, batch=batch) -> object:  # noqa: ANN001
+                return kernels.paged_attention(q, cache[:, 0], cache[:, 1], batch, HEAD_DIM**-0.5, None)
 
-        yield case(f"attention {name}", kernels, call, 4 * seen * HEADS * HEAD_DIM, read)
+            read = tokens * KV_HEADS * 2 * row_bytes
+            yield case(f"attention{kv} {name}", kernels, call, 4 * seen * HEADS * HEAD_DIM, read)
+
+
+def int8_cache(numbers: Tensor) -> Tensor:
+    """Return keys and values [blocks, 2, heads, block_size, head_dim] as int8, their scales behind a block's rows."""
+    *front, block_size, head_dim = numbers.shape
+    values, scales = quantize_rows(numbers.flatten(0, -2))
+    memory = torch.empty(*front, block_size * (head_dim + 4), dtype=torch.int8)
+    rows = memory[..., : block_size * head_dim].unflatten(-1, (block_size, head_dim))
+    rows.copy_(values.view(numbers.shape))
+    for side, its_scales in enumerate(scales.view(*front, block_size).unbind(1)):
+        kv_scales(rows[:, side]).copy_(its_scales)
+    return rows
 
 
 def attention_batch(sequences: list[tuple[int, int]]) -> tuple[AttentionBatch, int]:
@@ -240,8 +267,9 @@ def main() -> None:
     backends: list[Kernels] = [CpuKernels(options.isa, options.linear, options.threads)]
     if options.reference:
         backends.append(ReferenceKernels())
-    groups = (linear_cases, gated_cases, attention_cases, elementwise_cases, sampling_cases)
+    groups = (gated_cases, attention_cases, elementwise_cases, sampling_cases)
     cases = list(peak_cases())
+    cases += [c for kernels in backends for c in linear_cases(kernels, options.only)]
     cases += [c for group in groups for kernels in backends for c in group(kernels) if options.only in c.name]
     cases += [c for c in torch_cases() if options.only in c.name]
     for c in cases:

@@ -6,14 +6,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from octavo import _kernels
 from octavo.assets import built_in_model_path
+from octavo.kernels.cpu import CpuKernels
+from octavo.kernels.quantization import kv_scales
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import ab  # noqa: E402
 import curves  # noqa: E402
+import kernels as kernel_cases  # noqa: E402
 import memory  # noqa: E402
+import products  # noqa: E402
 import serving  # noqa: E402
 import start  # noqa: E402
 import step_overhead  # noqa: E402
@@ -92,3 +99,46 @@ def test_a_stopwatch_counts_what_is_within_once(monkeypatch):
     owner.inner()
     assert watch.lap() == {"inner": 3.0 + 2.0, "outer": 7.0}
     assert watch.lap() == {}
+
+
+@pytest.mark.parametrize(("precision", "error"), [("bf16", 0.01), ("int8", 0.05), ("int4", 0.2)])
+def test_both_multiply_the_same_weight(precision, error):
+    weight, x = torch.randn(64, 128).bfloat16(), torch.randn(5, 128).bfloat16()
+    expected = x.double() @ weight.double().T
+    ours = products.octavo_products(CpuKernels(num_threads=1), weight, precision, 2)
+    theirs = products.torch_products(weight, precision, 2)
+    given = products.as_bytes(x) if precision == "int8" else x
+    for results in ([f(x) for f in ours], [f(given) for f in theirs]):
+        assert len(results) == 2
+        for result in results:
+            assert (result.double() - expected).norm() < error * expected.norm()
+
+
+def test_turns_change_and_the_first_round_does_not_count():
+    calls = []
+    found = products.in_turns([lambda: calls.append("a")], [lambda: calls.append("b")], 3)
+    assert "".join(calls) == "baabbaab"
+    assert len(found) == 3
+
+
+def test_cases_of_an_int8_cache_stand_for_its_numbers():
+    numbers = torch.randn(3, 2, 2, 16, 64)
+    rows = kernel_cases.int8_cache(numbers)
+    for side in (0, 1):
+        cache = rows[:, side]
+        assert torch.allclose(cache.float() * kv_scales(cache).unsqueeze(-1), numbers[:, side], atol=0.03)
+
+
+def test_two_builds_run_in_turns(tmp_path):
+    copy = tmp_path / "_kernels.so"
+    copy.write_bytes(Path(_kernels.__file__).read_bytes())
+    builds = [ab.Build(path, "int8 o x1", 1) for path in (str(copy), sys.executable)]
+    mapped = [str(copy) in Path(f"/proc/{build.pid}/maps").read_text() for build in builds]
+    assert mapped == [True, False]
+    found = list(ab.compare(*builds, rounds=2))
+    assert [name for name, *_ in found] == ["int8 o x1", "int8 o x16", "int8 o x128"]
+    assert all(len(side) == 2 and min(side) > 0 for _, *sides in found for side in sides)
+    for build in builds:
+        build.end()
+    with pytest.raises(RuntimeError, match="ended with"):
+        ab.Build(str(tmp_path / "missing.so"), "", 1)

@@ -1,0 +1,158 @@
+"""octavo's matrix products beside torch's own of oneDNN, at the shapes of the checkpoints, in turns.
+
+    python benchmarks/products.py                                # qwen2-0.5b and qwen3-0.6b, 1 to 512 rows
+    python benchmarks/products.py --shape qwen2-0.5b --precision int8 --layer down --rows 1 32 512
+
+The others: bf16 is `mkldnn._linear_pointwise` of prepacked weights. int8 is `onednn.qlinear_pointwise` of prepacked
+weights; its activations are given as bytes already (unsigned, one scale of all rows), while octavo rounds them row by
+row within its time. int4 is `aten._weight_int4pack_mm_for_cpu`, groups of 32, which multiplies in bfloat16.
+
+Each is timed once a round, one right after the other and the other way round in the next; weights are cycled through
+so much memory that no cache keeps them. ratio: the other's time over octavo's, round by round: above 1 octavo is
+faster. On a busy machine torch's threads wait for one another far longer than octavo's: measure on an idle one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from workloads import FOLDER, prepare
+
+from octavo.kernels.cpu import CpuKernels
+from octavo.kernels.quantization import quantize_int4, quantize_int8
+from octavo.models.registry import read_architecture
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from octavo.models.architecture import Architecture
+
+PRECISIONS = ("bf16", "int8", "int4")
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+GROUP_SIZE = 32
+COPIES_BYTES = 256 << 20
+
+
+def layers(architecture: Architecture) -> dict[str, tuple[int, int]]:
+    """Return {name: (input features, output features)} of a decoder's products."""
+    a = architecture
+    return {
+        "qkv": (a.hidden_size, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim),
+        "o": (a.num_heads * a.head_dim, a.hidden_size),
+        "gate_up": (a.hidden_size, 2 * a.intermediate_size),
+        "down": (a.intermediate_size, a.hidden_size),
+    }
+
+
+def octavo_products(
+    kernels: CpuKernels, weight: Tensor, precision: str, copies: int
+) -> list[Callable[[Tensor], Tensor]]:
+    """Pack a weight for octavo, so many times; each takes x bfloat16 [rows, in] to [rows, out]."""
+    rounded = {"bf16": torch.clone, "int8": quantize_int8, "int4": quantize_int4}[precision](weight)
+    packed = [kernels.pack_linear(rounded) for _ in range(copies)]
+    return [lambda x, each=each: kernels.linear(x, each) for each in packed]
+
+
+def torch_products(weight: Tensor, precision: str, copies: int) -> list[Callable[[Tensor], Tensor]]:
+    """Pack a weight for torch, so many times; each takes x [rows, in], for int8 as bytes, to bfloat16 [rows, out]."""
+    if precision == "bf16":
+        pack, multiply = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
+        whole = [pack(weight, None) for _ in range(copies)]
+        return [lambda x, each=each: multiply(x, each, None, "none", [], "") for each in whole]
+    if precision == "int8":
+        rounded, product = quantize_int8(weight), torch.ops.onednn.qlinear_pointwise
+        zeros = torch.zeros(len(rounded.scales), dtype=torch.int32)
+        behind = (rounded.scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], "")
+        bytes_ = [torch.ops.onednn.qlinear_prepack(rounded.values, None) for _ in range(copies)]
+        return [lambda x, each=each: product(x, X_SCALE, X_ZERO, each, *behind) for each in bytes_]
+    groups = weight.float().unflatten(1, (-1, GROUP_SIZE))
+    scales = groups.abs().amax(2) / 7
+    values = (groups / scales.unsqueeze(2)).round().clamp(-8, 7).flatten(1).int() + 8
+    scales_and_zeros = torch.stack([scales, torch.zeros_like(scales)], dim=2).transpose(0, 1).contiguous().bfloat16()
+    multiply = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 2)  # noqa: SLF001
+    clones = [packed.clone() for _ in range(copies)]
+    return [lambda x, each=each: multiply(x, each, GROUP_SIZE, scales_and_zeros) for each in clones]
+
+
+X_SCALE, X_ZERO = 1 / 32, 128  # of the bytes that stand for activations of about one
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """Return activations as oneDNN's int8 product takes them."""
+    return (x.float() / X_SCALE + X_ZERO).round().clamp(0, 255).to(torch.uint8)
+
+
+def in_turns(
+    ours: list[Callable[[], object]], theirs: list[Callable[[], object]], rounds: int
+) -> list[tuple[float, float]]:
+    """Time the i-th of both in round i, after a round that is not counted; return seconds of each round."""
+    found = []
+    for number in range(rounds + 1):
+        sides = [ours[number % len(ours)], theirs[number % len(theirs)]]
+        seconds = [0.0, 0.0]
+        for side in (0, 1) if number % 2 else (1, 0):
+            start = time.perf_counter()
+            sides[side]()
+            seconds[side] = time.perf_counter() - start
+        found.append((seconds[0], seconds[1]))
+    return found[1:]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", help="of tools/make_checkpoint.py (qwen2-0.5b and qwen3-0.6b)")
+    parser.add_argument("--precision", action="append", choices=PRECISIONS, help="again for more (default: all)")
+    parser.add_argument("--layer", action="append", help="qkv, o, gate_up or down (default: all)")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="default: 1 to 512, doubled")
+    parser.add_argument("--rounds", type=int, default=9, help="of each case (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="of both (default: %(default)s)")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    kernels = CpuKernels(num_threads=options.threads)
+    print(
+        "| checkpoint | product | weights | rows | octavo, us | oneDNN, us | ratio | of the rounds |\n"
+        + "|---" * 8
+        + "|"
+    )
+    for shape in options.shape or ("qwen2-0.5b", "qwen3-0.6b"):
+        folder = FOLDER / shape
+        architecture = read_architecture(folder if (folder / "config.json").exists() else prepare(shape)[0])
+        for layer, (depth, width) in layers(architecture).items():
+            for precision in options.precision or PRECISIONS:
+                if options.layer and layer not in options.layer:
+                    continue
+                weight = torch.randn(width, depth, dtype=torch.bfloat16)
+                copies = max(1, COPIES_BYTES // (weight.nbytes * {"bf16": 4, "int8": 2, "int4": 1}[precision] // 4))
+                ours = octavo_products(kernels, weight, precision, copies)
+                theirs = torch_products(weight, precision, copies)
+                for rows in options.rows:
+                    x = torch.randn(rows, depth, dtype=torch.bfloat16)
+                    other_x = as_bytes(x) if precision == "int8" else x
+                    found = in_turns(
+                        [lambda f=f, x=x: f(x) for f in ours],
+                        [lambda f=f, x=other_x: f(x) for f in theirs],
+                        options.rounds,
+                    )
+                    ratios = [b / a for a, b in found]
+                    medians = [statistics.median(side) * 1e6 for side in zip(*found, strict=True)]
+                    cells = [
+                        shape,
+                        f"{layer} {depth} x {width}",
+                        precision,
+                        str(rows),
+                        *(f"{us:.0f}" for us in medians),
+                    ]
+                    cells += [f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}"]
+                    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
