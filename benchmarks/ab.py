@@ -62,8 +62,8 @@ def serve(module: str, only: str, threads: int) -> None:
     from octavo.kernels.cpu import CpuKernels  # noqa: PLC0415
 
     kernels = CpuKernels(num_threads=threads)
-    cases = list(linear_cases(kernels, only))
-    cases += [case for group in (gated_cases, attention_cases) for case in group(kernels) if only in case.name]
+    cases = [case for group in (linear_cases, gated_cases) for case in group(kernels, only)]
+    cases += [case for case in attention_cases(kernels) if only in case.name]
     print(json.dumps([case.name for case in cases]), flush=True)
     for line in sys.stdin:
         case = cases[int(line)]

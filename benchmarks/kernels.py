@@ -100,13 +100,17 @@ def linear_cases(kernels: Kernels, only: str = "") -> Iterator[Case]:
                 yield case(f"{name} {layer} x{rows}", kernels, call, 2 * rows * depth * width, stored.nbytes)
 
 
-def gated_cases(kernels: Kernels) -> Iterator[Case]:
-    """The product whose result is gated: gate_up and the gate behind it."""
+def gated_cases(kernels: Kernels, only: str = "") -> Iterator[Case]:
+    """The product whose result is gated: gate_up and the gate behind it. only: as in `linear_cases`."""
     weight = torch.randn(2 * INTERMEDIATE, HIDDEN, dtype=torch.bfloat16)
-    for name, stored in (("gated_linear", weight), ("gated int8", quantize_int8(weight))):
+    for name, rounded in (("gated_linear", torch.clone), ("gated int8", quantize_int8)):
+        wanted = [rows for rows in (1, 8, 32, 128, 512) if only in f"{name} x{rows}"]
+        if not wanted:
+            continue
+        stored = rounded(weight)
         copies = 1 if kernels.name == "reference" else COPIES_BYTES // stored.nbytes
         packed = [kernels.pack_linear(stored) for _ in range(copies)]
-        for rows in (1, 8, 32, 128, 512):
+        for rows in wanted:
             x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16)
 
             def call(i: int, x=x, packed=packed) -> object:  # noqa: ANN001
@@ -267,9 +271,9 @@ def main() -> None:
     backends: list[Kernels] = [CpuKernels(options.isa, options.linear, options.threads)]
     if options.reference:
         backends.append(ReferenceKernels())
-    groups = (gated_cases, attention_cases, elementwise_cases, sampling_cases)
+    groups = (attention_cases, elementwise_cases, sampling_cases)
     cases = list(peak_cases())
-    cases += [c for kernels in backends for c in linear_cases(kernels, options.only)]
+    cases += [c for group in (linear_cases, gated_cases) for kernels in backends for c in group(kernels, options.only)]
     cases += [c for group in groups for kernels in backends for c in group(kernels) if options.only in c.name]
     cases += [c for c in torch_cases() if options.only in c.name]
     for c in cases:

@@ -276,7 +276,8 @@ def test_a_round_is_of_one_run_and_measured_again_when_asked(tmp_path, monkeypat
     clock = iter(range(100))
     monkeypatch.setattr("compare.time.gmtime", lambda: time.struct_time((2026, 1, 1, 0, next(clock), 0, 0, 1, 0)))
     engines = [
-        type("Peer", (HereTransformers,), {"name": name, "workloads": "B"})(tmp_path) for name in ("octavo", "vllm")
+        type("Peer", (HereTransformers,), {"name": name, "workloads": "B", "version": lambda _: "1"})(tmp_path)
+        for name in ("octavo", "vllm")
     ]
     for engine in engines:
         monkeypatch.setattr(engine, "checkpoint", lambda source, _: source)
