@@ -31,7 +31,7 @@ class Build:
         command = [sys.executable if is_module else build, __file__, "--only", only, "--threads", str(threads)]
         command += ["--serve", build if is_module else ""]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.pid = self._process.pid
+        self.module: str = json.loads(self._line())  # the file that octavo's kernels are of there
         self.names: list[str] = json.loads(self._line())
 
     def time(self, case: int) -> float:
@@ -59,8 +59,10 @@ def serve(module: str, only: str, threads: int) -> None:
         load_module(module)
     from kernels import attention_cases, gated_cases, linear_cases  # noqa: PLC0415 - of the module that is loaded now
 
+    from octavo import _kernels  # noqa: PLC0415
     from octavo.kernels.cpu import CpuKernels  # noqa: PLC0415
 
+    print(json.dumps(_kernels.__file__), flush=True)
     kernels = CpuKernels(num_threads=threads)
     cases = [case for group in (linear_cases, gated_cases) for case in group(kernels, only)]
     cases += [case for case in attention_cases(kernels) if only in case.name]
@@ -110,6 +112,7 @@ def main() -> None:
     if len(options.builds) != 2:
         parser.error("name two builds")
     builds = [Build(path, options.only, options.threads) for path in options.builds]
+    print(f"A: {builds[0].module}\nB: {builds[1].module}\n")
     print("| case | A, us | B, us | A / B | of the rounds |\n|---|---|---|---|---|")
     for name, *sides in compare(builds[0], builds[1], options.rounds):
         ratios = [a / b for a, b in zip(*sides, strict=True)]

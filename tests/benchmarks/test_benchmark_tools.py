@@ -133,8 +133,7 @@ def test_two_builds_run_in_turns(tmp_path):
     copy = tmp_path / "_kernels.so"
     copy.write_bytes(Path(_kernels.__file__).read_bytes())
     builds = [ab.Build(path, "int8 o x1", 1) for path in (str(copy), sys.executable)]
-    mapped = [str(copy) in Path(f"/proc/{build.pid}/maps").read_text() for build in builds]
-    assert mapped == [True, False]
+    assert [build.module for build in builds] == [str(copy), _kernels.__file__]
     found = list(ab.compare(*builds, rounds=2))
     assert [name for name, *_ in found] == ["int8 o x1", "int8 o x16", "int8 o x128"]
     assert all(len(side) == 2 and min(side) > 0 for _, *sides in found for side in sides)
