@@ -78,7 +78,11 @@ class DeadlineError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """The engine has stopped."""
+    """The engine has stopped; if it comes back, it will be in about `retry_after_s` seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class EngineRestartingError(EngineDeadError):

@@ -1,6 +1,8 @@
 """An engine process around a fake executor: python fake_engine_process.py '{"step_s": 0.01, "max_num_seqs": 2}'.
 
 "fail": building raises ConfigError; "crash": it ends with status 3 instead; "hang": it never gets ready.
+"crash_if": a path; it ends with status 3 where there is such a file. "wedged": no request is ever scheduled.
+"hang_between_steps": it never looks for work again once it has a request.
 """
 
 import json
@@ -15,6 +17,7 @@ from fakes import FakeExecutor, make_engine
 
 from octavo.engine.core_process import run_core_process
 from octavo.errors import ConfigError
+from octavo.scheduler_output import CachedRequestData, SchedulerOutput
 
 
 def build(_config, progress):
@@ -22,11 +25,17 @@ def build(_config, progress):
     progress(1, 2)
     if options.pop("fail", False):
         raise ConfigError("nothing of this fits")
-    if options.pop("crash", False):
+    if options.pop("crash", False) or Path(options.pop("crash_if", "/nowhere")).exists():
         os._exit(3)
     if options.pop("hang", False):
         time.sleep(60)
-    return make_engine(FakeExecutor(step_s=options.pop("step_s", 0.0)), **options).core
+    is_wedged, hangs = options.pop("wedged", False), options.pop("hang_between_steps", False)
+    core = make_engine(FakeExecutor(step_s=options.pop("step_s", 0.0)), **options).core
+    if is_wedged:
+        core.scheduler.schedule = lambda: SchedulerOutput(1, [], CachedRequestData.make_empty(), {}, 0)
+    if hangs:
+        core.has_work = lambda: core.scheduler.has_work() and time.sleep(60)
+    return core
 
 
 run_core_process(build)

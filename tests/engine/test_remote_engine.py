@@ -23,7 +23,8 @@ from streams import collect, run
 from octavo.config import CacheConfig, EngineConfig
 from octavo.engine import messages, remote_engine
 from octavo.engine.async_llm import AsyncLLM
-from octavo.engine.remote_engine import Patience, RemoteEngine
+from octavo.engine.remote_engine import RemoteEngine
+from octavo.engine.vitals import Patience
 from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError, QueueFullError, RequestError
 from octavo.launch import launch_engine
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -204,7 +205,7 @@ def test_an_engine_in_a_long_step_is_ready_until_it_takes_for_ever():
 def test_f7_a_step_that_never_ends_and_a_load_that_freezes_are_given_up():
     async def main(llm):
         (task,) = [asyncio.create_task(collect(llm, "hello", "a", max_tokens=2))]
-        with pytest.raises(EngineRestartingError, match="did not end a step within"):
+        with pytest.raises(EngineRestartingError, match="got no further"):
             await task
         await until(lambda: llm.engine.pid is not None)
         os.kill(llm.engine.pid, signal.SIGSTOP)  # in the midst of starting again
@@ -213,6 +214,71 @@ def test_f7_a_step_that_never_ends_and_a_load_that_freezes_are_given_up():
         assert llm.engine.pid != frozen
 
     with running(Patience(restarts=(0.05,), loading=3.0, stuck=0.5, endless=1.0), step_s=20.0) as llm:
+        run(main(llm))
+
+
+@pytest.mark.parametrize("fault", ["wedged", "hang_between_steps"])
+def test_f24_an_engine_whose_pulse_beats_and_that_gets_no_further_is_not_ready_and_then_killed(fault):
+    """A queue of which nothing is scheduled, and a main loop that hangs outside of a step."""
+
+    async def main(llm):
+        pid = llm.engine.pid
+        await asyncio.sleep(1.5)  # longer than `stuck`
+        assert llm.is_alive  # there was nothing to do
+        task = asyncio.create_task(collect(llm, "hello", "a", max_tokens=2))
+        await until(lambda: not llm.is_alive)
+        assert llm.engine.pid == pid
+        assert not task.done()
+        with pytest.raises(EngineRestartingError, match="got no further for 3 s"):
+            await task
+        await until(lambda: llm.is_alive)
+        assert llm.engine.pid != pid
+
+    with running(Patience(restarts=(0.05,), stuck=1.2, endless=3.0), **{fault: True}) as llm:
+        run(main(llm))
+
+
+def test_f24_a_load_that_hangs_while_the_pulse_beats_is_given_up():
+    engine = make_remote(Patience(endless=1.0), hang=True)
+    with pytest.raises(EngineDeadError, match="got no further for 1 s before it was ready"):
+        engine.start()
+    engine.shutdown()
+
+
+def test_an_engine_that_cannot_be_started_again_is_counted_and_says_when_to_come_back(tmp_path):
+    flag = tmp_path / "crash"
+
+    async def main(llm):
+        flag.touch()
+        os.kill(llm.engine.pid, signal.SIGKILL)
+        await until(lambda: llm.engine.num_failed_starts == 2)
+        assert not llm.is_alive
+        with pytest.raises(EngineRestartingError) as error:
+            await collect(llm, "hello", "a")
+        assert 15 < error.value.retry_after_s < 20 + llm.engine._load_s  # the rest of the pause, and the load
+
+    with running(Patience(restarts=(0.05, 0.05, 20.0)), crash_if=str(flag)) as llm:
+        assert llm.engine._load_s > 0
+        assert llm.engine.num_failed_starts == 0
+        run(main(llm))
+
+
+def test_failed_starts_are_forgotten_when_one_succeeds(tmp_path):
+    flag = tmp_path / "crash"
+
+    async def main(llm):
+        flag.touch()
+        os.kill(llm.engine.pid, signal.SIGKILL)
+        await until(lambda: llm.engine.num_failed_starts == 1)
+        flag.unlink()
+        await until(lambda: llm.is_alive)
+        assert llm.engine.num_failed_starts == 0
+        os.kill(llm.engine.pid, signal.SIGKILL)  # it did take requests
+        await until(lambda: llm.engine.num_restarts == 3)
+        await until(lambda: llm.is_alive)
+        assert llm.engine.num_failed_starts == 0
+
+    with running(Patience(restarts=(0.5,)), crash_if=str(flag)) as llm:
         run(main(llm))
 
 
@@ -299,20 +365,50 @@ def test_f26_a_signal_to_all_processes_leaves_the_engine_to_its_server():
         run(main(llm))
 
 
-def test_f25_the_engine_ends_with_its_parent():
+@contextlib.contextmanager
+def parent():
+    """Another process with an engine: it, its engine, its folder. Asked by a line, it tells how the engine is."""
     program = f"""
-import sys, time; sys.path.insert(0, {str(SCRIPT.parent)!r}); sys.path.insert(0, {str(SCRIPT.parents[1])!r})
+import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); sys.path.insert(0, {str(SCRIPT.parents[1])!r})
 from test_remote_engine import make_remote
 engine = make_remote(step_s=0.01); engine.start()
 print(engine.pid, engine._life.folder, flush=True)
-time.sleep(60)
+for _ in sys.stdin: print(engine.pid, engine.is_ready, engine.num_restarts, flush=True)
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
-        pid, folder = parent.stdout.readline().split()
-        child = psutil.Process(int(pid))
-        parent.kill()
-    child.wait(5)
-    assert not Path(folder).exists()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as process:
+        pid, folder = process.stdout.readline().split()
+        try:
+            yield process, psutil.Process(int(pid)), Path(folder)
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    "is_frozen", [False, pytest.param(True, marks=pytest.mark.skipif(sys.platform != "linux", reason="Linux's"))]
+)
+def test_f25_the_engine_ends_with_its_parent(is_frozen):
+    with parent() as (process, engine, folder):
+        if is_frozen:
+            engine.suspend()
+        process.kill()
+        engine.wait(5)
+    assert not folder.exists()
+
+
+def test_f24_a_parent_that_was_frozen_itself_keeps_its_engine():
+    """As when a container is paused: it has not heard of its engine for long then, which is not the engine's doing."""
+    with parent() as (process, engine, _):
+        engine.suspend()
+        time.sleep(0.3)  # what was said before is read
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(QUICK.dead)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.5)
+        engine.resume()
+        time.sleep(0.6)
+        print("now", file=process.stdin, flush=True)
+        assert process.stdout.readline().split() == [str(engine.pid), "True", "0"]
 
 
 @pytest.mark.parametrize(

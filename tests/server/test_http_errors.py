@@ -12,6 +12,7 @@ from fakes import FakeExecutor, answer_text
 from running import run_server, wait_until
 
 from octavo.config import ServerConfig
+from octavo.engine.llm_engine import Engine
 from octavo.errors import (
     ConfigError,
     EngineDeadError,
@@ -24,6 +25,7 @@ from octavo.errors import (
     RequestError,
 )
 from octavo.server.errors import to_http
+from octavo.server.service import MAX_FAILED_STARTS
 from octavo.server.serving import check_binding, listen
 
 if TYPE_CHECKING:
@@ -373,6 +375,30 @@ def test_a_dead_engine_is_503() -> None:
             response = http.post(route, json=body)
             check_error(response, 503, None, "engine_dead")
             assert response.headers["retry-after"] == "1"
+
+
+def test_an_engine_that_cannot_be_started_again_is_503_and_says_when_to_come_back() -> None:
+    with run_server() as running, running.http() as http:
+        engine = running.engine
+        engine.retry_after_s, engine.num_failed_starts = 17.2, MAX_FAILED_STARTS - 1
+        assert http.get("/health").status_code == 200
+        assert http.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
+        engine.num_failed_starts += 1
+        for response in (http.get("/health"), http.get("/ready"), http.post(COMPLETIONS, json={"prompt": "a"})):
+            check_error(response, 503, None, "engine_dead")
+            assert response.headers["retry-after"] == "18"
+        engine.num_failed_starts = 0
+        assert http.get("/health").status_code == 200
+
+
+def test_an_engine_that_is_not_ready_is_503_and_says_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with run_server() as running, running.http() as http:
+        monkeypatch.setattr(Engine, "is_ready", False)
+        running.engine.retry_after_s = 4.5
+        assert http.get("/health").status_code == 200
+        for response in (http.get("/ready"), http.post(COMPLETIONS, json={"prompt": "a"})):
+            check_error(response, 503, None, "engine_restarting")
+            assert response.headers["retry-after"] == "5"
 
 
 def test_a_full_queue_is_429() -> None:

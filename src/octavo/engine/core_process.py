@@ -5,6 +5,7 @@ It lives for one other process, which it hears of by its standard input: when th
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shutil
@@ -39,6 +40,7 @@ BEAT_S = 0.5
 IDLE_CHECK_MS = 1000
 PREPARE_S = 10.0
 _HELD_CHECK_MS = 5
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _HANG_UP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
 
 
@@ -53,6 +55,7 @@ def run_core_process(build: Build) -> None:
         *_HANG_UP,
     ):  # may be sent to a whole group: the process that this one serves
         signal.signal(each, signal.SIG_IGN)  # hears them, lets requests end, and says when to stop
+    _wake_when_parent_dies()
     launch = messages.decode_launch(sys.stdin.buffer.readline())
     logging.basicConfig(level=launch.log_level, format="%(levelname)s: engine: %(name)s: %(message)s")
     folder = Path(launch.news_endpoint.removeprefix("ipc://")).parent
@@ -82,10 +85,13 @@ def run_core_process(build: Build) -> None:
 
 
 class Pulse:
-    """Tells from a thread of its own that the process runs, and how long its step has lasted."""
+    """Tells from a thread of its own that the process runs, and whether it gets further.
+
+    progress: of the kind that `octavo.engine.messages.Alive` counts; whoever makes some writes it.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-        self.step_started: float | None = None
+        self.progress = 0
         self._context, self._endpoint = context, endpoint
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="octavo-pulse", daemon=True)
@@ -104,9 +110,7 @@ class Pulse:
             socket.linger = 0
             socket.connect(self._endpoint)
             while not self._is_over.wait(BEAT_S):
-                started = self.step_started
-                step_s = 0.0 if started is None else time.monotonic() - started
-                socket.send(messages.encode(messages.Alive(step_s)))
+                socket.send(messages.encode(messages.Alive(self.progress)))
 
 
 @dataclass(slots=True)
@@ -133,6 +137,7 @@ class CoreServer:
         self._send(messages.Ready())
         while not self._is_over:
             if not self._core.has_work():
+                self._pulse.progress += 1
                 if not self._held:
                     self._report()
                     self._show()
@@ -147,9 +152,11 @@ class CoreServer:
                 self._show()
 
     def _step(self) -> None:
-        self._pulse.step_started = time.monotonic()
+        stats = self._core.metrics.stats
+        num_tokens = stats.scheduled_tokens
         outputs = self._core.step()
-        self._pulse.step_started = None
+        if outputs or stats.scheduled_tokens > num_tokens:
+            self._pulse.progress += 1
         if outputs:
             self._send(messages.News(outputs))
 
@@ -246,6 +253,16 @@ class CoreServer:
 
     def _send(self, message: messages.ToParent) -> None:
         self._news.send(messages.encode(message))
+
+
+def _wake_when_parent_dies() -> None:
+    """Have the system send SIGCONT then: a process that was stopped would not hear that its standard input ended.
+
+    Where it runs the signal does nothing, so it does no harm that it comes with the end of the parent's thread already.
+    A parent that died before this was called is heard of, as this process runs. Other systems than Linux have no such.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
 
 def _end_with_parent(folder: Path) -> None:

@@ -43,7 +43,8 @@ class Engine:
         self.input_processor = input_processor
         self.output_processor = output_processor
         self.clock = clock
-        self.num_restarts = 0
+        self.num_restarts = self.num_failed_starts = 0
+        self.retry_after_s = 1.0
         self._post: Post = lambda function: function()
         self._preparing: dict[int, Accept] = {}
         self._undelivered: list[EngineCoreOutput] = []

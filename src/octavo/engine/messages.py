@@ -175,9 +175,12 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """The process runs. step_s: how long the step under way has lasted, 0 when idle."""
+    """The process runs.
 
-    step_s: float
+    progress: grows with each step that computed tokens or ended a request, and as long as there is nothing to do.
+    """
+
+    progress: int
 
 
 DecodeError = msgspec.DecodeError

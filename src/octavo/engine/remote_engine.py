@@ -21,6 +21,7 @@ import zmq
 
 from octavo.config import SECRET_VARIABLES
 from octavo.engine import messages
+from octavo.engine.vitals import Patience, Vitals
 from octavo.errors import EngineDeadError, EngineRestartingError, OctavoError, QueueFullError, RequestError
 from octavo.metrics import EngineStats
 from octavo.request import RequestStatus
@@ -42,24 +43,6 @@ _STANDARD_ERROR = 2
 _MAX_PENDING = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long an engine process may be silent, in seconds. Its pulse beats every half second, also during a step.
-
-    frozen: then it is not ready. dead: then it is killed; loading: so long before it is ready. stuck: so long may a
-    single step take before it is not ready; endless: before it is killed.
-    restarts: waits before it is started again, the last one for all further times; a life of `healthy` forgets them.
-    """
-
-    frozen: float = 3.0
-    dead: float = 8.0
-    loading: float = 120.0
-    stuck: float = 120.0
-    endless: float = 600.0
-    restarts: Sequence[float] = (0.5, 1.0, 2.0, 5.0, 15.0, 30.0)
-    healthy: float = 60.0
-
-
 @dataclass(slots=True)
 class _Life:
     """One engine process, from its start to its end."""
@@ -68,22 +51,20 @@ class _Life:
     folder: Path
     news: zmq.Socket[bytes]
     requests: zmq.Socket[bytes]
-    last_heard: float = field(default_factory=time.monotonic)
-    is_ready: bool = False
+    vitals: Vitals
+    born: float = field(default_factory=time.monotonic)
+    ready_at: float | None = None
     is_open: bool = False  # requests can be sent
-    step_s: float = 0.0
     failure: OctavoError | None = None
 
-    def what_is_wrong(self, patience: Patience) -> str | None:
-        """Return why it has to be given up, if it has."""
+    @property
+    def why_over(self) -> str | None:
+        """Why it is over, or has to be given up."""
         if self.process.poll() is not None:
             return f"ended with status {self.process.returncode}"
-        limit = patience.dead if self.is_ready else patience.loading
-        if time.monotonic() - self.last_heard > limit:
-            return f"was not heard of for {limit:g} s"
-        return f"did not end a step within {self.step_s:.0f} s" if self.step_s > patience.endless else None
+        return self.vitals.why_given_up
 
-    def end(self) -> None:
+    def end(self, reason: str) -> _End:
         """Kill what still runs, and take its sockets away."""
         self.process.kill()
         self.process.wait()
@@ -91,9 +72,19 @@ class _Life:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
         self.news.close(linger=0)
-        if not self.is_ready:  # else it was handed over
+        if self.ready_at is None:  # else it was handed over
             self.requests.close(linger=0)
         shutil.rmtree(self.folder, ignore_errors=True)
+        return _End(reason, self.failure, None if self.ready_at is None else time.monotonic() - self.ready_at)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a life ended, and what the process said of it. served_s: how long it took requests; None if it never did."""
+
+    reason: str
+    failure: OctavoError | None = None
+    served_s: float | None = None
 
 
 class RemoteEngine:
@@ -116,6 +107,7 @@ class RemoteEngine:
         self.clock = clock
         self.stats = EngineStats()  # of the present process, half a second old at most unless a step takes longer
         self.num_restarts = 0
+        self.num_failed_starts = 0  # in a row: of processes that never took a request
         self._make_processors = make_processors
         self._command, self._config = command, config
         self._patience = patience or Patience()
@@ -130,6 +122,7 @@ class RemoteEngine:
         self._watch_with: Callable[[Glimpse], None] | None = None
         self._is_closing = threading.Event()
         self._closes_at = 0.0
+        self._load_s = self._expected_at = 0.0  # how long the last load took; when the next one will be over
         self._started: threading.Event = threading.Event()
         self._failure: OctavoError | None = None
         self._progress: Callable[[int, int], None] = lambda _done, _total: None
@@ -160,11 +153,14 @@ class RemoteEngine:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the process was heard of lately, and no step takes for ever. Any thread may ask."""
+        """Whether the process takes requests, was heard of lately and gets further. Any thread may ask."""
         life = self._life
-        if life is None or not life.is_open:
-            return False
-        return time.monotonic() - life.last_heard < self._patience.frozen and life.step_s < self._patience.stuck
+        return life is not None and life.is_open and life.vitals.is_well and self._watcher.is_alive()
+
+    @property
+    def retry_after_s(self) -> float:
+        """When to ask one that is not ready again: after the pause before it is started, and a load like the last."""
+        return max(self._expected_at - time.monotonic(), 1.0)
 
     @property
     def pid(self) -> int | None:
@@ -179,7 +175,7 @@ class RemoteEngine:
         elif request_id in self._pending or request_id in self.output_processor:
             accept(RequestError(f"request id {request_id!r} is in use", parameter="request_id"))
         elif not self._send(messages.Add.of(request_id, processed.streams)):
-            accept(EngineRestartingError("the engine is being started again"))
+            accept(EngineRestartingError("the engine is being started again", retry_after_s=self.retry_after_s))
         else:
             self._pending[request_id] = processed, accept
 
@@ -290,41 +286,42 @@ class RemoteEngine:
     def _watch(self) -> None:
         num_failures = num_lives = 0
         while not self._is_closing.is_set():
-            born = time.monotonic()
-            reason, failure = self._live(num_lives)
+            end = self._live(num_lives)
             num_lives += 1
             if self._is_closing.is_set():
                 break
             if not self._started.is_set():
-                self._failure = failure or EngineDeadError(f"the engine process {reason} before it was ready")
+                self._failure = end.failure or EngineDeadError(f"the engine process {end.reason} before it was ready")
                 break
-            num_failures = 0 if time.monotonic() - born > self._patience.healthy else num_failures
+            num_failures = 0 if (end.served_s or 0.0) > self._patience.healthy else num_failures
             pause = self._patience.restarts[min(num_failures, len(self._patience.restarts) - 1)]
             num_failures += 1
+            self.num_failed_starts += end.served_s is None
             self.num_restarts += 1
             self.stats = EngineStats()
-            why = f"{reason}: {failure}" if failure else reason
+            self._expected_at = time.monotonic() + pause + self._load_s
+            why = f"{end.reason}: {end.failure}" if end.failure else end.reason
             logger.error("the engine process %s; starting it again in %g s", why, pause)
-            error = EngineRestartingError(f"the engine process {reason}; it is being started again")
+            text = f"the engine process {end.reason}; it is being started again"
+            error = EngineRestartingError(text, retry_after_s=self.retry_after_s)
             self._post(lambda error=error: self._went_down(error))  # type: ignore[misc]
             self._is_closing.wait(pause)
         self._started.set()
 
-    def _live(self, number: int) -> tuple[str, OctavoError | None]:
-        """Start a process and listen to it until it is over; return how it ended, and what it said of it."""
+    def _live(self, number: int) -> _End:
+        """Start a process and listen to it until it is over."""
         try:
             life = self._life = self._begin(number)
         except Exception as error:  # whatever the system refuses (memory, files, disk) may be granted the next time
             logger.exception("the engine process cannot be started")
-            return f"cannot be started: {error}", None
+            return _End(f"cannot be started: {error}")
         try:
-            return self._listen(life), life.failure
+            reason = self._listen(life)
         except Exception as error:
             logger.exception("the engine process cannot be heard")
-            return f"cannot be heard: {error}", None
-        finally:
-            life.end()
-            self._life = None
+            reason = f"cannot be heard: {error}"
+        self._life = None
+        return life.end(reason)
 
     def _begin(self, number: int) -> _Life:
         """Start a process with sockets of its own, in a folder that only this user can enter."""
@@ -353,17 +350,18 @@ class RemoteEngine:
                 process.stdin.write(order)
                 process.stdin.flush()
             stack.pop_all()
-        return _Life(process, folder, news, requests)
+        return _Life(process, folder, news, requests, Vitals(self._patience, time.monotonic()))
 
     def _listen(self, life: _Life) -> str:
         """Pass on what a process says until it is over; return how it ended."""
         while True:
             has_news = bool(life.news.poll(_POLL_MS))
+            life.vitals.look(time.monotonic())
             if has_news:
                 self._hear(life, life.news.recv())
             if self._is_closing.is_set() and time.monotonic() > self._closes_at:
                 return "was stopped"
-            reason = life.what_is_wrong(self._patience)
+            reason = life.why_over
             has_last_words = has_news and life.process.poll() is not None
             if reason is not None and not has_last_words:
                 return reason
@@ -374,10 +372,10 @@ class RemoteEngine:
         except messages.DecodeError:
             logger.warning("the engine process sent %d bytes that are no message", len(data))
             return
-        life.last_heard = time.monotonic()
+        life.vitals.hear(message)
         match message:
             case messages.Alive():
-                life.step_s = message.step_s
+                pass  # that is all it says
             case messages.Report():
                 self.stats = message.stats
             case messages.Loading():
@@ -385,7 +383,8 @@ class RemoteEngine:
             case messages.Failed():
                 life.failure = messages.error_of(message)
             case messages.Ready():
-                life.is_ready = True
+                life.ready_at = time.monotonic()
+                self.num_failed_starts, self._load_s = 0, life.ready_at - life.born
                 life.requests.poll(1000, zmq.POLLOUT)  # its connection may take a moment more
                 self._post_or_do(lambda: self._came_up(life))
                 self._started.set()

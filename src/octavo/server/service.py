@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from octavo.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
+MAX_FAILED_STARTS = 5  # in a row: so often an engine process may end before it takes a request
 
 
 class Service:
@@ -73,17 +74,18 @@ class Service:
         return name
 
     def check_alive(self) -> None:
-        """Raise where no request will ever be taken again: somebody must start this process anew."""
-        if self.llm.is_dead:
-            raise EngineDeadError("dead")
+        """Raise where somebody must start this process anew: no request will be taken again, or none was for long."""
+        engine = self.llm.engine
+        if self.llm.is_dead or engine.num_failed_starts >= MAX_FAILED_STARTS:
+            raise EngineDeadError("dead", retry_after_s=engine.retry_after_s)
 
     def check_ready(self) -> None:
-        """Raise where no request can be taken now: while it closes, or the engine is dead, frozen or starting again."""
+        """Raise where no request can be taken now: while it closes, or the engine is dead, stuck or starting again."""
         if self.is_closing:
             raise ServerClosingError("closing")
         self.check_alive()
         if not self.llm.is_alive:
-            raise EngineRestartingError("not ready")
+            raise EngineRestartingError("not ready", retry_after_s=self.llm.engine.retry_after_s)
 
     def _read_keys(self) -> None:
         config = self.config

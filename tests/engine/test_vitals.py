@@ -1,0 +1,94 @@
+"""What a watcher makes of what it hears, second by second, without a process and without waiting."""
+
+from __future__ import annotations
+
+from octavo.engine.messages import Alive, Loading, Ready, Report
+from octavo.engine.vitals import Patience, Vitals
+from octavo.metrics import EngineStats
+
+LOOK_S = 0.25
+PATIENCE = Patience(frozen=3.0, dead=8.0, loading=120.0, stuck=60.0, endless=300.0)
+
+
+class Watcher:
+    """Looks four times a second, and hears a beat with every second look."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.vitals = Vitals(PATIENCE, self.now)
+        self.progress = 0
+
+    def watch(self, seconds: float, *, beats: bool = True, advances: bool = False) -> Watcher:
+        for index in range(round(seconds / LOOK_S)):
+            self.now += LOOK_S
+            self.vitals.look(self.now)
+            if beats and index % 2 == 0:
+                self.progress += advances
+                self.vitals.hear(Alive(self.progress))
+        return self
+
+    def hear(self, *messages: object) -> Watcher:
+        for message in messages:
+            self.vitals.hear(message)
+        return self
+
+    @property
+    def state(self) -> tuple[bool, str | None]:
+        return self.vitals.is_well, self.vitals.why_given_up
+
+
+def ready() -> Watcher:
+    return Watcher().hear(Ready())
+
+
+def test_one_that_gets_further_is_well_for_ever() -> None:
+    assert ready().watch(10_000, advances=True).state == (True, None)
+
+
+def test_one_that_is_silent_is_not_well_and_then_given_up() -> None:
+    assert ready().watch(2.75, beats=False).state == (True, None)
+    assert ready().watch(3, beats=False).state == (False, None)
+    assert ready().watch(8, beats=False).state == (False, None)
+    assert ready().watch(8.25, beats=False).state == (False, "was not heard of for 8 s")
+    assert ready().watch(8, beats=False).watch(0.5, advances=True).state == (True, None)
+
+
+def test_one_whose_pulse_beats_and_that_gets_no_further_is_not_well_and_then_given_up() -> None:
+    assert ready().watch(59).state == (True, None)
+    assert ready().watch(61).state == (False, None)
+    assert ready().watch(299).state == (False, None)
+    assert ready().watch(301).state == (False, "got no further for 300 s")
+    assert ready().watch(200).watch(0.5, advances=True).state == (True, None)
+
+
+def test_figures_that_come_again_and_again_are_no_progress() -> None:
+    watcher = ready()
+    for _ in range(70):
+        watcher.watch(1).hear(Report(EngineStats()))
+    assert watcher.state == (False, None)
+
+
+def test_a_load_may_be_silent_for_longer_and_must_get_further() -> None:
+    assert Watcher().watch(120, beats=False).vitals.why_given_up is None
+    assert Watcher().watch(121, beats=False).vitals.why_given_up == "was not heard of for 120 s"
+    assert Watcher().watch(299).vitals.why_given_up is None
+    assert Watcher().watch(301).vitals.why_given_up == "got no further for 300 s"
+    watcher = Watcher()
+    for done in range(10):
+        watcher.watch(290).hear(Loading(done, 10))
+    assert watcher.hear(Ready()).state == (True, None)
+
+
+def test_what_a_watcher_did_not_hear_while_it_did_not_run_says_nothing() -> None:
+    watcher = ready().watch(5, advances=True)
+    watcher.now += 1000
+    assert watcher.watch(0.25, beats=False).state == (True, None)  # before a message that waits is read
+    assert watcher.watch(2.5, beats=False).state == (True, None)
+    assert watcher.watch(0.5, beats=False).state == (False, None)
+
+
+def test_a_gap_of_the_watcher_is_no_second_life_for_one_that_is_stuck() -> None:
+    watcher = ready().watch(55)
+    watcher.now += 1000
+    assert watcher.watch(4).state == (True, None)
+    assert watcher.watch(6).state == (False, None)
