@@ -113,22 +113,57 @@ def test_open_streams_end_properly_when_the_server_stops(grace_s: float, num_tok
         assert text != expected
 
 
-def test_a_stopping_server_takes_nothing_new() -> None:
+def test_a_stopping_server_refuses_what_is_new_until_what_is_open_has_ended() -> None:
     executor = FakeExecutor(STEP_S)
-    with run_server(executor, grace_s=30.0) as running, running.http() as http:
-        body = {"prompt": "hello", "max_tokens": 50, "stream": True}
+    body = {"prompt": "hello", "max_tokens": 50, "stream": True}
+    with run_server(executor, grace_s=30.0) as running, running.http() as http, running.http() as kept:
+        assert kept.get("/ready").status_code == 200
         with http.stream("POST", "/v1/completions", json=body) as stream:
             executor.gate.clear()
             running.server.handle_exit(15, None)
-            wait_until(lambda: _refuses(running), "the door is closed")
+            wait_until(lambda: _asked(running, "GET", "/ready").status_code == 503, "it is not ready")
+            assert _asked(running, "GET", "/health").status_code == 200
+            refused = [kept.get("/ready"), _asked(running, "GET", "/ready")]
+            refused += [_asked(running, "POST", route, json=body) for route, body in BODIES]
+            for answer in refused:
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_closing")
+                assert int(answer.headers["retry-after"]) >= 1
+                assert answer.headers["connection"] == "close"
+            assert running.thread.is_alive()
             executor.gate.set()
             events = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
         assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+        running.thread.join(20)
+        assert not running.thread.is_alive()
+        with pytest.raises(httpx.ConnectError):
+            _asked(running, "GET", "/health")
 
 
-def _refuses(running: Running) -> bool:
-    try:
-        with running.http() as http:
-            return http.get("/ready").status_code == 503
-    except httpx.TransportError:  # refused, or closed without an answer
-        return True
+def _asked(running: Running, method: str, path: str, **request: Any) -> httpx.Response:
+    """What one is answered who comes anew."""
+    with running.http() as http:
+        return http.request(method, path, **request)
+
+
+def test_a_server_with_nothing_open_stops_at_once() -> None:
+    with run_server(grace_s=600.0) as running, running.http() as http:
+        assert http.get("/ready").status_code == 200  # this connection stays open
+        running.server.handle_exit(15, None)
+        running.thread.join(20)
+        assert not running.thread.is_alive()
+
+
+def test_a_second_signal_stops_at_once() -> None:
+    executor = FakeExecutor(STEP_S)
+    body = {"prompt": "hello", **ENDLESS, "stream": True}
+    with run_server(executor, grace_s=600.0) as running, running.http() as http:
+        with http.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            running.server.handle_exit(15, None)
+            wait_until(lambda: _asked(running, "GET", "/ready").status_code == 503, "it is not ready")
+            running.server.handle_exit(15, None)
+            running.thread.join(20)
+            assert not running.thread.is_alive()
+        check_free(running)

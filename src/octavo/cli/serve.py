@@ -69,7 +69,7 @@ class ServerOptions:
             min=0.0,
             metavar="SECONDS",
             rich_help_panel=_PANEL,
-            help="When told to stop, how long open requests may go on before they are ended.",
+            help="When told to stop, how long open requests may go on before they are ended; new ones are refused.",
         ),
     ] = _DEFAULT.grace_s
     tool_call_parser: Annotated[

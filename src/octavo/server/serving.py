@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
 
 _SLOW_READER_S = 10  # after the last event was handed over
+_LOOK_S = 0.1  # whether there was a second signal
 
 
 class GracefulServer(uvicorn.Server):
-    """Ends open requests with a last event each before its process leaves; a second signal leaves at once.
+    """Refuses what is new and ends open requests with a last event each before its process leaves.
 
-    SIGHUP reads the API keys anew.
+    A second signal leaves at once. SIGHUP reads the API keys anew.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
@@ -49,11 +50,14 @@ class GracefulServer(uvicorn.Server):
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the door, then let open requests end."""
+        """Let open requests end, and whoever comes meanwhile hear that this server leaves; then close the door."""
+        self.server_state.default_headers.append((b"connection", b"close"))  # of every answer from now on
         drain = asyncio.create_task(self._service.drain(self._service.config.grace_s))
-        await super().shutdown(sockets)
+        while not (drain.done() or self.force_exit):
+            await asyncio.wait([drain], timeout=_LOOK_S)
         drain.cancel()
         await asyncio.gather(drain, return_exceptions=True)
+        await super().shutdown(sockets)
         if self._service.tracing is not None:
             await asyncio.to_thread(self._service.tracing.close)
 
@@ -110,7 +114,7 @@ def make_server(llm: AsyncLLM, config: ServerConfig) -> GracefulServer:
             server_header=False,
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile=config.ssl_keyfile,
-            timeout_graceful_shutdown=int(config.grace_s) + _SLOW_READER_S,
+            timeout_graceful_shutdown=_SLOW_READER_S,
         ),
         service,
     )
