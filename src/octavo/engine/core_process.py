@@ -137,11 +137,11 @@ class CoreServer:
         self._send(messages.Ready())
         while not self._is_over:
             if not self._core.has_work():
-                self._pulse.progress += 1
                 if not self._held:
                     self._report()
                     self._show()
                 self._wait_for_mail()
+                self._pulse.progress += 1  # with nothing to do that is all; what comes now is counted from now on
             self._read_mail()
             self._take_prepared()
             if self._core.has_work():
