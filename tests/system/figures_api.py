@@ -79,42 +79,108 @@ async def timed(work: Awaitable[Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
+STORIES = ("Once upon a time", "One day", "The little dog", "In the garden", "There was a boy")  # of 2,000 tokens each
+FREEZE_S = 10  # longer than an engine may be silent
+
+
 def figure_4(scale: float) -> str:
-    """Each process is killed and frozen, 20 times, under streams: all end within 10 s, right answers come again."""
-    rounds, ended, unready, back = max(round(20 * scale), 1), [], [], []
-    for kind in (signal.SIGKILL, signal.SIGSTOP):
-        with serve() as served:
-            expected = served.answer()
-            for _ in range(rounds):
-                streams, engine = [Stream(served) for _ in range(3)], served.engine
-                start = time.monotonic()
-                engine.send_signal(kind)
-                served.wait_until(lambda: not served.is_ready(), 5)
-                unready.append(time.monotonic() - start)
-                for stream in streams:
-                    stream.ended_within(10 - (time.monotonic() - start))
-                    check(stream.events[-1] == "[DONE]", "a stream without an end")
-                ended.append(time.monotonic() - start)
-                served._wait(served.is_ready)
-                back.append(time.monotonic() - start)
-                check(served.answer() == expected, "another answer after a restart")
-                check(not psutil.pid_exists(engine.pid), "an engine was left over")
-    orphans = 0
+    """Each process is killed and frozen, 20 times, under 30 streams: all end within 10 s, and no token is wrong."""
+    rounds = max(round(20 * scale), 1)
+    with serve() as served:
+        whole = {prompt: _whole(served, prompt) for prompt in STORIES}
+    lost = [_lose_engine(kind, rounds, whole) for kind in (signal.SIGKILL, signal.SIGSTOP)]
+    unready, ended, back = (max(times) for times in zip(*lost, strict=True))
+    woken = _freeze_server(rounds, whole)
+    for is_engine_frozen in (False, True):
+        _kill_server(rounds, whole, is_engine_frozen=is_engine_frozen)
+    return (
+        f"30 streams; {rounds} kills and {rounds} freezes of the engine: not ready within {unready:.1f} s, streams "
+        f"ended within {ended:.1f} s, back within {back:.1f} s; {rounds} freezes of the server for {FREEZE_S} s: the "
+        f"same engine, ready again within {woken:.1f} s, all streams whole; {rounds} kills of the server, and {rounds} "
+        "with its engine frozen: 0 orphans; 0 wrong tokens"
+    )
+
+
+def _whole(served: Served, prompt: str) -> str:
+    """A story when nothing else runs."""
+    stream = Stream(served, prompt)
+    stream.ended_within(DEADLINE_S)
+    check(stream.events[-1] == "[DONE]", "a stream without an end")
+    return stream.text
+
+
+def _crowd(served: Served) -> list[Stream]:
+    return [Stream(served, prompt) for prompt in STORIES * 6]
+
+
+def _check_beginnings(streams: list[Stream], whole: dict[str, str]) -> None:
+    """What was told before the end is what would have been told."""
+    for stream in streams:
+        check(stream.text and whole[stream.prompt].startswith(stream.text), f"wrong tokens: {stream.text!r}")
+
+
+def _lose_engine(kind: signal.Signals, rounds: int, whole: dict[str, str]) -> tuple[float, float, float]:
+    """The longest times until the server was not ready, until all streams had ended, and until it was ready again."""
+    unready, ended, back = [], [], []
+    with serve() as served:
+        expected = served.answer()
+        for _ in range(rounds):
+            streams, engine = _crowd(served), served.engine
+            start = time.monotonic()
+            engine.send_signal(kind)
+            served.wait_until(lambda: not served.is_ready(), 5)
+            unready.append(time.monotonic() - start)
+            for stream in streams:
+                stream.ended_within(10 - (time.monotonic() - start))
+                check(stream.events[-1] == "[DONE]", "a stream without an end")
+                check(
+                    json.loads(stream.events[-2])["error"]["code"] == "engine_restarting", "a stream without an error"
+                )
+            ended.append(time.monotonic() - start)
+            _check_beginnings(streams, whole)
+            served._wait(served.is_ready)
+            back.append(time.monotonic() - start)
+            check(served.answer() == expected, "another answer after a restart")
+            check(not psutil.pid_exists(engine.pid), "an engine was left over")
+    return max(unready), max(ended), max(back)
+
+
+def _freeze_server(rounds: int, whole: dict[str, str]) -> float:
+    """The longest time until a server that was frozen is ready again; it keeps its engine and its streams."""
+    woken = []
+    with serve() as served:
+        engine = served.engine
+        for _ in range(rounds):
+            streams = _crowd(served)
+            served.process.send_signal(signal.SIGSTOP)
+            time.sleep(FREEZE_S)
+            start = time.monotonic()
+            served.process.send_signal(signal.SIGCONT)
+            served.wait_until(served.is_ready, 5)
+            woken.append(time.monotonic() - start)
+            for stream in streams:
+                stream.ended_within(DEADLINE_S)
+                check(stream.events[-1] == "[DONE]" and stream.text == whole[stream.prompt], "a stream is not whole")
+            check(served.engine == engine, "the engine is another one")
+    return max(woken)
+
+
+def _kill_server(rounds: int, whole: dict[str, str], *, is_engine_frozen: bool) -> None:
+    """Its engine ends, also one that cannot hear of it."""
     for _ in range(rounds):
         with serve() as served:
-            stream, engine = Stream(served), served.engine
+            streams, engine = _crowd(served), served.engine
+            if is_engine_frozen:
+                engine.suspend()
             served.process.kill()
-            stream.ended_within(10)
+            for stream in streams:
+                stream.ended_within(10)
+            _check_beginnings(streams, whole)
             try:
                 engine.wait(10)
             except psutil.TimeoutExpired:
-                orphans += 1
-    check(orphans == 0, "orphans")
-    return (
-        f"{rounds} kills and {rounds} freezes of the engine, {rounds} kills of the server: not ready within "
-        f"{max(unready):.1f} s, streams ended within {max(ended):.1f} s, back within {max(back):.1f} s, "
-        f"{orphans} orphans, 0 wrong answers"
-    )
+                engine.kill()
+                raise BrokenPromiseError("an orphan") from None
 
 
 VALUES = (
@@ -564,12 +630,13 @@ def figure_11(scale: float) -> str:
 
 
 def figure_12(_scale: float) -> str:
-    """SIGTERM under 50 open streams: each gets its last event."""
+    """SIGTERM under 50 open streams, short and long ones: each ends whole, or with its last event after the grace."""
+    grace_s, lengths = 5, [200, 4000]  # tokens: the short ones are done in that time, the long ones are not
 
     async def run(served: Served) -> list[bytes]:
-        async def stream() -> bytes:
+        async def stream(num_tokens: int) -> bytes:
             async with Connection(address(served)) as connection:
-                await connection.send(COMPLETIONS, {**LONG, "max_tokens": 4000})
+                await connection.send(COMPLETIONS, {**LONG, "max_tokens": num_tokens})
                 head = await connection.head()
                 pieces = connection.pieces(head)
                 body = await anext(pieces)
@@ -577,13 +644,14 @@ def figure_12(_scale: float) -> str:
                 return body + b"".join([piece async for piece in pieces])
 
         begun = asyncio.Semaphore(0)
-        tasks = [asyncio.create_task(stream()) for _ in range(50)]
+        tasks = [asyncio.create_task(stream(length)) for length in lengths * 25]
         for _ in tasks:
             await begun.acquire()
+        check(not any(task.done() for task in tasks), "a stream had ended before")
         served.process.send_signal(signal.SIGTERM)
         return await asyncio.gather(*tasks)
 
-    with serve("--max-num-seqs", "64", "--log-level", "warning") as served:
+    with serve("--max-num-seqs", "64", "--log-level", "warning", "--shutdown-timeout", str(grace_s)) as served:
         start = time.monotonic()
         bodies = asyncio.run(run(served))
         check(served.process.wait(DEADLINE_S) == 0, "the server's exit status")
@@ -593,6 +661,7 @@ def figure_12(_scale: float) -> str:
         check(events(body)[-1] == "[DONE]", "a stream without an end")
         reasons[json.loads(events(body)[-2])["choices"][0]["finish_reason"]] += 1
     shown = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+    check(set(reasons) == {"length", "abort"}, f"the grace period ended streams of one kind alone: {shown}")
     return f"SIGTERM with 50 open streams: {shown}, each with [DONE]; the server ended by itself ({seconds:.0f} s)"
 
 

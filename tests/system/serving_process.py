@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -94,9 +95,10 @@ def serve(*options: str, key: str | None = None) -> Iterator[Served]:
 class Stream:
     """Reads a story in a thread; `events` are the data lines."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: Served, prompt: str = STORY["prompt"]) -> None:
         self.events: list[str] = []
         self.failure: Exception | None = None
+        self.prompt = prompt
         self._served = served
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
@@ -104,10 +106,17 @@ class Stream:
 
     def _read(self) -> None:
         try:
-            with self._served.http.stream("POST", "/v1/completions", json=STORY) as response:
+            body = {**STORY, "prompt": self.prompt}
+            with self._served.http.stream("POST", "/v1/completions", json=body) as response:
                 self.events += (line.removeprefix("data: ") for line in response.iter_lines() if line)
         except httpx.TransportError as error:
             self.failure = error
+
+    @property
+    def text(self) -> str:
+        """What has come so far."""
+        told = [json.loads(event) for event in self.events if event != "[DONE]"]
+        return "".join(choice["text"] for each in told for choice in each.get("choices", ()))
 
     def ended_within(self, seconds: float) -> None:
         self._thread.join(seconds)
