@@ -102,15 +102,48 @@ def test_open_streams_end_properly_when_the_server_stops(grace_s: float, num_tok
         running.thread.join(20)
         assert not running.thread.is_alive()
     assert events[-1] == "[DONE]"
-    last = json.loads(events[-2])["choices"][0]
-    text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
-    expected = answer_text(5, 0, num_tokens)
-    if grace_s:
-        assert (last["finish_reason"], text) == ("length", expected)
-    else:
-        assert last["finish_reason"] == "abort"
-        assert expected.startswith(text.rstrip("\ufffd"))  # it may have been cut within a character
-        assert text != expected
+    chunks, expected = [json.loads(event) for event in events[:-1]], answer_text(5, 0, num_tokens)
+    if not grace_s:
+        assert chunks.pop()["error"]["code"] == "server_closing"
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    reasons = {chunk["choices"][0]["finish_reason"] for chunk in chunks}
+    assert expected.startswith(text)
+    assert (text == expected, reasons) == ((True, {None, "length"}) if grace_s else (False, {None}))
+
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+ENDS = {  # how each API's streams say that the server ends
+    "/v1/completions": ({"prompt": "hello", "max_tokens": 5000, "ignore_eos": True}, "server_closing"),
+    "/v1/chat/completions": ({"messages": MESSAGES, "max_tokens": 5000, "ignore_eos": True}, "server_closing"),
+    "/v1/responses": ({"input": "hello", "max_output_tokens": 5000, "ignore_eos": True}, "server_closing"),
+    "/v1/messages": ({"model": "fake", "messages": MESSAGES, "max_tokens": 5000}, "overloaded_error"),
+    "/generate": ({"inputs": "hello", "parameters": {"max_new_tokens": 5000}}, "shutting down"),
+}
+# What ends a stream of any API, by a word of its line.
+TERMINAL = ("[DONE]", "event: message_stop", "event: error", "event: response.completed", "event: response.failed")
+TERMINAL += ("event: response.incomplete", '"error_type"', '"generated_text":"')
+
+
+@pytest.mark.parametrize("route", ENDS)
+def test_no_answer_is_half_a_text_when_the_server_stops(route: str) -> None:
+    body, word = ENDS[route]
+    executor = FakeExecutor(STEP_S, answer="and so on " * 600)
+    with run_server(executor) as running, running.http() as http, running.http() as other:
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: answers.append(other.post(route, json=body)))
+        thread.start()
+        streamed = "/generate_stream" if route == "/generate" else route
+        with http.stream("POST", streamed, json={**body, "stream": True}) as stream:
+            wait_until(lambda: running.num_unfinished == 2, "both are at work")
+            running.server.handle_exit(15, None)
+            told = stream.read().decode()
+        thread.join(20)
+    assert answers[0].status_code == 503
+    assert word in answers[0].text
+    assert told.count(word) == 1
+    assert "abort" not in answers[0].text + told
+    terminal = [line for line in told.splitlines() if any(end in line for end in TERMINAL)]
+    assert len(terminal) == 1, terminal
 
 
 def test_a_stopping_server_refuses_what_is_new_until_what_is_open_has_ended() -> None:

@@ -49,6 +49,6 @@ def test_f26_a_server_that_is_told_to_end_ends_its_streams_and_its_engine(served
     served.process.send_signal(signal.SIGTERM)
     stream.ended_within(15)
     assert stream.events[-1] == "[DONE]"
-    assert json.loads(stream.events[-2])["choices"][0]["finish_reason"] == "abort"
+    assert json.loads(stream.events[-2])["error"]["code"] == "server_closing"
     assert served.process.wait(10) == 0
     assert not engine.is_running()

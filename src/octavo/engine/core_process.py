@@ -22,6 +22,7 @@ import zmq
 from octavo.engine import messages
 from octavo.engine.lookout import Lookout
 from octavo.errors import OctavoError, RequestError
+from octavo.outputs import EngineCoreOutput
 from octavo.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ IDLE_CHECK_MS = 1000
 PREPARE_S = 10.0
 _HELD_CHECK_MS = 5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_ABORTED = RequestStatus.FINISHED_ABORTED.finish_reason
 _HANG_UP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
 
 
@@ -230,10 +232,14 @@ class CoreServer:
                 self._send(self._add(each.message))
 
     def _drop_held(self, stream_ids: set[str]) -> None:
-        """Give up those whose client left before they were prepared."""
+        """End those that are aborted before they were prepared, as others are: accepted, and then over."""
         for each in [each for each in self._held if any(s.request_id in stream_ids for s in each.message.streams)]:
             self._held.remove(each)
-            self._refuse_held(each, "aborted")
+            each.prepared.cancel()
+            self._send(messages.Accepted(each.message.request_id))
+            self._send(
+                messages.News([EngineCoreOutput(s.request_id, finish_reason=_ABORTED) for s in each.message.streams])
+            )
 
     def _refuse_held(self, held: _Held, reason: str) -> None:
         held.prepared.cancel()

@@ -21,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestError
 from octavo.outputs import DEADLINE_PASSED, GRAMMAR_EXCEEDED, NOTHING_ALLOWED
 from octavo.sampling_params import RequestOutputKind
-from octavo.server.errors import to_http
+from octavo.server.errors import ServerClosingError, to_http
 from octavo.server.openai_responses import PromptTokensDetails, Receipt, Usage
 
 if TYPE_CHECKING:
@@ -367,8 +367,8 @@ async def _whole(service: Service, job: Job) -> list[RequestOutput]:
 async def _outputs(service: Service, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Outputs of all prompts as they come, with the prompt's place.
 
-    Raises `ExecutionError` for one that failed, `DeadlineError` for one that took too long, and `RequestError` for one
-    whose grammar did.
+    Raises `ExecutionError` for one that failed, `DeadlineError` for one that took too long, `RequestError` for one
+    whose grammar did, and `ServerClosingError` for one that is cut off because the server ends.
     """
     begun: set[int] = set()
     streams = [
@@ -387,6 +387,8 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[tuple[int, Requ
         async for index, output in merged:
             if output.error is not None:
                 raise _error_of(output.error)
+            if any(completion.finish_reason == "abort" for completion in output.outputs):
+                raise ServerClosingError("closing")  # nothing else ends a request to which somebody listens
             begun.add(index)
             if len(begun) == len(job.prompts):
                 job.place.start()

@@ -350,8 +350,6 @@ def _ending(completion: CompletionOutput, *, has_calls: bool) -> dict[str, Any]:
         reason, sequence = "stop_sequence", completion.stop_reason
     elif has_calls:
         reason = "tool_use"
-    elif completion.finish_reason != "stop":
-        reason = str(completion.finish_reason)
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 

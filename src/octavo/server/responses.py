@@ -370,7 +370,7 @@ class ResponseReply:
         reason = None if self._ending is None else self._ending.finish_reason
         response.status = "completed" if reason == "stop" else "incomplete"
         if response.status == "incomplete":
-            response.incomplete_details = {"reason": "max_output_tokens" if reason == "length" else str(reason)}
+            response.incomplete_details = {"reason": "max_output_tokens"}
         response.usage = ResponseUsage(
             usage.prompt_tokens,
             InputTokensDetails(usage.prompt_tokens_details.cached_tokens),

@@ -170,7 +170,7 @@ class Service:
                 self._idle.set()
 
     async def drain(self, grace_s: float) -> None:
-        """Take nothing new; give open requests some time, then end them: each gets its last output, "abort"."""
+        """Take nothing new; give open requests some time, then end them: each fails with `server_closing`."""
         self.is_closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):

@@ -353,4 +353,4 @@ class GenerateReply:
 def _finish_reason(completion: CompletionOutput) -> str:
     if completion.finish_reason == "stop":
         return "stop_sequence" if isinstance(completion.stop_reason, str) else "eos_token"
-    return "length" if completion.finish_reason == "length" else str(completion.finish_reason)
+    return "length"
