@@ -207,7 +207,7 @@ def test_completion_fields(http: httpx.Client, fields: dict[str, Any], param: st
     "fields",
     [
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
-        {"user": "someone", "metadata": {"a": "b"}, "store": False, "nobody_knows": 1},
+        {"user": "someone", "metadata": {"a": "b"}, "store": False, "nobody_knows": 1, "verbosity": "medium"},
         {"model": None, "temperature": None, "stop": None, "logit_bias": None, "seed": None, "stream_options": None},
         {"logit_bias": {"65": -100, "66": 100.0}, "seed": -(2**63), "priority": -5, "cache_salt": "x"},
         {"logprobs": False, "best_of": 5, "suffix": "", "n": 1},

@@ -12,6 +12,7 @@ import struct
 import threading
 from typing import TYPE_CHECKING, Any
 
+import anthropic
 import openai
 import pytest
 import running
@@ -233,6 +234,25 @@ def test_the_sdk_s_own_parsing_of_a_model_class(client: openai.OpenAI) -> None:
         model="tiny", messages=MESSAGES, response_format=Person, max_tokens=300, **SAMPLED
     )
     assert isinstance(answer.choices[0].message.parsed, Person)
+
+
+def test_an_anthropic_answer_fits_its_schema(served: running.Running) -> None:
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as client:
+        message = client.messages.create(
+            model="tiny",
+            max_tokens=300,
+            messages=[{"role": "user", "content": "Who?"}],
+            output_config={"format": {"type": "json_schema", "schema": SCHEMA}},
+        )
+        assert set(json.loads(message.content[0].text)) == {"name", "age"}
+        assert message.stop_reason == "end_turn"
+        with pytest.raises(anthropic.BadRequestError, match="json"):
+            client.messages.create(
+                model="tiny",
+                max_tokens=3,
+                messages=[{"role": "user", "content": "Who?"}],
+                output_config={"format": {"type": "json_schema", "schema": {"type": "x"}}},
+            )
 
 
 @pytest.mark.parametrize(

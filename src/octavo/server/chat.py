@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.errors import PromptTooLongError, RequestError
 from octavo.server.answer_form import AnswerForm, AnswerReader
 from octavo.server.answering import Job, News, OpenAIReply, answer, event, openai_options, read_timeout
-from octavo.server.conversation import read_messages, template_options
+from octavo.server.conversation import effort_options, read_messages, template_options
 from octavo.server.logprobs import chat_logprobs, prompt_logprobs
 from octavo.server.openai_responses import (
     ChatChoice,
@@ -48,7 +48,7 @@ async def create_chat_completion(service: Service, http_request: Request, reques
     messages = read_messages(request.messages)
     style = service.answer_style
     toolbox = read_chat_tools(request.tools, request.tool_choice, request.parallel_tool_calls, style.tools)
-    options = template_options(request)
+    options = effort_options(request.reasoning_effort, "reasoning_effort") | template_options(request)
     timeout_s = read_timeout(http_request, service.config.request_timeout_s)
     with service.enter(http_request, params.n) as place:
         prompt = await render(service, messages, toolbox, options)

@@ -57,8 +57,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
 
 def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
     """An echo with logprobs needs those of the prompt; max_tokens 0 with an echo scores a prompt."""
-    best_of = (request.model_extra or {}).get("best_of")
-    if best_of not in (None, request.n or 1):
+    if request.best_of not in (None, request.n or 1):
         raise RequestError(f"best_of must equal n ({request.n or 1}) or be left out", parameter="best_of")
     max_tokens = defaults.max_tokens if request.max_tokens is None else request.max_tokens
     if request.echo and max_tokens == 0:

@@ -98,6 +98,15 @@ def parse_arguments(text: str) -> Any:
         return {}
 
 
+def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
+    """Tell the chat template how much to think; those that know no degrees know whether to. Raises `RequestError`."""
+    if effort is None:
+        return {}
+    if not isinstance(effort, str):
+        raise RequestError(f"{parameter} must be a string", parameter=parameter)
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
 def template_options(request: TemplateFields) -> dict[str, Any]:
     """Return what a request tells the chat template. Raises `RequestError` for what only the server may tell it."""
     options = request.chat_template_kwargs or {}

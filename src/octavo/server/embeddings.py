@@ -14,7 +14,7 @@ from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
 from octavo.server.answering import Job, answer_whole, read_timeout
 from octavo.server.completions import read_prompts
-from octavo.server.openai_requests import Priority  # noqa: TC001 - pydantic reads the types of fields
+from octavo.server.openai_requests import HARMLESS, Priority, check_extra
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,12 +27,21 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 MAX_INPUTS = 2048  # as the OpenAI API
+# vLLM's fields that would change a vector, and the values that change nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (None, True),
+    "embed_dtype": (None, "float32"),
+    "endianness": (None, "native", "little"),
+    "normalize": (None, True),
+    "truncate_prompt_tokens": (None,),
+    "use_activation": (None, True),
+}
 
 
 class EmbeddingRequest(BaseModel):
     """POST /v1/embeddings. `input` is checked by its route: text, texts, token ids or lists of those."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
     input: Any = None
@@ -69,6 +78,7 @@ class EmbeddingList(Struct):
 async def create_embeddings(service: Service, http_request: Request, request: EmbeddingRequest) -> Response:
     """Turn texts into vectors of length 1."""
     model = service.check_model(request.model)
+    check_extra(request.model_extra, _UNSUPPORTED, HARMLESS)
     prompts = read_prompts(request.input, "input", MAX_INPUTS)
     size = service.model_info.hidden_size
     if request.dimensions is not None and not 0 < request.dimensions <= size:

@@ -15,9 +15,10 @@ from octavo.errors import RequestError
 from octavo.server.answer_form import AnswerForm, AnswerReader
 from octavo.server.answering import Job, News, answer, encoder, read_timeout
 from octavo.server.chat import render
-from octavo.server.conversation import parse_arguments, read_text, read_text_part
+from octavo.server.conversation import effort_options, parse_arguments, read_text, read_text_part
 from octavo.server.errors import to_http
-from octavo.server.openai_requests import Strings  # noqa: TC001 - pydantic reads the types of fields
+from octavo.server.openai_requests import ANTHROPIC_HARMLESS, Strings, check_extra
+from octavo.server.sampling import read_response_format
 from octavo.server.tools import Toolbox, read_function
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from octavo.outputs import CompletionOutput, RequestOutput
-    from octavo.sampling_params import SamplingParams
+    from octavo.sampling_params import SamplingParams, StructuredOutputsParams
     from octavo.server.openai_responses import Usage
     from octavo.server.parts import Part
     from octavo.server.service import Service
@@ -35,12 +36,26 @@ if TYPE_CHECKING:
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # The engine's names of parameters, and Anthropic's.
 _SPELLED = {"prompt": "messages", "structured_outputs": "tools", "stop": "stop_sequences"}
+_FORMAT = "output_config.format"
+# What would change the answer, and the values that change nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "compaction": (None,),
+    "container": (None,),
+    "context_management": (None,),
+    "fallbacks": (None, []),
+    "mcp_servers": (None, []),
+    "output_format": (None,),  # an older name of output_config.format
+    "thread": (None,),
+}
 
 
 class CountTokensRequest(BaseModel):
-    """POST /v1/messages/count_tokens. What is not listed changes nothing here and is not looked at."""
+    """POST /v1/messages/count_tokens.
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    What is not listed is refused if it would change the answer (`_UNSUPPORTED`), else ignored.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str
     messages: Any
@@ -48,6 +63,7 @@ class CountTokensRequest(BaseModel):
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -86,6 +102,7 @@ class Message(Struct):
 async def create_message(service: Service, http_request: Request, request: MessagesRequest) -> Response:
     """Answer a conversation."""
     model = service.check_model(request.model)
+    check_extra(request.model_extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
     params = _params(request, service.default_params)
     timeout_s = read_timeout(http_request, service.config.request_timeout_s)
     style = service.answer_style
@@ -101,7 +118,7 @@ async def create_message(service: Service, http_request: Request, request: Messa
             place=place,
             timeout_s=timeout_s,
             stream=bool(request.stream),
-            spelled=_SPELLED,
+            spelled=_SPELLED if params.structured_outputs is None else {**_SPELLED, "structured_outputs": _FORMAT},
         )
         return await answer(service, http_request, job, MessageReply(job, form))
 
@@ -109,6 +126,7 @@ async def create_message(service: Service, http_request: Request, request: Messa
 async def count_tokens(service: Service, http_request: Request, request: CountTokensRequest) -> Response:
     """Tell how many tokens a conversation's prompt has."""
     service.check_model(request.model)
+    check_extra(request.model_extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
     messages, toolbox = _read_conversation(request, service.answer_style.tools)
     with service.enter(http_request, 1):
         prompt = await render(service, messages, toolbox, _template_options(request, messages))
@@ -126,11 +144,30 @@ def _params(request: MessagesRequest, defaults: SamplingParams) -> SamplingParam
         return replace(
             defaults,
             max_tokens=request.max_tokens,
+            structured_outputs=_read_format(request.output_config),
             **{name: value for name, value in given.items() if value is not None},
         )
     except RequestError as error:
         own = error.parameter or ""
         raise RequestError(str(error), parameter=_SPELLED.get(own, own)) from None
+
+
+def _read_format(config: dict[str, Any] | None) -> StructuredOutputsParams | None:
+    """Read the schema that an answer shall have. Raises `RequestError`."""
+    config = config or {}
+    if unknown := config.keys() - {"effort", "format"}:
+        name = f"output_config.{min(unknown)}"[:100]
+        raise RequestError(f"{name} is not supported by this server", parameter=name)
+    wanted = config.get("format")
+    if wanted is None:
+        return None
+    if (
+        not isinstance(wanted, dict)
+        or wanted.get("type") != "json_schema"
+        or not isinstance(wanted.get("schema"), dict)
+    ):
+        raise RequestError(f'{_FORMAT} must be {{"type": "json_schema", "schema": ...}}', parameter=_FORMAT)
+    return read_response_format({"type": "json_schema", "json_schema": wanted}, _FORMAT)
 
 
 # --- what is asked
@@ -154,6 +191,8 @@ def _template_options(request: CountTokensRequest, messages: list[dict[str, Any]
     """Return what the chat template is told: an answer that has begun already is gone on with."""
     begun = messages[-1]["role"] == "assistant"
     options: dict[str, Any] = {"add_generation_prompt": not begun, "continue_final_message": begun}
+    effort = (request.output_config or {}).get("effort")
+    options |= effort_options(effort, "output_config.effort")
     kind = _kind(request.thinking)
     if kind in {"enabled", "disabled"}:
         options["enable_thinking"] = kind == "enabled"

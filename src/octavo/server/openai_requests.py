@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from octavo.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +29,53 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-def refuse(extra: dict[str, Any], unsupported: dict[str, tuple[Any, ...]]) -> None:
-    """Raise `RequestError` for a field that is not served, unless it has one of the values that change nothing."""
-    for name, harmless in unsupported.items():
-        if name in extra and not any(extra[name] == each for each in harmless):
+# Fields of the APIs that never change an answer here, whatever they say, and why.
+_WHO = "says who asks: here a key does"
+_CACHE = "advice to a prompt cache: here every prefix is cached, and no token depends on it"
+_PLACE = "says where, how fast or at what price: there is one server"
+_KEPT = "is kept with a stored answer: nothing is stored"
+HARMLESS = {
+    "metadata": _KEPT,
+    "prediction": "a guess that may save time",
+    "prompt_cache_key": _CACHE,
+    "prompt_cache_options": _CACHE,
+    "prompt_cache_retention": _CACHE,
+    "safety_identifier": _WHO,
+    "service_tier": _PLACE,
+    "store": _KEPT,
+    "user": _WHO,
+}
+ANTHROPIC_HARMLESS = {
+    "billing_policy": _PLACE,
+    "betas": "names of what may be asked for: what is asked for stands in fields of its own",
+    "cache_control": _CACHE,
+    "diagnostics": "asks why a cache was missed",
+    "fallback_credit_token": _PLACE,
+    "inference_geo": _PLACE,
+    "metadata": _WHO,
+    "service_tier": _PLACE,
+    "speed": _PLACE,
+    "user_profile_id": _WHO,
+    "workspace_id": _WHO,
+}
+
+
+def check_extra(
+    extra: dict[str, Any] | None, unsupported: dict[str, tuple[Any, ...]], harmless: Iterable[str] = ()
+) -> None:
+    """Look at the fields that a route does not know.
+
+    Raises `RequestError` for one that would change the answer (unsupported: name -> the values that change nothing);
+    those that are not harmless either are ignored and logged.
+    """
+    if not extra:
+        return
+    for name, neutral in unsupported.items():
+        if name in extra and not any(extra[name] == each for each in neutral):
             raise RequestError(f"{name} is not supported by this server", parameter=name)
+    if unknown := extra.keys() - unsupported.keys() - set(harmless):
+        shown = ", ".join(f"{name:.40}" for name in sorted(unknown)[:5])
+        logger.info("%d fields of the request are unknown and ignored: %r", len(unknown), shown)
 
 
 class SamplingControls(BaseModel):
@@ -82,15 +127,16 @@ class SamplingFields(SamplingControls):
         "logits_processors": (None, []),
         "bad_words": (None, []),
         "logprob_token_ids": (None, []),
+        "length_penalty": (None, 1.0),
+        "return_token_ids": (None, False),
+        "return_tokens_as_token_ids": (None, False),
+        "spaces_between_special_tokens": (None, True),
+        "vllm_xargs": (None, {}),
     }
 
     def refuse_unsupported(self) -> None:
         """Raise `RequestError` for a field that would be ignored though it changes the answer; log the other extras."""
-        extra = self.model_extra or {}
-        refuse(extra, self.unsupported)
-        if unknown := extra.keys() - self.unsupported.keys():
-            shown = ", ".join(f"{name:.40}" for name in sorted(unknown)[:5])
-            logger.info("%d fields of the request are unknown and ignored: %r", len(unknown), shown)
+        check_extra(self.model_extra, self.unsupported, HARMLESS)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", parameter="stream_options")
         if self.prompt_logprobs is not None and self.stream:
@@ -101,6 +147,7 @@ class CompletionRequest(SamplingFields):
     """POST /v1/completions. `prompt` is checked by its route: text, texts, token ids or lists of those."""
 
     prompt: Any = None
+    best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -125,12 +172,15 @@ class ChatCompletionRequest(SamplingFields):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **SamplingFields.unsupported,
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
         "modalities": (None, [], ["text"]),
+        "moderation": (None,),
+        "verbosity": (None, "medium"),
         "audio": (None,),
         "web_search_options": (None,),
         "chat_template": (None,),

@@ -157,6 +157,10 @@ _ANTHROPIC = {
     ),
     "tool_choice": _object(("type",), type={"enum": ["auto", "any", "tool", "none"]}, name=_TEXT),
     "thinking": _object(("type",), type={"enum": ["enabled", "disabled", "adaptive"]}),
+    "output_config": _object(
+        effort={"type": ["string", "null"]},
+        format=_object(("type", "schema"), type={"const": "json_schema"}, schema=_OBJECT),
+    ),
 }
 _INPUT_TEXT = _object(("type", "text"), type={"enum": ["input_text", "output_text"]}, text=_TEXT)
 _ITEM = {

@@ -12,13 +12,14 @@ from octavo.errors import RequestError
 from octavo.server.answer_form import AnswerForm, AnswerReader
 from octavo.server.answering import Job, News, answer, encoder, read_timeout
 from octavo.server.chat import render
-from octavo.server.conversation import read_arguments, read_text
+from octavo.server.conversation import effort_options, read_arguments, read_text
 from octavo.server.errors import to_http
 from octavo.server.openai_requests import (
+    HARMLESS,
     Priority,
     SamplingControls,
     SamplingFields,
-    refuse,
+    check_extra,
 )
 from octavo.server.sampling import read_logit_bias, read_response_format
 from octavo.server.tools import Toolbox, read_choice, read_function
@@ -40,12 +41,17 @@ _TEXT_KINDS = ("input_text", "output_text", "text")
 _SPELLED = {"prompt": "input", "structured_outputs": "text.format", "max_tokens": "max_output_tokens"}
 # What would change the answer, and the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "access_programs": (None,),
     "background": (None, False),
+    "background_options": (None,),
+    "context_management": (None, []),
     "conversation": (None,),
+    "image": (None,),
     "logprobs": (None, False, 0),
     "max_completion_tokens": (None,),
     "max_tokens": (None,),
     "max_tool_calls": (None,),
+    "moderation": (None,),
     "n": (None, 1),
     "previous_response_id": (None,),
     "prompt": (None,),
@@ -61,17 +67,19 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 class ResponsesRequest(SamplingControls):
     """POST /v1/responses, with vLLM's extra fields.
 
-    What is not listed is refused if it would change the answer (`_UNSUPPORTED`), else not looked at.
+    What is not listed is refused if it would change the answer (`_UNSUPPORTED`), else ignored.
     """
 
     model: str | None = None
     input: Any = None
+    include: list[Any] | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     metadata: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None
     stream: bool | None = None
+    stream_options: dict[str, Any] | None = None  # tells of padding only, which is not sent here
     text: dict[str, Any] | None = None
     tool_choice: Any = None
     tools: list[Any] | None = None
@@ -138,7 +146,7 @@ async def create_response(service: Service, http_request: Request, request: Resp
     timeout_s = read_timeout(http_request, service.config.request_timeout_s)
     style = service.answer_style
     messages, toolbox = _read_conversation(request), _read_tools(request, style.tools)
-    options = _template_options(request)
+    options = effort_options((request.reasoning or {}).get("effort"), "reasoning.effort")
     with service.enter(http_request, 1) as place:
         try:
             prompt = await render(service, messages, toolbox, options)
@@ -162,11 +170,12 @@ async def create_response(service: Service, http_request: Request, request: Resp
 
 
 def _refuse_unsupported(request: ResponsesRequest) -> None:
-    extra = request.model_extra or {}
-    refuse(extra, _UNSUPPORTED)
-    include = extra.get("include")
-    if isinstance(include, list) and "message.output_text.logprobs" in include:
+    check_extra(request.model_extra, _UNSUPPORTED, HARMLESS)
+    if "message.output_text.logprobs" in (request.include or ()):
         raise RequestError("logprobs are not supported by this route of this server", parameter="include")
+    verbosity = (request.text or {}).get("verbosity")
+    if verbosity is not None and verbosity != "medium":
+        raise RequestError("text.verbosity is not supported by this server", parameter="text.verbosity")
 
 
 def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
@@ -187,16 +196,6 @@ def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tok
         own = error.parameter or ""
         name = _SPELLED.get(own, own)
         raise RequestError(str(error).replace(own, name, 1), parameter=name) from None
-
-
-def _template_options(request: ResponsesRequest) -> dict[str, Any]:
-    """Tell the chat template how much to think; those that know no degrees know whether to."""
-    effort = (request.reasoning or {}).get("effort")
-    if effort is None:
-        return {}
-    if not isinstance(effort, str):
-        raise RequestError("reasoning.effort must be a string", parameter="reasoning.effort")
-    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 # --- what is asked
