@@ -155,7 +155,7 @@ class FakeExecutor:
         self._result: ModelOutput | None = None
         self._num_tokens = 0
 
-    def prepare(self, _params: Any) -> None:
+    def prepare(self, _params: Any, _tenant: str) -> None:
         return None
 
     def submit(self, scheduled: SchedulerOutput) -> None:

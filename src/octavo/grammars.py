@@ -13,28 +13,30 @@ import logging
 import re
 import threading
 import weakref
-from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from collections import OrderedDict, deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octavo.errors import OctavoError, RequestError
+from octavo.errors import OctavoError, QueueFullError, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from concurrent.futures import Future
+    from concurrent.futures import Executor
 
     from numpy.typing import NDArray
 
     from octavo.sampling_params import StructuredOutputsParams
 
     Vocabulary = tuple[str, Iterable[int]]
+    _Task = tuple[Future[None], Callable[[], None]]
 
 logger = logging.getLogger(__name__)
 _MAX_KEPT = 128  # compiled grammars, besides those that somebody waits for: one of a small schema takes 0.2 MB
 _MAX_KEPT_CHARS = 1 << 20  # of their texts
 _STACK_BYTES = 512 << 20  # of address space; 4000 rules in a chain take 8 MB, and there is room for 16,000 in a text
+_MAX_WAITING = 1024  # grammars of one tenant that are not compiled yet
 _PARAMETER = "structured_outputs"
 # A grammar may take so much: 20 ms for a regular expression, 20 ms for a step, 50 MB of states.
 _LIMITS = {
@@ -114,14 +116,15 @@ class GrammarCompiler:
         self._num_kept_chars = 0
         self._lock = threading.Lock()
 
-    def prepare(self, wanted: StructuredOutputsParams) -> Future[None]:
+    def prepare(self, wanted: StructuredOutputsParams, tenant: str = "") -> Future[None]:
         """Compile a grammar in the background; what is wrong with it is raised by the result, as `GrammarError`.
 
         It is known as long as `wanted` lives, so that no step waits for a compiler, however many others come between.
-        Raises `GrammarError` where there is no thread for it.
+        Tenants take turns, and the result says by `running()` when it is this one's.
+        Raises `GrammarError` where there is no thread for it, `QueueFullError` where too many of the tenant wait.
         """
         with _told_apart():
-            return _executor().submit(self._prepare, wanted)
+            return _turns().submit(tenant, lambda: self._prepare(wanted))
 
     def compile(self, wanted: StructuredOutputsParams) -> Matcher:
         """Return a matcher at its beginning; waits where the grammar has not been prepared. Raises `GrammarError`."""
@@ -185,6 +188,57 @@ def _forget(compiler: weakref.ref[GrammarCompiler], wanted: int) -> None:
     """Let the grammar go of what is gone now."""
     if (there := compiler()) is not None:
         there.let_go(wanted)
+
+
+class Turns:
+    """Tasks for one executor, tenant after tenant: who has many waiting waits for them alone. Any thread may ask."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._waiting: OrderedDict[str, deque[_Task]] = OrderedDict()  # whose turn is next comes first
+        self._lock = threading.Lock()
+
+    def submit(self, tenant: str, run: Callable[[], None]) -> Future[None]:
+        """Run it when it is the tenant's turn. Raises `QueueFullError` where too many of the tenant's wait."""
+        future: Future[None] = Future()
+        with self._lock:
+            if len(self._waiting.get(tenant, ())) >= _MAX_WAITING:
+                raise QueueFullError(f"{_MAX_WAITING} grammars wait to be compiled already", parameter=_PARAMETER)
+            self._executor.submit(self._run_next)  # which waits for the lock
+            self._waiting.setdefault(tenant, deque()).append((future, run))
+        return future
+
+    def _take(self) -> _Task | None:
+        """Take a task of the tenant whose turn it is, which comes last then; what was cancelled takes no turn."""
+        with self._lock:
+            while self._waiting:
+                tenant, tasks = self._waiting.popitem(last=False)
+                future, run = tasks.popleft()
+                is_wanted = future.set_running_or_notify_cancel()
+                if tasks:
+                    self._waiting[tenant] = tasks
+                    self._waiting.move_to_end(tenant, last=is_wanted)
+                if is_wanted:
+                    return future, run
+        return None
+
+    def _run_next(self) -> None:
+        """Run a task; there are at least as many calls as tasks."""
+        if (task := self._take()) is None:
+            return
+        future, run = task
+        try:
+            run()
+        except BaseException as error:  # noqa: BLE001 - raised again by the result
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+
+@functools.cache
+def _turns() -> Turns:
+    """Return who waits for the one thread that compiles."""
+    return Turns(_executor())
 
 
 @functools.cache

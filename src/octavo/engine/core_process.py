@@ -21,7 +21,7 @@ import zmq
 
 from octavo.engine import messages
 from octavo.engine.lookout import Lookout
-from octavo.errors import OctavoError, RequestError
+from octavo.errors import OctavoError, QueueFullError, RequestError
 from octavo.outputs import EngineCoreOutput
 from octavo.request import RequestStatus
 
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 BEAT_S = 0.5
 IDLE_CHECK_MS = 1000
-PREPARE_S = 10.0
+PREPARE_S = 10.0  # from its own start
+TURN_S = 60.0
 _HELD_CHECK_MS = 5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _ABORTED = RequestStatus.FINISHED_ABORTED.finish_reason
@@ -117,11 +118,26 @@ class Pulse:
 
 @dataclass(slots=True)
 class _Held:
-    """A request that waits until something is prepared for it."""
+    """A request that waits until something is prepared for it: first for its turn, then from its own start on."""
 
     message: messages.Add
     prepared: Future[None]
     deadline: float
+    has_begun: bool = False
+
+    def is_over(self, now: float) -> bool:
+        """Whether it is prepared or will not be in time; whoever asks sees its start, too."""
+        if self.prepared.running() and not self.has_begun:
+            self.has_begun, self.deadline = True, now + PREPARE_S
+        return self.prepared.done() or now >= self.deadline
+
+    @property
+    def lateness(self) -> RequestError:
+        """What is wrong where it was not in time: its own preparation is too much, or there are too many of others."""
+        if self.has_begun:
+            message = f"the grammar was not compiled within {PREPARE_S:g} s"
+            return RequestError(message, parameter="structured_outputs")
+        return QueueFullError(f"too many grammars wait to be compiled: this one had no turn within {TURN_S:g} s")
 
 
 class CoreServer:
@@ -206,20 +222,22 @@ class CoreServer:
     def _prepare(self, message: messages.Add) -> None:
         """Take a request in, or hold it until what it needs is prepared: others go on meanwhile."""
         try:
-            prepared = self._core.executor.prepare(message.streams[0].sampling_params)
+            first = message.streams[0]
+            prepared = self._core.executor.prepare(first.sampling_params, first.tenant)
         except RequestError as error:
             self._send(messages.refusal(message.request_id, error))
             return
         if prepared is None:
             self._send(self._add(message))
         else:
-            self._held.append(_Held(message, prepared, time.monotonic() + PREPARE_S))
+            self._held.append(_Held(message, prepared, time.monotonic() + TURN_S))
 
     def _take_prepared(self) -> None:
         """Take in whose preparation is over, refuse whose failed or takes too long."""
         held, self._held = self._held, []
+        now = time.monotonic()
         for each in held:
-            if not each.prepared.done() and time.monotonic() < each.deadline:
+            if not each.is_over(now):
                 self._held.append(each)
                 continue
             try:
@@ -227,7 +245,8 @@ class CoreServer:
             except RequestError as error:
                 self._send(messages.refusal(each.message.request_id, error))
             except TimeoutError:
-                self._refuse_held(each, f"the grammar was not compiled within {PREPARE_S:g} s")
+                each.prepared.cancel()
+                self._send(messages.refusal(each.message.request_id, each.lateness))
             else:
                 self._send(self._add(each.message))
 
@@ -240,10 +259,6 @@ class CoreServer:
             self._send(
                 messages.News([EngineCoreOutput(s.request_id, finish_reason=_ABORTED) for s in each.message.streams])
             )
-
-    def _refuse_held(self, held: _Held, reason: str) -> None:
-        held.prepared.cancel()
-        self._send(messages.Refused(held.message.request_id, "RequestError", reason, "structured_outputs"))
 
     def _add(self, message: messages.Add) -> messages.Accepted | messages.Refused:
         """Take all streams of a request, or none."""

@@ -35,10 +35,11 @@ class Executor(Protocol):
         """Wait for the step that was submitted."""
         ...
 
-    def prepare(self, params: SamplingParams) -> Future[None] | None:
+    def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
         """Begin what has to be ready before a request is scheduled, a grammar say; None where nothing has to be.
 
-        The result raises `RequestError` where the request cannot be served.
+        Tenants take turns: the result is `running()` when it is theirs. It raises `RequestError` where the request
+        cannot be served; so does this where nothing can be begun.
         """
         ...
 

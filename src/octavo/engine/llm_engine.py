@@ -112,7 +112,11 @@ class Engine:
 
     def submit(self, processed: ProcessedInput, accept: Accept) -> None:
         """Accept a request as `add_processed` does when it is prepared, and tell."""
-        prepared = self.core.executor.prepare(processed.sampling_params)
+        try:
+            prepared = self._prepare(processed)
+        except RequestError as error:
+            accept(error)
+            return
         if prepared is None:
             self._submit(processed, accept)
             return
@@ -141,10 +145,13 @@ class Engine:
 
         Waits for what has to be prepared, the grammar that it asks for say.
         """
-        prepared = self.core.executor.prepare(processed.sampling_params)
+        prepared = self._prepare(processed)
         if prepared is not None:
             prepared.result()
         self._add(processed)
+
+    def _prepare(self, processed: ProcessedInput) -> Future[None] | None:
+        return self.core.executor.prepare(processed.sampling_params, processed.streams[0].tenant)
 
     def _add(self, processed: ProcessedInput) -> None:
         if processed.request_id in self.output_processor:

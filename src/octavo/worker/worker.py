@@ -223,12 +223,12 @@ class LocalExecutor:
         self.worker = worker
         self._result: ModelOutput | ExecutionError | None = None
 
-    def prepare(self, params: SamplingParams) -> Future[None] | None:
+    def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
         """Compile the grammar that a request asks for, in the background."""
         wanted, grammars = params.structured_outputs, self.worker.grammars
         if wanted is None or grammars is None:  # without a tokenizer nobody can ask
             return None
-        return grammars.prepare(wanted)
+        return grammars.prepare(wanted, tenant)
 
     def submit(self, scheduled: SchedulerOutput) -> None:
         """Compute a step now; a failure is kept for `collect`."""

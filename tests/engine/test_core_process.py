@@ -1,0 +1,118 @@
+"""Requests that the core's process holds until a grammar is compiled for them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import zmq
+from fakes import FakeExecutor, make_engine
+
+from octavo.engine import core_process, messages
+from octavo.engine.core_process import CoreServer
+from octavo.request import Request, RequestStatus
+from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WAIT_S = 30
+
+
+class _Mail:
+    """Both sockets of a core server, by their names; what it sends is read with `answer`."""
+
+    def __init__(self) -> None:
+        self.requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.news: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def recv(self, _flags: int) -> bytes:
+        try:
+            return self.requests.get_nowait()
+        except queue.Empty:
+            raise zmq.Again from None
+
+    def poll(self, timeout_ms: int) -> None:
+        time.sleep(min(timeout_ms, 5) / 1000)
+
+    def send(self, data: bytes) -> None:
+        self.news.put(data)
+
+    def answer(self, *kinds: type) -> Any:
+        """Return the next message of one of these kinds."""
+        while True:
+            message = messages.decode_news(self.news.get(timeout=WAIT_S))
+            if isinstance(message, kinds):
+                return message
+
+
+class _Preparing(FakeExecutor):
+    """Prepares what the test says it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prepared: dict[str, Future[None]] = {}
+
+    def prepare(self, _params: Any, tenant: str) -> Any:
+        return self.prepared.setdefault(tenant, Future())
+
+
+@pytest.fixture
+def executor() -> _Preparing:
+    return _Preparing()
+
+
+@pytest.fixture
+def mail(executor: _Preparing) -> Iterator[_Mail]:
+    mail, pulse = _Mail(), SimpleNamespace(step_started=None)
+    server = CoreServer(make_engine(executor).core, mail, mail, pulse)  # type: ignore[arg-type]  # stand-ins
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    yield mail
+    mail.requests.put(messages.encode(messages.Stop()))
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def ask(mail: _Mail, request_id: str, tenant: str) -> None:
+    request = Request(request_id, [65], SamplingParams(max_tokens=1), tenant=tenant)
+    mail.requests.put(messages.encode(messages.Add.of(request_id, [request])))
+
+
+def test_the_time_of_a_preparation_counts_from_its_own_start(
+    mail: _Mail, executor: _Preparing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_process, "PREPARE_S", 0.05)
+    begins, waits = executor.prepared.setdefault("slow", Future()), executor.prepared.setdefault("fast", Future())
+    begins.set_running_or_notify_cancel()
+    ask(mail, "waits", "fast")
+    ask(mail, "begins", "slow")
+    refused = mail.answer(messages.Accepted, messages.Refused)
+    assert (refused.request_id, refused.kind, refused.parameter) == ("begins", "RequestError", "structured_outputs")
+    waits.set_running_or_notify_cancel()
+    waits.set_result(None)
+    assert mail.answer(messages.Accepted, messages.Refused) == messages.Accepted("waits")
+
+
+def test_who_waits_too_long_for_a_turn_may_come_again(
+    mail: _Mail, executor: _Preparing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_process, "TURN_S", 0.0)
+    ask(mail, "a", "one of many")
+    refused = mail.answer(messages.Accepted, messages.Refused)
+    assert (refused.request_id, refused.kind) == ("a", "QueueFullError")
+    assert executor.prepared["one of many"].cancelled()
+
+
+def test_what_is_aborted_before_it_is_prepared_ends_as_others_do(mail: _Mail, executor: _Preparing) -> None:
+    ask(mail, "a", "x")
+    mail.requests.put(messages.encode(messages.Finish(["a"], RequestStatus.FINISHED_ABORTED)))
+    assert mail.answer(messages.Accepted, messages.Refused) == messages.Accepted("a")
+    (ending,) = mail.answer(messages.News).outputs
+    assert (ending.request_id, ending.finish_reason) == ("a", "abort")
+    assert executor.prepared["x"].cancelled()
