@@ -546,7 +546,7 @@ def test_serve_ends_by_itself(number: signal.Signals) -> None:
                 process.send_signal(number)
                 rest = [line for line in lines if line]
             assert rest[-1] == "data: [DONE]"
-            assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+            assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "server_closing"
             assert process.wait(20) == 0
             assert process.stderr.read().count("Traceback") == 0
         finally:

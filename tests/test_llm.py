@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from octavo import LLM, ConfigError, LLMEngine, ModelConfig, ModelError, RequestError, SamplingParams, SchedulerConfig
+import octavo.llm
+from octavo import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    EngineConfig,
+    LLMEngine,
+    ModelConfig,
+    ModelError,
+    RequestError,
+    SamplingParams,
+    SchedulerConfig,
+)
 from octavo.compatibility import ACCEPTED_ARGUMENTS
 from octavo.models.random_weights import tiny_config, write_checkpoint
 
+README = Path(__file__).parents[1] / "README.md"
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
@@ -51,6 +70,63 @@ def test_generate_answers_in_the_order_of_the_prompts(llm):
     assert outputs[2].prompt_token_ids == [5, 6, 7]
     single = llm.generate("one", SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False)
     assert single[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
+
+
+def test_the_asynchronous_engine_is_built_of_public_names_and_answers_the_same(llm, checkpoint):
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    config = EngineConfig(model=ModelConfig(model=str(checkpoint), dtype="float32", max_model_len=128))
+
+    async def last(engine, prompt):
+        return [output async for output in engine.generate(prompt, sampling_params=params, request_id=prompt)][-1]
+
+    async def main():
+        async with await AsyncLLM.launch(config) as engine:
+            outputs = await asyncio.gather(*(last(engine, prompt) for prompt in ("one", "two")))
+        assert engine.is_dead
+        return outputs
+
+    outputs = asyncio.run(main())
+    expected = llm.generate(["one", "two"], params, use_tqdm=False)
+    assert [each.outputs[0].token_ids for each in outputs] == [each.outputs[0].token_ids for each in expected]
+
+
+def test_an_asynchronous_engine_that_cannot_be_started_says_why(tmp_path):
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        asyncio.run(AsyncLLM.launch(EngineConfig(model=ModelConfig(model=str(tmp_path)))))
+
+
+def test_nobody_waits_for_an_engine_that_starts_and_it_ends(monkeypatch):
+    begun, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Engine:
+        shutdown = ended.set
+
+    def launch(_config):
+        begun.set()
+        assert goes_on.wait(30)
+        return Engine
+
+    async def main():
+        task = asyncio.create_task(AsyncLLM.launch())
+        assert await asyncio.to_thread(begun.wait, 30)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        goes_on.set()
+        assert await asyncio.to_thread(ended.wait, 30)
+
+    monkeypatch.setattr(octavo.llm, "launch_engine", launch)
+    asyncio.run(main())
+
+
+def test_the_readme_s_asynchronous_snippet_runs():
+    (snippet,) = (
+        text
+        for text in re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+        if "AsyncLLM" in text
+    )
+    done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, timeout=120, check=True)
+    assert len(done.stdout) > len("Once upon a time")
 
 
 def test_a_list_of_parameters_is_for_each_prompt(llm):

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from octavo.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig, SchedulingPolicy
-    from octavo.engine.async_llm import AsyncLLM
     from octavo.errors import (
         ConfigError,
         EngineDeadError,
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
         OctavoError,
         RequestError,
     )
-    from octavo.llm import LLM, LLMEngine
+    from octavo.llm import LLM, AsyncLLM, LLMEngine
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
     from octavo.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
@@ -35,7 +34,6 @@ _HOMES = {
         "SchedulerConfig",
         "SchedulingPolicy",
     ),
-    "octavo.engine.async_llm": ("AsyncLLM",),
     "octavo.errors": (
         "ConfigError",
         "EngineDeadError",
@@ -45,7 +43,7 @@ _HOMES = {
         "OctavoError",
         "RequestError",
     ),
-    "octavo.llm": ("LLM", "LLMEngine"),
+    "octavo.llm": ("LLM", "AsyncLLM", "LLMEngine"),
     "octavo.outputs": ("CompletionOutput", "Logprob", "RequestOutput"),
     "octavo.sampling_params": ("RequestOutputKind", "SamplingParams", "StructuredOutputsParams"),
 }

@@ -1,9 +1,14 @@
-"""The public facades: `LLM` for batches, `LLMEngine` for whoever drives the steps. Signatures are vLLM's."""
+"""The public facades: `LLM` for batches, `AsyncLLM` for streams, `LLMEngine` for whoever drives the steps.
+
+Signatures are vLLM's.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from octavo.build import build_engine
 from octavo.compatibility import accept_arguments
@@ -20,9 +25,11 @@ from octavo.config import (
     default_max_num_batched_tokens,
 )
 from octavo.config import scheduling_policy as parse_policy
+from octavo.engine.async_llm import AsyncLLM as _AsyncLLM
 from octavo.engine.embedding import embedding
 from octavo.engine.llm_engine import Engine
 from octavo.errors import RequestError
+from octavo.launch import launch_engine
 from octavo.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from octavo.progress import LoadingProgress, RequestProgress
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from octavo.engine.input_processor import Prompt
+    from octavo.engine.remote_engine import RemoteEngine
     from octavo.engine.tokenizer import Tokenizer
     from octavo.events import EventSink
     from octavo.outputs import RequestOutput
@@ -64,6 +72,46 @@ class LLMEngine(Engine):
         )
         built = build_engine(config, sink=sink, progress=progress)
         super().__init__(built.core, built.input_processor, built.output_processor, built.clock)
+
+
+class AsyncLLM(_AsyncLLM):
+    """Answers many requests at once on an event loop, each as a stream; the engine computes in a process of its own.
+
+        async with await AsyncLLM.launch(EngineConfig(model=ModelConfig(model="Qwen/Qwen3-0.6B"))) as llm:
+            async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32), "first"):
+                print(output.outputs[0].text)
+
+    An engine process that dies ends its requests with `EngineRestartingError` and is started again.
+    """
+
+    @classmethod
+    async def launch(cls, config: EngineConfig | None = None, *, max_unread_outputs: int | None = None) -> Self:
+        """Start an engine and return when it has loaded its model. The packages of octavo[server] are needed.
+
+        max_unread_outputs: a request whose reader leaves more than so many outputs lying is ended; None for no limit.
+        Raises `ConfigError` and `ModelError`.
+        """
+        loading = asyncio.get_running_loop().run_in_executor(None, launch_engine, config or EngineConfig())
+        try:
+            engine = await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            loading.add_done_callback(_shut_down)
+            raise
+        return cls(engine, max_unread_outputs=max_unread_outputs)
+
+    async def __aenter__(self) -> Self:
+        """It runs already."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Shut down, beside the event loop; open streams end with `EngineDeadError`."""
+        await asyncio.to_thread(self.shutdown)
+
+
+def _shut_down(loading: asyncio.Future[RemoteEngine]) -> None:
+    """End an engine that nobody waits for any more."""
+    if not loading.cancelled() and loading.exception() is None:
+        threading.Thread(target=loading.result().shutdown, name="octavo-shutdown").start()
 
 
 class LLM:

@@ -105,7 +105,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams | None,
+        sampling_params: SamplingParams | None,
         request_id: str,
         *,
         priority: int = 0,
@@ -126,7 +126,7 @@ class AsyncLLM:
             self.engine.input_processor.process,
             request_id,
             prompt,
-            params,
+            sampling_params,
             arrival_time=self.engine.clock(),
             priority=priority,
             cache_salt=cache_salt,
