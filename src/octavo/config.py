@@ -307,7 +307,8 @@ class ServerConfig:
     request_timeout_s: the longest that a request may take, also where its X-Request-Timeout asks for more.
     body_timeout_s: within this time a request's headers, and then its body, have to arrive. idle_timeout_s: so long may
     a client take nothing of what is sent to it. max_unread_outputs: outputs of a stream that wait for a client who
-    reads too slowly; one more ends it.
+    reads too slowly; one more ends it. max_request_logprobs: n x tokens x (logprobs + 1) of a request, over all
+    prompts; one that could bring more is refused.
     grace_s: when the server is told to stop, how long open requests may go on.
     stream_keep_alive_s: a stream that has told nothing for so long sends a comment.
     tool_call_parser, reasoning_parser: how the model writes calls of tools, and its reasoning; "auto" looks at its chat
@@ -328,6 +329,7 @@ class ServerConfig:
     body_timeout_s: float = 30.0
     idle_timeout_s: float = 60.0
     max_unread_outputs: int = 1024
+    max_request_logprobs: int = 1 << 20
     grace_s: float = 5.0
     stream_keep_alive_s: float = 15.0
     tool_call_parser: str = "auto"
@@ -342,7 +344,7 @@ class ServerConfig:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_unread_outputs"):
+        for name in ("max_body_bytes", "max_unread_outputs", "max_request_logprobs"):
             _at_least(name, getattr(self, name), 1)
         for name in ("max_open_requests", "max_waiting_tokens"):
             _at_least(name, getattr(self, name), 1, may_be_none=True)

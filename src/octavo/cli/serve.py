@@ -216,6 +216,14 @@ class ServerOptions:
             help="Outputs of a stream that wait for a client who reads too slowly; one more ends it.",
         ),
     ] = _DEFAULT.max_unread_outputs
+    max_request_logprobs: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            rich_help_panel=_LIMITS,
+            help="Log probabilities that a request may bring: n x tokens x (logprobs + 1), over all prompts.",
+        ),
+    ] = _DEFAULT.max_request_logprobs
 
     def server_config(self, max_open_requests: int, max_waiting_tokens: int) -> ServerConfig:
         """Build the configuration. Raises `ConfigError`."""
@@ -239,6 +247,7 @@ class ServerOptions:
             body_timeout_s=self.body_timeout,
             idle_timeout_s=self.idle_timeout,
             max_unread_outputs=self.max_unread_outputs,
+            max_request_logprobs=self.max_request_logprobs,
             grace_s=self.shutdown_timeout,
             stream_keep_alive_s=self.stream_keep_alive,
             tool_call_parser=self.tool_call_parser,

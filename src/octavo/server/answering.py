@@ -21,6 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestError
 from octavo.outputs import DEADLINE_PASSED, GRAMMAR_EXCEEDED, NOTHING_ALLOWED
 from octavo.sampling_params import RequestOutputKind
+from octavo.server.answer_size import LogprobLimit, beside, num_entries
 from octavo.server.errors import ServerClosingError, to_http
 from octavo.server.openai_responses import PromptTokensDetails, Receipt, Usage
 
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 encoder = msgspec.json.Encoder()
 T = TypeVar("T")
-_MANY = 16  # outputs that are spelled beside the event loop
 _MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
 
 
@@ -238,10 +238,8 @@ async def answer_whole(service: Service, http_request: Request, job: Job, reply:
     for output in outputs:
         usage.add(output, output.outputs)
     note(http_request, job, usage)
-    if len(outputs) > _MANY:
-        content = await asyncio.to_thread(lambda: encoder.encode(reply.whole(outputs, usage.usage())))
-    else:
-        content = encoder.encode(reply.whole(outputs, usage.usage()))
+    size = sum(num_entries(output, output.outputs, with_prompt=True) for output in outputs)
+    content = await beside(size, lambda: encoder.encode(reply.whole(outputs, usage.usage())))
     return Response(content, media_type="application/json")
 
 
@@ -371,6 +369,7 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[tuple[int, Requ
     whose grammar did, and `ServerClosingError` for one that is cut off because the server ends.
     """
     begun: set[int] = set()
+    logprobs = LogprobLimit(service.config.max_request_logprobs, service.model_info.max_model_len)
     streams = [
         service.generate(
             prompt,
@@ -380,6 +379,7 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[tuple[int, Requ
             priority=job.priority,
             cache_salt=job.cache_salt,
             timeout_s=job.timeout_s,
+            check=logprobs.check,
         )
         for index, prompt in enumerate(job.prompts)
     ]
@@ -431,7 +431,7 @@ async def _events(
         async with aclosing(news):
             async for each in news:
                 counter.add(each.output, [each.completion])
-                told = reply.news(each, counter.usage() if job.continuous_usage else None)
+                told = await _told(reply, each, counter.usage() if job.continuous_usage else None)
                 if told:
                     yield told
         yield reply.end(counter.usage())
@@ -439,6 +439,12 @@ async def _events(
         if not isinstance(error, OctavoError):
             logger.exception("a stream failed")
         yield reply.error(error)
+
+
+async def _told(reply: Reply, news: News, usage: Usage | None) -> bytes:
+    """Spell some news; their reply has nothing else to do meanwhile."""
+    size = num_entries(news.output, [news.completion], with_prompt=news.is_first)
+    return await beside(size, lambda: reply.news(news, usage))
 
 
 async def _chain(first: asyncio.Task[News], rest: AsyncGenerator[News, None]) -> AsyncGenerator[News, None]:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of a route
 
 from octavo.errors import QueueFullError, RequestError
+from octavo.server.answer_size import beside, entries_of_bytes
 from octavo.server.errors import BodyTooLargeError, SlowBodyError
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from octavo.config import ServerConfig
 
 Schema = TypeVar("Schema", bound=BaseModel)
+T = TypeVar("T")
 _HUGE = 2**64
 
 
@@ -34,9 +36,15 @@ def body_of(schema: type[Schema]) -> Callable[[Request], Awaitable[Schema]]:
                     body = await _read_limited(request, config.max_body_bytes, share)
             except TimeoutError:
                 raise SlowBodyError(f"the request's body did not arrive within {config.body_timeout_s:g} s") from None
-            return parse(schema, body)
+            request.state.num_body_bytes = len(body)
+            return await look_at(request, lambda: parse(schema, body))
 
     return read
+
+
+async def look_at(request: Request, work: Callable[[], T]) -> T:
+    """Do what takes as long as the request's body is large: beside the event loop where it is."""
+    return await beside(entries_of_bytes(request.state.num_body_bytes), work)
 
 
 class BodyBudget:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.errors import PromptTooLongError, RequestError
 from octavo.server.answer_form import AnswerForm, AnswerReader
 from octavo.server.answering import Job, News, OpenAIReply, answer, event, openai_options, read_timeout
+from octavo.server.body import look_at
 from octavo.server.conversation import effort_options, read_messages, template_options
 from octavo.server.logprobs import chat_logprobs, prompt_logprobs
 from octavo.server.openai_responses import (
@@ -45,7 +46,7 @@ async def create_chat_completion(service: Service, http_request: Request, reques
     model = service.check_model(request.model)
     request.refuse_unsupported()
     params = _params(request, service.default_params, service.model_info.generation_defaults.get("max_tokens"))
-    messages = read_messages(request.messages)
+    messages = await look_at(http_request, lambda: read_messages(request.messages))
     style = service.answer_style
     toolbox = read_chat_tools(request.tools, request.tool_choice, request.parallel_tool_calls, style.tools)
     options = effort_options(request.reasoning_effort, "reasoning_effort") | template_options(request)
@@ -63,6 +64,7 @@ async def create_chat_completion(service: Service, http_request: Request, reques
             timeout_s=timeout_s,
             **openai_options(request, "messages"),
         )
+        job.spelled["logprobs"] = "top_logprobs"
         if toolbox.format is not None and request.response_format is None:
             job.spelled["structured_outputs"] = "tools"
         return await answer(service, http_request, job, ChatReply(job, form, request.top_logprobs or 0))

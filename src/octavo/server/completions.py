@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
 from octavo.errors import RequestError
 from octavo.server.answering import Job, News, OpenAIReply, answer, openai_options, read_timeout
+from octavo.server.body import look_at
 from octavo.server.logprobs import completion_logprobs, prompt_logprobs
 from octavo.server.openai_responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from octavo.server.sampling import sampling_params
@@ -32,7 +33,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
     """Continue one or several prompts."""
     model = service.check_model(request.model)
     request.refuse_unsupported()
-    prompts = read_prompts(request.prompt)
+    prompts = await look_at(http_request, lambda: read_prompts(request.prompt))
     params = _params(request, service.default_params)
     if len(prompts) * params.n > MAX_CHOICES:
         raise RequestError(
@@ -52,6 +53,8 @@ async def create_completion(service: Service, http_request: Request, request: Co
             timeout_s=timeout_s,
             **openai_options(request, "prompt"),
         )
+        if request.prompt_logprobs is None:  # those of an echo
+            job.spelled["prompt_logprobs"] = "logprobs"
         return await answer(service, http_request, job, CompletionReply(job, echo, show_prompt_logprobs))
 
 
@@ -91,18 +94,26 @@ def _is_token_ids(items: list[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """Whether the prompt stands before its completion, or alone. `num_chars`: text offset behind each choice so far."""
+    """Whether the prompt stands before its completion, or alone.
+
+    num_chars: text offset behind each choice so far. texts: what was decoded, by request id.
+    """
 
     is_wanted: bool
     is_alone: bool
     num_chars: dict[int, int]
     decode: Callable[[list[int]], str]
+    texts: dict[str, str] = field(default_factory=dict)
 
     def prompt_text(self, output: RequestOutput) -> str:
         """The text that is echoed."""
         if not self.is_wanted:
             return ""
-        return output.prompt if output.prompt is not None else self.decode(output.prompt_token_ids)
+        if output.prompt is not None:
+            return output.prompt
+        if output.request_id not in self.texts:  # all choices of a prompt echo the same
+            self.texts[output.request_id] = self.decode(output.prompt_token_ids)
+        return self.texts[output.request_id]
 
 
 class CompletionReply(OpenAIReply):

@@ -13,6 +13,7 @@ from octavo.engine.embedding import embedding
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
 from octavo.server.answering import Job, answer_whole, read_timeout
+from octavo.server.body import look_at
 from octavo.server.completions import read_prompts
 from octavo.server.openai_requests import HARMLESS, Priority, check_extra
 
@@ -79,7 +80,7 @@ async def create_embeddings(service: Service, http_request: Request, request: Em
     """Turn texts into vectors of length 1."""
     model = service.check_model(request.model)
     check_extra(request.model_extra, _UNSUPPORTED, HARMLESS)
-    prompts = read_prompts(request.input, "input", MAX_INPUTS)
+    prompts = await look_at(http_request, lambda: read_prompts(request.input, "input", MAX_INPUTS))
     size = service.model_info.hidden_size
     if request.dimensions is not None and not 0 < request.dimensions <= size:
         raise RequestError(f"dimensions must be 1 to {size}, this model's", parameter="dimensions")

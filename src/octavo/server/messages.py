@@ -14,6 +14,7 @@ from starlette.responses import Response
 from octavo.errors import RequestError
 from octavo.server.answer_form import AnswerForm, AnswerReader
 from octavo.server.answering import Job, News, answer, encoder, read_timeout
+from octavo.server.body import look_at
 from octavo.server.chat import render
 from octavo.server.conversation import effort_options, parse_arguments, read_text, read_text_part
 from octavo.server.errors import to_http
@@ -106,7 +107,7 @@ async def create_message(service: Service, http_request: Request, request: Messa
     params = _params(request, service.default_params)
     timeout_s = read_timeout(http_request, service.config.request_timeout_s)
     style = service.answer_style
-    messages, toolbox = _read_conversation(request, style.tools)
+    messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, style.tools))
     with service.enter(http_request, 1) as place:
         prompt = await render(service, messages, toolbox, _template_options(request, messages))
         form = AnswerForm.of(style, toolbox, prompt["prompt"])
@@ -127,7 +128,7 @@ async def count_tokens(service: Service, http_request: Request, request: CountTo
     """Tell how many tokens a conversation's prompt has."""
     service.check_model(request.model)
     check_extra(request.model_extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
-    messages, toolbox = _read_conversation(request, service.answer_style.tools)
+    messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, service.answer_style.tools))
     with service.enter(http_request, 1):
         prompt = await render(service, messages, toolbox, _template_options(request, messages))
     return Response(encoder.encode({"input_tokens": len(prompt["prompt_token_ids"])}), media_type="application/json")

@@ -11,6 +11,7 @@ from msgspec import Struct
 from octavo.errors import RequestError
 from octavo.server.answer_form import AnswerForm, AnswerReader
 from octavo.server.answering import Job, News, answer, encoder, read_timeout
+from octavo.server.body import look_at
 from octavo.server.chat import render
 from octavo.server.conversation import effort_options, read_arguments, read_text
 from octavo.server.errors import to_http
@@ -145,7 +146,8 @@ async def create_response(service: Service, http_request: Request, request: Resp
     params = _params(request, service.default_params, service.model_info.generation_defaults.get("max_tokens"))
     timeout_s = read_timeout(http_request, service.config.request_timeout_s)
     style = service.answer_style
-    messages, toolbox = _read_conversation(request), _read_tools(request, style.tools)
+    messages = await look_at(http_request, lambda: _read_conversation(request))
+    toolbox = _read_tools(request, style.tools)
     options = effort_options((request.reasoning or {}).get("effort"), "reasoning.effort")
     with service.enter(http_request, 1) as place:
         try:

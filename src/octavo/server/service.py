@@ -17,7 +17,7 @@ from octavo.server.metrics import Metrics
 from octavo.server.tenants import Keyring
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from starlette.requests import Request
 
@@ -137,12 +137,14 @@ class Service:
         priority: int,
         cache_salt: str | None,
         timeout_s: float | None,
+        check: Callable[[ProcessedInput], None],
     ) -> AsyncIterator[RequestOutput]:
-        """Yield a request's outputs; closing the iterator aborts it."""
+        """Yield a request's outputs; closing the iterator aborts it. check refuses it when its tokens are known."""
         self.check_ready()
         tenant = place.tenant
 
         def take_room(processed: ProcessedInput) -> None:
+            check(processed)
             with self._counting_refusals():
                 place.hold_tokens(len(processed.prompt_token_ids) * len(processed.streams))
             place.charge(len(processed.prompt_token_ids))

@@ -41,6 +41,7 @@ _SPELLED = {
     "structured_outputs": "grammar",
     "max_tokens": "max_new_tokens",
     "logprobs": "top_n_tokens",
+    "prompt_logprobs": "decoder_input_details",
 }
 _ERROR_TYPES = {400: "validation", 413: "validation", 429: "overloaded"}
 

@@ -1,0 +1,69 @@
+"""How large an answer is: what goes beside the event loop, and how many log probabilities one request may ask for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, TypeVar
+
+from octavo.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from octavo.engine.input_processor import ProcessedInput
+    from octavo.outputs import CompletionOutput, Logprob, RequestOutput
+
+T = TypeVar("T")
+_LARGE = 2048  # entries, each of which takes a few microseconds to spell
+_BYTES_PER_ENTRY = 128  # of JSON that is read
+_NUMBERS_PER_ENTRY = 16  # of an embedding
+
+
+async def beside(num_entries: int, work: Callable[[], T]) -> T:
+    """Do some work, in a thread where it is large: every other request waits for what is done on the event loop."""
+    return work() if num_entries <= _LARGE else await asyncio.to_thread(work)
+
+
+def entries_of_bytes(num_bytes: int) -> int:
+    """Return how many entries a text counts as."""
+    return num_bytes // _BYTES_PER_ENTRY
+
+
+def num_entries(output: RequestOutput, completions: Iterable[CompletionOutput], *, with_prompt: bool) -> int:
+    """Count what has to be spelled: tokens and log probabilities, with those of the prompt for each completion."""
+    prompt = len(output.prompt_token_ids) + _num_logprobs(output.prompt_logprobs) if with_prompt else 0
+    vector = len(output.pooled or b"") // (4 * _NUMBERS_PER_ENTRY)
+    return vector + sum(
+        prompt + len(completion.token_ids) + _num_logprobs(completion.logprobs) for completion in completions
+    )
+
+
+def _num_logprobs(positions: list[dict[int, Logprob]] | list[dict[int, Logprob] | None] | None) -> int:
+    return 0 if not positions else len(positions) * len(positions[-1] or ())
+
+
+class LogprobLimit:
+    """Counts the log probabilities that a request can bring. All of its prompts share one limit.
+
+    max_model_len: as many tokens may stand in a prompt and its answer where nothing says less.
+    """
+
+    def __init__(self, limit: int, max_model_len: int) -> None:
+        self._limit = limit
+        self._max_model_len = max_model_len
+        self._num_asked_for = 0
+
+    def check(self, processed: ProcessedInput) -> None:
+        """Count one more prompt: n x (tokens x (logprobs + 1)), and so for the prompt's own. Raises `RequestError`."""
+        params, num_prompt_tokens = processed.sampling_params, len(processed.prompt_token_ids)
+        room = self._max_model_len - num_prompt_tokens
+        num_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        of_answer = 0 if params.logprobs is None else params.n * num_tokens * (params.logprobs + 1)
+        of_prompt = 0 if params.prompt_logprobs is None else params.n * num_prompt_tokens * (params.prompt_logprobs + 1)
+        self._num_asked_for += of_answer + of_prompt
+        if self._num_asked_for > self._limit:
+            raise RequestError(
+                f"the request may bring {self._num_asked_for} log probabilities or more; the limit is {self._limit}: "
+                "n x tokens x (logprobs + 1), over all prompts; lower max_tokens, n or logprobs",
+                parameter="logprobs" if of_answer >= of_prompt else "prompt_logprobs",
+            )
