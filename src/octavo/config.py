@@ -329,7 +329,7 @@ class ServerConfig:
     body_timeout_s: float = 30.0
     idle_timeout_s: float = 60.0
     max_unread_outputs: int = 1024
-    max_request_logprobs: int = 1 << 20
+    max_request_logprobs: int = 1 << 22
     grace_s: float = 5.0
     stream_keep_alive_s: float = 15.0
     tool_call_parser: str = "auto"
