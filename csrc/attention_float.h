@@ -54,11 +54,11 @@ class FloatKV {
       const float* queries = queries_ + row * s_.dim;
       const float* keys = keys_ + p * s_.padded_dim;
       float* out = scores + p;
-      multiply(queries, keys, smaller(kScoreDepth, s_.dim), out, kTilePositions, true, scores);
+      multiply(queries, keys, smaller(kScoreDepth, s_.dim), out, kTilePositions, Chain::kFresh, scores);
       for (int64_t d = kScoreDepth; d < s_.dim; d += kScoreDepth) {
         float more[kTileRows * kPanelColumns];
-        multiply(queries + d * rows, keys + d * kPanelColumns, smaller(kScoreDepth, s_.dim - d), more, kPanelColumns, true,
-                 scores);
+        multiply(queries + d * rows, keys + d * kPanelColumns, smaller(kScoreDepth, s_.dim - d), more, kPanelColumns,
+                 Chain::kFresh, scores);
         for (int64_t r = 0; r < rows; ++r) {
           for (int64_t i = 0; i < kPanelColumns; i += kLanes) {
             float* sum = out + r * kTilePositions + i;
@@ -91,7 +91,7 @@ class FloatKV {
     const int64_t stride = s_.sums_size;
     for (int64_t d = 0; d < s_.padded_dim; d += kPanelColumns) {
       kMultiplyWeights.of_rows[rows](weights + begin, values_ + d * kTilePositions + begin * kPanelColumns, end - begin,
-                                     sums + d, stride, false, weights);
+                                     sums + d, stride, Chain::kContinued, weights);
     }
   }
 

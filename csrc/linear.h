@@ -1,6 +1,7 @@
-// Matrix products. Every output is one chain of fused multiply-adds over k ascending, then + bias, then one rounding: the
-// same chain whatever the number of rows, so a row's result cannot depend on its neighbours. (Writing an accumulator to
-// memory in float32 and reading it back is exact, so blocks over k leave the chain as it is.)
+// Matrix products. Every output is a sum of chains of fused multiply-adds, each over kChainDepth k ascending, added in order,
+// then + bias, then one rounding: the same whatever the number of rows, so a row's result cannot depend on its neighbours.
+// One chain over all k would round k times at the size of the whole sum: with 4,864 of them its error in float32 is 5 times
+// that of libraries, which sum in several parts, too.
 //
 // Few rows read the packed weight straight from memory (bound by its bandwidth); many rows follow Goto and van de Geijn,
 // "Anatomy of High-Performance Matrix Multiplication" (2008).
@@ -53,18 +54,25 @@ constexpr int64_t kPrefetchBytes = 3072;  // ahead of the reader, per stream: ab
 
 // --- the micro-kernel ---------------------------------------------------------------------------------------------------
 
-// c[m][column] += sum over k of a[k * kStrideK + m * kStrideM] * w[k][column] for M rows and P panels of V * 16 columns.
-// With `fresh` the sum starts at zero instead of c. float32 panels come from a cache; meanwhile k lines from `ahead` on are
-// asked from memory. 16-bit panels come from memory themselves, and are asked for in time.
+// What a chain does with the sums that stand where it leaves its own.
+enum class Chain { kFresh, kContinued, kAdded };  // replaces them, begins with them, is added to them when it is whole
+
+constexpr int64_t kChainDepth = 64;
+
+// A chain over k of a[k * kStrideK + m * kStrideM] * w[k][column] into c[m][column] for M rows and P panels of V * 16 columns.
+// float32 panels come from a cache; meanwhile k lines from `ahead` on are asked from memory. 16-bit panels come from memory
+// themselves, and are asked for in time.
 template <int M, int P, int V, int kStrideK, int kStrideM, class W>
 OCTAVO_INLINE void multiply_tile(const float* a, const W* w, int64_t panel_stride, int64_t k, float* c,
-                                 int64_t c_stride, bool fresh, const char* ahead) {
+                                 int64_t c_stride, Chain chain, const char* ahead) {
   constexpr int kDepth = Panel<W>::kDepth, kAhead = kPrefetchBytes / sizeof(W);
   Vec sum[M][P * V];
   OCTAVO_UNROLL
   for (int m = 0; m < M; ++m) {
     OCTAVO_UNROLL
-    for (int j = 0; j < P * V; ++j) sum[m][j] = fresh ? splat(0.0f) : load(c + m * c_stride + j * kLanes);
+    for (int j = 0; j < P * V; ++j) {
+      sum[m][j] = chain == Chain::kContinued ? load(c + m * c_stride + j * kLanes) : splat(0.0f);
+    }
   }
   for (int64_t i = 0; i < k; i += kDepth) {
     Vec columns[P * V][kDepth];
@@ -94,7 +102,10 @@ OCTAVO_INLINE void multiply_tile(const float* a, const W* w, int64_t panel_strid
   OCTAVO_UNROLL
   for (int m = 0; m < M; ++m) {
     OCTAVO_UNROLL
-    for (int j = 0; j < P * V; ++j) store(c + m * c_stride + j * kLanes, sum[m][j]);
+    for (int j = 0; j < P * V; ++j) {
+      float* place = c + m * c_stride + j * kLanes;
+      store(place, chain == Chain::kAdded ? load(place) + sum[m][j] : sum[m][j]);
+    }
   }
 }
 
@@ -110,11 +121,11 @@ constexpr int kTileRows = 3, kTileGroups = 1, kDirectRows = 2, kDirectSums = 4;
 
 // One panel of 32 columns times M packed rows: a is [k][M] where kStrideK is 0, else strided.
 template <int M, int kStrideK, int kStrideM>
-void multiply_panel(const float* a, const float* w, int64_t k, float* c, int64_t c_stride, bool fresh,
+void multiply_panel(const float* a, const float* w, int64_t k, float* c, int64_t c_stride, Chain chain,
                     const void* ahead) {
   constexpr int kK = kStrideK == 0 ? M : kStrideK;
   for (int column = 0; column < kPanelColumns; column += kTileGroups * kLanes) {
-    multiply_tile<M, 1, kTileGroups, kK, kStrideM>(a, w + column, 0, k, c + column, c_stride, fresh,
+    multiply_tile<M, 1, kTileGroups, kK, kStrideM>(a, w + column, 0, k, c + column, c_stride, chain,
                                                     static_cast<const char*>(ahead));
   }
 }
@@ -190,8 +201,11 @@ void multiply_direct(const LinearArgs& args, const float* a, int64_t row, int64_
   const W* w = static_cast<const W*>(args.weight) + panel * size;
   float sums[M * P * kPanelColumns];
   constexpr int kGroups = kPanelColumns / kLanes;
-  multiply_tile<M, P, kGroups, M, 1>(a, w, size, depth, sums, P * kPanelColumns, true,
-                                     reinterpret_cast<const char*>(w) + kPrefetchBytes);
+  const char* ahead = reinterpret_cast<const char*>(w) + kPrefetchBytes;
+  for (int64_t k = 0; k < depth; k += kChainDepth) {
+    multiply_tile<M, P, kGroups, M, 1>(a + k * M, w + k * kPanelColumns, size, smaller(kChainDepth, depth - k), sums,
+                                       P * kPanelColumns, k == 0 ? Chain::kFresh : Chain::kAdded, ahead + k * 64);
+  }
   write_sums(args, sums, P * kPanelColumns, row, M, panel * kPanelColumns, P * kPanelColumns);
 }
 
@@ -250,7 +264,7 @@ void linear_few(ThreadPool& pool, const LinearArgs& args) {
 
 // --- many rows: blocks that stay in cache ---------------------------------------------------------------------------------
 
-constexpr int64_t kBlockDepth = 256;                 // k of one block: its piece of a panel stays in L1 and L2
+constexpr int64_t kBlockDepth = 4 * kChainDepth;     // k of one block: its piece of a panel stays in L1 and L2
 constexpr int64_t kBlockRows = 24 * kTileRows;       // rows of one block: kBlockDepth of them stay in L2
 constexpr int64_t kMaxGroupPanels = 4;               // panels of one task
 
@@ -299,8 +313,12 @@ void multiply_group(const LinearArgs& args, const RowBlock& block, int64_t first
       for (int64_t row = 0; row < block.rows; row += kTileRows) {
         const int64_t rows = smaller(int64_t{kTileRows}, block.rows - row);
         const float* a = block.packed + row * block.depth + k * rows;
-        kMultiplyPacked.of_rows[rows](a, w, depth, sums + row * stride + panel * kPanelColumns, stride, k == 0,
-                                        row == 0 ? static_cast<const void*>(next) : a);
+        const char* ahead = row == 0 ? reinterpret_cast<const char*>(next) : reinterpret_cast<const char*>(a);
+        float* out = sums + row * stride + panel * kPanelColumns;
+        for (int64_t i = 0; i < depth; i += kChainDepth) {
+          kMultiplyPacked.of_rows[rows](a + i * rows, w + i * kPanelColumns, smaller(kChainDepth, depth - i), out, stride,
+                                        k + i == 0 ? Chain::kFresh : Chain::kAdded, ahead + i * 64);
+        }
       }
     }
   }

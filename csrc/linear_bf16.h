@@ -1,9 +1,10 @@
 // Matrix products of bfloat16 weights and bfloat16 activations by the instruction that processors have for them: each lane
 // of a sum takes two products at once, those of k and k + 1, and twice as many a second as of float32.
 //
-// Every output is one chain of these over pairs of k ascending, then + bias, then one rounding: the same whatever the number
-// of rows. What the instruction rounds between the two products is its own (subnormal numbers are zero to it): results
-// differ in their last bits from those of other instruction sets, as do those of oneDNN, which uses it as well.
+// Every output is a sum of chains of these, each over kChainDepth k ascending, added in order, then + bias, then one rounding:
+// the same whatever the number of rows. What the instruction rounds between the two products is its own (subnormal numbers are
+// zero to it): results differ in their last bits from those of other instruction sets, as do those of oneDNN, which uses it as
+// well.
 #pragma once
 
 #include "quantized_rows.h"
@@ -62,51 +63,60 @@ inline void pack_pairs(const LinearArgs& args, int64_t m, int64_t first, uint32_
 template <int M, int P>
 void multiply_pairs(const LinearArgs& args, const PairTile& tile, int64_t panel, Ahead ahead) {
   constexpr int V = kPanelColumns / kLanes;
-  Vec sums[P][M][V];
-  OCTAVO_UNROLL
-  for (int p = 0; p < P; ++p) {
-    OCTAVO_UNROLL
-    for (int m = 0; m < M; ++m) {
-      OCTAVO_UNROLL
-      for (int v = 0; v < V; ++v) sums[p][m][v] = splat(0.0f);
-    }
-  }
+  constexpr int64_t kChainBytes = kChainDepth / 2 * kPairBytes;
+  alignas(64) float totals[P][M][kPanelColumns];
   const int64_t bytes = divide_up(args.k, 2) * kPairBytes;
   const char* w = static_cast<const char*>(args.weight) + panel * bytes;
   const char* x = tile.pairs;
-  for (int64_t offset = 0; offset < bytes; offset += kPairBytes) {
-    IVec columns[P][V];
+  for (int64_t chain = 0; chain < bytes; chain += kChainBytes) {
+    Vec sums[P][M][V];
     OCTAVO_UNROLL
     for (int p = 0; p < P; ++p) {
-      const char* line = w + p * bytes + offset;
       OCTAVO_UNROLL
-      for (int v = 0; v < V; ++v) __builtin_prefetch(line + kPrefetchBytes + v * 64);
-      ahead.ask(p);
-      OCTAVO_UNROLL
-      for (int v = 0; v < V; ++v) columns[p][v] = load_int(line + v * 64);
-    }
-    OCTAVO_UNROLL
-    for (int m = 0; m < M; ++m) {
-      uint32_t pair;
-      std::memcpy(&pair, x + m * tile.row_bytes, sizeof(pair));
-      const IVec two = splat_int(pair);
-      OCTAVO_UNROLL
-      for (int p = 0; p < P; ++p) {
+      for (int m = 0; m < M; ++m) {
         OCTAVO_UNROLL
-        for (int v = 0; v < V; ++v) sums[p][m][v] = add_pair_products(sums[p][m][v], two, columns[p][v]);
+        for (int v = 0; v < V; ++v) sums[p][m][v] = splat(0.0f);
       }
     }
-    ahead.step();
-    x += tile.pair_bytes;
+    for (int64_t offset = chain; offset < smaller(chain + kChainBytes, bytes); offset += kPairBytes) {
+      IVec columns[P][V];
+      OCTAVO_UNROLL
+      for (int p = 0; p < P; ++p) {
+        const char* line = w + p * bytes + offset;
+        OCTAVO_UNROLL
+        for (int v = 0; v < V; ++v) __builtin_prefetch(line + kPrefetchBytes + v * 64);
+        ahead.ask(p);
+        OCTAVO_UNROLL
+        for (int v = 0; v < V; ++v) columns[p][v] = load_int(line + v * 64);
+      }
+      OCTAVO_UNROLL
+      for (int m = 0; m < M; ++m) {
+        uint32_t pair;
+        std::memcpy(&pair, x + m * tile.row_bytes, sizeof(pair));
+        const IVec two = splat_int(pair);
+        OCTAVO_UNROLL
+        for (int p = 0; p < P; ++p) {
+          OCTAVO_UNROLL
+          for (int v = 0; v < V; ++v) sums[p][m][v] = add_pair_products(sums[p][m][v], two, columns[p][v]);
+        }
+      }
+      ahead.step();
+      x += tile.pair_bytes;
+    }
+    OCTAVO_UNROLL
+    for (int p = 0; p < P; ++p) {
+      OCTAVO_UNROLL
+      for (int m = 0; m < M; ++m) {
+        OCTAVO_UNROLL
+        for (int v = 0; v < V; ++v) {
+          float* place = &totals[p][m][v * kLanes];
+          store(place, chain == 0 ? sums[p][m][v] : load(place) + sums[p][m][v]);
+        }
+      }
+    }
   }
   for (int p = 0; p < P; ++p) {
-    alignas(64) float stored[M][kPanelColumns];
-    OCTAVO_UNROLL
-    for (int m = 0; m < M; ++m) {
-      OCTAVO_UNROLL
-      for (int v = 0; v < V; ++v) store(&stored[m][v * kLanes], sums[p][m][v]);
-    }
-    write_sums(args, stored[0], kPanelColumns, tile.first, M, (panel + p) * kPanelColumns, kPanelColumns);
+    write_sums(args, totals[p][0], kPanelColumns, tile.first, M, (panel + p) * kPanelColumns, kPanelColumns);
   }
 }
 

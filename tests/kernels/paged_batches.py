@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from kernel_accuracy import assert_as_exact_as_torch
 
 from octavo.kernels import AttentionBatch
 from octavo.kernels.quantization import kv_scales, quantize_rows
@@ -68,6 +69,11 @@ def int8_caches(*caches):
     return layer
 
 
+def floats(cache):
+    """Return what a cache of int8 stands for."""
+    return cache.float() * kv_scales(cache).unsqueeze(-1)
+
+
 def dense_attention(q, batch, k_cache, v_cache, scale, window, kind):
     """scaled_dot_product_attention, sequence by sequence, in `kind`."""
     parts = []
@@ -83,3 +89,12 @@ def dense_attention(q, batch, k_cache, v_cache, scale, window, kind):
         )
         parts.append(part.transpose(0, 1).flatten(1))
     return torch.cat(parts)
+
+
+def assert_attention_is_as_exact(result, q, batch, caches, window):
+    """Hold attention with the usual scale to the errors of plain torch's float32, rounded to the dtype of `q`."""
+    exact, plain = (
+        dense_attention(q, batch, *caches, q.shape[2] ** -0.5, window, kind) for kind in (torch.float64, torch.float32)
+    )
+    heads = (each.unflatten(1, q.shape[1:]) for each in (result, plain.to(q.dtype), exact))
+    assert_as_exact_as_torch(*heads)

@@ -2,14 +2,21 @@
 
 import pytest
 import torch
-from kernel_accuracy import assert_as_exact_as_torch
-from paged_batches import dense_attention, int8_caches, paged_batch
+from paged_batches import assert_attention_is_as_exact, dense_attention, floats, int8_caches, paged_batch
 
 FLOATS = [torch.float32, torch.bfloat16]
 KV = pytest.mark.parametrize(
     ("dtype", "int8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)], ids=str
 )
-HEADS = [(64, 2, 7), (48, 1, 1), (80, 2, 2), (96, 1, 9), (256, 1, 4), (20, 3, 1)]  # head_dim, KV heads, group
+HEADS = [  # head_dim, KV heads, group
+    (64, 2, 7),
+    (128, 8, 2),
+    (48, 1, 1),
+    (80, 2, 2),
+    (96, 1, 9),
+    (256, 1, 4),
+    (20, 3, 1),
+]
 
 
 @pytest.mark.parametrize("window", [None, 1, 37])
@@ -21,24 +28,22 @@ def test_error_is_that_of_torch(kernels, generator, dtype, heads, block_size, wi
     sequences = [(1, 1), (70, 70), (150, 13), (64, 1), (129, 2)]
     batch, k_cache, v_cache = paged_batch(sequences, block_size, num_kv_heads, head_dim, dtype, generator)
     q = torch.randn(len(batch.positions), num_kv_heads * group, head_dim, generator=generator).to(dtype)
-    scale = head_dim**-0.5
-    result = kernels.paged_attention(q, k_cache, v_cache, batch, scale, window)
-    expected, plain = (
-        dense_attention(q, batch, k_cache, v_cache, scale, window, kind) for kind in (torch.float64, torch.float32)
-    )
-    assert_as_exact_as_torch(result, plain.to(dtype), expected, scale=2.0)
+    result = kernels.paged_attention(q, k_cache, v_cache, batch, head_dim**-0.5, window)
+    assert_attention_is_as_exact(result, q, batch, (k_cache, v_cache), window)
 
 
-def test_several_partitions(kernels, generator):
+@KV
+@pytest.mark.parametrize("heads", [(64, 1, 7), (128, 2, 2)], ids=str)
+@pytest.mark.parametrize("window", [None, 1100])
+def test_several_partitions(kernels, generator, heads, window, dtype, int8):
+    head_dim, num_kv_heads, group = heads
     sequences = [(2500, 1), (1024, 1), (1025, 3), (2100, 40)]
-    batch, k_cache, v_cache = paged_batch(sequences, 16, 1, 64, torch.float32, generator)
-    q = torch.randn(len(batch.positions), 7, 64, generator=generator)
-    for window in (None, 1100):
-        result = kernels.paged_attention(q, k_cache, v_cache, batch, 0.125, window)
-        expected, plain = (
-            dense_attention(q, batch, k_cache, v_cache, 0.125, window, kind) for kind in (torch.float64, torch.float32)
-        )
-        assert_as_exact_as_torch(result, plain, expected, scale=2.0)
+    batch, k_cache, v_cache = paged_batch(sequences, 16, num_kv_heads, head_dim, dtype, generator)
+    q = torch.randn(len(batch.positions), num_kv_heads * group, head_dim, generator=generator).to(dtype)
+    caches = int8_caches(k_cache, v_cache) if int8 else (k_cache, v_cache)
+    result = kernels.paged_attention(q, *caches, batch, head_dim**-0.5, window)
+    numbers = [floats(cache) if int8 else cache for cache in caches]
+    assert_attention_is_as_exact(result, q, batch, numbers, window)
 
 
 def test_large_scores(kernels, generator):

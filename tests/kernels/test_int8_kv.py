@@ -2,18 +2,20 @@
 
 import pytest
 import torch
-from kernel_accuracy import assert_as_exact_as_torch
-from paged_batches import dense_attention, int8_caches, paged_batch
+from paged_batches import assert_attention_is_as_exact, floats, int8_caches, paged_batch
 
 from octavo.kernels.quantization import kv_scales, quantize_rows
 
 FLOATS = [torch.float32, torch.bfloat16]
-HEADS = [(64, 2, 7), (48, 1, 1), (80, 2, 2), (256, 1, 4), (20, 3, 1), (4, 1, 2)]  # head_dim, KV heads, group
-
-
-def floats(cache):
-    """Return what a cache of int8 stands for."""
-    return cache.float() * kv_scales(cache).unsqueeze(-1)
+HEADS = [
+    (64, 2, 7),
+    (128, 8, 2),
+    (48, 1, 1),
+    (80, 2, 2),
+    (256, 1, 4),
+    (20, 3, 1),
+    (4, 1, 2),
+]  # head_dim, KV heads, group
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16])
@@ -61,11 +63,7 @@ def test_attention_is_that_over_the_numbers_they_stand_for(kernels, generator, h
     assert torch.equal(kernels.paged_attention(q.float(), *int8, batch, head_dim**-0.5, window), expected)
     result = kernels.paged_attention(q, *int8, batch, head_dim**-0.5, window)
     if getattr(kernels, "isa", None) in {"amx", "avx512_bf16"}:  # multiply bfloat16 with bfloat16, and int8 is both
-        numbers = [floats(cache) for cache in int8]
-        exact, plain = (
-            dense_attention(q, batch, *numbers, head_dim**-0.5, window, kind) for kind in (torch.float64, torch.float32)
-        )
-        assert_as_exact_as_torch(result, plain.bfloat16(), exact, scale=2.0)
+        assert_attention_is_as_exact(result, q, batch, [floats(cache) for cache in int8], window)
     else:
         assert torch.equal(result, expected.bfloat16())
 

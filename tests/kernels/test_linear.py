@@ -9,7 +9,17 @@ from kernel_backends import compiled_kernels
 from octavo.kernels.quantization import quantize_int4, quantize_int8
 
 FLOATS = [torch.float32, torch.bfloat16]
-SHAPES = [(1, 1, 1), (5, 123, 123), (3, 64, 33), (9, 257, 40), (33, 300, 70), (130, 520, 65)]  # rows, in, out
+SHAPES = [  # rows, in, out
+    (1, 1, 1),
+    (5, 123, 123),
+    (3, 64, 33),
+    (9, 257, 40),
+    (33, 300, 70),
+    (130, 520, 65),
+    (1, 896, 160),
+    (12, 4864, 96),  # the longest sums of a model of 0.5B
+    (60, 4864, 48),
+]
 
 
 def random(generator, *shape, dtype=torch.float32):
@@ -26,10 +36,9 @@ def test_error_is_that_of_torch(kernels, generator, x_dtype, weight_dtype, shape
     bias = random(generator, width, dtype=weight_dtype)
     packed = kernels.pack_linear(weight, bias)
     expected = x.double() @ weight.double().T + bias.double()
-    scale = x.double().abs() @ weight.double().abs().T
     wide = F.linear(x.float(), weight.float(), bias.float())
-    assert_as_exact_as_torch(kernels.linear(x, packed, float32_out=True), wide, expected, scale)
-    assert_as_exact_as_torch(kernels.linear(x, packed), wide.to(x_dtype), expected, scale)
+    assert_as_exact_as_torch(kernels.linear(x, packed, float32_out=True), wide, expected)
+    assert_as_exact_as_torch(kernels.linear(x, packed), wide.to(x_dtype), expected)
 
 
 def test_without_bias_and_with_strided_rows(kernels, generator):
@@ -37,7 +46,7 @@ def test_without_bias_and_with_strided_rows(kernels, generator):
     weight = random(generator, 40, 300)[:, 20:120]
     expected = x.double() @ weight.double().T
     result = kernels.linear(x, kernels.pack_linear(weight))
-    assert_as_exact_as_torch(result, F.linear(x, weight), expected, x.double().abs() @ weight.double().abs().T)
+    assert_as_exact_as_torch(result, F.linear(x, weight), expected)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float16], ids=str)
