@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 
+from octavo.kernels import instruction_sets
+
 COMPILED = importlib.util.find_spec("octavo._kernels") is not None
+INSTRUCTION_SETS = instruction_sets()
 
 
 _INT8_KV = " with int8 KV"

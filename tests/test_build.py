@@ -68,6 +68,9 @@ def test_what_was_asked_for_stays(architecture):
     [("cpu", "auto", "bfloat16", True), ("cpu", "reference", "bfloat16", False), ("cpu", "auto", "float32", False)],
 )
 def test_the_processor_counts_only_where_its_kernels_multiply_bfloat16(monkeypatch, device, kernels, dtype, counts):
-    monkeypatch.setattr("octavo.build.fastest_instruction_set", lambda: "amx")
-    found = build._instruction_set(DeviceConfig(device=device, kernels=kernels), dtype)
-    assert found == ("amx" if counts else None)
+    monkeypatch.setattr("octavo.build.instruction_sets", lambda: ("amx", "avx2"))
+    for isa, expected in (("auto", "amx"), ("avx2", "avx2")):
+        found = build._instruction_set(DeviceConfig(device=device, kernels=kernels, isa=isa), dtype)
+        assert found == (expected if counts else None)
+    monkeypatch.setattr("octavo.build.instruction_sets", tuple)
+    assert build._instruction_set(DeviceConfig(device=device, kernels=kernels), dtype) is None

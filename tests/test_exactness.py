@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernels_available import COMPILED, kv_precision, precision
+from kernels_available import COMPILED, INSTRUCTION_SETS, kv_precision, precision
 
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import kernels_required
@@ -22,6 +22,7 @@ needs_kernels = pytest.mark.skipif(
     not COMPILED and not kernels_required(), reason="octavo was installed without its compiled kernels"
 )
 DTYPES = ["float32", "bfloat16", "int8", "int4", "bfloat16 with int8 KV", "int8 with int8 KV"]
+MORE_DTYPES = [*DTYPES, "int4 with int8 KV", "float32 with int8 KV"]
 NUM_REQUESTS = 32
 PRESSING = {"mixed_step_ms": 0.0, "attention_cost_tokens": 0.0}  # prompts fill steps, and the cache soon
 NUM_TOKENS = 12
@@ -72,6 +73,11 @@ SCHEDULES = [
     Schedule("one_thread", num_threads=1),
     Schedule("two_threads", num_threads=2),
 ]
+# On each instruction set: few requests, whose prompts are cut, swapped out and computed beside others.
+EVERYWHERE = Schedule(
+    "chunks_and_swaps", **FEW_BLOCKS, threshold=7, swap_space_bytes=1 << 22, options=(("preemption", "swap"),)
+)
+NUM_REQUESTS_EVERYWHERE = 9
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +110,7 @@ def make_requests() -> list[tuple[list[int], SamplingParams]]:
     return requests
 
 
-def make_engine(checkpoint, dtype: str, schedule: Schedule, kernels: str) -> LLMEngine:
+def make_engine(checkpoint, dtype: str, schedule: Schedule, kernels: str, isa: str = "auto") -> LLMEngine:
     return LLMEngine(
         ModelConfig(model=str(checkpoint), **precision(dtype), skip_tokenizer_init=True, max_model_len=512),
         CacheConfig(
@@ -120,7 +126,7 @@ def make_engine(checkpoint, dtype: str, schedule: Schedule, kernels: str) -> LLM
             long_prefill_token_threshold=schedule.threshold,
             **{**PRESSING, **dict(schedule.options)},
         ),
-        device_config=DeviceConfig(device="cpu", kernels=kernels, num_threads=schedule.num_threads),
+        device_config=DeviceConfig(device="cpu", kernels=kernels, isa=isa, num_threads=schedule.num_threads),
     )
 
 
@@ -142,15 +148,24 @@ def answers(engine: LLMEngine, requests, *, staggered: bool = True) -> list[tupl
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoint):
-    """Each request by itself, with seeds as if they had arrived in order."""
-    cache: dict[tuple[str, str], list[tuple]] = {}
+def window_checkpoint(tmp_path_factory):
+    """A Mistral whose layers see 37 positions: fewer than prompts have, and no whole number of blocks or tiles."""
+    config = tiny_config("MistralForCausalLM", sliding_window=37, vocab_size=1500)
+    return write_checkpoint(tmp_path_factory.mktemp("exact") / "mistral", config, std=0.1)
 
-    def run(dtype: str, kernels: str) -> list[tuple]:
-        if (dtype, kernels) not in cache:
+
+@pytest.fixture(scope="module")
+def alone():
+    """Each request by itself, with seeds as if they had arrived in order."""
+    cache: dict[tuple, list[tuple]] = {}
+
+    def run(checkpoint, dtype: str, kernels: str, isa: str = "auto", count: int = NUM_REQUESTS) -> list[tuple]:
+        key = (checkpoint, dtype, kernels, isa, count)
+        if key not in cache:
             schedule = Schedule("alone", max_num_seqs=1, budget=256, prefix_caching=False)
-            cache[dtype, kernels] = answers(make_engine(checkpoint, dtype, schedule, kernels), make_requests())
-        return cache[dtype, kernels]
+            engine = make_engine(checkpoint, dtype, schedule, kernels, isa)
+            cache[key] = answers(engine, make_requests()[:count])
+        return cache[key]
 
     return run
 
@@ -159,9 +174,30 @@ def alone(checkpoint):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_compiled_kernels_are_exact(checkpoint, alone, schedule, dtype):
-    engine = make_engine(checkpoint, dtype, schedule, "cpu")
-    expected = alone(dtype, "cpu")
-    requests = make_requests()
+    check(make_engine(checkpoint, dtype, schedule, "cpu"), schedule, alone(checkpoint, dtype, "cpu"))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", MORE_DTYPES)
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
+def test_every_instruction_set_is_exact(checkpoint, alone, isa, dtype):
+    engine = make_engine(checkpoint, dtype, EVERYWHERE, "cpu", isa)
+    assert engine.core.executor.worker.kernels.isa == isa
+    check(engine, EVERYWHERE, alone(checkpoint, dtype, "cpu", isa, NUM_REQUESTS_EVERYWHERE))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16 with int8 KV"])
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
+def test_a_sliding_window_is_exact(window_checkpoint, alone, isa, dtype):
+    engine = make_engine(window_checkpoint, dtype, EVERYWHERE, "cpu", isa)
+    assert engine.core.executor.worker.model.architecture.sliding_window == (37, 37)
+    check(engine, EVERYWHERE, alone(window_checkpoint, dtype, "cpu", isa, NUM_REQUESTS_EVERYWHERE))
+
+
+def check(engine: LLMEngine, schedule: Schedule, expected: list[tuple]) -> None:
+    """Answer the requests and compare; look whether what the schedule is for did happen."""
+    requests = make_requests()[: len(expected)]
     for _ in range(schedule.rounds):
         got = answers(engine, requests)
         # A request without a seed gets one from its arrival number, which a second round does not repeat.
@@ -178,15 +214,15 @@ def test_compiled_kernels_are_exact(checkpoint, alone, schedule, dtype):
 
 
 @needs_kernels
-def test_number_formats_are_not_the_same_thing(alone):
+def test_number_formats_are_not_the_same_thing(checkpoint, alone):
     """Or equality within each would be nothing to be proud of."""
-    seen = [[logprobs for _, logprobs in alone(dtype, "cpu")] for dtype in DTYPES]
+    seen = [[logprobs for _, logprobs in alone(checkpoint, dtype, "cpu", count=2)] for dtype in MORE_DTYPES]
     assert all(a != b for a, b in itertools.combinations(seen, 2))
 
 
 @needs_kernels
-def test_a_sampled_answer_is_not_a_greedy_one(alone):
-    texts = {tuple(token_ids) for token_ids, _ in alone("bfloat16", "cpu")}
+def test_a_sampled_answer_is_not_a_greedy_one(checkpoint, alone):
+    texts = {tuple(token_ids) for token_ids, _ in alone(checkpoint, "bfloat16", "cpu")}
     assert len(texts) == NUM_REQUESTS
 
 
@@ -202,7 +238,7 @@ def test_float16_weights_are_computed_in_float32_on_a_cpu(checkpoint, alone):
 @pytest.mark.xfail(strict=True, reason="plain torch: one-row products and wide sums depend on the batch (docs/why.md)")
 def test_reference_kernels_are_not_exact(checkpoint, alone):
     engine = make_engine(checkpoint, "float32", Schedule("crowd"), "reference")
-    assert answers(engine, make_requests()) == alone("float32", "reference")
+    assert answers(engine, make_requests()) == alone(checkpoint, "float32", "reference")
 
 
 @needs_kernels

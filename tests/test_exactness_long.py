@@ -15,7 +15,7 @@ from octavo.models.random_weights import tiny_config, write_checkpoint
 pytestmark = needs_kernels
 VOCAB_SIZE = 500
 MAX_MODEL_LEN = 4096
-DTYPES = ["float32", "bfloat16", "int8", "int4", "bfloat16 with int8 KV"]
+DTYPES = ["float32", "bfloat16", "int8", "int4", "bfloat16 with int8 KV", "int8 with int8 KV"]
 
 
 @pytest.fixture(scope="module")

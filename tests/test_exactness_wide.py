@@ -11,7 +11,7 @@ import random
 
 import pytest
 from alone_and_crowd import alone, crowd, needs_kernels
-from kernels_available import precision
+from kernels_available import kv_precision, precision
 
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.models import loader
@@ -33,7 +33,7 @@ CONFIG = tiny_config(
 )
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32", "int8", "int4"])
+@pytest.fixture(scope="module", params=["bfloat16", "float32", "int8", "int4", "int8 with int8 KV"])
 def engine(request, tmp_path_factory):
     """An engine that finds nothing of a request's in the cache when it comes a second time."""
     directory = tmp_path_factory.mktemp("wide")
@@ -45,7 +45,7 @@ def engine(request, tmp_path_factory):
             ModelConfig(
                 model=str(directory), **precision(request.param), load_format="dummy", skip_tokenizer_init=True
             ),
-            CacheConfig(num_gpu_blocks=256, enable_prefix_caching=False),
+            CacheConfig(num_gpu_blocks=256, enable_prefix_caching=False, **kv_precision(request.param)),
             SchedulerConfig(max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=256),
             device_config=DeviceConfig(device="cpu", kernels="cpu"),
         )

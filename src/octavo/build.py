@@ -13,7 +13,7 @@ from octavo.engine.llm_engine import Engine
 from octavo.errors import ConfigError
 from octavo.events import FanOut, NullSink, RecentEvents
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
-from octavo.kernels import attention_slowness, fastest_instruction_set
+from octavo.kernels import attention_slowness, instruction_sets
 from octavo.launch import Checkpoint, make_grammars, make_processors
 from octavo.metrics import EngineMetrics
 from octavo.worker.worker import LocalExecutor, Worker, resolve_device
@@ -125,7 +125,7 @@ def _instruction_set(config: DeviceConfig, dtype: str) -> str | None:
     """What multiplies bfloat16; None where something else computes: plain torch, a GPU, or float32 lanes."""
     if dtype != "bfloat16" or config.kernels == "reference" or resolve_device(config.device).type != "cpu":
         return None
-    return fastest_instruction_set()
+    return next(iter(instruction_sets()), None) if config.isa == "auto" else config.isa
 
 
 def _device_config(config: EngineConfig) -> DeviceConfig:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
 QUANTIZATIONS = ("int8", "int4")
 KV_CACHE_DTYPES = ("auto", "int8")
+INSTRUCTION_SETS = ("auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 SECRET_VARIABLES = (API_KEY_VARIABLE, "OCTAVO_SERVE_API_KEY")  # the engine process has no use for them
 DEFAULT_PACKED_CACHE_BYTES = 16 << 30
@@ -249,14 +250,19 @@ _CHOICES: dict[str, type[StrEnum]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
-    """Where tensors live and which kernels serve. device None: CUDA when there, else the CPU."""
+    """Where tensors live and which kernels serve. device None: CUDA when there, else the CPU.
+
+    isa: the instruction set of the compiled kernels; "auto" is the best that the processor has.
+    """
 
     device: str | None = None
     kernels: str = "auto"
+    isa: str = "auto"
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("kernels", self.kernels, ("auto", "cpu", "reference"))
+        _one_of("isa", self.isa, INSTRUCTION_SETS)
         _at_least("num_threads", self.num_threads, 1, may_be_none=True)
 
 

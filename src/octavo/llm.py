@@ -156,6 +156,7 @@ class LLM:
         chat_template: str | None = None,
         device: str | None = None,
         kernels: str = "auto",
+        isa: str = "auto",
         num_threads: int | None = None,
         **others: Any,
     ) -> None:
@@ -199,7 +200,7 @@ class LLM:
                     long_prefill_token_threshold=long_prefill_token_threshold,
                     **scheduler_options,
                 ),
-                device_config=DeviceConfig(device=device, kernels=kernels, num_threads=num_threads),
+                device_config=DeviceConfig(device=device, kernels=kernels, isa=isa, num_threads=num_threads),
                 progress=progress,
             )
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from kernel_backends import compiled_kernels
 
+from octavo.config import DeviceConfig
 from octavo.errors import ConfigError
-from octavo.kernels import create_kernels
+from octavo.kernels import create_kernels, instruction_sets
 
 CPU = torch.device("cpu")
 
@@ -60,6 +61,25 @@ def compiled_kernels_without_skip(isa):
     from octavo.kernels.cpu import CpuKernels
 
     return CpuKernels(isa)
+
+
+def test_a_user_may_choose_the_instruction_set():
+    compiled_kernels()
+    for isa in instruction_sets():
+        assert create_kernels(CPU, num_threads=1, isa=isa).isa == isa
+    assert create_kernels(CPU, num_threads=1).isa == instruction_sets()[0]
+
+
+def test_instruction_sets_that_cannot_serve(monkeypatch):
+    compiled_kernels()
+    monkeypatch.setattr("octavo.kernels.instruction_sets", lambda: ("avx2", "portable"))
+    with pytest.raises(ConfigError, match="'amx' cannot be used: this processor has avx2, portable"):
+        create_kernels(CPU, isa="amx")
+    for device, backend in ((CPU, "reference"), (torch.device("meta"), "auto")):
+        with pytest.raises(ConfigError, match="'avx2' cannot be used: no compiled kernels serve here"):
+            create_kernels(device, backend, isa="avx2")
+    with pytest.raises(ConfigError, match="isa must be one of auto, amx"):
+        DeviceConfig(isa="sse")
 
 
 def test_number_of_threads_changes_while_results_stay(generator):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from kernels_available import COMPILED
+from kernels_available import COMPILED, INSTRUCTION_SETS
 from safetensors import safe_open
 
 from octavo.config import kernels_required
@@ -47,11 +47,11 @@ def packs(monkeypatch):
     return counts
 
 
-def load(path, cache, dtype="bfloat16", quantization="int8", **options):
+def load(path, cache, dtype="bfloat16", quantization="int8", isa="auto", **options):
     from octavo.kernels.cpu import CpuKernels
 
     return load_model(
-        path, read_architecture(path), CpuKernels(linear="packed", num_threads=1), dtype=dtype,
+        path, read_architecture(path), CpuKernels(isa, linear="packed", num_threads=1), dtype=dtype,
         device=torch.device("cpu"), max_model_len=64, quantization=quantization, packed_cache=cache, **options,
     )  # fmt: skip
 
@@ -75,6 +75,18 @@ def test_what_is_read_is_what_was_packed(dtype, quantization, checkpoint, cache,
     for model in (first, second):
         assert torch.equal(prompt_logits(model, PROMPT), expected)
     assert second.lm_head.storage.data.data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_what_one_instruction_set_packed_is_right_for_the_others(checkpoint, cache, prompt_logits, quantization):
+    """Some share a file and some do not: each computes what it does without the cache, whoever wrote it."""
+    formats = "bfloat16", quantization
+    alone = {isa: prompt_logits(load(checkpoint, None, *formats, isa), PROMPT) for isa in INSTRUCTION_SETS}
+    for order in (INSTRUCTION_SETS, INSTRUCTION_SETS[::-1]):
+        for path in kept_files(cache):
+            path.unlink()
+        for isa in order:
+            assert torch.equal(prompt_logits(load(checkpoint, cache, *formats, isa), PROMPT), alone[isa]), isa
 
 
 def test_a_checkpoint_that_is_quantized_already_is_kept(checkpoint, cache, tmp_path, packs):

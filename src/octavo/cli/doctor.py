@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.cli.command import command
+from octavo.config import INSTRUCTION_SETS
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ Isa = Annotated[
     str,
     typer.Option(
         "--isa",
-        metavar="auto|amx|avx512_bf16|avx512_vnni|avx512|avx2|portable",
+        metavar="|".join(INSTRUCTION_SETS),
         help="Examine this instruction set instead of the best one, and tell what is lost by it.",
     ),
 ]
@@ -43,7 +44,6 @@ Precisions = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4")
-_ISAS = ("auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
 
 
 @command(
@@ -62,8 +62,8 @@ def doctor(
     Takes 15 to 20 seconds with the shapes of a small model on two cores. Exit status 1 when a product depends on what
     is computed beside it.
     """
-    if isa not in _ISAS:
-        raise ConfigError(f"isa must be one of {', '.join(_ISAS)}, got {isa!r}")
+    if isa not in INSTRUCTION_SETS:
+        raise ConfigError(f"isa must be one of {', '.join(INSTRUCTION_SETS)}, got {isa!r}")
     for each in precision or ():
         if each not in _PRECISIONS:
             raise ConfigError(f"precision must be one of {', '.join(_PRECISIONS)}, got {each!r}")

@@ -18,6 +18,7 @@ from octavo.config import (
     DEFAULT_MAX_NUM_WAITING_TOKENS,
     DEFAULT_OFFLINE_BATCHED_TOKENS,
     DEFAULT_PACKED_CACHE_BYTES,
+    INSTRUCTION_SETS,
     AdmissionRule,
     BatchingMode,
     CacheConfig,
@@ -431,6 +432,14 @@ class EngineOptions:
             help="auto takes the fastest kernels there are; reference is plain torch.",
         ),
     ] = "auto"
+    isa: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(INSTRUCTION_SETS),
+            rich_help_panel=_DEVICE,
+            help="Instruction set of the compiled kernels; auto takes the best that the processor has.",
+        ),
+    ] = "auto"
     num_threads: Annotated[
         int | None,
         typer.Option(
@@ -493,7 +502,7 @@ class EngineOptions:
                 **{name: getattr(self, name) for name in _SAME_NAMES},
             ),
             record=self.record,
-            device=DeviceConfig(device=self.device, kernels=self.kernels, num_threads=self.num_threads),
+            device=DeviceConfig(device=self.device, kernels=self.kernels, isa=self.isa, num_threads=self.num_threads),
         )
 
     def launch(self) -> RemoteEngine:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from octavo.errors import ConfigError
 from octavo.kernels.interface import AttentionBatch, Kernels, PackedLinear, SamplingRows
 
 if TYPE_CHECKING:
     import torch
+
+    from octavo.kernels.cpu import Isa
 
 __all__ = [
     "AttentionBatch",
@@ -19,7 +21,7 @@ __all__ = [
     "SamplingRows",
     "attention_slowness",
     "create_kernels",
-    "fastest_instruction_set",
+    "instruction_sets",
 ]
 
 
@@ -41,23 +43,26 @@ def attention_slowness(isa: str | None, bits: int) -> float:
     return _ATTENTION_SLOWNESS.get(isa or "", _ATTENTION_SLOWNESS["avx512_vnni"])[bits]
 
 
-def fastest_instruction_set() -> str | None:
-    """Return the one that compiled kernels take on this processor; None where they were not compiled."""
+def instruction_sets() -> tuple[str, ...]:
+    """Return those that compiled kernels can take on this processor, best first; none where they were not compiled."""
     if importlib.util.find_spec("octavo._kernels") is None:
-        return None
+        return ()
     from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
 
-    return str(_kernels.instruction_sets()[0])
+    return tuple(_kernels.instruction_sets())
 
 
-def create_kernels(device: torch.device, backend: str = "auto", num_threads: int | None = None) -> Kernels:
+def create_kernels(
+    device: torch.device, backend: str = "auto", num_threads: int | None = None, isa: str = "auto"
+) -> Kernels:
     """Return the kernels for a device.
 
     backend: "auto" is the compiled kernels on the CPU, and plain torch elsewhere or, with a warning, where nothing was
     compiled; "reference" is plain torch; "cpu" is the compiled kernels or an error. num_threads is for the compiled
-    kernels, which bring their own threads: see `CpuKernels` on what becomes of torch's.
+    kernels, which bring their own threads: see `CpuKernels` on what becomes of torch's. isa: their instruction set;
+    "auto" is the best that the processor has.
 
-    Raises ConfigError for an unknown backend, or "cpu" where it cannot serve.
+    Raises ConfigError for an unknown backend, "cpu" where it cannot serve, or an instruction set that cannot.
     """
     if backend not in {"auto", "reference", "cpu"}:
         raise ConfigError(f"kernel backend {backend!r} is unknown; choose auto, reference or cpu")
@@ -69,11 +74,17 @@ def create_kernels(device: torch.device, backend: str = "auto", num_threads: int
             "kernel backend 'cpu' needs octavo's compiled kernels, which this installation lacks; install octavo where "
             "a C++ compiler is found (OCTAVO_REQUIRE_KERNELS=1 makes pip show why one fails), or choose reference"
         )
-    if device.type == "cpu" and backend != "reference":
+    wants_compiled = device.type == "cpu" and backend != "reference"
+    if isa != "auto":
+        available = instruction_sets() if wants_compiled else ()
+        if isa not in available:
+            reason = f"this processor has {', '.join(available)}" if available else "no compiled kernels serve here"
+            raise ConfigError(f"instruction set {isa!r} cannot be used: {reason}")
+    if wants_compiled:
         if compiled:
             from octavo.kernels.cpu import CpuKernels  # noqa: PLC0415  needs the compiled module
 
-            return CpuKernels(num_threads=num_threads)
+            return CpuKernels(cast("Isa", isa), num_threads=num_threads)
         warnings.warn(
             "octavo was installed without its compiled kernels: it runs on plain torch, several times slower, and a "
             "token may depend on the batch it was computed in. Reinstall octavo where a C++ compiler is found; "

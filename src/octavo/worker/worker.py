@@ -75,7 +75,7 @@ class Worker:
         grammars: GrammarCompiler | None = None,
     ) -> None:
         self.device = resolve_device(device_config.device)
-        self.kernels = create_kernels(self.device, device_config.kernels, device_config.num_threads)
+        self.kernels = create_kernels(self.device, device_config.kernels, device_config.num_threads, device_config.isa)
         if self.device.type == "cpu" and not self.kernels.has_own_threads:
             torch.set_num_threads(device_config.num_threads or default_num_threads())
         self.model = load_model(
