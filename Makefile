@@ -7,6 +7,7 @@
 #                                       (SEEDS=10 RESUME=FILE: several seeds, kept in FILE, to go on with;
 #                                       COVERAGE=100: fail where three features met less often)
 #   make guard                          has a kernel become slow? shares of what the machine gives in the same run
+#   make quality                        what rounding costs the built-in model: right answers and KL divergence, in bounds
 #   make mutants                        faults put back on purpose: is each of them seen?
 
 PYTHON ?= python3
@@ -25,7 +26,7 @@ SEED ?= 0
 SEEDS ?= 1
 JOBS ?= 1
 
-.PHONY: demo serve test test-all simulate mutants guard lint format bench clean
+.PHONY: demo serve test test-all simulate mutants guard quality lint format bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -61,6 +62,9 @@ mutants: $(DEV_STAMP)
 
 guard: $(DEV_STAMP)
 	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -m performance tests/kernels/test_speed.py
+
+quality: $(DEV_STAMP)
+	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -m slow tests/tools/test_eval_demo_model.py
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

@@ -37,9 +37,10 @@ MAX_TOKENS = 64
 
 @dataclass(frozen=True)
 class Rounding:
-    """What octavo rounds: the weights ("int8", "int4" or None), and keys and values ("int8" or "auto")."""
+    """What octavo rounds: the weights ("int8", "int4" in groups, or None), and keys and values ("int8" or "auto")."""
 
     quantization: str | None = None
+    group_size: int = 32
     kv_cache_dtype: str = "auto"
 
 
@@ -49,7 +50,7 @@ def answer_with_octavo(
     """Greedy answers through octavo."""
     from octavo import LLM, SamplingParams  # noqa: PLC0415  the backend not chosen need not be installed
 
-    llm = LLM(model=model, quantization=rounding.quantization, kv_cache_dtype=rounding.kv_cache_dtype)
+    llm = LLM(model=model, **asdict(rounding))
     outputs = llm.chat(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
     return [output.outputs[0].text for output in outputs]
 
@@ -120,6 +121,7 @@ def logits_of(model: str, rows: list[list[int]], counted: list[int], rounding: R
         device=device,
         max_model_len=size,
         quantization=rounding.quantization,
+        group_size=rounding.group_size,
     )
     cache = PagedKVCache(
         num_blocks=1,
@@ -182,6 +184,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="which held-out questions (default 0)")
     parser.add_argument("--backend", choices=sorted(backends()), default="octavo", help="who answers (default octavo)")
     parser.add_argument("--quantization", choices=("int8", "int4"), help="how octavo rounds the weights (default: not)")
+    parser.add_argument("--group-size", type=int, default=32, help="of int4: features that share a scale (default 32)")
     parser.add_argument(
         "--kv-cache-dtype", choices=("auto", "int8"), default="auto", help="how octavo keeps keys and values (auto)"
     )
@@ -190,7 +193,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--min-overall", type=float, default=0.0, help="exit 1 below this overall share, as 0.90")
     parser.add_argument("--min-task", type=float, default=0.0, help="exit 1 when any task is below this share")
     args = parser.parse_args()
-    args.rounding = Rounding(args.quantization, args.kv_cache_dtype)
+    args.rounding = Rounding(args.quantization, args.group_size, args.kv_cache_dtype)
     if args.rounding != Rounding() and args.backend != "octavo":
         parser.error("--quantization and --kv-cache-dtype are octavo's")
     return args

@@ -71,6 +71,7 @@ def build_core(
         device_config=device_config,
         load_format=model_config.load_format,
         quantization=model_config.quantization,
+        group_size=model_config.group_size,
         packed_cache_bytes=model_config.packed_cache_bytes,
         seed=model_config.seed,
         progress=progress,
@@ -87,7 +88,11 @@ def build_core(
         clock=clock,
         sink=FanOut([metrics, recent, sink or NullSink()]),
         num_host_blocks=worker.kv_cache.num_host_blocks,
-        cache_keys=(identity, f"kv:{worker.kv_dtype}", f"weights:{model_config.quantization}"),
+        cache_keys=(
+            identity,
+            f"kv:{worker.kv_dtype}",
+            f"weights:{model_config.quantization}:{model_config.group_size}",
+        ),
     )
     return EngineCore(_recorded(scheduler, clock, config.record), LocalExecutor(worker), metrics, recent)
 

@@ -26,6 +26,8 @@ INSTRUCTION_SETS = ("auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 SECRET_VARIABLES = (API_KEY_VARIABLE, "OCTAVO_SERVE_API_KEY")  # the engine process has no use for them
 DEFAULT_PACKED_CACHE_BYTES = 16 << 30
+_GROUP_MULTIPLE = 32  # as in `octavo.kernels.quantization`
+DEFAULT_GROUP_SIZE = 32  # of weights that are rounded to int4 as they are loaded
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
@@ -76,8 +78,9 @@ class ModelConfig:
     dtype: "auto" takes the checkpoint's. max_model_len None takes the checkpoint's.
     quantization: "int8" rounds weights as they are loaded, one scale per output feature, and multiplies them with
     activations rounded to int8, one scale per token (W8A8). "int4" rounds those of the layers to four bits, one scale
-    per 32 input features (W4A8), and embeddings and lm_head to int8. None leaves weights as they are. Weights that are
-    integers in the checkpoint stay what they are in any case.
+    per group_size input features (W4A8), and embeddings and lm_head to int8. None leaves weights as they are. Weights
+    that are integers in the checkpoint stay what they are in any case.
+    group_size: of int4, a multiple of 32; larger groups take less memory and are less exact.
     packed_cache_bytes: how much disk rounded weights may take in the user's cache directory, so that the next start
     need not round and pack them again; the longest unused go first; 0 keeps none.
     seed: the seeds of requests without one are drawn from it and their arrival number.
@@ -89,6 +92,7 @@ class ModelConfig:
     tokenizer: str | None = None
     dtype: str = "auto"
     quantization: str | None = None
+    group_size: int = DEFAULT_GROUP_SIZE
     packed_cache_bytes: int = DEFAULT_PACKED_CACHE_BYTES
     max_model_len: int | None = None
     seed: int = 0
@@ -109,6 +113,11 @@ class ModelConfig:
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
         if self.quantization is not None:
             _one_of("quantization", self.quantization, QUANTIZATIONS)
+        _at_least("group_size", self.group_size, _GROUP_MULTIPLE)
+        if self.group_size % _GROUP_MULTIPLE:
+            raise ConfigError(f"group_size must be a multiple of {_GROUP_MULTIPLE}, got {self.group_size}")
+        if self.group_size != DEFAULT_GROUP_SIZE and self.quantization != "int4":
+            raise ConfigError(f"group_size ({self.group_size}) is of quantization int4, not of {self.quantization}")
         _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         _one_of("generation_config", self.generation_config, ("auto", "vllm"))
 

@@ -14,6 +14,7 @@ from octavo.build import build_engine
 from octavo.compatibility import accept_arguments
 from octavo.config import (
     DEFAULT_BLOCK_SIZE,
+    DEFAULT_GROUP_SIZE,
     DEFAULT_MAX_NUM_SEQS,
     DEFAULT_PACKED_CACHE_BYTES,
     CacheConfig,
@@ -137,6 +138,7 @@ class LLM:
         skip_tokenizer_init: bool = False,
         dtype: str = "auto",
         quantization: str | None = None,
+        group_size: int = DEFAULT_GROUP_SIZE,
         packed_cache_bytes: int = DEFAULT_PACKED_CACHE_BYTES,
         seed: int | None = 0,
         max_model_len: int | None = None,
@@ -172,6 +174,7 @@ class LLM:
                     skip_tokenizer_init=skip_tokenizer_init,
                     dtype=dtype,
                     quantization=quantization,
+                    group_size=group_size,
                     packed_cache_bytes=packed_cache_bytes,
                     seed=seed or 0,
                     max_model_len=max_model_len,

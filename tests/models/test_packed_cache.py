@@ -8,7 +8,7 @@ import torch
 from kernels_available import COMPILED, INSTRUCTION_SETS
 from safetensors import safe_open
 
-from octavo.config import kernels_required
+from octavo.config import DEFAULT_GROUP_SIZE, kernels_required
 from octavo.kernels.reference import ReferenceKernels
 from octavo.models import packed_cache
 from octavo.models.loader import load_model
@@ -87,6 +87,17 @@ def test_what_one_instruction_set_packed_is_right_for_the_others(checkpoint, cac
             path.unlink()
         for isa in order:
             assert torch.equal(prompt_logits(load(checkpoint, cache, *formats, isa), PROMPT), alone[isa]), isa
+
+
+def test_groups_of_another_size_are_other_weights(checkpoint, cache, prompt_logits):
+    """What was kept for one size is not taken for another, whose logits are its own."""
+    found = {
+        size: [prompt_logits(load(checkpoint, kept, "bfloat16", "int4", group_size=size), PROMPT) for kept in stores]
+        for size, stores in ((32, (None, cache)), (64, (None, cache, cache)), (32, (None, cache, cache)))
+    }
+    assert all(torch.equal(logits, same[0]) for same in found.values() for logits in same)
+    assert not torch.equal(found[32][0], found[64][0])
+    assert len(kept_files(cache)) == 2
 
 
 def test_a_checkpoint_that_is_quantized_already_is_kept(checkpoint, cache, tmp_path, packs):
@@ -204,7 +215,7 @@ def test_the_longest_unused_go_first(tmp_path, cache, packs):
     layout = CpuKernels(linear="packed", num_threads=1).layout
     for index, path in enumerate(paths[:3]):
         load(path, small)
-        os.utime(small.path(path, layout, "bfloat16", "int8"), (index + 1, index + 1))
+        os.utime(small.path(path, layout, "bfloat16", "int8", DEFAULT_GROUP_SIZE), (index + 1, index + 1))
     load(paths[0], small)  # used: now it is the youngest
     load(paths[3], small)
     packs.clear()

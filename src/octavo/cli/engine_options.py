@@ -12,6 +12,7 @@ import typer
 from octavo.assets import BUILT_IN_MODEL
 from octavo.config import (
     DEFAULT_BLOCK_SIZE,
+    DEFAULT_GROUP_SIZE,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
     DEFAULT_MAX_NUM_WAITING,
@@ -147,6 +148,14 @@ class EngineOptions:
             "already need no option. Default: as in the checkpoint.",
         ),
     ] = None
+    group_size: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            rich_help_panel=_MODEL,
+            help="Input features that share a scale in --quantization int4: a multiple of 32.",
+        ),
+    ] = DEFAULT_GROUP_SIZE
     packed_cache_bytes: Annotated[
         int,
         typer.Option(
@@ -475,6 +484,7 @@ class EngineOptions:
                 tokenizer=self.tokenizer,
                 dtype=self.dtype,
                 quantization=self.quantization,
+                group_size=self.group_size,
                 packed_cache_bytes=self.packed_cache_bytes,
                 max_model_len=self.max_model_len,
                 seed=self.seed,

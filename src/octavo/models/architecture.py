@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.models.rope_config import RopeConfig, read_rope
 from octavo.models.stored_quantization import StoredQuantization, StoredTensor, read_stored_quantization
 
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-INT4_GROUP_SIZE = 32  # of weights that are rounded as they are loaded
 _MAX_HEAD_DIM = 256  # what the compiled kernels' buffers hold
 _ACTIVATIONS = ("silu", "swish")  # two names of one function
 
@@ -65,16 +65,22 @@ class Architecture:
         """Number of weights in the checkpoint; tied embeddings count once."""
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
-    def weight_bytes(self, dtype: str, norm_dtype: str | None = None, quantization: str | None = None) -> int:
+    def weight_bytes(
+        self,
+        dtype: str,
+        norm_dtype: str | None = None,
+        quantization: str | None = None,
+        group_size: int = DEFAULT_GROUP_SIZE,
+    ) -> int:
         """Bytes of all weights in `dtype`; norm weights are kept in `norm_dtype` (that of the activations).
 
-        quantization: how matrices are rounded that are not stored as integers. An int8 matrix takes a byte a weight,
-        and four for the scale of each row; an int4 one half a byte, two for each scale and zero point, and four for the
-        unit of each row.
+        quantization, group_size: how matrices are rounded that are not stored as integers. An int8 matrix takes a byte
+        a weight, and four for the scale of each row; an int4 one half a byte, two for each scale and zero point, and
+        four for the unit of each row.
         """
         total = 0
         for name, shape in self.tensor_shapes().items():
-            bits, groups, zeros = self._rounding(name, shape, quantization)
+            bits, groups, zeros = self._rounding(name, shape, quantization, group_size)
             if bits == 8:
                 total += math.prod(shape) + 4 * shape[0]
             elif bits == 4:
@@ -83,14 +89,16 @@ class Architecture:
                 total += math.prod(shape) * DTYPE_BYTES[(norm_dtype or dtype) if is_norm(name) else dtype]
         return total
 
-    def _rounding(self, name: str, shape: tuple[int, ...], quantization: str | None) -> tuple[int | None, int, bool]:
+    def _rounding(
+        self, name: str, shape: tuple[int, ...], quantization: str | None, group_size: int
+    ) -> tuple[int | None, int, bool]:
         """Return (bits, scales of a row, whether there are zero points) of a tensor; bits None: not rounded."""
         if len(shape) != 2:
             return None, 0, False
         if self.stored is not None and self.stored.covers(name.removesuffix(".weight")):
             return self.stored.bits, self.stored.num_groups(shape[1]), self.stored.has_zeros
         if quantization == "int4" and not is_vocabulary(name):
-            return 4, -(-shape[1] // INT4_GROUP_SIZE), False
+            return 4, -(-shape[1] // group_size), False
         return (None if quantization is None else 8), 1, False
 
     @property

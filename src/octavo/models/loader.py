@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.errors import ModelError
 from octavo.kernels.quantization import ROUNDING_VERSION, fuse_quantized
-from octavo.models.architecture import INT4_GROUP_SIZE, is_norm, is_vocabulary
+from octavo.models.architecture import is_norm, is_vocabulary
 from octavo.models.checkpoint import CheckpointFiles, find_weight_files
 from octavo.models.layers import CausalLM, ModelContext
 from octavo.models.packed_cache import KeptWeights, PackedCache, identify
@@ -58,6 +59,7 @@ def load_model(
     max_model_len: int,
     load_format: str = "auto",
     quantization: str | None = None,
+    group_size: int = DEFAULT_GROUP_SIZE,
     seed: int = 0,
     packed_cache: PackedCache | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -66,7 +68,8 @@ def load_model(
 
     dtype: "float32", "bfloat16" or "float16", of the packed weights. load_format "dummy" makes random weights from
     `seed` and reads no file. quantization: "int8" or "int4" rounds weights that are not integers in the checkpoint, see
-    `octavo.kernels.quantization`; with "int4" embeddings and lm_head are int8.
+    `octavo.kernels.quantization`; with "int4" embeddings and lm_head are int8, and group_size
+    input features share a scale.
     packed_cache: where rounded weights are kept packed for the next start, and found again; None for nowhere.
     progress(done, total) is called after each tensor, in bytes of weights in `dtype`.
     Peak memory is that of the packed weights, of pages last read and, where weights are converted or rounded, of the
@@ -84,12 +87,12 @@ def load_model(
     computed = activation_dtype(dtype, device)
     total = replace(architecture, stored=None).weight_bytes(dtype, str(computed).removeprefix("torch."))
     packer = _Packer(
-        source, architecture, kernels, _TORCH_DTYPES[dtype], quantization, computed, device, total, progress
+        source, architecture, kernels, _TORCH_DTYPES[dtype], quantization, group_size, computed, device, total, progress
     )
     kept = None
     is_rounded = quantization is not None or architecture.stored is not None  # packing alone is as fast as reading
     if packed_cache is not None and is_rounded and load_format != "dummy" and kernels.layout is not None:
-        formats = (kernels.layout, dtype, quantization)
+        formats = (kernels.layout, dtype, quantization, group_size)
         versions = (ROUNDING_VERSION, READING_VERSION)
         identity = identify([directory / "config.json", *find_weight_files(directory)], *formats, *versions)
         kept = KeptWeights(packed_cache, packed_cache.path(directory, *formats), identity, kernels, packer)
@@ -121,6 +124,7 @@ class _Packer:
         kernels: Kernels,
         dtype: torch.dtype,
         quantization: str | None,
+        group_size: int,
         norm_dtype: torch.dtype,
         device: torch.device,
         total_bytes: int,
@@ -132,6 +136,7 @@ class _Packer:
         self.kernels = kernels
         self.dtype = dtype
         self.quantization = quantization
+        self.group_size = group_size
         self.norm_dtype = norm_dtype
         self.device = device
         self.done_bytes = 0
@@ -159,7 +164,7 @@ class _Packer:
         if self.quantization is None:
             return [self._alias(tensor) for tensor in tensors]
         bits = 8 if is_vocabulary(tensors[0]) or self.quantization == "int8" else 4
-        rounded = fuse_quantized([self._round(self._alias(tensor), bits) for tensor in tensors])
+        rounded = fuse_quantized([self._round(self._alias(tensor), bits, self.group_size) for tensor in tensors])
         if isinstance(self.source, CheckpointFiles):
             self.source.release()  # before it is packed: the vocabulary's weight is the largest
         return rounded
@@ -174,7 +179,7 @@ class _Packer:
         weight = self.source.tensor(f"{name}.weight").to(self.device)
         return self._round(weight, self.stored.bits, self.stored.group_size or shape[1])
 
-    def _round(self, weight: Tensor, bits: int, group_size: int = INT4_GROUP_SIZE) -> QuantizedWeight:
+    def _round(self, weight: Tensor, bits: int, group_size: int) -> QuantizedWeight:
         return self.kernels.round_weight(weight, bits, group_size)
 
     def _refuse_biases(self, names: tuple[str, ...]) -> None:

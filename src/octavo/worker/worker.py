@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.errors import ConfigError, ExecutionError
 from octavo.kernels import create_kernels
 from octavo.kernels.machine import default_num_threads
@@ -69,6 +70,7 @@ class Worker:
         device_config: DeviceConfig,
         load_format: str = "auto",
         quantization: str | None = None,
+        group_size: int = DEFAULT_GROUP_SIZE,
         packed_cache_bytes: int = 0,
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
@@ -87,6 +89,7 @@ class Worker:
             max_model_len=max_model_len,
             load_format=load_format,
             quantization=quantization,
+            group_size=group_size,
             packed_cache=_packed_cache(packed_cache_bytes),
             seed=seed,
             progress=progress,

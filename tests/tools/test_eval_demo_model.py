@@ -1,0 +1,59 @@
+"""What rounding costs the built-in model on held-out questions, as bounds that hold."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from kernels_available import COMPILED
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+demo_data = pytest.importorskip("demo_data")
+evaluation = pytest.importorskip("eval_demo_model")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not COMPILED, reason="octavo was installed without its compiled kernels"),
+]
+MODEL = Path(evaluation.__file__).parents[1] / "src" / "octavo" / "assets" / "demo"
+QUESTIONS = 40  # of each task
+# What may be lost of the share of right answers, and the KL divergence in nats a token: about twice what was measured.
+BOUNDS = {
+    "int8": (evaluation.Rounding("int8"), 0.01, 1e-4),
+    "int4": (evaluation.Rounding("int4"), 0.03, 1.5e-3),
+    "int8 KV": (evaluation.Rounding(kv_cache_dtype="int8"), 0.01, 1e-4),
+}
+
+
+@pytest.fixture(scope="module")
+def examples():
+    found = [each for task in demo_data.CHECKABLE_TASKS for each in demo_data.questions(task, QUESTIONS, 0)]
+    assert all(example.held_out for example in found)
+    return found
+
+
+def share_of_right(examples, rounding):
+    answers = evaluation.answer_with_octavo(str(MODEL), [example.prompt() for example in examples], rounding)
+    scores = evaluation.grade(examples, answers)
+    return sum(scores.values()) / len(scores)
+
+
+@pytest.fixture(scope="module")
+def plain_share(examples):
+    share = share_of_right(examples, evaluation.Rounding())
+    assert share > 0.9
+    return share
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_answers_stay_right(examples, plain_share, name):
+    rounding, points, _ = BOUNDS[name]
+    assert share_of_right(examples, rounding) >= plain_share - points
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_distributions_stay_near(examples, name):
+    rounding, _, nats = BOUNDS[name]
+    divergence, agreement = evaluation.divergence(str(MODEL), examples[::4], rounding)
+    assert 0 < divergence < nats  # 0 would be no rounding at all
+    assert agreement > 0.995
