@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,6 +87,27 @@ def test_bad_input(doctor, arguments, message):
     status, _, error = doctor(*arguments)
     assert status == 1
     assert message in error
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+@pytest.mark.parametrize("depth", [64, 256, 896, 1024, 4864])
+def test_so_many_rows_are_checked_that_panels_are_met_again(precision, depth):
+    """As csrc says how many are not: `TasksOfTiles`, and the blocks of the products without tiles."""
+    module = pytest.importorskip("octavo.doctor")
+    rows, row_bytes = module.checked_rows(precision, depth), depth * (1 if precision == "int8" else 2)
+    pairs = -(-rows // 32)
+    blocks = -(-pairs // constant("linear_tiles.h", "kBlockPairs"))
+    block_rows = -(-pairs // blocks) * 32
+    assert blocks > constant("linear_tiles.h", "kNearBytes") // (block_rows * row_bytes)
+    assert rows > constant("quantized_rows.h", "kBlockBytes") // row_bytes
+    assert rows > constant("linear.h", "kBlockRows")
+
+
+def constant(file, name):
+    """Read a number of csrc; a tile of rows is 14 of them with AVX-512."""
+    text = (Path(__file__).parents[1] / "csrc" / file).read_text()
+    found = re.search(rf"constexpr int64_t {name} = ([^;]*);", text)
+    return eval(found[1], {"kTileRows": 14})
 
 
 def test_torch_keeps_its_threads(doctor):
