@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from octavo.cli.engine_options import EngineOptions, parse_size
 from octavo.cli.workloads import make_workloads, read_workloads
 from octavo.config import SchedulingPolicy
 from octavo.engine.input_processor import InputProcessor
+from octavo.errors import ConfigError
+from octavo.server.tenants import Tenant, add_key
 
 runner = CliRunner()
 COMMANDS = (
@@ -518,6 +521,44 @@ def test_serve_refuses_an_open_door(fake_model: FakeExecutor, monkeypatch: pytes
     result = run("serve", "--host", "0.0.0.0", "--port", "0")
     assert result.exit_code == 1
     assert "--insecure" in result.stderr
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What SIGHUP does whenever a model is loaded; it never is."""
+    seen: list[Any] = []
+
+    def launch(_options: EngineOptions) -> Any:
+        seen.append(signal.getsignal(signal.SIGHUP))
+        raise ConfigError("no model here")
+
+    monkeypatch.setattr(EngineOptions, "launch", launch)
+    before = signal.getsignal(signal.SIGHUP)
+    yield seen
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_serve_reads_its_files_before_the_model(loads: list[Any], tmp_path: Path) -> None:
+    broken, missing = tmp_path / "broken", str(tmp_path / "missing")
+    broken.write_text("no certificate, and no TOML")
+    for options, told in (
+        (("--ssl-certfile", missing, "--ssl-keyfile", missing), "certificate for TLS and its key cannot be used"),
+        (("--ssl-certfile", str(broken), "--ssl-keyfile", str(broken)), "certificate for TLS and its key cannot be"),
+        (("--api-keys", missing), "cannot be read"),
+        (("--api-keys", str(broken)), "not valid TOML"),
+        (("--audit-log", str(tmp_path / "no" / "folder")), "audit log"),
+    ):
+        result = run("serve", "--port", "0", *options)
+        assert result.exit_code == 1, options
+        assert told in result.stderr
+    assert not loads
+
+
+def test_sighup_does_nothing_while_the_model_is_loaded(loads: list[Any], tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    add_key(keys, Tenant(name="alice"))
+    assert run("serve", "--port", "0", "--api-keys", str(keys)).exit_code == 1
+    assert loads == [signal.SIG_IGN]
 
 
 SERVE = """

@@ -20,6 +20,7 @@ DATA = {
     "events",
     "glimpse",
     "metrics",
+    "logs",
 }
 # room -> rooms it may import, itself included; `grammars` is a tool of both sides
 MAY_IMPORT = {

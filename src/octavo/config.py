@@ -23,6 +23,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
 QUANTIZATIONS = ("int8", "int4")
 KV_CACHE_DTYPES = ("auto", "int8")
 INSTRUCTION_SETS = ("auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
+LOG_FORMATS = ("text", "json")
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 SECRET_VARIABLES = (API_KEY_VARIABLE, "OCTAVO_SERVE_API_KEY")  # the engine process has no use for them
 DEFAULT_PACKED_CACHE_BYTES = 16 << 30

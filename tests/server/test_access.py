@@ -12,6 +12,7 @@ import pytest
 from fakes import FakeExecutor
 from running import run_server, wait_until
 
+from octavo import logs
 from octavo.server.app import create_app
 from octavo.server.service import Service
 from octavo.server.tenants import Tenant, add_key
@@ -232,6 +233,26 @@ def test_every_answer_has_an_id(shared: Running) -> None:
 
 def audited(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [json.loads(record.message) for record in caplog.records if record.name == "octavo.audit"]
+
+
+def test_what_is_logged_of_a_request_has_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[dict[str, Any]] = []
+
+    class Keeper(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(json.loads(logs.JsonFormatter().format(record)))
+
+    keeper, logger = Keeper(), logging.getLogger("octavo")
+    logger.addHandler(keeper)
+    try:
+        with run_server() as running, running.http() as http:
+            monkeypatch.setattr(running.server._service, "check_model", lambda _: 1 / 0)
+            headers = {"X-Request-Id": "the-one-that-failed"}
+            assert http.post(COMPLETIONS, json={"prompt": "hello"}, headers=headers).status_code == 500
+    finally:
+        logger.removeHandler(keeper)
+    (failure,) = [line for line in lines if "ZeroDivisionError" in line.get("exception", "")]
+    assert failure["request_id"] == "the-one-that-failed"
 
 
 def test_one_line_for_each_request_and_no_text(tenants: Running, caplog: pytest.LogCaptureFixture) -> None:

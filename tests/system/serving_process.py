@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import ssl
 import subprocess
 import sys
 import threading
@@ -26,14 +27,15 @@ SUM = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "max_token
 class Served:
     """A server process and the engine process that it started."""
 
-    def __init__(self, process: subprocess.Popen[str], key: str | None = None) -> None:
+    def __init__(self, process: subprocess.Popen[str], key: str | None, certificate: str | None) -> None:
         self.process = process
         self.log: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
         address = self._wait(
             lambda: next(filter(None, (re.search(r"at (http\S+)/v1", line) for line in self.log)), None)
         )
-        self.http = httpx.Client(base_url=address[1], timeout=DEADLINE_S, trust_env=False)
+        verify = True if certificate is None else ssl.create_default_context(cafile=certificate)
+        self.http = httpx.Client(base_url=address[1], timeout=DEADLINE_S, trust_env=False, verify=verify)
         if key is not None:
             self.http.headers["Authorization"] = f"Bearer {key}"
         self._wait(self.is_ready)
@@ -72,16 +74,16 @@ class Served:
 
 
 @contextlib.contextmanager
-def serve(*options: str, key: str | None = None) -> Iterator[Served]:
-    """Run `octavo serve` on a free port; key: what its clients send."""
+def serve(*options: str, key: str | None = None, certificate: str | None = None, **variables: str) -> Iterator[Served]:
+    """Run `octavo serve` on a free port, with variables in its environment; key, certificate: its clients' ones."""
     command = [sys.executable, "-m", "octavo", "serve", "--port", "0", "--shutdown-timeout", "0", *options]
-    environment = {**os.environ, "OCTAVO_API_KEY": ""}
+    environment = {**os.environ, "OCTAVO_API_KEY": "", **variables}
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
         server = None
         try:
-            server = Served(process, key)
+            server = Served(process, key, certificate)
             yield server
         finally:
             if server is not None:

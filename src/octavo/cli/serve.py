@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path  # noqa: TC003 - typer reads the types
 from typing import Annotated
 
 import typer
 
+from octavo import logs
 from octavo.cli.command import command
 from octavo.cli.config_file import describe_settings, read_defaults
 from octavo.cli.engine_options import EngineOptions, parse_size
@@ -17,6 +19,7 @@ from octavo.config import (
     DEFAULT_MAX_NUM_WAITING,
     DEFAULT_MAX_NUM_WAITING_TOKENS,
     EMBEDDING_POOLING,
+    LOG_FORMATS,
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
     SchedulingPolicy,
@@ -26,6 +29,7 @@ from octavo.config import (
 from octavo.errors import ConfigError
 from octavo.garbage import made_to_stay
 
+logger = logging.getLogger(__name__)
 _PANEL = "Server"
 _ACCESS = "Access"
 _LIMITS = "Limits"
@@ -122,12 +126,29 @@ class ServerOptions:
     log_level: Annotated[
         str, typer.Option(metavar="debug|info|warning|error", rich_help_panel=_PANEL, help="How much is logged.")
     ] = "info"
+    log_format: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(LOG_FORMATS), rich_help_panel=_PANEL, help="How: lines for people, or a JSON object each."
+        ),
+    ] = "text"
+    audit_log: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            dir_okay=False,
+            rich_help_panel=_PANEL,
+            help="File for a line of JSON about each request, whatever the log level. Default: they stand in the log, "
+            "of level info.",
+            show_default=False,
+        ),
+    ] = None
     api_key: Annotated[
         str | None,
         typer.Option(
             rich_help_panel=_ACCESS,
-            help="Key that clients must send. OCTAVO_API_KEY does the same and does not show in process lists. "
-            "Default: none.",
+            help="Key that clients must send. Every user of the machine can read it here (ps): OCTAVO_API_KEY in the "
+            "environment or --api-keys FILE keep it. Default: none.",
             show_default=False,
         ),
     ] = None
@@ -232,6 +253,8 @@ class ServerOptions:
 
         if self.log_level not in _LEVELS:
             raise ConfigError(f"log level must be one of {', '.join(_LEVELS)}, got {self.log_level!r}")
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(f"log format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
         hosts = tuple(self.allowed_host or ())
         if is_loopback(self.host):
             hosts += (*LOOPBACK_NAMES, self.host)
@@ -273,7 +296,7 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
     """Serve a model through the OpenAI API."""
     try:
         import octavo.engine.remote_engine  # noqa: F401 - imports zmq and msgspec
-        from octavo.server.serving import check_binding, listen, make_server  # imports fastapi
+        from octavo.server.serving import check_binding, check_files, hold_hang_up, listen, make_server
     except ImportError as error:
         raise ConfigError(f"octavo serve needs {error.name}: pip install 'octavo[server]'") from error
     from octavo.engine.async_llm import AsyncLLM
@@ -286,11 +309,14 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
         engine = replace(engine, scheduling_policy=SchedulingPolicy.FAIR)
     if not config.served_model_names:
         config = replace(config, served_model_names=(engine.served_name,))
-    for line in describe_settings(context):
-        typer.echo(line, err=True)
-    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s: %(name)s: %(message)s")
     # What can go wrong without the model is found before it is loaded.
+    logs.configure(config.log_level.upper(), server.log_format, audit_file=server.audit_log)
+    say = logger.info if server.log_format == "json" else partial(typer.secho, err=True)
+    for line in describe_settings(context):
+        say(line)
     check_binding(server.host, config, insecure=server.insecure)
+    check_files(config)
+    hold_hang_up(config)
     with listen(server.host, server.port, idle_timeout_s=config.idle_timeout_s) as sock:
         llm = AsyncLLM(engine.launch(), max_unread_outputs=config.max_unread_outputs)
         try:
@@ -301,8 +327,8 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
             address = f"{scheme}://{host}:{sock.getsockname()[1]}"
             names = ", ".join(config.served_model_names)
             if config.dashboard:
-                typer.echo(f"dashboard at {address}/dashboard", err=True)
-            typer.secho(f"serving {names} at {address}/v1 - Ctrl-C stops", bold=True, err=True)
+                say(f"dashboard at {address}/dashboard")
+            say(f"serving {names} at {address}/v1 - Ctrl-C stops")
             http.run(sockets=[sock])
         finally:
             llm.shutdown()

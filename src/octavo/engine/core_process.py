@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from octavo import logs
 from octavo.engine import messages
 from octavo.engine.lookout import Lookout
 from octavo.errors import OctavoError, QueueFullError, RequestError
@@ -60,7 +61,7 @@ def run_core_process(build: Build) -> None:
         signal.signal(each, signal.SIG_IGN)  # hears them, lets requests end, and says when to stop
     _wake_when_parent_dies()
     launch = messages.decode_launch(sys.stdin.buffer.readline())
-    logging.basicConfig(level=launch.log_level, format="%(levelname)s: engine: %(name)s: %(message)s")
+    logs.configure(launch.log_level, launch.log_format, process="engine")
     folder = Path(launch.news_endpoint.removeprefix("ipc://")).parent
     threading.Thread(target=_end_with_parent, args=[folder], name="octavo-parent-watch", daemon=True).start()
     context = zmq.Context()

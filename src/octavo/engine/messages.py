@@ -50,6 +50,7 @@ class Launch(msgspec.Struct, frozen=True):
     requests_endpoint: str
     news_endpoint: str
     log_level: int = 30
+    log_format: str = "text"
 
 
 class Stream(msgspec.Struct, frozen=True):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from octavo import logs
 from octavo.config import SECRET_VARIABLES
 from octavo.engine import messages
 from octavo.engine.vitals import Patience, Vitals
@@ -339,8 +340,7 @@ class RemoteEngine:
             for socket, endpoint in zip((requests, news), endpoints, strict=True):
                 socket.linger = 0
                 socket.bind(endpoint)
-            level = logging.getLogger().getEffectiveLevel()
-            order = messages.encode_launch(messages.Launch(config, endpoints[0], endpoints[1], level))
+            order = messages.encode_launch(messages.Launch(config, endpoints[0], endpoints[1], *logs.in_use()))
             environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
             process = subprocess.Popen(  # noqa: S603 - a command of ours
                 self._command, stdin=subprocess.PIPE, stdout=_STANDARD_ERROR, env=environment, close_fds=True

@@ -8,8 +8,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from octavo import logs
 from octavo.server.auth import OPEN_PATHS
 from octavo.server.errors import to_http
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from octavo.server.metrics import Metrics
     from octavo.server.tracing import Tracing
 
-logger = logging.getLogger("octavo.audit")
+logger = logging.getLogger(logs.AUDIT)
 _ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
 _QUIET = OPEN_PATHS | {"/metrics"}  # asked for every few seconds
@@ -43,6 +42,7 @@ class AuditMiddleware:
             return
         start, status = time.monotonic(), 0
         request_id = _request_id(scope)
+        about = logs.request_id.set(request_id.decode())  # for whatever is logged until it is over
         state = scope.setdefault("state", {})
         state["audit"] = {}
 
@@ -69,6 +69,7 @@ class AuditMiddleware:
                 self._tracing.tell(scope, request_id.decode(), status, seconds, state["audit"])
             if scope["path"] not in _QUIET:
                 _log(scope, state, request_id.decode(), status, seconds)
+            logs.request_id.reset(about)
 
 
 def _request_id(scope: Scope) -> bytes:
@@ -82,14 +83,16 @@ def _log(scope: Scope, state: dict[str, Any], request_id: str, status: int, seco
     client, tenant, details = scope.get("client"), state.get("tenant"), dict(state["audit"])
     if (usage := details.pop("usage", None)) is not None:
         details |= usage.summary()
-    line = {
-        "request_id": request_id,
-        "client": client[0] if client else None,
-        "key": tenant.name if tenant else None,
-        "method": scope["method"],
-        "path": scope["path"][:200],
-        "status": status,
-        "seconds": round(seconds, 4),
-        **details,
-    }
-    logger.info("%s", msgspec.json.encode(line).decode())
+    line = logs.Fields(
+        {
+            "request_id": request_id,
+            "client": client[0] if client else None,
+            "key": tenant.name if tenant else None,
+            "method": scope["method"],
+            "path": scope["path"][:200],
+            "status": status,
+            "seconds": round(seconds, 4),
+            **details,
+        }
+    )
+    logger.info(line)

@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import signal
 import socket
+import ssl
 import threading
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from octavo.errors import ConfigError
 from octavo.server.app import create_app
 from octavo.server.connection import BoundedHttpProtocol
 from octavo.server.service import Service
+from octavo.server.tenants import Keyring
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -44,9 +46,9 @@ class GracefulServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the door."""
-        has_keys = self._service.config.api_keys_file is not None
-        if has_keys and hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread():
+        if _hears_hang_up(self._service.config):
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._service.reload)
+            self._service.reload()  # the signal may have come since they were read
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -69,6 +71,30 @@ def check_binding(host: str, config: ServerConfig, *, insecure: bool) -> None:
             f"host {host!r} can be reached from other machines and no API key is set: give --api-keys FILE, --api-key "
             "or OCTAVO_API_KEY, or --insecure if that is what you want"
         )
+
+
+def check_files(config: ServerConfig) -> None:
+    """Raise `ConfigError` for a file of API keys or a certificate that cannot be used."""
+    if config.api_keys_file is not None:
+        Keyring.from_file(config.api_keys_file)
+    if config.ssl_certfile is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except OSError as error:  # of the files, or of what is in them
+        files = f"{config.ssl_certfile} and {config.ssl_keyfile}"
+        raise ConfigError(f"the certificate for TLS and its key cannot be used ({files}): {error}") from None
+
+
+def hold_hang_up(config: ServerConfig) -> None:
+    """Where SIGHUP is to reload keys, let it do nothing until a server listens, which reads them: it would kill."""
+    if _hears_hang_up(config):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def _hears_hang_up(config: ServerConfig) -> bool:
+    is_main = threading.current_thread() is threading.main_thread()
+    return config.api_keys_file is not None and hasattr(signal, "SIGHUP") and is_main
 
 
 def is_loopback(host: str) -> bool:
@@ -106,6 +132,7 @@ def make_server(llm: AsyncLLM, config: ServerConfig) -> GracefulServer:
     return GracefulServer(
         uvicorn.Config(
             create_app(service),
+            log_config=None,  # one log for all
             log_level=config.log_level,
             access_log=False,  # the audit log says more
             loop="auto",  # uvloop where there is one

@@ -1,0 +1,101 @@
+"""Lines of log, for people or as JSON, each with the id of the request that it is about."""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from octavo.config import LOG_FORMATS
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+AUDIT = "octavo.audit"
+request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+
+
+class Fields(dict[str, Any]):
+    """A message that is more than a text: JSON in a line for people, fields of their own in a line of JSON."""
+
+    def __str__(self) -> str:
+        return json.dumps(self)
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-11-22T20:15:05.123+00:00 ERROR octavo.server.errors: what happened [request id]`."""
+
+    def __init__(self, process: str = "") -> None:
+        place = f"{process}: " if process else ""
+        super().__init__(f"%(asctime)s %(levelname)s {place}%(name)s: %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, _datefmt: str | None = None) -> str:  # noqa: N802 - its base's name
+        """Spell when it happened."""
+        return _time_of(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - its base's name
+        """Spell a line, all but an exception's traceback."""
+        line, about = super().formatMessage(record), request_id.get()
+        return line if about is None or isinstance(record.msg, Fields) else f"{line} [{about}]"
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, and where there are such process, request_id, exception."""
+
+    def __init__(self, process: str = "") -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Spell a record."""
+        line: dict[str, Any] = {"time": _time_of(record), "level": record.levelname.lower(), "logger": record.name}
+        if self._process:
+            line["process"] = self._process
+        if (about := request_id.get()) is not None:
+            line["request_id"] = about
+        if isinstance(record.msg, Fields):
+            line |= record.msg
+        else:
+            line["message"] = record.getMessage()
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def configure(level: int | str, style: str, *, process: str = "", audit_file: Path | None = None) -> None:
+    """Let this process's log be written to standard error; changes the root logger, unless somebody has before.
+
+    style: one of `LOG_FORMATS`. process: which one, where it is not the one that its user started. audit_file: where
+    the lines of the logger `AUDIT` go instead, as JSON, whatever the level; a file that somebody moves away is opened
+    anew. Raises `ConfigError` where it cannot be opened.
+    """
+    formatter = JsonFormatter(process) if style == "json" else TextFormatter(process)
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=level, handlers=[handler])
+    if audit_file is None:
+        return
+    try:
+        to_file = logging.handlers.WatchedFileHandler(audit_file, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the audit log {audit_file} cannot be written: {error.strerror}") from None
+    to_file.setFormatter(JsonFormatter())
+    audit = logging.getLogger(AUDIT)
+    audit.handlers[:] = [to_file]
+    audit.setLevel(logging.INFO)
+    audit.propagate = False
+
+
+def in_use() -> tuple[int, str]:
+    """Return the level and the style of this process's log, for a process that it starts."""
+    root = logging.getLogger()
+    is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in root.handlers)
+    return root.getEffectiveLevel(), LOG_FORMATS[is_json]
+
+
+def _time_of(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")

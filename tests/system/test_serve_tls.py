@@ -1,0 +1,75 @@
+"""`octavo serve` behind TLS, with the one key of its environment."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+
+import httpx
+import pytest
+from serving_process import DEADLINE_S, STORY, Stream, serve
+
+KEY = "a-key-that-nobody-else-may-read"
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A certificate of 127.0.0.1 that is its own authority, and its key, as options."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl that could make a certificate")
+    folder = tmp_path_factory.mktemp("tls")
+    files = {"-out": str(folder / "cert.pem"), "-keyout": str(folder / "key.pem")}
+    kind = ("-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=octavo-test")
+    extension = ("-addext", "subjectAltName=IP:127.0.0.1")
+    given = [part for pair in files.items() for part in pair]
+    subprocess.run([openssl, "req", *kind, *extension, *given], check=True, capture_output=True)
+    return files["-out"], files["-keyout"]
+
+
+@pytest.fixture(scope="module")
+def served(certificate):
+    cert, private_key = certificate
+    options = ("--ssl-certfile", cert, "--ssl-keyfile", private_key, "--body-timeout", "1")
+    with serve(*options, key=KEY, certificate=cert, OCTAVO_API_KEY=KEY) as server:
+        yield server
+
+
+def test_answers_and_streams(served):
+    assert served.http.base_url.scheme == "https"
+    assert served.answer() == "12 + 30 = 42"
+    whole = served.http.post("/v1/completions", json={**STORY, "max_tokens": 50, "stream": False}).json()
+    stream = Stream(served)
+    stream.ended_within(DEADLINE_S)
+    assert stream.events[-1] == "[DONE]"
+    assert whole["choices"][0]["text"]
+    with pytest.raises(httpx.ConnectError):  # nobody else vouches for the certificate
+        httpx.get(f"{served.http.base_url}/health", trust_env=False)
+
+
+def test_headers_that_trickle_end_the_connection(served, certificate):
+    context = ssl.create_default_context(cafile=certificate[0])
+    address = (served.http.base_url.host, served.http.base_url.port)
+    with socket.create_connection(address) as plain, context.wrap_socket(plain, server_hostname=address[0]) as client:
+        client.settimeout(DEADLINE_S)
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+        start = time.monotonic()
+        with contextlib.suppress(ssl.SSLEOFError):  # closed without TLS's own goodbye
+            assert client.recv(1) == b""
+        assert time.monotonic() - start < DEADLINE_S / 3
+
+
+def test_s3_the_key_of_the_environment_stands_in_no_command_line_and_does_not_reach_the_engine(served):
+    """Command lines are everybody's to read; an environment is its own user's."""
+    assert served.http.get("/v1/models").status_code == 200
+    assert served.http.get("/v1/models", headers={"Authorization": "Bearer no"}).status_code == 401
+    server = served.engine.parent()
+    assert server.environ()["OCTAVO_API_KEY"] == KEY  # so there is something to find
+    for process in (served.engine, server):
+        assert not any(KEY in part for part in process.cmdline())
+    assert not any(KEY in value for value in served.engine.environ().values())
+    assert KEY not in "".join(served.log)
