@@ -18,12 +18,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
-from raw_http import Answer, Connection, events, text_of
+from raw_http import Answer, Connection, NarrowConnection, events, text_of
 from serving_process import DEADLINE_S, Served, Stream, serve
 
 from octavo.engine.output_processor import OutputProcessor
@@ -34,6 +36,7 @@ from octavo.server.tenants import Tenant, add_key
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable
+    from concurrent.futures import Executor
 
 COMPLETIONS = "/v1/completions"
 TOKENS = 512  # of an answer: the built-in model is so fast that shorter ones would measure clients and not the engine
@@ -306,77 +309,119 @@ async def _without_key(where: tuple[str, int], paths: dict[str, Any], key: str) 
 
 
 def figure_7(scale: float) -> str:
-    """500 slow senders and 100 slow readers: others' p99 at most 1.2 times as long, at most 50 MB more memory."""
-    senders, readers = max(round(500 * scale), 5), max(round(100 * scale), 1)
+    """500 slow senders, 100 slow readers: others' p99 at most 1.2 times as long, +50 MB at most, the slow ones are cut.
+
+    Half of the senders trickle their headers, half send them whole and trickle a body. A reader takes 1 KB a second of
+    a stream; as many who read as much as comes are what it is compared with. Limits are so short that each is met.
+    """
+    senders, readers = max(round(500 * scale), 6), max(round(100 * scale), 2)
+    ends: Counter[str] = Counter()
 
     async def run(served: Served) -> tuple[list[float], list[float], float]:
         where, calm, under = address(served), list[float](), list[float]()
-        await _others(where, 2)
         grown = 0.0
         for _ in range(3):  # by turns, as machines have moods
-            calm += await _during(where, [_read(where) for _ in range(readers)])
+            calm += await _during(observer, where, lambda over: [_read(where, over) for _ in range(readers)])
             memory = rss_mb(served)
-            attack = [_read_slowly(where) for _ in range(readers)] + [_send_slowly(where) for _ in range(senders)]
-            under += await _during(where, attack)
+            under += await _during(
+                observer,
+                where,
+                lambda over: [
+                    *(_read_slowly(where, over, ends) for _ in range(readers)),
+                    *(_send_slowly(where, over, ends, is_body=bool(number % 2)) for number in range(senders)),
+                ],
+            )
             grown = max(grown, rss_mb(served) - memory)
         return calm, under, grown
 
-    with serve("--max-num-seqs", "256", "--log-level", "warning") as served:
+    limits = ("--body-timeout", "4", "--max-unread-outputs", "32")
+    pool = ProcessPoolExecutor(1, get_context("spawn"))
+    with pool as observer, serve("--max-num-seqs", "256", "--log-level", "warning", *limits) as served:
+        observer.submit(others, address(served), 2).result()
         calm, under, grown = asyncio.run(run(served))
     before, after = percentile(calm, 0.99), percentile(under, 0.99)
     line = (
-        f"{senders} slow senders, {readers} slow readers: p99 of {len(under)} others {1000 * after:.0f} ms, "
-        f"{1000 * before:.0f} ms ({len(calm)}) beside as many readers who read; memory +{grown:.0f} MB"
+        f"{senders} slow senders, {readers} slow readers, three times, cut off: {dict(ends)}; p99 of {len(under)} "
+        f"others {1000 * after:.0f} ms, {1000 * before:.0f} ms ({len(calm)}) beside as many readers who read; memory "
+        f"+{grown:.0f} MB"
     )
+    check(set(ends) == {"headers", "body", "read_too_slowly"}, line)
+    check(min(ends["headers"], ends["body"]) >= 3 * (senders // 2) and ends["read_too_slowly"] == 3 * readers, line)
     check(after <= 1.2 * before and grown <= 50, line)
     return line
 
 
-async def _send_slowly(where: tuple[str, int]) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 999999\r\n\r\n"
-    async with Connection(where) as connection:
-        for byte in head + b" " * 10_000:
-            connection.writer.write(bytes([byte]))
-            await asyncio.sleep(0.5)
+async def _send_slowly(where: tuple[str, int], over: asyncio.Event, ends: Counter[str], *, is_body: bool) -> None:
+    """Send a byte every half second, of headers or of a body, and begin anew when the server has enough of it."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 999999\r\n"
+    while not over.is_set():
+        async with Connection(where) as connection, asyncio.TaskGroup() as group:
+            answer = group.create_task(_status(connection))
+            connection.writer.write(head + b"\r\n" * is_body)
+            while not answer.done():
+                connection.writer.write(b" " if is_body else b"x")
+                await asyncio.wait([answer], timeout=0.5)
+        ends[{(False, None): "headers", (True, 408): "body"}.get((is_body, answer.result()), "unexpected")] += 1
 
 
-async def _read_slowly(where: tuple[str, int]) -> None:
-    while True:
-        async with Connection(where) as connection:
-            await connection.send(COMPLETIONS, {**LONG, "max_tokens": 120})
-            await asyncio.sleep(20)
-
-
-async def _read(where: tuple[str, int]) -> None:
-    while True:
-        async with Connection(where) as connection:
-            await connection.ask(COMPLETIONS, {**LONG, "max_tokens": 120})
-        await asyncio.sleep(20)
-
-
-async def _others(where: tuple[str, int], seconds: float) -> list[float]:
-    """Latencies of one who asks for little, again and again."""
-    latencies = []
-    async with Connection(where) as connection:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            latency, answer = await timed(connection.ask(COMPLETIONS, SHORT))
-            check(answer.status == 200, f"others got {answer.status}")
-            latencies.append(latency)
-            await asyncio.sleep(0.02)
-    return latencies
-
-
-async def _during(where: tuple[str, int], attack: list[Coroutine[Any, Any, None]]) -> list[float]:
-    """Others' latencies while something goes on."""
-    tasks = [asyncio.create_task(each) for each in attack]
+async def _status(connection: Connection) -> int | None:
+    """Wait for an answer's status; None where the connection is closed instead."""
     try:
-        return await _others(where, 12)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(3)
+        return (await connection.head()).status
+    except ConnectionError:
+        return None
+
+
+async def _read_slowly(where: tuple[str, int], over: asyncio.Event, ends: Counter[str]) -> None:
+    """Read a stream slowly while that is observed, then to its end, and count how it ended."""
+    async with NarrowConnection(where) as connection:
+        await connection.send(COMPLETIONS, {**LONG, "max_tokens": 2000, "logprobs": 5})
+        last = await connection.read(1)
+        while not over.is_set():
+            await connection.read(250)
+            await asyncio.sleep(0.25)
+        while b"data: [DONE]" not in last and (piece := await connection.read(1 << 16)):
+            last = last[-1000:] + piece
+    ends["read_too_slowly" if b'"code":"read_too_slowly"' in last else "unexpected"] += 1
+
+
+async def _read(where: tuple[str, int], over: asyncio.Event) -> None:
+    """Read as many tokens as come for a slow reader before it is cut off."""
+    async with NarrowConnection(where) as connection:
+        await connection.send(COMPLETIONS, {**LONG, "max_tokens": 300, "logprobs": 5})
+        while b"data: [DONE]" not in await connection.read(1 << 16):
+            pass
+    await over.wait()
+
+
+def others(where: tuple[str, int], seconds: float) -> list[float]:
+    """Latencies of one who asks for little, again and again; in a process that does nothing else."""
+
+    async def ask() -> list[float]:
+        latencies = []
+        async with Connection(where) as connection:
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                latency, answer = await timed(connection.ask(COMPLETIONS, SHORT))
+                check(answer.status == 200, f"others got {answer.status}")
+                latencies.append(latency)
+                await asyncio.sleep(0.02)
+        return latencies
+
+    return asyncio.run(ask())
+
+
+async def _during(
+    observer: Executor, where: tuple[str, int], work: Callable[[asyncio.Event], list[Coroutine[Any, Any, None]]]
+) -> list[float]:
+    """Others' latencies while something goes on, which is told when it is over."""
+    over = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        for each in work(over):
+            group.create_task(each)
+        latencies = await asyncio.get_running_loop().run_in_executor(observer, others, where, 25)
+        over.set()
+    return latencies
 
 
 def figure_8(scale: float) -> str:
