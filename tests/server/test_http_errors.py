@@ -272,6 +272,7 @@ def test_routes_and_methods(http: httpx.Client) -> None:
 
 def test_health_and_version(http: httpx.Client) -> None:
     assert http.get("/health").status_code == 200
+    assert [http.head(path).status_code for path in ("/health", "/ready", "/version")] == [200, 200, 405]
     assert list(http.get("/version").json()) == ["version"]
 
 

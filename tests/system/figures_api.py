@@ -12,6 +12,7 @@ import codecs
 import contextlib
 import json
 import random
+import re
 import signal
 import statistics
 import sys
@@ -21,22 +22,27 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from raw_http import Answer, Connection, NarrowConnection, events, text_of
 from serving_process import DEADLINE_S, Served, Stream, serve
 
+from octavo.config import ServerConfig
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.stop_strings import find_stop
 from octavo.outputs import EngineCoreOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.server.app import create_app
 from octavo.server.tenants import Tenant, add_key
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable
     from concurrent.futures import Executor
+
+    from octavo.server.service import Service
 
 COMPLETIONS = "/v1/completions"
 TOKENS = 512  # of an answer: the built-in model is so fast that shorter ones would measure clients and not the engine
@@ -192,38 +198,61 @@ VALUES = (
     b'{"a":' * 3000,
     b'"' + b"x" * 5000 + b'"', b"[null]", b"[-1]", b"[1.5]", b'[{"role": "user"}]', b'{"type": "json_schema"}', b"",
 )  # fmt: skip
-FIELDS = {
-    "/v1/completions": ("prompt", "max_tokens", "n", "stop", "logprobs", "temperature", "seed", "logit_bias", "stream"),
-    "/v1/chat/completions": ("messages", "max_tokens", "tools", "tool_choice", "response_format", "top_logprobs", "n"),
-    "/v1/responses": ("input", "max_output_tokens", "tools", "text", "reasoning", "instructions", "stream"),
-    "/v1/messages": ("messages", "max_tokens", "model", "system", "tools", "thinking", "stop_sequences"),
-    "/v1/embeddings": ("input", "dimensions", "encoding_format"),
-    "/generate": ("inputs", "parameters"),
-    "/tokenize": ("prompt", "messages"),
-    "/detokenize": ("tokens",),
+SOUND: dict[str, tuple[bytes, ...]] = {
+    "string": (b'"a"', b'"user"', b'"octavo-demo"', b'"\xc3\xbc b"'),
+    "integer": (b"1", b"2"),
+    "number": (b"1", b"0.5"),
+    "boolean": (b"true", b"false"),
 }
-SOUND = {
-    "prompt": b'"a"', "messages": b'[{"role": "user", "content": "a"}]', "input": b'"a"', "inputs": b'"a"',
-    "tokens": b"[1]", "max_tokens": b"2", "max_output_tokens": b"2", "model": b'"octavo-demo"',
-}  # fmt: skip
 
 
-def malformed(rng: random.Random) -> tuple[str, bytes]:
-    """A path, and a body with something wrong in it."""
-    path, fields = rng.choice(list(FIELDS.items()))
-    values = {name: SOUND[name] for name in fields if name in SOUND}
-    for name in rng.sample(fields, rng.randint(1, min(3, len(fields)))):
-        values[name] = rng.choice(VALUES)
-    body = b"{" + b", ".join(b'"%s": %s' % (name.encode(), value) for name, value in values.items()) + b"}"
-    match rng.randrange(12):
-        case 0:
-            body = body[: rng.randrange(len(body))]
-        case 1:
-            position = rng.randrange(len(body))
-            body = body[:position] + bytes([rng.randrange(256)]) + body[position + 1 :]
-        case 2:
-            body = rng.randbytes(rng.randrange(200))
-    return path, body
+class Bodies:
+    """Bodies of requests as an OpenAPI document describes them, nested as deep as it goes, with something wrong."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self._named = document["components"]["schemas"]
+        posts = {path: route["post"] for path, route in document["paths"].items() if "post" in route}
+        self.schemas = {
+            path: post["requestBody"]["content"]["application/json"]["schema"]
+            for path, post in posts.items()
+            if "requestBody" in post
+        }
+
+    def draw(self, rng: random.Random) -> tuple[str, bytes]:
+        """Draw a path, and a body with something wrong in it."""
+        path, schema = rng.choice(list(self.schemas.items()))
+        body = self._spell(schema, rng, spoilt=rng.choice([0.02, 0.1, 0.3]))
+        match rng.randrange(12):
+            case 0:
+                body = body[: rng.randrange(len(body) + 1)]
+            case 1:
+                position = rng.randrange(len(body) + 1)
+                body = body[:position] + bytes([rng.randrange(256)]) + body[position + 1 :]
+            case 2:
+                body = rng.randbytes(rng.randrange(200))
+        return path, body
+
+    def _spell(self, schema: Any, rng: random.Random, spoilt: float, depth: int = 0) -> bytes:
+        """Spell a value; each part of it is another one with the probability `spoilt`."""
+        if (depth and rng.random() < spoilt) or not isinstance(schema, dict) or depth > 12:
+            return rng.choice(VALUES)
+        if "$ref" in schema:
+            schema = self._named[schema["$ref"].rpartition("/")[2]]
+        if ways := schema.get("anyOf") or schema.get("oneOf"):
+            return self._spell(rng.choice(ways), rng, spoilt, depth + 1)
+        if values := schema.get("enum") or [schema[name] for name in ("const",) if name in schema]:
+            return json.dumps(rng.choice(values)).encode()
+        kind = schema.get("type", "")
+        kind = rng.choice(kind) if isinstance(kind, list) else kind
+        if kind == "object":
+            fields = schema.get("properties", {})
+            named = set(schema.get("required", ())) | set(rng.sample(sorted(fields), min(len(fields), 3)))
+            parts = ((name, self._spell(fields.get(name), rng, spoilt, depth + 1)) for name in sorted(named))
+            return b"{%s}" % b", ".join(b"%s: %s" % (json.dumps(name).encode(), part) for name, part in parts)
+        if kind == "array":
+            items = (self._spell(schema.get("items"), rng, spoilt, depth + 1) for _ in range(rng.randrange(1, 3)))
+            return b"[%s]" % b", ".join(items)
+        return rng.choice(SOUND.get(kind, VALUES))
 
 
 HEADS = (
@@ -238,7 +267,10 @@ HEADS = (
 
 
 def figure_5(scale: float) -> str:
-    """100,000 malformed requests: no answer of 5xx, and the engine is the one that was there before."""
+    """100,000 malformed requests, made of the OpenAPI document: no answer of 5xx, the same engine.
+
+    A worker's requests come on few connections; some connections begin with what is no request at all.
+    """
     count, workers = max(round(100_000 * scale), 100), 16
 
     async def work(served: Served, seed: int, statuses: Counter[int]) -> None:
@@ -251,11 +283,12 @@ def figure_5(scale: float) -> str:
                         statuses[(await asyncio.wait_for(connection.head(), 0.2)).status] += 1
             async with Connection(address(served)) as connection:
                 for _ in range(min(50, count // workers - part)):
-                    path, body = malformed(rng)
+                    path, body = bodies.draw(rng)
                     statuses[(await connection.ask(path, body)).status] += 1
 
     with serve("--max-model-len", "128", "--log-level", "warning") as served:
         expected, engine, statuses = served.answer(), served.engine.pid, Counter[int]()
+        bodies = Bodies(served.http.get("/openapi.json").json())
         memory = rss_mb(served)
 
         async def run() -> None:
@@ -267,7 +300,10 @@ def figure_5(scale: float) -> str:
         grown = rss_mb(served) - memory
     shown = ", ".join(f"{status}: {number}" for status, number in sorted(statuses.items()))
     count = sum(statuses.values())
-    return f"{count} malformed requests in {seconds:.0f} s: {shown}; 0 restarts, the server grew by {grown:.0f} MB"
+    return (
+        f"{count} malformed requests to {len(bodies.schemas)} routes in {seconds:.0f} s: {shown}; 0 restarts, the "
+        f"server grew by {grown:.0f} MB"
+    )
 
 
 def figure_6(_scale: float) -> str:
@@ -275,13 +311,19 @@ def figure_6(_scale: float) -> str:
     with tempfile.TemporaryDirectory() as folder:
         key = add_key(Path(folder) / "keys.toml", Tenant(name="alice"))
         with serve("--api-keys", str(Path(folder) / "keys.toml"), key=key) as served:
-            document = served.http.get("/openapi.json").json()
-            statuses = asyncio.run(_without_key(address(served), document["paths"], key))
+            paths = set(served.http.get("/openapi.json").json()["paths"]) | routes()
+            statuses = asyncio.run(_without_key(address(served), sorted(paths), key))
     check(set(statuses) <= {401, 421}, f"answers other than 401 and 421 (an odd Host): {statuses}")
-    return f"{sum(statuses.values())} requests without a valid key, to {len(document['paths'])} routes: 0 bypasses"
+    return f"{sum(statuses.values())} requests without a valid key, to {len(paths)} routes: 0 bypasses"
 
 
-async def _without_key(where: tuple[str, int], paths: dict[str, Any], key: str) -> Counter[int]:
+def routes() -> set[str]:
+    """All paths of the application, with something where they have a place for anything."""
+    service = cast("Service", SimpleNamespace(config=ServerConfig(), metrics=None, tracing=None))
+    return {re.sub(r"{[^}]*}", "any", route.path) for route in create_app(service).routes if hasattr(route, "path")}
+
+
+async def _without_key(where: tuple[str, int], paths: list[str], key: str) -> Counter[int]:
     ways: list[dict[str, str]] = [
         {}, {"Authorization": ""}, {"Authorization": "Bearer"}, {"Authorization": "Bearer "}, {"Authorization": key},
         {"Authorization": f"Basic {key}"}, {"Authorization": f"Bearer {key[:-1]}"}, {"Authorization": f"Bearer {key}x"},
@@ -303,7 +345,7 @@ async def _without_key(where: tuple[str, int], paths: dict[str, Any], key: str) 
         for spelling in spellings:
             async with Connection(where) as connection:
                 for headers in ways:
-                    for method in ("GET", "POST", "OPTIONS"):
+                    for method in ("GET", "POST", "OPTIONS", "PUT", "DELETE"):
                         statuses[(await connection.ask(spelling(path), b"{}", method, **headers)).status] += 1
     return statuses
 
@@ -328,7 +370,7 @@ def figure_7(scale: float) -> str:
                 where,
                 lambda over: [
                     *(_read_slowly(where, over, ends) for _ in range(readers)),
-                    *(_send_slowly(where, over, ends, is_body=bool(number % 2)) for number in range(senders)),
+                    *(_send_slowly(where, over, ends, number, 4 * number / senders) for number in range(senders)),
                 ],
             )
             grown = max(grown, rss_mb(served) - memory)
@@ -351,8 +393,15 @@ def figure_7(scale: float) -> str:
     return line
 
 
-async def _send_slowly(where: tuple[str, int], over: asyncio.Event, ends: Counter[str], *, is_body: bool) -> None:
-    """Send a byte every half second, of headers or of a body, and begin anew when the server has enough of it."""
+async def _send_slowly(
+    where: tuple[str, int], over: asyncio.Event, ends: Counter[str], number: int, wait_s: float
+) -> None:
+    """Send a byte every half second, of headers or of a body, and begin anew when the server has enough of it.
+
+    wait_s: before the first time, so that not all of them are cut off and come back in the same moment.
+    """
+    is_body = bool(number % 2)
+    await asyncio.sleep(wait_s)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 999999\r\n"
     while not over.is_set():
         async with Connection(where) as connection, asyncio.TaskGroup() as group:

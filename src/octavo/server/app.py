@@ -141,11 +141,13 @@ def _add_tgi_routes(app: FastAPI, service: Service) -> None:
 
 def _add_operator_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health")
+    @app.head("/health", include_in_schema=False)  # as `wget --spider` and some balancers ask
     async def health() -> Response:
         service.check_alive()
         return Response()
 
     @app.get("/ready")
+    @app.head("/ready", include_in_schema=False)
     async def ready() -> Response:
         service.check_ready()
         return Response()
