@@ -150,6 +150,7 @@ class FakeExecutor:
         self.gate = threading.Event()
         self.gate.set()
         self.num_steps = 0
+        self.num_computing_steps = 0  # of them those that had tokens to compute
         self.is_shut_down = False
         self._rows: dict[str, _Row] = {}
         self._result: ModelOutput | None = None
@@ -172,6 +173,7 @@ class FakeExecutor:
             self._rows[request_id].num_computed_tokens = num_computed
         self._result = ModelOutput(scheduled.step, {})
         self._num_tokens = sum(scheduled.num_scheduled_tokens.values())
+        self.num_computing_steps += self._num_tokens > 0
         for request_id, count in scheduled.num_scheduled_tokens.items():
             self._advance(request_id, self._rows[request_id], count, self._result)
 

@@ -51,8 +51,8 @@ class NarrowConnection:
     async def __aexit__(self, *_: object) -> None:
         self._socket.close()
 
-    async def send(self, path: str, body: Any) -> None:
-        await asyncio.get_running_loop().sock_sendall(self._socket, request(path, body))
+    async def send(self, path: str, body: Any, **headers: str) -> None:
+        await asyncio.get_running_loop().sock_sendall(self._socket, request(path, body, **headers))
 
     async def read(self, max_bytes: int) -> bytes:
         """Read something; nothing at the connection's end."""
