@@ -6,6 +6,7 @@ This is the only module that reads the environment.
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 from dataclasses import dataclass, field
@@ -322,9 +323,10 @@ class ServerConfig:
     output was told yet (of answers that are not streamed: until their end); more are refused with 429.
     request_timeout_s: the longest that a request may take, also where its X-Request-Timeout asks for more.
     body_timeout_s: within this time a request's headers, and then its body, have to arrive. idle_timeout_s: so long may
-    a client take nothing of what is sent to it. max_unread_outputs: outputs of a stream that wait for a client who
-    reads too slowly; one more ends it. max_request_logprobs: n x tokens x (logprobs + 1) of a request, over all
-    prompts; one that could bring more is refused.
+    a client take nothing of what is sent to it. keep_alive_timeout_s: so long may a connection be idle between two
+    requests; longer than whatever stands before the server keeps one. max_unread_outputs: outputs of a stream that wait
+    for a client who reads too slowly; one more ends it. max_request_logprobs: n x tokens x (logprobs + 1) of a request,
+    over all prompts; one that could bring more is refused.
     grace_s: when the server is told to stop, how long open requests may go on.
     stream_keep_alive_s: a stream that has told nothing for so long sends a comment.
     tool_call_parser, reasoning_parser: how the model writes calls of tools, and its reasoning; "auto" looks at its chat
@@ -332,6 +334,7 @@ class ServerConfig:
     pooling: how an embedding is made of hidden states, "last" or "mean"; "auto" for what the checkpoint asks for.
     otlp_traces_endpoint: where OpenTelemetry's spans are sent; None for nowhere.
     dashboard: whether there is a page at /dashboard that shows what the engine does.
+    forwarded_allow_ips: addresses and networks of proxies whose X-Forwarded-For says who a client is.
     allowed_hosts, allowed_origins: names to answer to, and pages that may ask (`octavo.server.origins`).
     """
 
@@ -344,6 +347,7 @@ class ServerConfig:
     request_timeout_s: float = 1800.0
     body_timeout_s: float = 30.0
     idle_timeout_s: float = 60.0
+    keep_alive_timeout_s: float = 75.0
     max_unread_outputs: int = 1024
     max_request_logprobs: int = 1 << 22
     grace_s: float = 5.0
@@ -353,6 +357,7 @@ class ServerConfig:
     pooling: str = "auto"
     dashboard: bool = True
     otlp_traces_endpoint: str | None = None
+    forwarded_allow_ips: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] = ()
     ssl_certfile: Path | None = None
@@ -366,8 +371,10 @@ class ServerConfig:
             _at_least(name, getattr(self, name), 1, may_be_none=True)
         for name in ("request_timeout_s", "body_timeout_s", "idle_timeout_s", "grace_s"):
             _not_negative(name, getattr(self, name))
-        if not self.stream_keep_alive_s > 0:
-            raise ConfigError(f"stream_keep_alive_s must be above 0, got {self.stream_keep_alive_s}")
+        _check_addresses("forwarded_allow_ips", self.forwarded_allow_ips)
+        for name in ("stream_keep_alive_s", "keep_alive_timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)}")
         choices = {
             "tool_call_parser": TOOL_CALL_PARSERS,
             "reasoning_parser": REASONING_PARSERS,
@@ -421,6 +428,14 @@ def _at_least(name: str, value: object, low: int, *, may_be_none: bool = False) 
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name} must be an integer of {low} or more, got {value!r}")
+
+
+def _check_addresses(name: str, addresses: tuple[str, ...]) -> None:
+    for address in addresses:
+        try:
+            ipaddress.ip_network(address)
+        except ValueError as error:
+            raise ConfigError(f"{name} must be addresses or networks: {error}") from None
 
 
 def _not_negative(name: str, value: object) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 
 import pytest
 
-from octavo.errors import QueueFullError
+from octavo.errors import QueueFullError, RequestError
 from octavo.server.admission import Admission, Bucket
 from octavo.server.errors import RateLimitError
 from octavo.server.tenants import EVERYBODY, Tenant
@@ -42,23 +43,23 @@ def test_more_than_the_limit_is_refused_and_places_come_back(clock: Clock) -> No
     first = admission.enter(EVERYBODY, 3)
     with pytest.raises(QueueFullError, match="the limit is 4"):
         admission.enter(EVERYBODY, 2)
-    assert admission.num_open == 3
+    assert admission.streams.num_held == 3
     admission.enter(EVERYBODY, 1)
     first.leave()
     first.leave()  # once is enough
-    assert admission.num_open == 1
+    assert admission.streams.num_held == 1
     with admission.enter(EVERYBODY, 3), pytest.raises(QueueFullError):
         admission.enter(EVERYBODY, 1)
-    assert admission.num_open == 1
+    assert admission.streams.num_held == 1
 
 
 def test_a_place_that_a_stream_keeps_outlives_its_block(clock: Clock) -> None:
     admission = Admission(4, clock=clock)
     with admission.enter(EVERYBODY, 1) as place:
         place.is_kept = True
-    assert admission.num_open == 1
+    assert admission.streams.num_held == 1
     place.leave()
-    assert admission.num_open == 0
+    assert admission.streams.num_held == 0
 
 
 def test_the_time_to_wait_is_that_of_the_queue(clock: Clock) -> None:
@@ -90,10 +91,10 @@ def test_limits_of_a_key(clock: Clock) -> None:
     admission.enter(EVERYBODY, 100)  # others have their own
     for place in places:
         place.leave()
-    for _ in range(4):
-        admission.enter(tenant, 1).leave()
+    for _ in range(6):
+        admission.begin(tenant)
     with pytest.raises(RateLimitError, match="6 requests a minute") as error:
-        admission.enter(tenant, 1)
+        admission.begin(tenant)
     assert error.value.retry_after_s == pytest.approx(10.0)
     clock.now += 60
     place = admission.enter(tenant, 1)
@@ -124,7 +125,7 @@ def test_a_flood_leaves_room_for_others(clock: Clock) -> None:
     assert num_flooding == 50  # half, as much as it leaves
     assert fill(admission, heavy) == 34  # twice as much as it leaves
     assert fill(admission, small) > 5
-    assert admission.num_open <= 100
+    assert admission.streams.num_held <= 100
 
 
 def test_alone_a_key_may_take_all(clock: Clock) -> None:
@@ -142,24 +143,84 @@ def fill(admission: Admission, tenant: Tenant) -> int:
     raise AssertionError("nothing is refused")
 
 
-def test_waiting_tokens_have_room_of_their_own(clock: Clock) -> None:
-    admission = Admission(None, 1000, clock=clock)
-    flood, small = Tenant(name="flood"), Tenant(name="small")
-    place = admission.enter(EVERYBODY, 1)
-    place.hold_tokens(1000)
-    with pytest.raises(QueueFullError, match="the limit is 1000"):
-        admission.enter(EVERYBODY, 1).hold_tokens(1)
-    place.start()  # they run: others may wait
-    assert admission.num_waiting_tokens == 0
-    place.leave()
-    admission.change((flood, small))
-    admission.enter(flood, 1).hold_tokens(500)
+def test_what_can_never_fit_is_no_matter_of_waiting(clock: Clock) -> None:
+    """Who is told to come back would come back for ever."""
+    admission = Admission(8, 1000, clock=clock)
+    tenant = Tenant(name="a", max_concurrency=3)
+    for whose, num_streams, limit in ((EVERYBODY, 9, 8), (tenant, 4, 3)):
+        for at_least in (None, num_streams):
+            with pytest.raises(RequestError, match=f"{limit} answers") as error:
+                admission.enter(whose, num_streams, at_least=at_least)
+            assert error.value.parameter == "n"
+            assert not isinstance(error.value, QueueFullError)
+    with pytest.raises(RequestError, match="1000") as error:
+        asyncio.run(admission.enter(EVERYBODY, 1).hold_tokens(1001))
+    assert not isinstance(error.value, QueueFullError)
+
+
+def test_many_prompts_take_what_they_may_have_and_leave_as_much(clock: Clock) -> None:
+    admission = Admission(100, clock=clock)
+    batch = admission.enter(EVERYBODY, 2048, at_least=1)
+    assert batch.num_streams == 50
+    assert admission.enter(EVERYBODY, 64, at_least=8).num_streams == 24  # three prompts of eight
+    few = Tenant(name="few", max_concurrency=5)
+    assert admission.enter(few, 64, at_least=2).num_streams == 4
+    assert admission.enter(EVERYBODY, 20, at_least=20).num_streams == 20
+    assert admission.enter(EVERYBODY, 3, at_least=2).num_streams == 2  # no half of two: the least
     with pytest.raises(QueueFullError):
-        admission.enter(flood, 1).hold_tokens(100)
-    place = admission.enter(small, 1)
-    place.hold_tokens(400)
-    place.leave()
-    assert admission.num_waiting_tokens == 500
+        admission.enter(EVERYBODY, 10, at_least=1)
+    batch.leave()
+    admission.change((few, Tenant(name="b"), heavy := Tenant(name="heavy", weight=3.0)))
+    assert admission.enter(heavy, 1000, at_least=1).num_streams == 37  # of 50, three times as many as are left
+    with pytest.raises(QueueFullError):
+        admission.enter(heavy, 10, at_least=3)
+
+
+def test_waiting_tokens_have_room_of_their_own(clock: Clock) -> None:
+    async def run() -> None:
+        admission = Admission(None, 1000, clock=clock)
+        flood, small = Tenant(name="flood"), Tenant(name="small")
+        place = admission.enter(EVERYBODY, 1)
+        await place.hold_tokens(1000)
+        with pytest.raises(QueueFullError, match="the limit is 1000"):
+            await admission.enter(EVERYBODY, 1).hold_tokens(1)
+        place.release_tokens(1000)  # they run: others may wait
+        assert admission.waiting_tokens.num_held == 0
+        admission.change((flood, small))
+        await admission.enter(flood, 1).hold_tokens(500)
+        with pytest.raises(QueueFullError):
+            await admission.enter(flood, 1).hold_tokens(100)
+        await admission.enter(small, 1).hold_tokens(400)
+        assert admission.waiting_tokens.num_held == 900
+
+    asyncio.run(run())
+
+
+def test_who_is_in_waits_for_room_prompt_by_prompt(clock: Clock) -> None:
+    async def run() -> None:
+        admission = Admission(None, 1000, clock=clock)
+        place = admission.enter(EVERYBODY, 3)
+        held: list[int] = []
+
+        async def hold(num_tokens: int) -> None:
+            await place.hold_tokens(num_tokens)
+            held.append(num_tokens)
+
+        async with asyncio.TaskGroup() as group:
+            waiting = [group.create_task(hold(num_tokens)) for num_tokens in (600, 700, 300)]
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert held == [600]  # the third one would fit, and has to wait for its turn
+            place.release_tokens(600)
+            await asyncio.gather(*waiting)
+        assert held == [600, 700, 300]
+        waiter = asyncio.create_task(hold(1))
+        await asyncio.sleep(0)
+        waiter.cancel()
+        await asyncio.gather(waiter, return_exceptions=True)
+        assert admission.waiting_tokens.num_held == 1000
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -168,7 +229,7 @@ def test_counts_are_those_of_the_open_places(clock: Clock, seed: int) -> None:
     tenants = [
         Tenant(name=name, weight=rng.choice([0.5, 1, 3]), max_concurrency=rng.choice([None, 5])) for name in "abc"
     ]
-    admission = Admission(rng.choice([1, 7, 20]), clock=clock)
+    admission = Admission(rng.choice([3, 7, 20]), clock=clock)
     admission.change(tuple(tenants))
     places = []
     refusals = []
@@ -177,19 +238,19 @@ def test_counts_are_those_of_the_open_places(clock: Clock, seed: int) -> None:
         if places and rng.random() < 0.45:
             places.pop(rng.randrange(len(places))).leave()
             continue
-        before = admission.num_open
+        before = admission.streams.num_held
         try:
             places.append(admission.enter(rng.choice(tenants), rng.randint(1, 3)))
         except QueueFullError as error:
-            refusals.append((admission.num_open == before, error.retry_after_s))
+            refusals.append((admission.streams.num_held == before, error.retry_after_s))
     per_tenant = Counter()
     for place in places:
         per_tenant[place.tenant.name] += place.num_streams
-    assert admission.num_open == sum(per_tenant.values())
-    assert admission.max_open is not None
-    assert admission.num_open <= admission.max_open
+    assert admission.streams.num_held == sum(per_tenant.values())
+    assert all(admission.streams.held_by(tenant) == per_tenant[tenant.name] for tenant in tenants)
+    assert admission.streams.num_free >= 0
     assert refusals
     assert all(is_unchanged and 0 < seconds <= 60 for is_unchanged, seconds in refusals)
     for place in places:
         place.leave()
-    assert admission.num_open == 0
+    assert admission.streams.num_held == 0

@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from fakes import FakeExecutor, answer_text
 from running import DEADLINE_S, run_server, wait_until
 
+from octavo.server.body import FREE_BYTES
 from octavo.server.connection import MAX_HEADER_BYTES
+from octavo.server.tenants import Tenant, add_key
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from running import Running
 
 COMPLETIONS = "/v1/completions"
@@ -41,8 +47,9 @@ def read_all(sock: socket.socket) -> bytes:
     return data
 
 
-def head(path: str, num_bytes: int) -> bytes:
-    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {num_bytes}\r\n\r\n".encode()
+def head(path: str, num_bytes: int, key: str = "") -> bytes:
+    asked = f"Authorization: Bearer {key}\r\n" if key else ""
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\n{asked}Content-Length: {num_bytes}\r\n\r\n".encode()
 
 
 def trickle(sock: socket.socket) -> None:
@@ -131,15 +138,126 @@ def test_a_pipelined_request_has_all_its_time() -> None:
     assert answer_text(5, 0, 40).encode()[:20] in answer
 
 
+def stall(stack: contextlib.ExitStack, running: Running, *, num_bytes: int, key: str = "") -> socket.socket:
+    """Send all of a large body but its end."""
+    sock = stack.enter_context(connect(running))
+    sock.sendall(head(COMPLETIONS, num_bytes, key) + b" " * (num_bytes - 1))
+    return sock
+
+
+def arrived(running: Running) -> int:
+    return running.server._service.admission.body_bytes.num_held
+
+
 def test_bodies_that_arrive_together_have_one_budget() -> None:
-    with run_server(max_body_bytes=10_000) as running:
+    """Large ones are refused while it is full, small ones are not."""
+    size = 1 << 20
+    with run_server(max_body_bytes=size) as running:
         with contextlib.ExitStack() as stack:
             for _ in range(17):
-                sock = stack.enter_context(connect(running))
-                sock.sendall(head(COMPLETIONS, 10_000) + b'{"prompt": "' + b"x" * 9_900)
-            last = sock.recv(1 << 16)
-        assert last.startswith(b"HTTP/1.1 429 ")
-        check_serves(running)
+                stall(stack, running, num_bytes=size)
+            wait_until(lambda: arrived(running) == 17 * (size - FREE_BYTES - 1), "they have arrived")
+            assert stall(stack, running, num_bytes=size).recv(1 << 16).startswith(b"HTTP/1.1 429 ")
+            check_serves(running)
+        wait_until(lambda: arrived(running) == 0, "all room is given back")
+
+
+def test_large_bodies_of_one_key_leave_room_for_the_others(tmp_path: Path) -> None:
+    path, size = tmp_path / "keys.toml", 1 << 20
+    flood, other = add_key(path, Tenant(name="flood")), add_key(path, Tenant(name="other"))
+    with run_server(max_body_bytes=size, api_keys_file=path) as running, contextlib.ExitStack() as stack:
+        socks = [stall(stack, running, num_bytes=size, key=flood) for _ in range(20)]
+        for sock in socks:
+            sock.setblocking(False)
+        wait_until(lambda: arrived(running) > 5 * size, "much has arrived")
+        body = json.dumps({"prompt": "hello", "max_tokens": 5}).encode()
+        for padding in (0, 900_000):
+            with running.http() as http:
+                headers = {"Authorization": f"Bearer {other}"}
+                response = http.post(COMPLETIONS, content=body + b" " * padding, headers=headers)
+            assert response.status_code == 200, response.text
+        assert arrived(running) <= 8 * size
+        refused = wait_until(lambda: [sock for sock in socks if (told := peek(sock)) and b" 429 " in told], "refusals")
+        assert len(refused) <= 12
+
+
+def peek(sock: socket.socket) -> bytes:
+    with contextlib.suppress(BlockingIOError, ConnectionResetError):
+        return sock.recv(16, socket.MSG_PEEK)
+    return b""
+
+
+def test_requests_count_though_their_bodies_never_come(tmp_path: Path) -> None:
+    key = add_key(path := tmp_path / "keys.toml", Tenant(name="few", requests_per_minute=2))
+    with run_server(api_keys_file=path) as running, contextlib.ExitStack() as stack:
+        for route in (COMPLETIONS, "/tokenize"):
+            sock = stack.enter_context(connect(running))
+            sock.sendall(head(route, 1000, key))
+        last = stack.enter_context(connect(running))
+        wait_until(lambda: len(running.server.server_state.tasks) == 2, "two have begun")
+        last.sendall(head(COMPLETIONS, 1000, key))
+        assert b"rate_limit_exceeded" in last.recv(1 << 16)
+
+
+def test_many_prompts_are_served_with_few_places_one_after_another() -> None:
+    """More than there are places, and more tokens than may wait: in time all of them fit."""
+    prompts = [f"hello {number}" for number in range(50)]
+    options: dict[str, Any] = {"max_open_requests": 9, "max_waiting_tokens": 40}
+    with run_server(FakeExecutor(step_s=0.001), **options) as running, running.http() as http:
+        admission = running.server._service.admission
+        held, take = list[tuple[int, int]](), admission.waiting_tokens.take
+
+        def watched(*amount: Any) -> None:
+            take(*amount)
+            held.append((admission.streams.num_held, admission.waiting_tokens.num_held))
+
+        admission.waiting_tokens.take = watched  # type: ignore[method-assign]
+        whole = http.post(COMPLETIONS, json={"prompt": prompts, "n": 2, "max_tokens": 4}).json()
+        lines = http.post(COMPLETIONS, json={"prompt": prompts, "max_tokens": 4, "stream": True}).text.split("\n")
+        assert [choice["text"] for choice in whole["choices"]] == [
+            answer_text(len(prompt), choice, 4) for prompt in prompts for choice in range(2)
+        ]
+        streamed = dict.fromkeys(range(50), "")
+        for line in lines:
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    streamed[choice["index"]] += choice["text"]
+        assert list(streamed.values()) == [answer_text(len(prompt), 0, 4) for prompt in prompts]
+        assert len(held) == 100
+        assert max(num_streams for num_streams, _ in held) == 4
+        assert max(num_tokens for _, num_tokens in held) <= 40
+        wait_until(lambda: admission.streams.num_held == admission.waiting_tokens.num_held == 0, "all is given back")
+
+
+def test_many_prompts_have_the_time_of_one_request() -> None:
+    executor = FakeExecutor(step_s=0.02)
+    body = {"prompt": ["hello"] * 50, "max_tokens": 20, "ignore_eos": True}
+    with run_server(executor, max_open_requests=2) as running, running.http() as http:
+        response = http.post(COMPLETIONS, json=body, headers={"X-Request-Timeout": "0.6"})
+        assert response.status_code == 504  # each of them took less
+        wait_until(lambda: running.server._service.admission.streams.num_held == 0, "its place is given back")
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter", "limit"),
+    [({"n": 9}, "n", "8"), ({"n": 9, "prompt": ["a"] * 20}, "n", "8"), ({"prompt": "x" * 101}, "prompt", "100")],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_can_never_fit_is_the_request_s_own_fault(
+    fields: dict[str, Any], parameter: str, limit: str, stream: bool
+) -> None:
+    """A 429 would make every client try again, for ever in vain."""
+    with run_server(max_open_requests=8, max_waiting_tokens=100) as running, running.http() as http:
+        response = http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 2, "stream": stream, **fields})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, parameter)
+        assert limit in response.json()["error"]["message"]
+        assert "retry-after" not in response.headers
+
+
+def test_a_prompt_waits_once_for_all_its_answers() -> None:
+    with run_server(max_waiting_tokens=100) as running, running.http() as http:
+        response = http.post(COMPLETIONS, json={"prompt": "x" * 90, "n": 4, "max_tokens": 2})
+    assert response.status_code == 200
 
 
 def test_what_is_no_http_is_an_error_object(shared: Running) -> None:
@@ -156,6 +274,51 @@ def test_headers_that_do_not_come_end_the_connection(sent: bytes) -> None:
         sock.sendall(sent)
         assert read_all(sock) == b""
         check_serves(running)
+
+
+def ask(sock: socket.socket) -> bytes:
+    sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    return sock.recv(1 << 16)
+
+
+def test_a_connection_may_be_idle_for_longer_than_its_headers_may_take() -> None:
+    with run_server(body_timeout_s=0.3, keep_alive_timeout_s=60.0) as running:
+        assert running.server.config.timeout_keep_alive == 60
+        with connect(running) as used, connect(running) as refused:
+            assert ask(used).startswith(b"HTTP/1.1 200 ")
+            refused.sendall(head(COMPLETIONS, 2 << 20))
+            assert refused.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+            with connect(running) as unused:
+                assert read_all(unused) == b""  # so much time has passed
+            assert ask(used).startswith(b"HTTP/1.1 200 ")
+            used.sendall(b"GET /health HTT")
+            assert read_all(used) == b""  # what has begun has to go on
+
+
+def test_an_idle_connection_ends_in_time() -> None:
+    with run_server(body_timeout_s=60.0, keep_alive_timeout_s=0.2) as running, connect(running) as sock:
+        assert ask(sock).startswith(b"HTTP/1.1 200 ")
+        assert read_all(sock) == b""
+
+
+def test_connections_outlive_those_of_a_proxy_by_default(shared: Running) -> None:
+    """Nginx and others keep idle connections for 60 s: who lets go first loses a request that is on its way."""
+    assert shared.server.config.timeout_keep_alive > 60
+
+
+def test_open_files_are_allowed_as_far_as_the_system_lets() -> None:
+    code = (
+        "import resource\nfrom octavo.server.serving import allow_open_files\n"
+        "for soft, hard in ((300, 2000), (300, 600)):\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))\n"
+        "    allow_open_files(1000)\n"
+        "    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1256", "600"]
+    (warning,) = done.stderr.strip().split("\n")
+    assert "600 files" in warning
+    assert "1256" in warning
 
 
 def test_headers_that_trickle_end_the_connection() -> None:
@@ -189,7 +352,7 @@ def test_f23_a_stream_that_nobody_reads_ends_and_costs_no_memory() -> None:
     executor = FakeExecutor(step_s=0.0005)
     options = {"max_model_len": 200_000, "num_blocks": 13_000}
     body = json.dumps({"prompt": "hello", "max_tokens": 150_000, "ignore_eos": True, "stream": True}).encode()
-    with run_server(executor, engine_options=options, max_unread_outputs=200) as running:
+    with run_server(executor, engine_options=options, max_unread_outputs=200, keep_alive_timeout_s=1.0) as running:
         with connect(running, receive_bytes=4096) as sock:
             sock.sendall(head(COMPLETIONS, len(body)) + body)
             assert sock.recv(20).startswith(b"HTTP/1.1 200")
@@ -199,18 +362,19 @@ def test_f23_a_stream_that_nobody_reads_ends_and_costs_no_memory() -> None:
             check_serves(running)
             answer = read_all(sock)
         assert b"read_too_slowly" in answer  # what was held back has come in the end, with its reason
-        wait_until(lambda: running.server._service.admission.num_open == 0, "its place is given back")
+        wait_until(lambda: running.server._service.admission.streams.num_held == 0, "its place is given back")
 
 
 def test_f23_the_connection_of_who_never_reads_ends() -> None:
     options = {"max_model_len": 200_000, "num_blocks": 13_000}
     body = json.dumps({"prompt": "hello", "max_tokens": 150_000, "ignore_eos": True, "stream": True}).encode()
-    with run_server(engine_options=options, max_unread_outputs=50, idle_timeout_s=1.0) as running:
+    limits = {"max_unread_outputs": 50, "keep_alive_timeout_s": 1.0, "idle_timeout_s": 1.0}
+    with run_server(engine_options=options, **limits) as running:
         with connect(running, receive_bytes=4096) as sock:
             sock.sendall(head(COMPLETIONS, len(body)) + body)
             wait_until(lambda: running.server.server_state.connections, "it is connected")
             wait_until(lambda: not running.server.server_state.connections, "it is cut off")
-        wait_until(lambda: running.server._service.admission.num_open == 0, "its place is given back")
+        wait_until(lambda: running.server._service.admission.streams.num_held == 0, "its place is given back")
         assert running.num_unfinished == 0
 
 
@@ -289,13 +453,12 @@ def test_f28_no_more_are_taken_than_there_is_room_for() -> None:
         assert statuses.count(200) + statuses.count(429) == 40
         assert statuses.count(200) >= 8
         assert statuses.count(429) > 0
-        assert running.server._service.admission.num_open == 0
+        assert running.server._service.admission.streams.num_held == 0
 
 
 def test_f28_a_full_server_refuses_with_the_body_unread() -> None:
-    """Every route that takes a place, and no other; a refusal counts once, and the one place is still there after."""
+    """Every route that reads a body; a refusal counts once, and the one place is still there after."""
     executor = FakeExecutor(step_s=0.005)
-    bodies = {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
     with run_server(executor, max_open_requests=1) as running, running.http() as http:
         service = running.server._service
         endless = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
@@ -305,21 +468,14 @@ def test_f28_a_full_server_refuses_with_the_body_unread() -> None:
             routes = {r.path for r in running.server.config.app.routes if "POST" in (getattr(r, "methods", None) or ())}  # type: ignore[union-attr]
             for path in routes:
                 with contextlib.closing(connect(running)) as sock:
-                    sock.settimeout(0.3 if path in bodies else DEADLINE_S)
                     sock.sendall(head(path, 1 << 19))
-                    try:
-                        answer = sock.recv(1 << 16)
-                    except TimeoutError:
-                        answer = b"waits for the body"
-                if path in bodies:
-                    assert answer == b"waits for the body", path
-                else:
-                    assert answer.startswith(b"HTTP/1.1 429 "), path
-                    assert b"retry-after: " in answer, path
-            assert service.admission.num_open == 1
+                    answer = sock.recv(1 << 16)
+                assert answer.startswith(b"HTTP/1.1 429 "), path
+                assert b"retry-after: " in answer, path
+            assert service.admission.streams.num_held == 1
             (told,) = service.metrics._refused.collect()
-            assert sum(each.value for each in told.samples if each.name.endswith("_total")) == len(routes - bodies)
-        wait_until(lambda: service.admission.num_open == 0, "the place is given back")
+            assert sum(each.value for each in told.samples if each.name.endswith("_total")) == len(routes)
+        wait_until(lambda: service.admission.streams.num_held == 0, "the place is given back")
         check_serves(running)
 
 
@@ -335,13 +491,13 @@ def test_a_place_comes_back_however_a_request_ends() -> None:
             ({"prompt": [300], "stream": True}, 400),
         ]:
             assert http.post(COMPLETIONS, json=body).status_code == status
-            wait_until(lambda: admission.num_open == 0, "the place is given back")
+            wait_until(lambda: admission.streams.num_held == 0, "the place is given back")
         executor.fail_next = True
         assert http.post(COMPLETIONS, json={"prompt": "a"}).status_code == 500
-        assert admission.num_open == 0
+        assert admission.streams.num_held == 0
         endless = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         with http.stream("POST", COMPLETIONS, json=endless) as stream:
             lines = stream.iter_lines()  # to let go of it closes the connection
             next(lines)
-            assert admission.num_open == 1
-        wait_until(lambda: admission.num_open == 0, "the place of who left is given back")
+            assert admission.streams.num_held == 1
+        wait_until(lambda: admission.streams.num_held == 0, "the place of who left is given back")

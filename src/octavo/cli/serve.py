@@ -166,6 +166,16 @@ class ServerOptions:
     insecure: Annotated[
         bool, typer.Option("--insecure", rich_help_panel=_ACCESS, help="Let other machines in without an API key.")
     ] = False
+    forwarded_allow_ips: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDRESS",
+            rich_help_panel=_ACCESS,
+            help="Address or network of a proxy: the audit log has the clients that its X-Forwarded-For names; may be "
+            "given again. Default: none is believed.",
+            show_default=False,
+        ),
+    ] = None
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
@@ -229,6 +239,15 @@ class ServerOptions:
             help="So long may a client take nothing of what is sent to it; then its connection ends.",
         ),
     ] = _DEFAULT.idle_timeout_s
+    keep_alive_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.001,
+            metavar="SECONDS",
+            rich_help_panel=_LIMITS,
+            help="So long may a connection be idle between two requests; longer than a proxy before it keeps one.",
+        ),
+    ] = _DEFAULT.keep_alive_timeout_s
     max_unread_outputs: Annotated[
         int,
         typer.Option(
@@ -269,6 +288,7 @@ class ServerOptions:
             request_timeout_s=self.request_timeout,
             body_timeout_s=self.body_timeout,
             idle_timeout_s=self.idle_timeout,
+            keep_alive_timeout_s=self.keep_alive_timeout,
             max_unread_outputs=self.max_unread_outputs,
             max_request_logprobs=self.max_request_logprobs,
             grace_s=self.shutdown_timeout,
@@ -278,6 +298,7 @@ class ServerOptions:
             pooling=self.pooling,
             dashboard=self.dashboard,
             otlp_traces_endpoint=self.otlp_traces_endpoint,
+            forwarded_allow_ips=tuple(self.forwarded_allow_ips or ()),
             allowed_hosts=hosts or None,
             allowed_origins=tuple(self.allowed_origin or ()),
             ssl_certfile=self.ssl_certfile,
@@ -296,7 +317,14 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
     """Serve a model through the OpenAI API."""
     try:
         import octavo.engine.remote_engine  # noqa: F401 - imports zmq and msgspec
-        from octavo.server.serving import check_binding, check_files, hold_hang_up, listen, make_server
+        from octavo.server.serving import (  # imports fastapi
+            allow_open_files,
+            check_binding,
+            check_files,
+            hold_hang_up,
+            listen,
+            make_server,
+        )
     except ImportError as error:
         raise ConfigError(f"octavo serve needs {error.name}: pip install 'octavo[server]'") from error
     from octavo.engine.async_llm import AsyncLLM
@@ -317,6 +345,7 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
     check_binding(server.host, config, insecure=server.insecure)
     check_files(config)
     hold_hang_up(config)
+    allow_open_files()
     with listen(server.host, server.port, idle_timeout_s=config.idle_timeout_s) as sock:
         llm = AsyncLLM(engine.launch(), max_unread_outputs=config.max_unread_outputs)
         try:

@@ -14,7 +14,7 @@ from octavo.errors import DeadlineError, EngineDeadError, OctavoError, SlowReade
 from octavo.outputs import DEADLINE_PASSED
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from octavo.engine.input_processor import ProcessedInput, Prompt
     from octavo.engine.llm_engine import Engine
@@ -113,12 +113,12 @@ class AsyncLLM:
         tenant: str = "",
         tenant_weight: float = 1.0,
         timeout_s: float | None = None,
-        on_processed: Callable[[ProcessedInput], None] | None = None,
+        on_processed: Callable[[ProcessedInput], Awaitable[None]] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request until it is finished; leaving the loop early aborts it.
 
         The arguments are those of `octavo.engine.llm_engine.Engine.add_request`. on_processed sees the request before
-        it is sent, when its tokens are known; what it raises is the request's end.
+        it is sent, when its tokens are known, and may let it wait; what it raises is the request's end.
         Raises `RequestError` when it cannot be served, `EngineDeadError` when the engine stops meanwhile, and
         `SlowReaderError` when too many outputs were not read.
         """
@@ -135,7 +135,7 @@ class AsyncLLM:
             timeout_s=timeout_s,
         )
         if on_processed is not None:
-            on_processed(processed)
+            await on_processed(processed)
         stream = _Stream(timeout_s)
         finished = False
         try:

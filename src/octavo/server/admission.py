@@ -5,13 +5,14 @@ The place of a request is taken before anything is done for it, and given back w
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections import deque
-from dataclasses import dataclass
+from collections import Counter, deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
-from octavo.errors import QueueFullError
+from octavo.errors import QueueFullError, RequestError
 from octavo.server.errors import RateLimitError
 
 if TYPE_CHECKING:
@@ -46,26 +47,81 @@ class Bucket:
         return self._level
 
 
+class Pool:
+    """Units of one thing that all share, and how many each tenant holds. limit: None for no end of them.
+
+    Where several tenants share it, one that holds some may hold at most its weight times as many as are free: after
+    Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet switch" (1998), so a flood of one
+    always leaves room for the others.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.num_held = 0
+        self.is_shared = False
+        self._held: Counter[str] = Counter()
+        self._change = asyncio.Event()
+
+    @property
+    def num_free(self) -> float:
+        """How many nobody holds."""
+        return math.inf if self.limit is None else self.limit - self.num_held
+
+    def held_by(self, tenant: Tenant) -> int:
+        """Return how many a tenant holds."""
+        return self._held[tenant.name]
+
+    def room(self, tenant: Tenant) -> float:
+        """Return how many more a tenant may take now; below 0 where it holds more than it might take."""
+        free, held = self.num_free, self.held_by(tenant)
+        return min(free, tenant.weight * free - held) if self.is_shared and held else free
+
+    def half(self, tenant: Tenant) -> float:
+        """Return how many more it may take so that others still find as much: it holds its weight times the rest."""
+        held = self.held_by(tenant) if self.is_shared else 0
+        return min((tenant.weight * self.num_free - held) / (1 + tenant.weight), self.num_free)
+
+    def take(self, tenant: Tenant, amount: int) -> None:
+        """Count units as a tenant's; whether there is room is for the caller to ask."""
+        self._held[tenant.name] += amount
+        self.num_held += amount
+
+    def give_back(self, tenant: Tenant, amount: int) -> None:
+        """Count them no more."""
+        self._held[tenant.name] -= amount
+        if not self._held[tenant.name]:
+            del self._held[tenant.name]
+        self.num_held -= amount
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def change(self) -> None:
+        """Wait until some are given back."""
+        await self._change.wait()
+
+
 @dataclass(slots=True)
 class _Account:
-    """What a tenant has in use."""
+    """The rates of a tenant."""
 
     requests: Bucket | None
     tokens: Bucket | None
-    num_open: int = 0
-    num_waiting_tokens: int = 0
 
 
 @dataclass(slots=True)
 class Place:
-    """The place of one HTTP request: so many output streams of a tenant. Given back once, however often it is left."""
+    """The place of one HTTP request: so many output streams of a tenant. Given back once, however often it is left.
+
+    is_in: one of its prompts has had room, so that those behind it are not refused any more: they wait.
+    """
 
     tenant: Tenant
     num_streams: int
     _admission: Admission
     is_kept: bool = False
-    num_waiting_tokens: int = 0
+    is_in: bool = False
     _is_left: bool = False
+    _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # of its prompts
 
     def __enter__(self) -> Self:
         """Give it back when the block ends, unless a stream keeps it (`is_kept`), whose duty it is then."""
@@ -75,15 +131,20 @@ class Place:
         if not self.is_kept:
             self.leave()
 
-    def hold_tokens(self, num_tokens: int) -> None:
-        """Take room for tokens that wait, until `start`. Raises `QueueFullError` where there is none."""
-        self._admission.hold_tokens(self, num_tokens)
-        self.num_waiting_tokens += num_tokens
+    async def hold_tokens(self, num_tokens: int) -> None:
+        """Take room for a prompt that waits, to be given back with `release_tokens`.
 
-    def start(self) -> None:
-        """Give the room of its prompts back: they do not wait any more."""
-        self._admission.release_tokens(self)
-        self.num_waiting_tokens = 0
+        Raises `QueueFullError` where there is none for the first prompt, `RequestError` for one that never fits.
+        """
+        async with self._queue:
+            while not self._admission.has_room(self, num_tokens):
+                await self._admission.waiting_tokens.change()
+            self._admission.waiting_tokens.take(self.tenant, num_tokens)
+            self.is_in = True
+
+    def release_tokens(self, num_tokens: int) -> None:
+        """Give the room of a prompt back: it does not wait any more."""
+        self._admission.waiting_tokens.give_back(self.tenant, num_tokens)
 
     def charge(self, num_tokens: int) -> None:
         """Count tokens that were read or written for it."""
@@ -93,76 +154,77 @@ class Place:
         """Give it back."""
         if not self._is_left:
             self._is_left = True
-            self.start()
             self._admission.leave(self)
 
 
 class Admission:
     """Counts what is open; belongs to the event loop.
 
-    max_open: output streams that may run and wait, in all; max_waiting_tokens: tokens of prompts of which nothing is
-    generated yet; None for no limit. Where several tenants share the server, one may hold at most its weight times as
-    many of either as are free: after Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet
-    switch" (1998), so a flood of one always leaves room for the others.
+    streams: outputs that may run and wait, in all; waiting_tokens: tokens of prompts of which nothing is generated yet;
+    body_bytes: of bodies that arrive. What a request can never have is a `RequestError`, what it may have later a
+    `QueueFullError` with the seconds to wait.
     """
 
     def __init__(
         self,
         max_open: int | None,
         max_waiting_tokens: int | None = None,
+        max_body_bytes: int | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.max_open, self.max_waiting_tokens = max_open, max_waiting_tokens
-        self.num_open = self.num_waiting_tokens = 0
-        self.is_shared = False
+        self.streams, self.waiting_tokens, self.body_bytes = map(Pool, (max_open, max_waiting_tokens, max_body_bytes))
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
         self._endings: deque[float] = deque(maxlen=_NUM_ENDINGS)
         self._has_ended = False
 
-    def enter(self, tenant: Tenant, num_streams: int) -> Place:
-        """Take places, all or none. Raises `RateLimitError` and `QueueFullError`, with the seconds to wait."""
+    def begin(self, tenant: Tenant) -> None:
+        """Count a request of which only the headers are known. Raises what would refuse the smallest."""
         account = self._account(tenant)  # perhaps a new one, whose times begin now
         now = self._clock()
-        self._check(tenant, account, num_streams, now)
+        self._check_rate(account.requests, 1.0, "requests", now)
+        self._check(tenant, 1, now)
         if account.requests is not None:
             account.requests.take(1, now)
-        account.num_open += num_streams
-        self.num_open += num_streams
-        return Place(tenant, num_streams, self)
 
-    def check(self, tenant: Tenant, num_streams: int) -> None:
-        """Raise what `enter` would raise now, and take nothing."""
-        self._check(tenant, self._account(tenant), num_streams, self._clock())
+    def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Place:
+        """Take places for a request that has begun: all of them, or none.
+
+        at_least: with fewer it can be served, too, one part after another. It takes a multiple of that then, and no
+        more than half of what there is. Raises `RequestError`, `RateLimitError` and `QueueFullError`.
+        """
+        least = num_streams if at_least is None else at_least
+        self._check(tenant, least, self._clock())
+        if least < num_streams:
+            own = math.inf if tenant.max_concurrency is None else tenant.max_concurrency - self.streams.held_by(tenant)
+            most = min(num_streams, own, self.streams.half(tenant))
+            num_streams = max(int(most // least), 1) * least
+        self.streams.take(tenant, num_streams)
+        return Place(tenant, num_streams, self)
 
     def leave(self, place: Place) -> None:
         """Give places back."""
-        self._account(place.tenant).num_open -= place.num_streams
-        self.num_open -= place.num_streams
+        self.streams.give_back(place.tenant, place.num_streams)
         self._endings.append(self._clock())
         self._has_ended = True
 
-    def hold_tokens(self, place: Place, num_tokens: int) -> None:
-        """Count tokens that wait. Raises `QueueFullError` for more than there is room for."""
-        account, limit = self._account(place.tenant), self.max_waiting_tokens
-        if limit is not None:
-            free: float = limit - self.num_waiting_tokens
-            if self.is_shared and account.num_waiting_tokens:
-                free = min(free, place.tenant.weight * free - account.num_waiting_tokens)
-            if num_tokens > free:
-                raise QueueFullError(
-                    f"the queue is full: {self.num_waiting_tokens} tokens of prompts wait, and this request has "
-                    f"{num_tokens}; the limit is {limit}",
-                    retry_after_s=self._soon(self._clock(), self.num_open),
-                )
-        account.num_waiting_tokens += num_tokens
-        self.num_waiting_tokens += num_tokens
-
-    def release_tokens(self, place: Place) -> None:
-        """Count a place's tokens no more."""
-        self._account(place.tenant).num_waiting_tokens -= place.num_waiting_tokens
-        self.num_waiting_tokens -= place.num_waiting_tokens
+    def has_room(self, place: Place, num_tokens: int) -> bool:
+        """Tell whether so many tokens of a prompt may wait now. Raises where that is a refusal: see `hold_tokens`."""
+        pool = self.waiting_tokens
+        if pool.limit is not None and num_tokens > pool.limit:
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens; no more than {pool.limit} may wait here", parameter="prompt"
+            )
+        if num_tokens <= pool.room(place.tenant):
+            return True
+        if place.is_in:
+            return False
+        raise QueueFullError(
+            f"the queue is full: {pool.num_held} tokens of prompts wait, and this request has {num_tokens}; the limit "
+            f"is {pool.limit}",
+            retry_after_s=self._soon(self._clock(), self.streams.num_held),
+        )
 
     def charge(self, tenant: Tenant, num_tokens: int) -> None:
         """Count a tenant's tokens."""
@@ -172,7 +234,8 @@ class Admission:
 
     def change(self, tenants: tuple[Tenant, ...]) -> None:
         """Go on with these tenants; what they have open stays counted, their rates begin anew where they changed."""
-        self.is_shared = len(tenants) > 1
+        for pool in (self.streams, self.waiting_tokens, self.body_bytes):
+            pool.is_shared = len(tenants) > 1
         for tenant in tenants:
             account = self._account(tenant)
             account.requests = self._bucket(account.requests, tenant.requests_per_minute)
@@ -191,41 +254,38 @@ class Admission:
             return None
         return present if present and present.per_minute == per_minute else Bucket(per_minute, self._clock())
 
-    def _check(self, tenant: Tenant, account: _Account, num_streams: int, now: float) -> None:
-        self._check_tenant(tenant, account, num_streams, now)
-        self._check_room(tenant, account, num_streams, now)
-
-    def _check_tenant(self, tenant: Tenant, account: _Account, num_streams: int, now: float) -> None:
-        limit = tenant.max_concurrency
-        if limit is not None and account.num_open + num_streams > limit:
+    def _check(self, tenant: Tenant, num_streams: int, now: float) -> None:
+        """Raise where so many streams cannot be opened, now or ever."""
+        for limit, whose in ((tenant.max_concurrency, "this key"), (self.streams.limit, "this server")):
+            if limit is not None and num_streams > limit:
+                raise RequestError(
+                    f"n is {num_streams}, and {whose} may have {limit} answers open at once", parameter="n"
+                )
+        held, limit = self.streams.held_by(tenant), tenant.max_concurrency
+        if limit is not None and held + num_streams > limit:
             raise RateLimitError(
-                f"this key has {account.num_open} answers open, and this request asks for {num_streams}; its limit is "
-                f"{limit} at once",
+                f"this key has {held} answers open, and this request asks for {num_streams}; its limit is {limit} at "
+                "once",
                 retry_after_s=self._soon(now, 1),
             )
-        for bucket, amount, unit in ((account.requests, 1.0, "requests"), (account.tokens, 0.0, "tokens")):
-            wait = 0.0 if bucket is None else bucket.wait_s(amount, now)
-            if bucket is not None and wait > 0:
-                raise RateLimitError(
-                    f"this key has used up its {bucket.per_minute:g} {unit} a minute", retry_after_s=wait
-                )
-
-    def _check_room(self, tenant: Tenant, account: _Account, num_streams: int, now: float) -> None:
-        if self.max_open is None:
-            return
-        free = self.max_open - self.num_open
+        self._check_rate(self._account(tenant).tokens, 0.0, "tokens", now)
+        free = self.streams.num_free
         if num_streams > free:
             raise QueueFullError(
-                f"the queue is full: {self.num_open} answers are open, and this request asks for {num_streams}; the "
-                f"limit is {self.max_open}",
-                retry_after_s=self._soon(now, self.num_open),
+                f"the queue is full: {self.streams.num_held} answers are open, and this request asks for "
+                f"{num_streams}; the limit is {self.streams.limit}",
+                retry_after_s=self._soon(now, self.streams.num_held),
             )
-        if self.is_shared and account.num_open and account.num_open + num_streams > tenant.weight * free:
+        if num_streams > self.streams.room(tenant):
             raise QueueFullError(
-                f"this key has {account.num_open} answers open and may not take more of the {free} places that are "
-                "left for all",
-                retry_after_s=self._soon(now, account.num_open),
+                f"this key has {held} answers open and may not take more of the {free} places that are left for all",
+                retry_after_s=self._soon(now, held),
             )
+
+    def _check_rate(self, bucket: Bucket | None, amount: float, unit: str, now: float) -> None:
+        wait = 0.0 if bucket is None else bucket.wait_s(amount, now)
+        if bucket is not None and wait > 0:
+            raise RateLimitError(f"this key has used up its {bucket.per_minute:g} {unit} a minute", retry_after_s=wait)
 
     def _soon(self, now: float, num_ahead: int) -> float:
         """Return when so many of what is open will have ended, at the rate of the last minute's endings."""

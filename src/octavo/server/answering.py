@@ -363,13 +363,13 @@ async def _whole(service: Service, job: Job) -> list[RequestOutput]:
 
 
 async def _outputs(service: Service, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of all prompts as they come, with the prompt's place.
+    """Outputs of all prompts as they come, with the prompt's index; as many at once as the job's place has streams for.
 
     Raises `ExecutionError` for one that failed, `DeadlineError` for one that took too long, `RequestError` for one
     whose grammar did, and `ServerClosingError` for one that is cut off because the server ends.
     """
-    begun: set[int] = set()
     logprobs = LogprobLimit(service.config.max_request_logprobs, service.model_info.max_model_len)
+    deadline = asyncio.get_running_loop().time() + job.timeout_s
     streams = [
         service.generate(
             prompt,
@@ -378,20 +378,17 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[tuple[int, Requ
             place=job.place,
             priority=job.priority,
             cache_salt=job.cache_salt,
-            timeout_s=job.timeout_s,
+            deadline=deadline,
             check=logprobs.check,
         )
         for index, prompt in enumerate(job.prompts)
     ]
-    async with aclosing(merge(streams)) as merged:
+    async with aclosing(merge(streams, at_once=job.place.num_streams // job.params.n)) as merged:
         async for index, output in merged:
             if output.error is not None:
                 raise _error_of(output.error)
             if any(completion.finish_reason == "abort" for completion in output.outputs):
                 raise ServerClosingError("closing")  # nothing else ends a request to which somebody listens
-            begun.add(index)
-            if len(begun) == len(job.prompts):
-                job.place.start()
             job.place.charge(sum(len(completion.token_ids) for completion in output.outputs))
             yield index, output
 
@@ -454,8 +451,11 @@ async def _chain(first: asyncio.Task[News], rest: AsyncGenerator[News, None]) ->
             yield news
 
 
-async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield the items of several streams as they come, each with its stream's place; the first error ends them all."""
+async def merge(streams: Sequence[AsyncIterator[T]], *, at_once: int) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield the items of several streams as they come, each with its stream's index; the first error ends them all.
+
+    at_once: the next stream is begun when fewer than so many are open.
+    """
     if len(streams) == 1:  # as most are: nothing to merge
         async with aclosing(streams[0]) as only:  # type: ignore[type-var]  # an async generator, by its protocol
             async for output in only:
@@ -463,16 +463,20 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int
         return
     queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(_MERGED)
 
-    async def pump(index: int, stream: AsyncIterator[T]) -> None:
+    waiting = iter(enumerate(streams))
+
+    async def pump() -> None:
         try:
-            async for item in stream:
-                await queue.put((index, item))
+            for index, stream in waiting:
+                async with aclosing(stream):  # type: ignore[type-var]  # an async generator, by its protocol
+                    async for item in stream:
+                        await queue.put((index, item))
         except Exception as error:  # noqa: BLE001 - raised again by the reader
             await queue.put(error)
         else:
             await queue.put(None)
 
-    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    tasks = [asyncio.create_task(pump()) for _ in range(min(at_once, len(streams)))]
     num_open = len(tasks)
     try:
         while num_open:

@@ -15,7 +15,7 @@ from octavo import __version__
 from octavo.server import messages, tgi
 from octavo.server.audit import AuditMiddleware
 from octavo.server.auth import ApiKeyMiddleware
-from octavo.server.body import BodyBudget, body_of
+from octavo.server.body import body_of
 from octavo.server.chat import create_chat_completion
 from octavo.server.completions import create_completion
 from octavo.server.dashboard.routes import add_dashboard
@@ -30,8 +30,6 @@ from octavo.server.tokenizing import DetokenizeRequest, TokenizeRequest, detoken
 
 if TYPE_CHECKING:
     from octavo.server.service import Service
-
-_BODIES = 16  # so many of the largest may arrive at once
 
 ChatBody = Annotated[ChatCompletionRequest, Depends(body_of(ChatCompletionRequest))]
 TokenizeBody = Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest))]
@@ -49,7 +47,7 @@ def create_app(service: Service) -> FastAPI:
     config = service.config
     app = FastAPI(title="octavo", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.config = config
-    app.state.body_budget = BodyBudget(_BODIES * config.max_body_bytes)
+    app.state.admission = service.admission
     add_error_handlers(app)
     _add_routes(app, service)
     _add_tgi_routes(app, service)

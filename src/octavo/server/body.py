@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
     from octavo.config import ServerConfig
+    from octavo.server.admission import Pool
+    from octavo.server.tenants import Tenant
 
 Schema = TypeVar("Schema", bound=BaseModel)
 T = TypeVar("T")
+FREE_BYTES = 64 << 10
 _HUGE = 2**64
 
 
@@ -29,11 +32,10 @@ def body_of(schema: type[Schema]) -> Callable[[Request], Awaitable[Schema]]:
 
     async def read(request: Request) -> Schema:
         config: ServerConfig = request.app.state.config
-        budget: BodyBudget = request.app.state.body_budget
-        with budget.share() as share:
+        with _room(request.app.state.admission.body_bytes, request.state.tenant) as take:
             try:
                 async with asyncio.timeout(config.body_timeout_s):
-                    body = await _read_limited(request, config.max_body_bytes, share)
+                    body = await _read_limited(request, config.max_body_bytes, take)
             except TimeoutError:
                 raise SlowBodyError(f"the request's body did not arrive within {config.body_timeout_s:g} s") from None
             request.state.num_body_bytes = len(body)
@@ -47,36 +49,32 @@ async def look_at(request: Request, work: Callable[[], T]) -> T:
     return await beside(entries_of_bytes(request.state.num_body_bytes), work)
 
 
-class BodyBudget:
-    """Bytes of all bodies that have begun to arrive and are not read to their end."""
+@contextlib.contextmanager
+def _room(pool: Pool, tenant: Tenant) -> Iterator[Callable[[int], None]]:
+    """Give a function that takes room for one body of so many bytes so far, which is given back in the end.
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
+    A body's first bytes need none: as many wait in its connection anyway. The function raises `QueueFullError`.
+    """
+    taken = 0
 
-    @contextlib.contextmanager
-    def share(self) -> Iterator[Callable[[int], None]]:
-        """Give a function that takes bytes for one body; they are given back in the end.
+    def take(num_bytes: int) -> None:
+        nonlocal taken
+        more = num_bytes - FREE_BYTES - taken
+        if more <= 0:
+            return
+        if more > pool.room(tenant):
+            raise QueueFullError("too many large requests arrive at once")
+        pool.take(tenant, more)
+        taken += more
 
-        It raises `QueueFullError` where all bodies together would be too many bytes.
-        """
-        taken = 0
-
-        def take(num_bytes: int) -> None:
-            nonlocal taken
-            if self._num_bytes + num_bytes > self._max_bytes:
-                raise QueueFullError("too many large requests arrive at once")
-            self._num_bytes += num_bytes
-            taken += num_bytes
-
-        try:
-            yield take
-        finally:
-            self._num_bytes -= taken
+    try:
+        yield take
+    finally:
+        pool.give_back(tenant, taken)
 
 
 async def _read_limited(request: Request, max_bytes: int, take: Callable[[int], None]) -> bytes:
-    """Read a body; stop as soon as it is too large, whatever its length was said to be."""
+    """Read a body; stop as soon as it is too large, whatever its length was said to be. take: see `_room`."""
     error = BodyTooLargeError(f"the request's body exceeds the limit of {max_bytes} bytes")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
@@ -87,7 +85,7 @@ async def _read_limited(request: Request, max_bytes: int, take: Callable[[int], 
         num_bytes += len(chunk)
         if num_bytes > max_bytes:
             raise error
-        take(len(chunk))
+        take(num_bytes)
         chunks.append(chunk)
     return b"".join(chunks)
 

@@ -43,7 +43,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
     decode = service.llm.engine.output_processor.decode
     echo = Echo(bool(request.echo), is_alone=request.max_tokens == 0, num_chars={}, decode=decode)
     show_prompt_logprobs = request.prompt_logprobs is not None
-    with service.enter(http_request, len(prompts) * params.n) as place:
+    with service.enter(http_request, len(prompts) * params.n, at_least=params.n) as place:
         job = Job(
             request_id=f"cmpl-{uuid.uuid4().hex}",
             model=model,

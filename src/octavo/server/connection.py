@@ -17,11 +17,14 @@ MAX_CONNECTIONS = 8192
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Ends a connection whose next headers do not come within `header_timeout_s`; answers 431 to those too large."""
+    """Ends a connection whose headers do not come within `header_timeout_s`; answers 431 to those too large.
 
-    def __init__(self, *arguments: Any, header_timeout_s: float, **options: Any) -> None:
+    They have to from their first byte on; between two requests it may be idle for `keep_alive_timeout_s`.
+    """
+
+    def __init__(self, *arguments: Any, header_timeout_s: float, keep_alive_timeout_s: float, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._header_timeout_s = header_timeout_s
+        self._header_timeout_s, self._keep_alive_timeout_s = header_timeout_s, keep_alive_timeout_s
         self._timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
         self._is_in_body = self._came_further = self._is_too_large = False
@@ -31,7 +34,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.close()
-        self._await_headers()
+        self._wait(self._header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing more is waited for."""
@@ -43,6 +46,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._came_further = False
         super().data_received(data)
         if not (self._is_in_body or self._came_further or self.transport.is_closing()):
+            if not self._num_header_bytes and self._timer is not None and self.cycle is not None:
+                self._wait(self._header_timeout_s)  # it was idle
             self._num_header_bytes += len(data)
             if self._num_header_bytes > MAX_HEADER_BYTES:
                 self._is_too_large = True
@@ -67,12 +72,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._is_in_body, self._came_further = False, True
         self._num_header_bytes = 0
+        if self._timer is not None:  # the answer was there before the body
+            self._wait(self._keep_alive_timeout_s)
 
     def on_response_complete(self) -> None:
-        """Wait for the next headers, behind what is left of a body that nobody wanted; both have to come in time."""
+        """Be idle, unless the rest of a body that nobody wanted, or of headers, has to come in time."""
         super().on_response_complete()
         if not self.transport.is_closing() and self.cycle.response_complete:  # else a pipelined request goes on
-            self._await_headers()
+            is_begun = self._is_in_body or self._num_header_bytes
+            self._wait(self._header_timeout_s if is_begun else self._keep_alive_timeout_s)
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no request, and close."""
@@ -86,9 +94,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
         self.transport.close()
 
-    def _await_headers(self) -> None:
+    def _wait(self, seconds: float) -> None:
         self._stop_waiting()
-        self._timer = self.loop.call_later(self._header_timeout_s, self.transport.close)
+        self._timer = self.loop.call_later(seconds, self.transport.close)
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:

@@ -86,7 +86,7 @@ async def create_embeddings(service: Service, http_request: Request, request: Em
         raise RequestError(f"dimensions must be 1 to {size}, this model's", parameter="dimensions")
     timeout_s = read_timeout(http_request, service.config.request_timeout_s)
     params = SamplingParams(max_tokens=1, temperature=0.0, pooling=service.pooling, detokenize=False)
-    with service.enter(http_request, len(prompts)) as place:
+    with service.enter(http_request, len(prompts), at_least=1) as place:
         job = Job(
             request_id=f"embd-{uuid.uuid4().hex}",
             model=model,

@@ -1,4 +1,4 @@
-"""The door of a full server: whoever cannot be let in hears so before anything is done for the request."""
+"""The door: each request is counted as its headers come, and who cannot be let in hears so before its body is read."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 # What takes a place (`octavo.server.admission.Place`).
 _OPENAI = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"})
 _TGI = frozenset({"/generate", "/generate_stream", "/"})
-_ANSWERING = _OPENAI | _TGI | {"/v1/messages"}
+_TOKENIZING = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+_COUNTED = _OPENAI | _TGI | _TOKENIZING | {"/v1/messages"}
 
 
 class OverloadMiddleware:
-    """Refuses requests that would not even get one place, with their bodies unread: it costs a fraction of a route.
+    """Counts requests, also those whose bodies never come, and refuses those that would not even get one place.
 
-    The route asks again, for as many places as the request has streams.
+    That costs a fraction of a route, which asks again, for as many places as the request has streams.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -31,9 +32,9 @@ class OverloadMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what may have room."""
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _ANSWERING:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _COUNTED:
             try:
-                self._service.check_room(scope["state"]["tenant"])
+                self._service.begin(scope["state"]["tenant"])
             except OctavoError as error:
                 refusal, path = to_http(error), scope["path"]
                 response = error_response(refusal) if path in _TGI else refusal.response(path)

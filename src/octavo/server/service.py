@@ -9,7 +9,15 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import ServerConfig
-from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError, OctavoError
+from octavo.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineDeadError,
+    EngineError,
+    EngineRestartingError,
+    QueueFullError,
+)
+from octavo.outputs import DEADLINE_PASSED
 from octavo.server.admission import Admission
 from octavo.server.answer_form import AnswerStyle
 from octavo.server.errors import ModelNotFoundError, ServerClosingError
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5  # in a row: so often an engine process may end before it takes a request
+_BODIES = 16  # so many of the largest may arrive at once
 
 
 class Service:
@@ -45,7 +54,9 @@ class Service:
         self.llm = llm
         self.config = config or ServerConfig()
         self.model_names = self.config.served_model_names or (self.model_info.name,)
-        self.admission = Admission(self.config.max_open_requests, self.config.max_waiting_tokens)
+        self.admission = Admission(
+            self.config.max_open_requests, self.config.max_waiting_tokens, _BODIES * self.config.max_body_bytes
+        )
         self.metrics = Metrics(self)
         self.tracing = _make_tracing(self.config.otlp_traces_endpoint)
         self.keyring: Keyring | None = None
@@ -54,10 +65,8 @@ class Service:
         self.default_params: SamplingParams = inputs.default_sampling_params()
         self.answer_style = AnswerStyle.find(self.config.tool_call_parser, self.config.reasoning_parser, inputs)
         self.pooling = self.model_info.pooling if self.config.pooling == "auto" else self.config.pooling
-        self.is_closing = False
+        self.is_closing = self._is_ending = False
         self._open_ids: set[str] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def model_info(self) -> ModelInfo:
@@ -104,26 +113,26 @@ class Service:
         else:
             logger.info("the API keys were read anew: %d", len(self.keyring.tenants) if self.keyring else 0)
 
-    def enter(self, request: Request, num_streams: int) -> Place:
-        """Take the place of a request before anything is done for it.
+    def begin(self, tenant: Tenant) -> None:
+        """Count a request whose headers are there. Raises what `enter` would raise for the smallest one."""
+        with self._counting_refusals():
+            self.check_ready()
+            self.admission.begin(tenant)
 
-        Raises where none can be taken: `QueueFullError`, or the errors of `check_ready`.
+    def enter(self, request: Request, num_streams: int, *, at_least: int | None = None) -> Place:
+        """Take the place of a request before anything is done for it (`Admission.enter`).
+
+        Raises where none can be taken: `QueueFullError`, `RequestError`, or the errors of `check_ready`.
         """
         with self._counting_refusals():
             self.check_ready()
-            return self.admission.enter(request.state.tenant, num_streams)
-
-    def check_room(self, tenant: Tenant) -> None:
-        """Raise what `enter` would raise for the smallest request, and take nothing."""
-        with self._counting_refusals():
-            self.check_ready()
-            self.admission.check(tenant, 1)
+            return self.admission.enter(request.state.tenant, num_streams, at_least=at_least)
 
     @contextlib.contextmanager
     def _counting_refusals(self) -> Iterator[None]:
         try:
             yield
-        except OctavoError as error:
+        except (QueueFullError, EngineError) as error:
             self.metrics.count_refusal(error)
             raise
 
@@ -136,21 +145,34 @@ class Service:
         place: Place,
         priority: int,
         cache_salt: str | None,
-        timeout_s: float | None,
+        deadline: float,
         check: Callable[[ProcessedInput], None],
     ) -> AsyncIterator[RequestOutput]:
-        """Yield a request's outputs; closing the iterator aborts it. check refuses it when its tokens are known."""
-        self.check_ready()
-        tenant = place.tenant
+        """Yield a request's outputs; closing the iterator aborts it.
 
-        def take_room(processed: ProcessedInput) -> None:
+        deadline: on the clock of the event loop. check refuses the request when its tokens are known.
+        """
+        if not place.is_in or self._is_ending:  # else its request began before the door was closed
+            self.check_ready()
+        timeout_s = deadline - asyncio.get_running_loop().time()
+        if timeout_s <= 0:
+            raise DeadlineError(DEADLINE_PASSED)
+        tenant, num_waiting = place.tenant, 0
+
+        async def take_room(processed: ProcessedInput) -> None:
+            nonlocal num_waiting
             check(processed)
-            with self._counting_refusals():
-                place.hold_tokens(len(processed.prompt_token_ids) * len(processed.streams))
-            place.charge(len(processed.prompt_token_ids))
+            num_tokens = len(processed.prompt_token_ids)
+            try:
+                with self._counting_refusals():
+                    async with asyncio.timeout_at(deadline):
+                        await place.hold_tokens(num_tokens)
+            except TimeoutError:
+                raise DeadlineError(DEADLINE_PASSED) from None
+            num_waiting = num_tokens
+            place.charge(num_tokens)
 
         self._open_ids.add(request_id)
-        self._idle.clear()
         try:
             outputs = self.llm.generate(
                 prompt,
@@ -165,18 +187,21 @@ class Service:
             )
             async with aclosing(outputs) as stream:  # type: ignore[type-var]  # an async generator, by its protocol
                 async for output in stream:
+                    place.release_tokens(num_waiting)
+                    num_waiting = 0
                     yield output
         finally:
+            place.release_tokens(num_waiting)
             self._open_ids.discard(request_id)
-            if not self._open_ids:
-                self._idle.set()
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new; give open requests some time, then end them: each fails with `server_closing`."""
         self.is_closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self._idle.wait()
+                while self.admission.streams.num_held:
+                    await self.admission.streams.change()
+        self._is_ending = True
         if not self._open_ids:
             return
         logger.warning("ending %d open requests", len(self._open_ids))

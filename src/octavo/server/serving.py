@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
+import math
+import resource
 import signal
 import socket
 import ssl
@@ -15,7 +18,7 @@ import uvicorn
 
 from octavo.errors import ConfigError
 from octavo.server.app import create_app
-from octavo.server.connection import BoundedHttpProtocol
+from octavo.server.connection import MAX_CONNECTIONS, BoundedHttpProtocol
 from octavo.server.service import Service
 from octavo.server.tenants import Keyring
 
@@ -25,8 +28,10 @@ if TYPE_CHECKING:
     from octavo.config import ServerConfig
     from octavo.engine.async_llm import AsyncLLM
 
+logger = logging.getLogger(__name__)
 _SLOW_READER_S = 10  # after the last event was handed over
 _LOOK_S = 0.1  # whether there was a second signal
+_OWN_FILES = 256  # open besides connections: of libraries, of the engine's sockets, of a request that reads one
 
 
 class GracefulServer(uvicorn.Server):
@@ -122,13 +127,36 @@ def listen(host: str, port: int, *, idle_timeout_s: float = 60.0) -> socket.sock
     return sock
 
 
+def allow_open_files(num_connections: int = MAX_CONNECTIONS) -> None:
+    """Raise this process's soft limit of open files as far as so many connections need; warn where it stays lower."""
+    needed = num_connections + _OWN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit < needed:
+        logger.warning(
+            "the system lets this process open %d files: some %d connections fit, of the %d that it would take; "
+            "raise its hard limit (ulimit -Hn, or LimitNOFILE= of its unit) to %d",
+            limit,
+            max(limit - _OWN_FILES, 0),
+            num_connections,
+            needed,
+        )
+
+
 def make_server(llm: AsyncLLM, config: ServerConfig) -> GracefulServer:
     """Make a server; `run(sockets=[...])` it with a socket of `listen`. The engine stays its caller's.
 
     Raises `ConfigError` where the file of API keys cannot be used, or packages are missing for what is asked for.
     """
     service = Service(llm, config)
-    http = partial(BoundedHttpProtocol, header_timeout_s=config.body_timeout_s)
+    http = partial(
+        BoundedHttpProtocol,
+        header_timeout_s=config.body_timeout_s,
+        keep_alive_timeout_s=config.keep_alive_timeout_s,
+    )
     return GracefulServer(
         uvicorn.Config(
             create_app(service),
@@ -138,6 +166,9 @@ def make_server(llm: AsyncLLM, config: ServerConfig) -> GracefulServer:
             loop="auto",  # uvloop where there is one
             http=http,  # type: ignore[arg-type]  # whatever makes protocols
             ws="none",
+            timeout_keep_alive=math.ceil(config.keep_alive_timeout_s),  # uvicorn's own, no shorter than the protocol's
+            proxy_headers=bool(config.forwarded_allow_ips),
+            forwarded_allow_ips=list(config.forwarded_allow_ips),
             server_header=False,
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile=config.ssl_keyfile,
