@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 from fakes import FakeExecutor
-from running import run_server, wait_until
+from running import DEADLINE_S, run_server, wait_until
 
 from octavo import logs
 from octavo.config import ServerConfig
@@ -143,20 +144,53 @@ def test_s5_no_host_or_path_opens_a_route(tenants: Running, host: str, path: str
         assert http.get(path, headers={"Host": host}).status_code in {400, 401, 421}
 
 
+def reload(running: Running) -> None:
+    """As SIGHUP does it, on the server's event loop."""
+    done = threading.Event()
+
+    def run() -> None:
+        running.server._service.reload()
+        done.set()
+
+    running.server.servers[0].get_loop().call_soon_threadsafe(run)
+    assert done.wait(DEADLINE_S)
+
+
 def test_keys_are_read_anew_and_a_broken_file_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     old = add_key(path, Tenant(name="old"))
     with run_server(api_keys_file=path) as running, running.http() as http:
-        service = running.server._service
         assert http.get("/version", headers=bearer(old)).status_code == 200
         path.write_text("[keys")
-        service.reload()
+        reload(running)
         assert http.get("/version", headers=bearer(old)).status_code == 200
         path.unlink()
         new = add_key(path, Tenant(name="new"))
-        service.reload()
+        reload(running)
         assert http.get("/version", headers=bearer(old)).status_code == 401
         assert http.get("/version", headers=bearer(new)).status_code == 200
+
+
+def test_what_a_key_has_open_ends_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    kept = add_key(path, Tenant(name="kept"))
+    before = path.read_text()
+    gone = add_key(path, Tenant(name="gone", read_metrics=True))
+    endless = {**BODY, "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with run_server(FakeExecutor(step_s=0.005), api_keys_file=path) as running, running.http() as http:
+        streams = [http.stream("POST", COMPLETIONS, json=endless, headers=bearer(key)) for key in (kept, gone)]
+        watched = http.stream("GET", "/dashboard/events", headers=bearer(gone))
+        with streams[0] as mine, streams[1] as theirs, watched as frames:
+            lines = mine.iter_lines()
+            next(lines)
+            next(told := theirs.iter_lines())
+            next(seen := frames.iter_lines())
+            path.write_text(before)
+            reload(running)
+            assert '"finish_reason":"abort"' in "".join(told)
+            assert "event: bye" in list(seen)
+            assert running.num_unfinished == 1  # who kept the key goes on
+            next(lines)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from octavo.errors import (
 from octavo.outputs import DEADLINE_PASSED
 from octavo.server.admission import Admission
 from octavo.server.answer_form import AnswerStyle
-from octavo.server.errors import ModelNotFoundError, ServerClosingError
+from octavo.server.errors import AuthenticationError, ModelNotFoundError, ServerClosingError
 from octavo.server.metrics import Metrics
 from octavo.server.tenants import Keyring
 
@@ -66,7 +66,8 @@ class Service:
         self.answer_style = AnswerStyle.find(self.config.tool_call_parser, self.config.reasoning_parser, inputs)
         self.pooling = self.model_info.pooling if self.config.pooling == "auto" else self.config.pooling
         self.is_closing = self._is_ending = False
-        self._open_ids: set[str] = set()
+        self._open: dict[str, Tenant] = {}  # by the request's id
+        self._ending: asyncio.Task[None] | None = None
 
     @property
     def model_info(self) -> ModelInfo:
@@ -105,13 +106,21 @@ class Service:
             self.keyring = Keyring.of_one(config.api_key)
 
     def reload(self) -> None:
-        """Read the file of keys anew; one that cannot be used changes nothing."""
+        """Read the file of keys anew; one that cannot be used changes nothing. Whose key is gone is ended: "abort"."""
         try:
             self._read_keys()
         except ConfigError as error:
             logger.error("the API keys stay as they were: %s", error)  # noqa: TRY400 - the error says all
         else:
             logger.info("the API keys were read anew: %d", len(self.keyring.tenants) if self.keyring else 0)
+            gone = [name for name, tenant in self._open.items() if self.present(tenant) is None]
+            self._ending = asyncio.get_running_loop().create_task(self._end(gone))
+
+    def present(self, tenant: Tenant) -> Tenant | None:
+        """Return what a tenant is now, as its key may have been taken away or changed since its request began."""
+        if self.keyring is None:
+            return tenant
+        return self.keyring.named(tenant.name)
 
     def begin(self, tenant: Tenant) -> None:
         """Count a request whose headers are there. Raises what `enter` would raise for the smallest one."""
@@ -154,6 +163,8 @@ class Service:
         """
         if not place.is_in or self._is_ending:  # else its request began before the door was closed
             self.check_ready()
+        if self.present(place.tenant) is None:
+            raise AuthenticationError("the API key of this request was taken away")
         timeout_s = deadline - asyncio.get_running_loop().time()
         if timeout_s <= 0:
             raise DeadlineError(DEADLINE_PASSED)
@@ -172,7 +183,7 @@ class Service:
             num_waiting = num_tokens
             place.charge(num_tokens)
 
-        self._open_ids.add(request_id)
+        self._open[request_id] = tenant
         try:
             outputs = self.llm.generate(
                 prompt,
@@ -192,7 +203,7 @@ class Service:
                     yield output
         finally:
             place.release_tokens(num_waiting)
-            self._open_ids.discard(request_id)
+            self._open.pop(request_id, None)
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new; give open requests some time, then end them: each fails with `server_closing`."""
@@ -202,10 +213,12 @@ class Service:
                 while self.admission.streams.num_held:
                     await self.admission.streams.change()
         self._is_ending = True
-        if not self._open_ids:
+        await self._end(list(self._open))
+
+    async def _end(self, open_ids: list[str]) -> None:
+        if not open_ids:
             return
-        logger.warning("ending %d open requests", len(self._open_ids))
-        open_ids = list(self._open_ids)
+        logger.warning("ending %d open requests", len(open_ids))
 
         def end(engine: Engine) -> None:
             engine.abort_request(open_ids)

@@ -76,6 +76,7 @@ class Keyring:
         self._secret = secrets.token_bytes(32)
         self._tenants = {self._index(digest): (digest, tenant) for digest, tenant in digests}
         self.tenants = tuple(tenant for _, tenant in self._tenants.values())
+        self._named = {tenant.name: tenant for tenant in self.tenants}
 
     @classmethod
     def of_one(cls, key: str) -> Keyring:
@@ -92,6 +93,10 @@ class Keyring:
         digest = _digest(key)
         stored, tenant = self._tenants.get(self._index(digest), (bytes(32), None))
         return tenant if hmac.compare_digest(stored, digest) else None
+
+    def named(self, name: str) -> Tenant | None:
+        """Return the tenant of a name."""
+        return self._named.get(name)
 
     def _index(self, digest: bytes) -> bytes:
         return hashlib.blake2b(digest, key=self._secret, digest_size=16).digest()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from octavo.glimpse import Glimpse
     from octavo.server.service import Service
+    from octavo.server.tenants import Tenant
 
 MAX_WATCHERS = 16
 LINGER_S = 10.0  # a page that is loaded again finds what it had
@@ -49,14 +50,15 @@ class Dashboard:
         if not self._num_watchers and self._closing is None:
             self._closing = asyncio.get_running_loop().call_later(LINGER_S, self._start_closing)
 
-    async def frames(self) -> AsyncGenerator[bytes, None]:
+    async def frames(self, tenant: Tenant) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events: `hello` once, then a `frame` a few times a second, `bye` when the server closes.
 
-        Who reads slowly is told less often, never more at once.
+        That comes, too, when the watcher's key may watch no longer. Who reads slowly is told less often, never more at
+        once.
         """
         cursor = Cursor(await self._open())
         yield _event("hello", self._hello())
-        while not self._service.is_closing:
+        while not self._service.is_closing and (now := self._service.present(tenant)) and now.read_metrics:
             yield _event("frame", {**self._state(), **cursor.frame()})
             await asyncio.sleep(GLIMPSE_S)
         yield _event("bye", {})

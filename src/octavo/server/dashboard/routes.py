@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from octavo.server.service import Service
+    from octavo.server.tenants import Tenant
 
 # Nothing but the page's own files runs, whatever a model, a prompt or a request's id may say.
 _HEADERS = {
@@ -33,9 +34,9 @@ _HEADERS = {
 class _Frames(StreamingResponse):
     """However it ends, its watcher is gone then. Raises `QueueFullError` where there is no place for one."""
 
-    def __init__(self, dashboard: Dashboard) -> None:
+    def __init__(self, dashboard: Dashboard, tenant: Tenant) -> None:
         dashboard.enter()
-        frames = dashboard.frames()
+        frames = dashboard.frames(tenant)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
         super().__init__(frames, media_type="text/event-stream", headers=headers)
         self._dashboard, self._frames = dashboard, frames
@@ -71,7 +72,7 @@ def add_dashboard(app: FastAPI, service: Service) -> None:
     @app.get("/dashboard/events", include_in_schema=False)
     async def frames(request: Request) -> Response:
         check_allowed(request)
-        return _Frames(dashboard)
+        return _Frames(dashboard, request.state.tenant)
 
     @app.get("/dashboard/requests/{request_id:path}", include_in_schema=False)
     async def explain(request: Request, request_id: str) -> Response:
