@@ -187,7 +187,7 @@ def test_what_a_key_has_open_ends_with_it(tmp_path: Path) -> None:
             next(seen := frames.iter_lines())
             path.write_text(before)
             reload(running)
-            assert '"finish_reason":"abort"' in "".join(told)
+            assert '"code":"invalid_api_key"' in "".join(told)
             assert "event: bye" in list(seen)
             assert running.num_unfinished == 1  # who kept the key goes on
             next(lines)

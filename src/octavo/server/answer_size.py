@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from octavo.engine.input_processor import ProcessedInput
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
+    from octavo.sampling_params import SamplingParams
 
 T = TypeVar("T")
 _LARGE = 2048  # entries, each of which takes a few microseconds to spell
@@ -45,25 +46,29 @@ def _num_logprobs(positions: list[dict[int, Logprob]] | list[dict[int, Logprob] 
 class LogprobLimit:
     """Counts the log probabilities that a request can bring. All of its prompts share one limit.
 
-    max_model_len: as many tokens may stand in a prompt and its answer where nothing says less.
+    Those of its answers are known before a prompt is looked at, so that no prompt of many has begun when they are too
+    many. max_model_len: as many tokens may an answer have where nothing says less.
     """
 
-    def __init__(self, limit: int, max_model_len: int) -> None:
+    def __init__(self, limit: int, max_model_len: int, params: SamplingParams, num_prompts: int) -> None:
+        """Count n x (tokens x (logprobs + 1)) for every prompt. Raises `RequestError`."""
         self._limit = limit
-        self._max_model_len = max_model_len
         self._num_asked_for = 0
+        if params.logprobs is not None:
+            num_tokens = max_model_len if params.max_tokens is None else min(params.max_tokens, max_model_len)
+            self._take(num_prompts * params.n * num_tokens * (params.logprobs + 1), "logprobs")
 
     def check(self, processed: ProcessedInput) -> None:
-        """Count one more prompt: n x (tokens x (logprobs + 1)), and so for the prompt's own. Raises `RequestError`."""
-        params, num_prompt_tokens = processed.sampling_params, len(processed.prompt_token_ids)
-        room = self._max_model_len - num_prompt_tokens
-        num_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        of_answer = 0 if params.logprobs is None else params.n * num_tokens * (params.logprobs + 1)
-        of_prompt = 0 if params.prompt_logprobs is None else params.n * num_prompt_tokens * (params.prompt_logprobs + 1)
-        self._num_asked_for += of_answer + of_prompt
+        """Count those of a prompt in the same way. Raises `RequestError`."""
+        params, num_tokens = processed.sampling_params, len(processed.prompt_token_ids)
+        if params.prompt_logprobs is not None:
+            self._take(params.n * num_tokens * (params.prompt_logprobs + 1), "prompt_logprobs")
+
+    def _take(self, num_logprobs: int, parameter: str) -> None:
+        self._num_asked_for += num_logprobs
         if self._num_asked_for > self._limit:
             raise RequestError(
                 f"the request may bring {self._num_asked_for} log probabilities or more; the limit is {self._limit}: "
                 "n x tokens x (logprobs + 1), over all prompts; lower max_tokens, n or logprobs",
-                parameter="logprobs" if of_answer >= of_prompt else "prompt_logprobs",
+                parameter=parameter,
             )

@@ -22,7 +22,7 @@ from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestErr
 from octavo.outputs import DEADLINE_PASSED, GRAMMAR_EXCEEDED, NOTHING_ALLOWED
 from octavo.sampling_params import RequestOutputKind
 from octavo.server.answer_size import LogprobLimit, beside, num_entries
-from octavo.server.errors import ServerClosingError, to_http
+from octavo.server.errors import to_http
 from octavo.server.openai_responses import PromptTokensDetails, Receipt, Usage
 
 if TYPE_CHECKING:
@@ -366,9 +366,10 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[tuple[int, Requ
     """Outputs of all prompts as they come, with the prompt's index; as many at once as the job's place has streams for.
 
     Raises `ExecutionError` for one that failed, `DeadlineError` for one that took too long, `RequestError` for one
-    whose grammar did, and `ServerClosingError` for one that is cut off because the server ends.
+    whose grammar did, `AuthenticationError` or `ServerClosingError` for one that ends with its key or with the server.
     """
-    logprobs = LogprobLimit(service.config.max_request_logprobs, service.model_info.max_model_len)
+    most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
+    logprobs = LogprobLimit(most, longest, job.params, len(job.prompts))
     deadline = asyncio.get_running_loop().time() + job.timeout_s
     streams = [
         service.generate(
@@ -388,7 +389,7 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[tuple[int, Requ
             if output.error is not None:
                 raise _error_of(output.error)
             if any(completion.finish_reason == "abort" for completion in output.outputs):
-                raise ServerClosingError("closing")  # nothing else ends a request to which somebody listens
+                raise service.why_cut_off(job.place.tenant)
             job.place.charge(sum(len(completion.token_ids) for completion in output.outputs))
             yield index, output
 

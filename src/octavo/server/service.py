@@ -15,6 +15,7 @@ from octavo.errors import (
     EngineDeadError,
     EngineError,
     EngineRestartingError,
+    OctavoError,
     QueueFullError,
 )
 from octavo.outputs import DEADLINE_PASSED
@@ -106,7 +107,7 @@ class Service:
             self.keyring = Keyring.of_one(config.api_key)
 
     def reload(self) -> None:
-        """Read the file of keys anew; one that cannot be used changes nothing. Whose key is gone is ended: "abort"."""
+        """Read the file of keys anew; one that cannot be used changes nothing. Whose key is gone is ended."""
         try:
             self._read_keys()
         except ConfigError as error:
@@ -121,6 +122,12 @@ class Service:
         if self.keyring is None:
             return tenant
         return self.keyring.named(tenant.name)
+
+    def why_cut_off(self, tenant: Tenant) -> OctavoError:
+        """Return what a request hears that is aborted while somebody listens: nothing but these two does that."""
+        if self.present(tenant) is None:
+            return _key_is_gone()
+        return ServerClosingError("closing")
 
     def begin(self, tenant: Tenant) -> None:
         """Count a request whose headers are there. Raises what `enter` would raise for the smallest one."""
@@ -164,7 +171,7 @@ class Service:
         if not place.is_in or self._is_ending:  # else its request began before the door was closed
             self.check_ready()
         if self.present(place.tenant) is None:
-            raise AuthenticationError("the API key of this request was taken away")
+            raise _key_is_gone()
         timeout_s = deadline - asyncio.get_running_loop().time()
         if timeout_s <= 0:
             raise DeadlineError(DEADLINE_PASSED)
@@ -238,3 +245,7 @@ def _make_tracing(endpoint: str | None) -> Tracing | None:
     except ImportError as error:
         raise ConfigError(f"OpenTelemetry needs {error.name}: pip install 'octavo[otel]'") from error
     return Tracing(endpoint)
+
+
+def _key_is_gone() -> AuthenticationError:
+    return AuthenticationError("the API key of this request was taken away")
