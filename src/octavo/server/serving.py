@@ -6,10 +6,10 @@ import asyncio
 import ipaddress
 import logging
 import math
-import resource
 import signal
 import socket
 import ssl
+import sys
 import threading
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,6 +21,9 @@ from octavo.server.app import create_app
 from octavo.server.connection import MAX_CONNECTIONS, BoundedHttpProtocol
 from octavo.server.service import Service
 from octavo.server.tenants import Keyring
+
+if sys.platform != "win32":  # where there is no such limit
+    import resource
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -129,6 +132,8 @@ def listen(host: str, port: int, *, idle_timeout_s: float = 60.0) -> socket.sock
 
 def allow_open_files(num_connections: int = MAX_CONNECTIONS) -> None:
     """Raise this process's soft limit of open files as far as so many connections need; warn where it stays lower."""
+    if sys.platform == "win32":
+        return
     needed = num_connections + _OWN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
