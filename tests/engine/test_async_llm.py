@@ -94,6 +94,20 @@ def test_the_engines_death_reaches_every_reader():
     assert executor.is_shut_down
 
 
+def test_a_request_that_the_engine_dies_of_hears_so_too(monkeypatch):
+    executor = FakeExecutor()
+    engine = make_engine(executor)
+    monkeypatch.setattr(engine, "submit", lambda *_: 1 / 0)
+    llm = AsyncLLM(engine)
+
+    async def main():
+        with pytest.raises(EngineDeadError, match="division"):
+            await collect(llm, "hello", "a")
+
+    run(main())
+    assert executor.is_shut_down
+
+
 def test_shutdown_ends_open_streams():
     llm = AsyncLLM(make_engine(FakeExecutor(step_s=0.001)))
 

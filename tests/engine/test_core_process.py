@@ -69,7 +69,7 @@ def executor() -> _Preparing:
 
 @pytest.fixture
 def mail(executor: _Preparing) -> Iterator[_Mail]:
-    mail, pulse = _Mail(), SimpleNamespace(step_started=None)
+    mail, pulse = _Mail(), SimpleNamespace(progress=0)
     server = CoreServer(make_engine(executor).core, mail, mail, pulse)  # type: ignore[arg-type]  # stand-ins
     thread = threading.Thread(target=server.run)
     thread.start()

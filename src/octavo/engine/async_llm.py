@@ -86,6 +86,7 @@ class AsyncLLM:
         self._max_unread = max_unread_outputs
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
+        self._submitted: set[_Stream] = set()  # neither accepted nor refused yet
         self._dead: OctavoError | None = None
         self._door = threading.Lock()  # nothing enters the inbox once the engine is known to be dead
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
@@ -212,6 +213,7 @@ class AsyncLLM:
 
     def _add(self, processed: ProcessedInput, stream: _Stream) -> None:
         def accept(error: OctavoError | None) -> None:
+            self._submitted.discard(stream)
             if error is not None:
                 if not stream.is_left:  # else nobody waits to hear of it
                     _call_soon(stream.loop, _set_exception, stream.accepted, error)
@@ -221,6 +223,7 @@ class AsyncLLM:
             if stream.is_left:
                 self._abort(processed.request_id, stream)
 
+        self._submitted.add(stream)
         self.engine.submit(processed, accept)
 
     def _abort(self, request_id: str, stream: _Stream) -> None:
@@ -270,6 +273,8 @@ class AsyncLLM:
                 self._run_last(command)
         for stream in self._streams.values():
             _call_soon(stream.loop, stream.put, error)
+        for stream in self._submitted:
+            _call_soon(stream.loop, _set_exception, stream.accepted, error)
 
     @staticmethod
     def _run_last(command: Callable[[], None]) -> None:
