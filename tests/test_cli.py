@@ -706,3 +706,15 @@ def test_keys_are_made_and_listed(tmp_path: Path) -> None:
     again = run("keys", "add", path, "alice")
     assert again.exit_code == 1
     assert "already" in again.output
+
+
+def test_keys_are_rotated_retired_and_removed(tmp_path: Path) -> None:
+    path = str(tmp_path / "keys.toml")
+    run("keys", "add", path, "alice")
+    run("keys", "add", path, "bob")
+    assert run("keys", "rotate", path, "alice").output.startswith("octavo-")
+    assert run("keys", "retire", path, "alice").exit_code == 0
+    assert run("keys", "retire", path, "alice").exit_code == 1
+    assert run("keys", "remove", path, "alice").exit_code == 0
+    assert run("keys", "list", path).output == "bob: weight 1\n"
+    assert run("keys", "remove", path, "bob").exit_code == 1

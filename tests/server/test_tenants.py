@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.server.tenants import EVERYBODY, Keyring, Tenant, add_key
+from octavo.server.tenants import EVERYBODY, Keyring, Tenant, add_key, remove_key, retire_key, rotate_key
 
 
 def digest(key: str) -> str:
@@ -108,6 +109,71 @@ def test_a_key_that_cannot_be_added_changes_nothing(tmp_path: Path, tenant: Tena
     before = path.read_text()
     with pytest.raises(ConfigError):
         add_key(path, tenant)
+    assert path.read_text() == before
+
+
+FILE = """# whose keys these are
+[keys.alice] # of sales
+sha256 = "{0}"
+weight = 2.0
+
+[keys."bob"]
+sha256 = "{1}"
+# twice a minute
+requests_per_minute = 2
+"""
+
+
+def test_a_removed_key_opens_nothing_and_all_else_stands_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE.format(digest("a"), digest("b")))
+    path.chmod(0o640)
+    remove_key(path, "alice")
+    assert path.read_text() == "# whose keys these are\n" + FILE[FILE.index('[keys."bob"]') :].format("", digest("b"))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    keyring = Keyring.from_file(path)
+    assert keyring.find(b"a") is None
+    assert keyring.find(b"b") == Tenant(name="bob", requests_per_minute=2)
+    with pytest.raises(ConfigError, match="the only key"):
+        remove_key(path, "bob")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_rotated_key_opens_until_it_is_retired(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE.format(digest("a"), digest("b")))
+    alice = Tenant(name="alice", weight=2.0)
+    second = rotate_key(path, "alice")
+    keyring = Keyring.from_file(path)
+    assert [keyring.find(key) for key in (b"a", second.encode())] == [alice, alice]
+    assert [tenant.name for tenant in keyring.tenants] == ["alice", "bob"]
+    third = rotate_key(path, "alice")
+    keyring = Keyring.from_file(path)
+    assert [keyring.find(key) for key in (b"a", second.encode(), third.encode())] == [None, alice, alice]
+    retire_key(path, "alice")
+    keyring = Keyring.from_file(path)
+    assert [keyring.find(key) for key in (second.encode(), third.encode())] == [None, alice]
+    assert path.read_text() == FILE.format(digest(third), digest("b"))
+    with pytest.raises(ConfigError, match="no previous key"):
+        retire_key(path, "alice")
+
+
+@pytest.mark.parametrize("change", [remove_key, rotate_key, retire_key])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[keys.bob]\nsha256 = "{0}"\n[keys.carol]\nsha256 = "{1}"\n', "no key of the name 'alice'"),
+        ('keys.alice = {{ sha256 = "{0}", previous_sha256 = "{2}" }}\nkeys.bob = {{ sha256 = "{1}" }}\n', "by hand"),
+    ],
+)
+def test_a_file_that_cannot_be_changed_stays(
+    tmp_path: Path, change: Callable[[Path, str], object], text: str, message: str
+) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(text.format(digest("a"), digest("b"), digest("c")))
+    before = path.read_text()
+    with pytest.raises(ConfigError, match=message):
+        change(path, "alice")
     assert path.read_text() == before
 
 

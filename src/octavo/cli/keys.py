@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli.command import command, make_app
-from octavo.server.tenants import Keyring, Tenant, add_key
+from octavo.server.tenants import Keyring, Tenant, add_key, remove_key, retire_key, rotate_key
 
 File = Annotated[Path, typer.Argument(metavar="FILE", dir_okay=False, help="A TOML file.", show_default=False)]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is.", show_default=False)]
@@ -31,7 +31,9 @@ Share = Annotated[
 Metrics = Annotated[bool, typer.Option("--read-metrics", help="May read /metrics, which tells of all keys.")]
 
 keys = make_app(
-    name="keys", help="Make API keys for `octavo serve --api-keys FILE`, and list them.", no_args_is_help=True
+    name="keys",
+    help="Make, change and list API keys for `octavo serve --api-keys FILE`.",
+    no_args_is_help=True,
 )
 
 
@@ -74,9 +76,30 @@ def list_(file: File) -> None:
         typer.echo(f"{tenant.name}: {', '.join(filter(None, limits))}")
 
 
+@command("octavo keys remove keys.toml alice")
+def remove(file: File, name: Name) -> None:
+    """Take somebody's keys away. A running server reads the file anew on SIGHUP, and ends what they have open."""
+    remove_key(file, name)
+
+
+@command("octavo keys rotate keys.toml alice")
+def rotate(file: File, name: Name) -> None:
+    """Make a new key for somebody and print it. The present one opens, too, until it is retired."""
+    typer.echo(rotate_key(file, name))
+
+
+@command("octavo keys retire keys.toml alice")
+def retire(file: File, name: Name) -> None:
+    """Take away the key that somebody had before the last rotation."""
+    retire_key(file, name)
+
+
 def _limit(value: float | None, unit: str) -> str:
     return "" if value is None else f"{value:g} {unit}"
 
 
 add.add_to(keys)
 list_.add_to(keys, name="list")
+remove.add_to(keys)
+rotate.add_to(keys)
+retire.add_to(keys)

@@ -2,6 +2,7 @@
 
     [keys.alice]
     sha256 = "9f86d081884c7d65..."    # `octavo keys add FILE alice` makes a key and writes this
+    previous_sha256 = "2c26b46b..."   # the key before it, which `octavo keys rotate FILE alice` leaves open for a while
     weight = 2.0                      # twice the share of a key of weight 1, under the fair policy
     max_concurrency = 16              # output streams open at once
     requests_per_minute = 600
@@ -19,6 +20,7 @@ import hmac
 import json
 import re
 import secrets
+import shutil
 import tomllib
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -27,11 +29,13 @@ from octavo.engine.input_processor import check_salt
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_DIGEST_LINE = re.compile(r"^sha256[ \t]*=[^\n]*", re.MULTILINE)
+_PREVIOUS_LINE = re.compile(r"^previous_sha256[ \t]*=[^\n]*\n?", re.MULTILINE)
 KEY_PREFIX = "octavo-"
 
 
@@ -75,8 +79,8 @@ class Keyring:
     def __init__(self, digests: Iterable[tuple[bytes, Tenant]]) -> None:
         self._secret = secrets.token_bytes(32)
         self._tenants = {self._index(digest): (digest, tenant) for digest, tenant in digests}
-        self.tenants = tuple(tenant for _, tenant in self._tenants.values())
-        self._named = {tenant.name: tenant for tenant in self.tenants}
+        self._named = {tenant.name: tenant for _, tenant in self._tenants.values()}
+        self.tenants = tuple(self._named.values())
 
     @classmethod
     def of_one(cls, key: str) -> Keyring:
@@ -119,24 +123,26 @@ def _read(path: Path) -> list[tuple[bytes, Tenant]]:
     tables = content.get("keys")
     if not isinstance(tables, dict) or not tables:
         raise ConfigError(f"{path} holds no keys: `octavo keys add {path} NAME` adds one")
-    entries = [_entry(name, table, f"{path}: keys.{name}") for name, table in tables.items()]
+    entries = [entry for name, table in tables.items() for entry in _entries(name, table, f"{path}: keys.{name}")]
     if len({digest for digest, _ in entries}) < len(entries):
-        raise ConfigError(f"{path}: two names have the same key")
+        raise ConfigError(f"{path}: the same key stands there twice")
     return entries
 
 
-def _entry(name: str, table: Any, place: str) -> tuple[bytes, Tenant]:
+def _entries(name: str, table: Any, place: str) -> list[tuple[bytes, Tenant]]:
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{place}: a name is 1 to 64 letters, digits, dots, dashes and underscores")
     if not isinstance(table, dict):
         raise ConfigError(f"{place} must be a table")
     limits = dict(table)
-    digest = limits.pop("sha256", None)
-    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise ConfigError(f"{place}.sha256 must be the 64 hexadecimal digits of the key's SHA-256")
+    digests = {field: limits.pop(field) for field in ("sha256", "previous_sha256") if field in limits}
+    for field, digest in {"sha256": None, **digests}.items():
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise ConfigError(f"{place}.{field} must be the 64 hexadecimal digits of the key's SHA-256")
     for field, value in limits.items():
         _check(field, value, f"{place}.{field}")
-    return bytes.fromhex(digest), Tenant(name=name, **limits)
+    tenant = Tenant(name=name, **limits)
+    return [(bytes.fromhex(digest), tenant) for digest in digests.values()]
 
 
 def _check(field: str, value: Any, place: str) -> None:
@@ -162,9 +168,9 @@ def add_key(path: Path, tenant: Tenant) -> str:
     place = f"the key {tenant.name!r}"
     given = {each.name: getattr(tenant, each.name) for each in fields(Tenant) if each.name != "name"}
     given = {name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)}
-    key = KEY_PREFIX + secrets.token_urlsafe(32)
-    table = {"sha256": _digest(key.encode()).hex(), **given}
-    _entry(tenant.name, table, place)
+    key, digest = _new_key()
+    table = {"sha256": digest, **given}
+    _entries(tenant.name, table, place)
     is_new = not path.exists()
     if not is_new and any(known.name == tenant.name for known in Keyring.from_file(path).tenants):
         raise ConfigError(f"{path} has a key of the name {tenant.name!r} already")
@@ -177,3 +183,77 @@ def add_key(path: Path, tenant: Tenant) -> str:
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
     return key
+
+
+def remove_key(path: Path, name: str) -> None:
+    """Take a tenant's keys out of a file. Raises `ConfigError`, also for the last ones in it."""
+    if [known.name for known in Keyring.from_file(path).tenants] == [name]:
+        raise ConfigError(f"{name!r} is the only key of {path}: add another one first")
+    _change(path, name, lambda _: "", lambda tables: tables.pop(name))
+
+
+def rotate_key(path: Path, name: str) -> str:
+    """Make a new key for a tenant and return it; the one before stays open until `retire_key`, or the next new one.
+
+    Raises `ConfigError`.
+    """
+    key, digest = _new_key()
+
+    def edit(table: str) -> str:
+        table = _PREVIOUS_LINE.sub("", table)
+        return _DIGEST_LINE.sub(lambda old: f'sha256 = "{digest}"\nprevious_{old.group()}', table, count=1)
+
+    def expect(tables: dict[str, Any]) -> None:
+        tables[name].update(sha256=digest, previous_sha256=tables[name]["sha256"])
+
+    _change(path, name, edit, expect)
+    return key
+
+
+def retire_key(path: Path, name: str) -> None:
+    """Take away the key that a tenant had before its present one. Raises `ConfigError` where there is none."""
+
+    def expect(tables: dict[str, Any]) -> None:
+        if tables[name].pop("previous_sha256", None) is None:
+            raise ConfigError(f"{name!r} has no previous key in {path}")
+
+    _change(path, name, lambda table: _PREVIOUS_LINE.sub("", table), expect)
+
+
+def _new_key() -> tuple[str, str]:
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    return key, _digest(key.encode()).hex()
+
+
+def _change(path: Path, name: str, edit: Callable[[str], str], expect: Callable[[dict[str, Any]], object]) -> None:
+    """Edit the text of one table and leave all else in the file as it stands, comments too.
+
+    expect does to the tables what edit has to do to the text.
+    """
+    if not any(known.name == name for known in Keyring.from_file(path).tenants):
+        raise ConfigError(f"{path} has no key of the name {name!r}")
+    text = path.read_text(encoding="utf-8")
+    expected = tomllib.loads(text)
+    expect(expected["keys"])
+    quoted = re.escape(name)
+    changed = re.sub(
+        rf"""^\[keys\.(?:{quoted}|"{quoted}"|'{quoted}')\][^\n]*\n(?:(?!\[)[^\n]*\n?)*""",
+        lambda table: edit(table.group()),
+        text,
+        count=1,
+        flags=re.MULTILINE,
+    )
+    try:
+        is_right = tomllib.loads(changed) == expected
+    except tomllib.TOMLDecodeError:
+        is_right = False
+    if not is_right:
+        raise ConfigError(f"{path}: keys.{name} is not written as `octavo keys add` writes it; change it by hand")
+    try:
+        beside = path.with_name(f"{path.name}.new")
+        beside.touch(mode=0o600)
+        beside.write_text(changed, encoding="utf-8")
+        shutil.copymode(path, beside)
+        beside.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
