@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent import futures
 from typing import Any
 
 import httpx
@@ -145,6 +146,30 @@ def test_no_answer_is_half_a_text_when_the_server_stops(route: str) -> None:
     assert "abort" not in answers[0].text + told
     terminal = [line for line in told.splitlines() if any(end in line for end in TERMINAL)]
     assert len(terminal) == 1, terminal
+
+
+def test_a_prompt_that_is_still_read_when_the_server_stops_never_gets_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads, goes_on = threading.Event(), threading.Event()
+    body = {"prompt": "hello", "max_tokens": 5000, "ignore_eos": True}
+    with run_server(FakeExecutor(STEP_S)) as running, running.http() as http, futures.ThreadPoolExecutor(1) as pool:
+        inputs = running.engine.input_processor
+        process = inputs.process
+
+        def slowly(*args: Any, **options: Any) -> Any:
+            reads.set()
+            goes_on.wait(20)
+            return process(*args, **options)
+
+        monkeypatch.setattr(inputs, "process", slowly)
+        answer = pool.submit(http.post, "/v1/completions", json=body)
+        assert reads.wait(20)
+        running.server.handle_exit(15, None)
+        wait_until(lambda: running.server._service._is_ending, "what is open is ended")
+        goes_on.set()
+        assert (answer.result().status_code, answer.result().json()["error"]["code"]) == (503, "server_closing")
+        assert running.num_unfinished == 0
 
 
 def test_a_stopping_server_refuses_what_is_new_until_what_is_open_has_ended() -> None:

@@ -189,6 +189,8 @@ class Service:
                 raise DeadlineError(DEADLINE_PASSED) from None
             num_waiting = num_tokens
             place.charge(num_tokens)
+            if self._is_ending or self.present(tenant) is None:  # since it began; the engine never heard of it
+                raise self.why_cut_off(tenant)
 
         self._open[request_id] = tenant
         try:
