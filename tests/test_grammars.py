@@ -92,6 +92,8 @@ def test_a_key_s_waiting_grammars_are_bounded_and_other_keys_are_not_concerned(
     futures = [turns.submit("greedy", order.task("greedy")) for _ in range(3)]
     with pytest.raises(QueueFullError, match="3 grammars"):
         turns.submit("greedy", order.task("one more"))
+    assert futures.pop().cancel()
+    futures.append(turns.submit("greedy", order.task("greedy")))  # whose place that was
     futures.append(turns.submit("modest", order.task("modest")))
     gate.set()
     for future in futures:

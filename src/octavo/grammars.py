@@ -203,6 +203,8 @@ class Turns:
         future: Future[None] = Future()
         with self._lock:
             if len(self._waiting.get(tenant, ())) >= _MAX_WAITING:
+                self._waiting[tenant] = deque(task for task in self._waiting[tenant] if not task[0].cancelled())
+            if len(self._waiting.get(tenant, ())) >= _MAX_WAITING:
                 raise QueueFullError(f"{_MAX_WAITING} grammars wait to be compiled already", parameter=_PARAMETER)
             self._executor.submit(self._run_next)  # which waits for the lock
             self._waiting.setdefault(tenant, deque()).append((future, run))

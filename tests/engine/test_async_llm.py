@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from fakes import FakeExecutor, answer_text, make_engine
 from streams import collect, run
 
+from octavo.engine import async_llm
 from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import EngineDeadError, RequestError
 from octavo.sampling_params import SamplingParams
@@ -74,6 +76,44 @@ def test_a_refused_request_raises_for_its_caller_alone(llm):
         assert await good == answer_text(5, 0, 30)
 
     run(main())
+
+
+def test_who_leaves_before_it_is_accepted_is_aborted_at_once(monkeypatch):
+    """What is prepared for it, a grammar say, need not be."""
+    engine = make_engine(FakeExecutor())
+    submitted, aborted = threading.Event(), threading.Event()
+    monkeypatch.setattr(engine, "submit", lambda *_: submitted.set())  # and nothing more is heard of it
+    monkeypatch.setattr(engine, "abort_request", lambda request_id: request_id == "a" and aborted.set())
+    llm = AsyncLLM(engine)
+
+    async def main():
+        task = asyncio.create_task(collect(llm, "hello", "a"))
+        assert await asyncio.to_thread(submitted.wait, 20)
+        task.cancel()
+        assert await asyncio.to_thread(aborted.wait, 20)
+
+    run(main())
+    llm.shutdown()
+
+
+def test_the_time_of_a_request_begins_when_it_is_asked():
+    llm = AsyncLLM(make_engine(FakeExecutor(step_s=0.001)))
+
+    async def main():
+        loop, timers = asyncio.get_running_loop(), []
+        call_at = loop.call_at
+        loop.call_at = lambda when, *rest, **options: timers.append(when) or call_at(when, *rest, **options)
+        begin = loop.time()
+
+        async def wait(_processed):  # for room, say
+            await asyncio.sleep(0.3)
+
+        async for _ in llm.generate("hello", SamplingParams(max_tokens=2), "a", timeout_s=1000, on_processed=wait):
+            pass
+        assert [when for when in timers if begin + 1000 <= when < begin + 1000 + async_llm._DEADLINE_GRACE_S + 0.2]
+
+    run(main())
+    llm.shutdown()
 
 
 def test_the_engines_death_reaches_every_reader():

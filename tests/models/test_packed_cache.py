@@ -347,3 +347,15 @@ def test_identity_looks_at_the_whole_of_a_file(tmp_path):
         file.write_bytes(data)
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         assert identify([file], "a") != before
+
+
+def test_writing_the_file_is_told_as_progress(checkpoint, cache):
+    """Whoever watches a load knows that it goes on, though the disk is slow."""
+    told, of_packing = [], []
+    load(checkpoint, cache, progress=lambda done, total: told.append((done, total)))
+    load(checkpoint, None, progress=lambda done, total: of_packing.append((done, total)))
+    with safe_open(kept_files(cache)[0], "pt") as file:
+        num_tensors = len(list(file.keys()))
+    done, total = told[-1]
+    assert done == total
+    assert told == of_packing + [(total, total)] * num_tensors

@@ -379,3 +379,16 @@ def test_refusals_are_counted() -> None:
             next(lines)
             assert http.post(COMPLETIONS, json=BODY).json()["error"]["code"] == "queue_full"
         assert 'octavo:requests_refused_total{code="queue_full"} 1.0' in http.get("/metrics").text
+
+
+def test_a_fault_of_the_server_is_in_its_log_and_not_in_the_audit_s(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("a fault")
+
+    with run_server() as running, running.http() as http:
+        monkeypatch.setattr(Service, "check_model", fail)
+        assert http.post(COMPLETIONS, json=BODY).status_code == 500
+    (record,) = [each for each in caplog.records if each.exc_info and "request failed" in each.message]
+    assert record.name != logs.AUDIT

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from octavo.errors import QueueFullError, RequestError
-from octavo.server.admission import Admission, Bucket
+from octavo.server.admission import Admission, Bucket, Pool
 from octavo.server.errors import RateLimitError
 from octavo.server.tenants import EVERYBODY, Tenant
 
@@ -174,6 +174,31 @@ def test_many_prompts_take_what_they_may_have_and_leave_as_much(clock: Clock) ->
     assert admission.enter(heavy, 1000, at_least=1).num_streams == 37  # of 50, three times as many as are left
     with pytest.raises(QueueFullError):
         admission.enter(heavy, 10, at_least=3)
+
+
+def test_what_a_thing_holds_itself_is_not_held_against_it() -> None:
+    pool, light = Pool(1000), Tenant(name="light", weight=0.05)
+    pool.is_shared = True
+    pool.take(light, 60)
+    assert pool.room(light) < 0
+    assert pool.room(light, besides=60) == 940
+    assert pool.room(light, besides=20) == pytest.approx(0.05 * 940 - 40)
+
+
+def test_nobody_is_woken_for_nothing() -> None:
+    async def wait() -> None:
+        pool = Pool(10)
+        pool.take(EVERYBODY, 4)
+        waiter = asyncio.create_task(pool.change())
+        await asyncio.sleep(0)
+        pool.give_back(EVERYBODY, 0)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not waiter.done()
+        pool.give_back(EVERYBODY, 4)
+        await waiter
+
+    asyncio.run(wait())
 
 
 def test_waiting_tokens_have_room_of_their_own(clock: Clock) -> None:

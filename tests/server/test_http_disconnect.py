@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from concurrent import futures
@@ -11,6 +12,8 @@ import httpx
 import pytest
 from fakes import FakeExecutor, answer_text
 from running import Running, run_server, wait_until
+
+from octavo.server import chat
 
 ENDLESS = {"max_tokens": 2000, "ignore_eos": True}
 STEP_S = 0.02  # so that an answer nobody stops takes twice as long as any test waits
@@ -170,6 +173,26 @@ def test_a_prompt_that_is_still_read_when_the_server_stops_never_gets_to_the_eng
         goes_on.set()
         assert (answer.result().status_code, answer.result().json()["error"]["code"]) == (503, "server_closing")
         assert running.num_unfinished == 0
+
+
+def test_who_has_a_place_when_the_server_stops_is_answered_though_its_prompt_is_not_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, goes_on, render = threading.Event(), threading.Event(), chat.render
+
+    async def slowly(*args: Any) -> Any:
+        begun.set()
+        await asyncio.to_thread(goes_on.wait, 20)
+        return await render(*args)
+
+    monkeypatch.setattr(chat, "render", slowly)
+    with run_server(grace_s=30.0) as running, running.http() as http, futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(http.post, "/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 5})
+        assert begun.wait(20)
+        running.server.handle_exit(15, None)
+        wait_until(lambda: running.server._service.is_closing, "the door is closed")
+        goes_on.set()
+        assert answer.result().status_code == 200
 
 
 def test_a_stopping_server_refuses_what_is_new_until_what_is_open_has_ended() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +138,18 @@ def test_a_removed_key_opens_nothing_and_all_else_stands_as_it_was(tmp_path: Pat
     with pytest.raises(ConfigError, match="the only key"):
         remove_key(path, "bob")
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may give files away")
+def test_a_changed_file_stays_its_owner_s(tmp_path: Path) -> None:
+    path, link = tmp_path / "keys.toml", tmp_path / "link.toml"
+    path.write_text(FILE.format(digest("a"), digest("b")))
+    os.chown(path, 12345, 12346)
+    link.symlink_to(path)
+    remove_key(link, "alice")
+    assert (path.stat().st_uid, path.stat().st_gid) == (12345, 12346)
+    assert link.is_symlink()
+    assert [tenant.name for tenant in Keyring.from_file(path).tenants] == ["bob"]
 
 
 def test_a_rotated_key_opens_until_it_is_retired(tmp_path: Path) -> None:

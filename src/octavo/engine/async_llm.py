@@ -29,10 +29,10 @@ _DEADLINE_GRACE_S = 1.0  # in which the engine itself should tell that a request
 class _Stream:
     """Where the outputs of one request arrive, on the event loop of its reader.
 
-    num_delivered is counted by the engine's thread alone, num_read by the reader's.
+    num_delivered is counted by the engine's thread alone, num_read by the reader's. deadline: on the loop's clock.
     """
 
-    def __init__(self, timeout_s: float | None) -> None:
+    def __init__(self, deadline: float | None) -> None:
         self.loop = asyncio.get_running_loop()
         self.accepted: asyncio.Future[None] = self.loop.create_future()
         self.is_left = False  # before it was accepted; known to the engine's thread alone
@@ -40,7 +40,7 @@ class _Stream:
         self._outputs: deque[RequestOutput | OctavoError] = deque()
         self._waiter: asyncio.Future[None] | None = None
         # An engine in a long step tells nobody that a request's time is over.
-        self._timer = None if timeout_s is None else self.loop.call_later(timeout_s + _DEADLINE_GRACE_S, self._expire)
+        self._timer = None if deadline is None else self.loop.call_at(deadline + _DEADLINE_GRACE_S, self._expire)
 
     def put(self, output: RequestOutput | OctavoError) -> None:
         """Add what the reader hears next."""
@@ -123,6 +123,7 @@ class AsyncLLM:
         Raises `RequestError` when it cannot be served, `EngineDeadError` when the engine stops meanwhile, and
         `SlowReaderError` when too many outputs were not read.
         """
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         processed = await asyncio.to_thread(
             self.engine.input_processor.process,
             request_id,
@@ -137,7 +138,7 @@ class AsyncLLM:
         )
         if on_processed is not None:
             await on_processed(processed)
-        stream = _Stream(timeout_s)
+        stream = _Stream(deadline)
         finished = False
         try:
             self._post(lambda: self._add(processed, stream))
@@ -228,6 +229,8 @@ class AsyncLLM:
 
     def _abort(self, request_id: str, stream: _Stream) -> None:
         stream.is_left = True
+        if stream in self._submitted:  # what is prepared for it need not be
+            self.engine.abort_request(request_id)
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
             self.engine.abort_request(request_id)

@@ -53,12 +53,9 @@ def run_core_process(build: Build) -> None:
 
     build(config, progress) returns the core; what it raises is told, and ends the process with status 1.
     """
-    for each in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        *_HANG_UP,
-    ):  # may be sent to a whole group: the process that this one serves
-        signal.signal(each, signal.SIG_IGN)  # hears them, lets requests end, and says when to stop
+    # Signals may be sent to a whole group: the process that this one serves hears them and says when to stop.
+    for each in (signal.SIGINT, signal.SIGTERM, *_HANG_UP):
+        signal.signal(each, signal.SIG_IGN)
     _wake_when_parent_dies()
     launch = messages.decode_launch(sys.stdin.buffer.readline())
     logs.configure(launch.log_level, launch.log_format, process="engine")

@@ -106,7 +106,7 @@ def load_model(
     try:
         model = find_family(architecture.name).build(context)
         if kept is not None:
-            kept.finish()
+            kept.finish(lambda: packer.progress(packer.done_bytes, packer.total_bytes))
     finally:
         if kept is not None:
             kept.close()

@@ -25,7 +25,7 @@ from octavo.config import cache_directory
 from octavo.kernels.interface import KeptLinear
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
@@ -148,8 +148,11 @@ class KeptWeights:
         """Tell that these linear layers come from elsewhere."""
         self._source.skip(*names, bias=bias)
 
-    def finish(self) -> None:
-        """Write the file, if all weights were packed now; a failure is told and harms nothing."""
+    def finish(self, goes_on: Callable[[], None] = lambda: None) -> None:
+        """Write the file, if all weights were packed now; a failure is told and harms nothing.
+
+        goes_on is called after each tensor: a slow disk may take minutes for all.
+        """
         if self._reader is not None:
             with suppress(OSError):
                 os.utime(self._path)  # used just now
@@ -160,7 +163,7 @@ class KeptWeights:
             return
         try:
             if self._cache.make_room(num_bytes, self._path):
-                _write(self._path, self._identity, packed)
+                _write(self._path, self._identity, packed, goes_on)
                 logger.info("packed weights are kept in %s (%d MB)", self._path, num_bytes // 10**6)
         except OSError as error:
             logger.warning("packed weights cannot be kept in %s: %s", self._path, error)
@@ -254,7 +257,7 @@ def _read_header(file: int) -> tuple[dict[str, Any], int]:
     return header, 8 + size
 
 
-def _write(path: Path, identity: str, packed: dict[str, KeptLinear]) -> None:
+def _write(path: Path, identity: str, packed: dict[str, KeptLinear], goes_on: Callable[[], None]) -> None:
     """Write a file of safetensors' format beside `path`, then put it in its place."""
     tensors: dict[str, Tensor] = {}
     for name, entry in packed.items():
@@ -282,6 +285,7 @@ def _write(path: Path, identity: str, packed: dict[str, KeptLinear]) -> None:
             file.write(len(head).to_bytes(8, "little") + head)
             for tensor in tensors.values():
                 file.write(_bytes_of(tensor))
+                goes_on()
         Path(unfinished).replace(path)
     except BaseException:
         with suppress(OSError):

@@ -71,13 +71,16 @@ class Pool:
         """Return how many a tenant holds."""
         return self._held[tenant.name]
 
-    def room(self, tenant: Tenant) -> float:
-        """Return how many more a tenant may take now; below 0 where it holds more than it might take."""
-        free, held = self.num_free, self.held_by(tenant)
+    def room(self, tenant: Tenant, *, besides: int = 0) -> float:
+        """Return how many more a tenant may take now; below 0 where it holds more than it might take.
+
+        besides: what it holds for the same thing, which is not held against it.
+        """
+        free, held = self.num_free, self.held_by(tenant) - besides
         return min(free, tenant.weight * free - held) if self.is_shared and held else free
 
-    def half(self, tenant: Tenant) -> float:
-        """Return how many more it may take so that others still find as much: it holds its weight times the rest."""
+    def share(self, tenant: Tenant) -> float:
+        """Return how many more leave it its weight times the rest at most: half of what is free for a weight of 1."""
         held = self.held_by(tenant) if self.is_shared else 0
         return min((tenant.weight * self.num_free - held) / (1 + tenant.weight), self.num_free)
 
@@ -88,6 +91,8 @@ class Pool:
 
     def give_back(self, tenant: Tenant, amount: int) -> None:
         """Count them no more."""
+        if not amount:
+            return
         self._held[tenant.name] -= amount
         if not self._held[tenant.name]:
             del self._held[tenant.name]
@@ -192,13 +197,13 @@ class Admission:
         """Take places for a request that has begun: all of them, or none.
 
         at_least: with fewer it can be served, too, one part after another. It takes a multiple of that then, and no
-        more than half of what there is. Raises `RequestError`, `RateLimitError` and `QueueFullError`.
+        more than its share of what there is. Raises `RequestError`, `RateLimitError` and `QueueFullError`.
         """
         least = num_streams if at_least is None else at_least
         self._check(tenant, least, self._clock())
         if least < num_streams:
             own = math.inf if tenant.max_concurrency is None else tenant.max_concurrency - self.streams.held_by(tenant)
-            most = min(num_streams, own, self.streams.half(tenant))
+            most = min(num_streams, own, self.streams.share(tenant))
             num_streams = max(int(most // least), 1) * least
         self.streams.take(tenant, num_streams)
         return Place(tenant, num_streams, self)

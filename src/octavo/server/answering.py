@@ -221,9 +221,8 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
     """
     if not job.stream:
         return await answer_whole(service, http_request, job, reply)
-    with _spelling(job):
-        news = _news(service, job)
-        first = await _begun(http_request, news, service.config.stream_keep_alive_s)
+    news = _news(service, job)
+    first = await _begun(http_request, news, service.config.stream_keep_alive_s)
     usage = UsageCounter()
     note(http_request, job, usage)
     events = _events(_chain(first, news), job, reply, usage)
@@ -232,8 +231,7 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
 
 async def answer_whole(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
     """Answer a job when all of its outputs are there; when the client leaves, its requests are aborted."""
-    with _spelling(job):
-        outputs = await unless_disconnected(http_request, _whole(service, job))
+    outputs = await unless_disconnected(http_request, _whole(service, job))
     usage = UsageCounter()
     for output in outputs:
         usage.add(output, output.outputs)
@@ -368,30 +366,31 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[tuple[int, Requ
     Raises `ExecutionError` for one that failed, `DeadlineError` for one that took too long, `RequestError` for one
     whose grammar did, `AuthenticationError` or `ServerClosingError` for one that ends with its key or with the server.
     """
-    most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
-    logprobs = LogprobLimit(most, longest, job.params, len(job.prompts))
-    deadline = asyncio.get_running_loop().time() + job.timeout_s
-    streams = [
-        service.generate(
-            prompt,
-            job.params,
-            job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{index}",
-            place=job.place,
-            priority=job.priority,
-            cache_salt=job.cache_salt,
-            deadline=deadline,
-            check=logprobs.check,
-        )
-        for index, prompt in enumerate(job.prompts)
-    ]
-    async with aclosing(merge(streams, at_once=job.place.num_streams // job.params.n)) as merged:
-        async for index, output in merged:
-            if output.error is not None:
-                raise _error_of(output.error)
-            if any(completion.finish_reason == "abort" for completion in output.outputs):
-                raise service.why_cut_off(job.place.tenant)
-            job.place.charge(sum(len(completion.token_ids) for completion in output.outputs))
-            yield index, output
+    with _spelling(job):
+        most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
+        logprobs = LogprobLimit(most, longest, job.params, len(job.prompts))
+        deadline = asyncio.get_running_loop().time() + job.timeout_s
+        streams = [
+            service.generate(
+                prompt,
+                job.params,
+                job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{index}",
+                place=job.place,
+                priority=job.priority,
+                cache_salt=job.cache_salt,
+                deadline=deadline,
+                check=logprobs.check,
+            )
+            for index, prompt in enumerate(job.prompts)
+        ]
+        async with aclosing(merge(streams, at_once=job.place.num_streams // job.params.n)) as merged:
+            async for index, output in merged:
+                if output.error is not None:
+                    raise _error_of(output.error)
+                if any(completion.finish_reason == "abort" for completion in output.outputs):
+                    raise service.why_cut_off(job.place.tenant)
+                job.place.charge(sum(len(completion.token_ids) for completion in output.outputs))
+                yield index, output
 
 
 def _error_of(message: str) -> OctavoError:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from octavo.server.metrics import Metrics
     from octavo.server.tracing import Tracing
 
-logger = logging.getLogger(logs.AUDIT)
+logger = logging.getLogger(logs.AUDIT)  # of the lines alone
+_faults = logging.getLogger(__name__)
 _ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
 _QUIET = OPEN_PATHS | {"/metrics"}  # asked for every few seconds
@@ -58,7 +59,7 @@ class AuditMiddleware:
         except Exception as error:  # nothing else may fail outside of the routes; where it does, it is told and counted
             if status:
                 raise
-            logger.exception("a request failed")
+            _faults.exception("a request failed")
             await to_http(error).response(scope["path"])(scope, receive, tell)
         finally:
             handler = getattr(scope.get("route"), "path", "none")

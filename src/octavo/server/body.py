@@ -62,7 +62,7 @@ def _room(pool: Pool, tenant: Tenant) -> Iterator[Callable[[int], None]]:
         more = num_bytes - FREE_BYTES - taken
         if more <= 0:
             return
-        if more > pool.room(tenant):
+        if more > pool.room(tenant, besides=taken):
             raise QueueFullError("too many large requests arrive at once")
         pool.take(tenant, more)
         taken += more

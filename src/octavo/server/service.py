@@ -94,6 +94,9 @@ class Service:
         """Raise where no request can be taken now: while it closes, or the engine is dead, stuck or starting again."""
         if self.is_closing:
             raise ServerClosingError("closing")
+        self._check_engine()
+
+    def _check_engine(self) -> None:
         self.check_alive()
         if not self.llm.is_alive:
             raise EngineRestartingError("not ready", retry_after_s=self.llm.engine.retry_after_s)
@@ -168,8 +171,9 @@ class Service:
 
         deadline: on the clock of the event loop. check refuses the request when its tokens are known.
         """
-        if not place.is_in or self._is_ending:  # else its request began before the door was closed
-            self.check_ready()
+        if self._is_ending:  # its place was taken before the door was closed, so until then it may begin
+            raise ServerClosingError("closing")
+        self._check_engine()
         if self.present(place.tenant) is None:
             raise _key_is_gone()
         timeout_s = deadline - asyncio.get_running_loop().time()

@@ -66,7 +66,9 @@ class GracefulServer(uvicorn.Server):
         while not (drain.done() or self.force_exit):
             await asyncio.wait([drain], timeout=_LOOK_S)
         drain.cancel()
-        await asyncio.gather(drain, return_exceptions=True)
+        await asyncio.wait([drain])
+        if not drain.cancelled() and (error := drain.exception()) is not None:
+            logger.error("open requests could not be ended", exc_info=error)
         await super().shutdown(sockets)
         if self._service.tracing is not None:
             await asyncio.to_thread(self._service.tracing.close)

@@ -18,9 +18,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 import re
 import secrets
-import shutil
+import stat
 import tomllib
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -249,11 +250,15 @@ def _change(path: Path, name: str, edit: Callable[[str], str], expect: Callable[
         is_right = False
     if not is_right:
         raise ConfigError(f"{path}: keys.{name} is not written as `octavo keys add` writes it; change it by hand")
+    path = path.resolve()
+    beside, before = path.with_name(f"{path.name}.new"), path.stat()
     try:
-        beside = path.with_name(f"{path.name}.new")
         beside.touch(mode=0o600)
         beside.write_text(changed, encoding="utf-8")
-        shutil.copymode(path, beside)
+        beside.chmod(stat.S_IMODE(before.st_mode))
+        if hasattr(os, "chown"):  # the server has to be able to read it, whoever changes it
+            os.chown(beside, before.st_uid, before.st_gid)
         beside.replace(path)
     except OSError as error:
+        beside.unlink(missing_ok=True)
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
