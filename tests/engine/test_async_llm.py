@@ -96,6 +96,23 @@ def test_who_leaves_before_it_is_accepted_is_aborted_at_once(monkeypatch):
     llm.shutdown()
 
 
+def test_who_leaves_under_an_id_that_is_in_use_ends_nobody_else(monkeypatch):
+    engine = make_engine(FakeExecutor(step_s=0.001))
+    llm, submitted = AsyncLLM(engine), threading.Event()
+
+    async def main():
+        first = asyncio.create_task(collect(llm, "hello", "a", max_tokens=500, ignore_eos=True))
+        await until_free_blocks(llm, 256, equal=False)
+        monkeypatch.setattr(engine, "submit", lambda *_: submitted.set())  # it waits for its grammar, say
+        second = asyncio.create_task(collect(llm, "hello", "a"))
+        assert await asyncio.to_thread(submitted.wait, 20)
+        second.cancel()
+        assert await first == answer_text(5, 0, 500)
+
+    run(main())
+    llm.shutdown()
+
+
 def test_the_time_of_a_request_begins_when_it_is_asked():
     llm = AsyncLLM(make_engine(FakeExecutor(step_s=0.001)))
 

@@ -229,7 +229,7 @@ class AsyncLLM:
 
     def _abort(self, request_id: str, stream: _Stream) -> None:
         stream.is_left = True
-        if stream in self._submitted:  # what is prepared for it need not be
+        if stream in self._submitted and request_id not in self._streams:  # what is prepared for it need not be
             self.engine.abort_request(request_id)
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]

@@ -135,21 +135,9 @@ _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] =
     (SlowReaderError, 400, _INVALID, "read_too_slowly", None),
     (RequestError, 400, _INVALID, None, None),
     (ServerClosingError, 503, _SERVER, "server_closing", "the server is shutting down; try again in a moment"),
-    (
-        EngineRestartingError,
-        503,
-        _SERVER,
-        "engine_restarting",
-        "the engine is stuck or starts again; try in a moment",
-    ),
+    (EngineRestartingError, 503, _SERVER, "engine_restarting", "the engine is stuck or starts again; try in a moment"),
     (DeadlineError, 504, _SERVER, "request_timeout", None),
-    (
-        EngineDeadError,
-        503,
-        _SERVER,
-        "engine_dead",
-        "the engine has stopped; the server must be started again",
-    ),
+    (EngineDeadError, 503, _SERVER, "engine_dead", "the engine has stopped; the server must be started again"),
 )
 
 
