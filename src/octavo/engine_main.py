@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from octavo.engine.core_process import run_core_process
 from octavo.garbage import made_to_stay
+from octavo.models.process_memory import returning_free_memory
 
 if TYPE_CHECKING:
     from octavo.config import EngineConfig
@@ -22,4 +23,5 @@ def build(config: EngineConfig, progress: Progress) -> EngineCore:
 
 
 if __name__ == "__main__":
-    run_core_process(build)
+    with returning_free_memory():
+        run_core_process(build)

@@ -1,6 +1,8 @@
 """Pages of a mapped file leave the process and come back; other memory is never touched."""
 
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from octavo.models.process_memory import forget_pages, return_free_memory
+from octavo.models.process_memory import forget_pages, return_free_memory, returning_free_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -48,4 +50,18 @@ def test_free_memory_is_given_back():
     before = status_bytes("RssAnon:")
     return_free_memory()
     assert status_bytes("RssAnon:") < before - 60e6
+    assert len(blocks) == 1
+
+
+def test_free_memory_is_given_back_now_and_then():
+    blocks = [bytearray(60_000) for _ in range(2000)]
+    num_threads = threading.active_count()
+    with returning_free_memory(period_s=0.01):
+        before = status_bytes("RssAnon:")
+        del blocks[:-1]
+        deadline = time.monotonic() + 30
+        while status_bytes("RssAnon:") > before - 60e6:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert threading.active_count() == num_threads
     assert len(blocks) == 1

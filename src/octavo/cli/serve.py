@@ -28,6 +28,7 @@ from octavo.config import (
 )
 from octavo.errors import ConfigError
 from octavo.garbage import made_to_stay
+from octavo.models.process_memory import returning_free_memory
 
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
@@ -358,7 +359,8 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
             if config.dashboard:
                 say(f"dashboard at {address}/dashboard")
             say(f"serving {names} at {address}/v1 - Ctrl-C stops")
-            http.run(sockets=[sock])
+            with returning_free_memory():
+                http.run(sockets=[sock])
         finally:
             llm.shutdown()
 
