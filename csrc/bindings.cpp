@@ -259,10 +259,10 @@ class KernelSet {
   // A program without calls yet, for the batch that they will be made with.
   Program begin_program(const StepArgs& recorded) { return {table_, recorded}; }
 
-  void run(Program& program, const StepArgs& step) {
+  void run(Program& program, const StepArgs& step, int64_t* nanoseconds) {
     check_ids(step.token_ids, step.num_tokens, program.vocab_size());
     ThreadPool::Session session(pool_);
-    program.run(pool_, step);
+    program.run(pool_, step, nanoseconds);
   }
 
   void sample(Address logits, int64_t rows, int64_t vocab, Address temperature, Address top_k, Address top_p,
@@ -367,9 +367,10 @@ Program begin_program(KernelSet& set, Address token_ids, int64_t num_tokens, Add
 
 void run_program(KernelSet& set, Program& program, Address token_ids, int64_t num_tokens, Address positions,
                  Address slot_mapping, Address query_start, Address block_tables, int64_t block_table_stride,
-                 int64_t num_seqs) {
-  set.run(program, step_args(token_ids, num_tokens, positions, slot_mapping, query_start, block_tables,
-                             block_table_stride, num_seqs));
+                 int64_t num_seqs, Address nanoseconds) {
+  const StepArgs step = step_args(token_ids, num_tokens, positions, slot_mapping, query_start, block_tables,
+                                  block_table_stride, num_seqs);
+  set.run(program, step, at<int64_t>(nanoseconds));
 }
 
 }  // namespace
@@ -383,7 +384,6 @@ NB_MODULE(_kernels, m) {
   m.def("advise_huge_pages", &octavo::advise_huge_pages);
   m.def("touch_pages", &octavo::touch_pages, nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Program>(m, "Program")
-      .def_prop_ro("size", &Program::size)
       .def("linear", adding<linear_args>())
       .def("embedding", adding<embedding_args>())
       .def("rms_norm", adding<norm_args>())

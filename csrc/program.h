@@ -3,6 +3,7 @@
 // of its batch; all other addresses (weights, KV cache, buffers between kernels) stay.
 #pragma once
 
+#include <chrono>
 #include <stdexcept>
 #include <utility>
 #include <variant>
@@ -38,12 +39,15 @@ class Program {
   }
 
   int64_t vocab_size() const { return vocab_size_; }
-  int64_t size() const { return static_cast<int64_t>(calls_.size()); }
 
-  void run(ThreadPool& pool, const StepArgs& step) {
+  // nanoseconds [size]: what each call takes is added to it, if it is given.
+  void run(ThreadPool& pool, const StepArgs& step, int64_t* nanoseconds) {
+    using Clock = std::chrono::steady_clock;
     for (Call& call : calls_) {
+      const Clock::time_point begin = nanoseconds == nullptr ? Clock::time_point() : Clock::now();
       const int64_t rows = call.rows_per_token * step.num_tokens;
       std::visit([&](auto& args) { execute(pool, args, rows, step); }, call.args);
+      if (nanoseconds != nullptr) *nanoseconds++ += std::chrono::nanoseconds(Clock::now() - begin).count();
     }
   }
 

@@ -24,6 +24,7 @@ import products  # noqa: E402
 import serving  # noqa: E402
 import start  # noqa: E402
 import step_overhead  # noqa: E402
+import step_profile  # noqa: E402
 
 MB = 10**6
 
@@ -86,6 +87,23 @@ def test_steps_without_kernels_are_real_steps(monkeypatch):
     assert steps >= 6
     assert len(calls) == 2 * steps  # the recorded forward pass, and the logits
     assert not kernels.is_idle
+
+
+def test_the_parts_of_a_step_are_all_of_it():
+    llm = step_profile.open_engine(str(built_in_model_path()), "int8", 2, 6, 1)
+    steps = step_profile.profile(llm, 2, 6)
+    assert len(steps) == 5  # the first of six tokens is the prompt's
+    weights = step_profile.weights_of(llm.llm_engine.core.executor.worker.runner.model)
+    for step in steps:
+        parts = {name: seconds for name, seconds in step.items() if name != "step"}
+        assert set(weights) < set(parts)
+        assert all(seconds > 0 for seconds in parts.values())
+        assert sum(parts.values()) == pytest.approx(step["step"])
+    lines = step_profile.report(steps, {**weights, "step": sum(weights.values())}, bytes_read=1e9).splitlines()
+    assert len(lines) == 2 + len(steps[0])
+    assert lines[2].startswith("| step | ")
+    rates = {line.split(" | ")[0][2:]: float(line.split(" | ")[4]) for line in lines[2:] if line.split(" | ")[4]}
+    assert set(rates) == {"step", *weights}
 
 
 def test_a_stopwatch_counts_what_is_within_once(monkeypatch):

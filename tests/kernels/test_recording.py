@@ -1,5 +1,7 @@
 """A recorded forward pass gives the bits of the model's own code; what it would leave out is not recorded."""
 
+import time
+
 import pytest
 import torch
 from kernel_backends import ISAS, compiled_kernels
@@ -73,7 +75,7 @@ def test_every_step_gives_the_bits_of_the_models_own_code(name, dtype, quantizat
         assert torch.equal(first, model.forward(ids, batch, plain))
         is_fused = compiled.isa == "amx" and dtype == "bfloat16" and quantization != "int4"
         calls = (11 if model.architecture.qk_norm else 9) - (1 if is_fused else 0)
-        assert again.num_calls == 2 + model.architecture.num_layers * calls
+        assert len(again.calls) == 2 + model.architecture.num_layers * calls
         assert again.max_tokens == MAX_TOKENS
         starts = [0] * 9
         for lengths in STEPS:
@@ -83,6 +85,29 @@ def test_every_step_gives_the_bits_of_the_models_own_code(name, dtype, quantizat
         for ours, theirs in zip(recorded.layers, plain.layers, strict=True):
             assert torch.equal(ours[0], theirs[0])
             assert torch.equal(ours[1], theirs[1])
+
+
+def test_calls_are_measured_when_that_is_asked_for(tmp_path, compiled, generator):
+    model = load(write_checkpoint(tmp_path, tiny_config("Qwen2ForCausalLM"), std=0.1), compiled, "bfloat16", None)
+    cache = Cache(model)
+    with torch.inference_mode():
+        ids, batch = step_of([4, 2], generator, [0, 0])
+        forward = lambda ids, batch: model.forward(ids, batch, cache)  # noqa: E731
+        _, recorded = compiled.record_forward(forward, ids, batch, MAX_TOKENS)
+        names = [name for name, _ in recorded.calls]
+        assert names[:3] == ["embedding", "rms_norm", "linear"]
+        assert names.count("paged_attention") == model.architecture.num_layers
+        unmeasured = recorded(ids, batch).clone()
+        nanoseconds = recorded.measure_calls()
+        start = time.perf_counter_ns()
+        assert torch.equal(recorded(ids, batch), unmeasured)
+        whole = time.perf_counter_ns() - start
+        once = nanoseconds.clone()
+        assert len(once) == len(names)
+        assert bool((once > 0).all())
+        assert int(once.sum()) <= whole
+        recorded(ids, batch)
+        assert bool((nanoseconds > once).all())
 
 
 def hold_views(kernels, weights):

@@ -97,6 +97,7 @@ class Recorder:
         self._program = kernel_set.begin_program(*_step(token_ids, batch))
         self._offsets = iter(offsets)
         self._memory = memory
+        self._calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         """Return the kernel of that name, which is noted when it is called."""
@@ -105,6 +106,7 @@ class Recorder:
         def call_and_add(*args: Any) -> None:
             call(*args)
             add(*args)
+            self._calls.append((name, args))
 
         return call_and_add
 
@@ -117,35 +119,43 @@ class Recorder:
         """Return what was recorded; hidden: the result of the forward pass."""
         first = hidden.data_ptr() - self._memory.data_ptr()
         rows = self._memory[first : first + self._max_tokens * hidden[0].nbytes]
-        return RecordedForward(self._set, self._program, rows.view(hidden.dtype).view(self._max_tokens, -1))
+        result = rows.view(hidden.dtype).view(self._max_tokens, -1)
+        return RecordedForward(self._set, self._program, tuple(self._calls), result)
 
 
 class RecordedForward:
     """The forward pass of one model over one KV cache: (token ids [num_tokens], batch) -> hidden states.
 
     The result is overwritten by the next call. num_tokens may be anything up to max_tokens.
+    calls: (kernel, arguments) in the order in which a step makes them; of arguments, what belongs to the step that was
+    recorded is replaced.
     """
 
-    def __init__(self, kernel_set: Any, program: Any, result: Tensor) -> None:
+    def __init__(
+        self, kernel_set: Any, program: Any, calls: tuple[tuple[str, tuple[Any, ...]], ...], result: Tensor
+    ) -> None:
+        self.calls = calls
         self._set = kernel_set
         self._program = program
         self._result = result  # and with it all memory that the program has addresses of
+        self._nanoseconds: Tensor | None = None
 
     @property
     def max_tokens(self) -> int:
         """Rows of the largest step."""
         return self._result.shape[0]
 
-    @property
-    def num_calls(self) -> int:
-        """Kernel calls of a step."""
-        return int(self._program.size)
+    def measure_calls(self) -> Tensor:
+        """Return int64 [calls], to which every later step adds the nanoseconds that each of its calls takes."""
+        self._nanoseconds = torch.zeros(len(self.calls), dtype=torch.int64)
+        return self._nanoseconds
 
     def __call__(self, token_ids: Tensor, batch: AttentionBatch) -> Tensor:
         """Compute a step."""
         assert token_ids.is_contiguous()
         assert token_ids.shape[0] <= self.max_tokens
-        self._set.run(self._program, *_step(token_ids, batch))
+        nanoseconds = 0 if self._nanoseconds is None else self._nanoseconds.data_ptr()
+        self._set.run(self._program, *_step(token_ids, batch), nanoseconds)
         return self._result[: token_ids.shape[0]]
 
 

@@ -49,7 +49,7 @@ class ModelRunner:
         self.kernels = kernels
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self._faster_forward: Callable[[torch.Tensor, AttentionBatch], torch.Tensor] | None = None
+        self.recorded_forward: Callable[[torch.Tensor, AttentionBatch], torch.Tensor] | None = None
         self._is_recorded = False
         self.kv_cache = kv_cache
         self.sampler = Sampler(kernels)
@@ -84,12 +84,12 @@ class ModelRunner:
         The first step, that of the warm-up, is recorded where the kernels can.
         """
         token_ids, batch = inputs.token_ids, inputs.attention
-        if self._faster_forward is not None and token_ids.shape[0] <= self.max_num_batched_tokens:
-            return self._faster_forward(token_ids, batch)
+        if self.recorded_forward is not None and token_ids.shape[0] <= self.max_num_batched_tokens:
+            return self.recorded_forward(token_ids, batch)
         if self._is_recorded:
             return self._plain_forward(token_ids, batch)
         self._is_recorded = True
-        hidden, self._faster_forward = self.kernels.record_forward(
+        hidden, self.recorded_forward = self.kernels.record_forward(
             self._plain_forward, token_ids, batch, max(self.max_num_batched_tokens, token_ids.shape[0])
         )
         return hidden
