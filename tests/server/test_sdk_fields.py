@@ -89,6 +89,9 @@ def test_what_is_harmless_is_documented() -> None:
         ("/v1/chat/completions", {"verbosity": "low"}, "verbosity"),
         ("/v1/chat/completions", {"reasoning_effort": 1}, "reasoning_effort"),
         ("/v1/responses", {"text": {"verbosity": "high"}}, "text.verbosity"),
+        ("/v1/responses", {"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options.prewarm"),
+        ("/v1/responses", {"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+        ("/v1/responses", {"image": {"context_compression": "enabled"}}, "image"),
         ("/v1/responses", {"context_management": [{"type": "compaction"}]}, "context_management"),
         ("/v1/embeddings", {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
         ("/v1/embeddings", {"add_special_tokens": False}, "add_special_tokens"),
@@ -104,6 +107,21 @@ def test_what_would_change_the_answer_is_refused(shared: Any, route: str, body: 
     assert param in response.json()["error"]["message"]
     if not route.startswith("/v1/messages"):
         assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"max_tool_calls": 0},
+        {"image": {"context_compression": "auto"}},
+        {"reasoning": {"mode": "standard", "summary": "auto"}},
+        {"prompt_cache_options": {"mode": "implicit", "prewarm": False}},
+    ],
+)
+def test_what_changes_nothing_is_served(shared: Any, body: dict[str, Any]) -> None:
+    with shared.http() as http:
+        response = http.post("/v1/responses", json={"input": "hello", "max_output_tokens": 3, **body})
+    assert response.status_code == 200, response.text
 
 
 class _Template(FakeChatTemplate):

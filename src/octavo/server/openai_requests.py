@@ -35,6 +35,7 @@ _CACHE = "advice to a prompt cache: here every prefix is cached, and no token de
 _PLACE = "says where, how fast or at what price: there is one server"
 _KEPT = "is kept with a stored answer: nothing is stored"
 HARMLESS = {
+    "max_tool_calls": "a limit of calls to the server's own tools: here there are none",
     "metadata": _KEPT,
     "prediction": "a guess that may save time",
     "prompt_cache_key": _CACHE,

@@ -47,11 +47,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background_options": (None,),
     "context_management": (None, []),
     "conversation": (None,),
-    "image": (None,),
+    "image": (None, {}, {"context_compression": "auto"}, {"context_compression": "disabled"}),
     "logprobs": (None, False, 0),
     "max_completion_tokens": (None,),
     "max_tokens": (None,),
-    "max_tool_calls": (None,),
     "moderation": (None,),
     "n": (None, 1),
     "previous_response_id": (None,),
@@ -62,6 +61,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
     **SamplingFields.unsupported,
+}
+# The same inside of objects.
+_UNSUPPORTED_PARTS: dict[str, tuple[Any, ...]] = {
+    "prompt_cache_options.prewarm": (None, False),  # asks for no answer at all
+    "reasoning.mode": (None, "standard"),
+    "text.verbosity": (None, "medium"),
 }
 
 
@@ -172,12 +177,16 @@ async def create_response(service: Service, http_request: Request, request: Resp
 
 
 def _refuse_unsupported(request: ResponsesRequest) -> None:
-    check_extra(request.model_extra, _UNSUPPORTED, HARMLESS)
+    extra = request.model_extra or {}
+    check_extra(extra, _UNSUPPORTED, HARMLESS)
+    objects = {**extra, "reasoning": request.reasoning, "text": request.text}
+    for name, neutral in _UNSUPPORTED_PARTS.items():
+        outer, inner = name.split(".")
+        given = objects.get(outer)
+        if isinstance(given, dict) and given.get(inner) not in neutral:
+            raise RequestError(f"{name} is not supported by this server", parameter=name)
     if "message.output_text.logprobs" in (request.include or ()):
         raise RequestError("logprobs are not supported by this route of this server", parameter="include")
-    verbosity = (request.text or {}).get("verbosity")
-    if verbosity is not None and verbosity != "medium":
-        raise RequestError("text.verbosity is not supported by this server", parameter="text.verbosity")
 
 
 def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
