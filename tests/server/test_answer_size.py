@@ -58,6 +58,7 @@ WORK: list[tuple[str, dict[str, Any], list[tuple[Any, str]]]] = [
     ("/v1/completions", {"prompt": [65, 66], "max_tokens": 1, **BULK}, [(completions, "read_prompts")]),
     ("/v1/embeddings", {"input": "a", "dimensions": 1, **BULK}, [(embeddings, "read_prompts")]),
     ("/v1/responses", {"input": "a", "max_output_tokens": 1, **BULK}, [(responses, "_read_conversation")]),
+    ("/v1/responses/input_tokens", {"input": "a", **BULK}, [(responses, "_read_conversation")]),
     ("/v1/messages", {"model": "fake", "messages": USER, "max_tokens": 1, **BULK}, [(messages, "_read_conversation")]),
     (
         "/v1/messages/count_tokens",

@@ -44,6 +44,7 @@ def test_no_body_is_a_server_error(shared: Running, seed: int) -> None:
         ("/v1/completions", CompletionRequest, {"prompt": "hello", "max_tokens": 3}),
         ("/v1/chat/completions", ChatCompletionRequest, {"messages": VALUES[-4], "max_tokens": 3}),
         ("/v1/responses", ResponsesRequest, {"input": "hello", "max_output_tokens": 3}),
+        ("/v1/responses/input_tokens", ResponsesRequest, {"input": "hello"}),
         ("/v1/messages", MessagesRequest, {"model": "fake", "messages": VALUES[-4], "max_tokens": 3}),
         ("/v1/messages/count_tokens", CountTokensRequest, {"model": "fake", "messages": VALUES[-4]}),
         ("/v1/embeddings", EmbeddingRequest, {"input": "hello", "dimensions": 0}),

@@ -47,6 +47,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"input": "Hello."},
         {"input": [USER, {"type": "function_call_output", "call_id": "a", "output": "noon"}], "max_output_tokens": 5},
     ],
+    "/v1/responses/input_tokens": [{"input": [USER], "instructions": "Be brief."}],
     "/v1/embeddings": [],  # this engine has no hidden states; tests/server/test_real_engine.py asks for some
     "/v1/messages": [{"model": "fake", "max_tokens": 9, "messages": [USER], "system": "Be brief.", "top_k": 3}],
     "/v1/messages/count_tokens": [{"model": "fake", "messages": [USER]}],

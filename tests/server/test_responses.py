@@ -105,6 +105,18 @@ def test_stream_equals_whole(client: openai.OpenAI, options: dict[str, Any]) -> 
     assert [item["text"] for item in rebuild(events)] == texts
 
 
+def test_a_prompt_is_counted_as_it_is_answered(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {**ASKED, "tools": [NOW], "instructions": "Be brief."}
+    usage = client.responses.create(**options).usage
+    count = client.responses.input_tokens.count(**options)
+    assert usage is not None
+    assert (count.object, count.input_tokens) == ("response.input_tokens", usage.input_tokens)
+    assert client.responses.input_tokens.count(**ASKED).input_tokens < count.input_tokens
+    for refused in ({"personality": "friendly"}, {"previous_response_id": "resp_1"}, {"input": None}):
+        with pytest.raises(openai.BadRequestError, match=next(iter(refused))):
+            client.responses.input_tokens.count(**{**options, **refused})
+
+
 def test_what_items_hold(client: openai.OpenAI) -> None:
     response = client.responses.create(**ASKED, tools=[WEATHER, NOW])
     reasoning, message, weather, now = response.output

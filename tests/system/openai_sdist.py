@@ -61,7 +61,8 @@ REASONS = {  # of answers as `answer_of` spells them
     "400 access_programs to POST /v1/responses": _ALL,
     "404 to * /v1/responses/resp*": f"{_STORED} responses to read, cancel or delete",
     "404 to POST /v1/responses/compact": "conversations are not compacted",
-    "404 to POST /v1/responses/input_tokens": "there is no such route: /v1/messages/count_tokens and /tokenize count",
+    "400 input to POST /v1/responses/input_tokens": "the test sends no input",
+    "400 conversation to POST /v1/responses/input_tokens": _ALL,
 }
 
 
@@ -163,10 +164,8 @@ def refusals(served: Served, tests: list[dict[str, Any]]) -> dict[str, list[str]
                 parameter = str(response.json()["error"]["param"])
                 if parameter not in refused[answer]:
                     refused[answer].append(parameter)
-                if (
-                    body.pop(re.split(r"[.\[]", parameter)[0], None) is None
-                ):  # it is not there, and that is what is wrong
-                    break
+                if body.pop(re.split(r"[.\[]", parameter)[0], None) is None:
+                    break  # it is refused because it is not there
     return refused
 
 

@@ -25,7 +25,7 @@ from octavo.server.openai_requests import ChatCompletionRequest, CompletionReque
 from octavo.server.openapi import describe
 from octavo.server.origins import OriginMiddleware
 from octavo.server.overload import OverloadMiddleware
-from octavo.server.responses import ResponsesRequest, create_response
+from octavo.server.responses import ResponsesRequest, count_input_tokens, create_response
 from octavo.server.tokenizing import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.admission = service.admission
     add_error_handlers(app)
     _add_routes(app, service)
+    _add_model_routes(app, service)
     _add_tgi_routes(app, service)
     _add_operator_routes(app, service)
     if config.dashboard:
@@ -71,13 +72,6 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
-    started = int(time.time())
-
-    def card(name: str) -> dict[str, Any]:
-        length = service.model_info.max_model_len
-        fields = {"id": name, "object": "model", "created": started, "owned_by": "octavo"}
-        return {**fields, "root": name, "parent": None, "max_model_len": length, "permission": []}
-
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatBody) -> Response:
         return await create_chat_completion(service, request, body)
@@ -89,6 +83,10 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses")
     async def responses(request: Request, body: ResponsesBody) -> Response:
         return await create_response(service, request, body)
+
+    @app.post("/v1/responses/input_tokens")
+    async def input_tokens(request: Request, body: ResponsesBody) -> Response:
+        return await count_input_tokens(service, request, body)
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request, body: EmbeddingBody) -> Response:
@@ -109,6 +107,15 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize")
     async def detokenize_ids(request: Request, body: DetokenizeBody) -> Response:
         return await detokenize(service, request, body)
+
+
+def _add_model_routes(app: FastAPI, service: Service) -> None:
+    started = int(time.time())
+
+    def card(name: str) -> dict[str, Any]:
+        length = service.model_info.max_model_len
+        fields = {"id": name, "object": "model", "created": started, "owned_by": "octavo"}
+        return {**fields, "root": name, "parent": None, "max_model_len": length, "permission": []}
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:

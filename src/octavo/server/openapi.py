@@ -54,6 +54,12 @@ _ROUTES = (
         responses.ResponseObject,
         streams=True,
     ),
+    _Route(
+        "/v1/responses/input_tokens",
+        "Count the tokens of a conversation.",
+        responses.ResponsesRequest,
+        responses.InputTokens,
+    ),
     _Route("/v1/embeddings", "Turn texts into vectors.", embeddings.EmbeddingRequest, embeddings.EmbeddingList),
     _Route("/v1/models", "List the names that are served.", answer="ModelList"),
     _Route("/v1/models/{model}", "Describe a name that is served.", answer="Model"),

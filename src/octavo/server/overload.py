@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # What takes a place (`octavo.server.admission.Place`).
 _OPENAI = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"})
 _TGI = frozenset({"/generate", "/generate_stream", "/"})
-_TOKENIZING = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+_TOKENIZING = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"})
 _COUNTED = _OPENAI | _TGI | _TOKENIZING | {"/v1/messages"}
 
 

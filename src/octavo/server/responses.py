@@ -1,4 +1,7 @@
-"""POST /v1/responses: OpenAI's newer API. Nothing is stored: a request brings its whole conversation."""
+"""POST /v1/responses and /v1/responses/input_tokens: OpenAI's newer API.
+
+Nothing is stored: a request brings its whole conversation.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
+from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.server.answer_form import AnswerForm, AnswerReader
@@ -29,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from starlette.requests import Request
-    from starlette.responses import Response
 
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
@@ -52,6 +55,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "max_completion_tokens": (None,),
     "max_tokens": (None,),
     "moderation": (None,),
+    "personality": (None,),
     "n": (None, 1),
     "previous_response_id": (None,),
     "prompt": (None,),
@@ -144,6 +148,13 @@ class ResponseObject(Struct):
     truncation: str = "disabled"
 
 
+class InputTokens(Struct):
+    """How many tokens a conversation's prompt has."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
 async def create_response(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
     """Answer a conversation."""
     model = service.check_model(request.model)
@@ -153,13 +164,8 @@ async def create_response(service: Service, http_request: Request, request: Resp
     style = service.answer_style
     messages = await look_at(http_request, lambda: _read_conversation(request))
     toolbox = _read_tools(request, style.tools)
-    options = effort_options((request.reasoning or {}).get("effort"), "reasoning.effort")
     with service.enter(http_request, 1) as place:
-        try:
-            prompt = await render(service, messages, toolbox, options)
-        except RequestError as error:
-            error.parameter = "input"
-            raise
+        prompt = await _render(service, messages, toolbox, request)
         form = AnswerForm.of(style, toolbox, prompt["prompt"])
         job = Job(
             request_id=f"resp_{uuid.uuid4().hex}",
@@ -174,6 +180,29 @@ async def create_response(service: Service, http_request: Request, request: Resp
             spelled=_SPELLED if toolbox.format is None or request.text else {**_SPELLED, "structured_outputs": "tools"},
         )
         return await answer(service, http_request, job, ResponseReply(job, form, request))
+
+
+async def count_input_tokens(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
+    """Tell how many tokens a conversation's prompt has; what would be refused with an answer is refused here."""
+    service.check_model(request.model)
+    _refuse_unsupported(request)
+    messages = await look_at(http_request, lambda: _read_conversation(request))
+    toolbox = _read_tools(request, service.answer_style.tools)
+    with service.enter(http_request, 1):
+        prompt = await _render(service, messages, toolbox, request)
+    count = InputTokens(len(prompt["prompt_token_ids"]))
+    return Response(encoder.encode(count), media_type="application/json")
+
+
+async def _render(
+    service: Service, messages: list[dict[str, Any]], toolbox: Toolbox, request: ResponsesRequest
+) -> dict[str, Any]:
+    options = effort_options((request.reasoning or {}).get("effort"), "reasoning.effort")
+    try:
+        return await render(service, messages, toolbox, options)
+    except RequestError as error:
+        error.parameter = "input"
+        raise
 
 
 def _refuse_unsupported(request: ResponsesRequest) -> None:
