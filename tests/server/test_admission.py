@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from octavo.errors import QueueFullError, RequestError
-from octavo.server.admission import Admission, Bucket, Pool
+from octavo.server.admission import Admission, Bucket, Place, Pool
 from octavo.server.errors import RateLimitError
 from octavo.server.tenants import EVERYBODY, Tenant
 
@@ -244,6 +244,149 @@ def test_who_is_in_waits_for_room_prompt_by_prompt(clock: Clock) -> None:
         waiter.cancel()
         await asyncio.gather(waiter, return_exceptions=True)
         assert admission.waiting_tokens.num_held == 1000
+
+    asyncio.run(run())
+
+
+class Waiting:
+    """Those of whom prompts have had room among 1000 tokens, so that further ones wait for it."""
+
+    def __init__(self, *tenants: Tenant) -> None:
+        self.admission = Admission(None, 1000)
+        self.admission.change(tenants)
+
+    async def begin(self, tenant: Tenant = EVERYBODY) -> Place:
+        place = self.admission.enter(tenant, 1)
+        await place.hold_tokens(1)
+        place.release_tokens(1)
+        return place
+
+    async def passing(self, tenant: Tenant, num_tokens: int) -> int:
+        """Send newcomers one after the other; return how many tokens they had room for until one was refused."""
+        for passed in range(0, 10_000, num_tokens):
+            guest = self.admission.enter(tenant, 1)
+            try:
+                await guest.hold_tokens(num_tokens)
+            except QueueFullError:
+                return passed
+            guest.release_tokens(num_tokens)
+        raise AssertionError("nobody is refused")
+
+    @staticmethod
+    async def settle() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+def test_a_large_prompt_is_not_starved_by_small_ones() -> None:
+    """Small ones come for ever, wait or not, and always fit: still its turn comes, and theirs after it."""
+
+    async def run() -> None:
+        waiting = Waiting()
+        holds, early, late = [await waiting.begin() for _ in range(3)]
+        await holds.hold_tokens(400)
+        large = asyncio.create_task(early.hold_tokens(900))
+        await waiting.settle()
+        small = asyncio.create_task(late.hold_tokens(100))
+        await waiting.settle()
+        assert not small.done()  # it would fit, and came later
+        assert await waiting.passing(EVERYBODY, 100) == 900
+        holds.release_tokens(400)
+        await asyncio.wait_for(large, 5)
+        await asyncio.wait_for(small, 5)
+
+    asyncio.run(run())
+
+
+def test_those_of_one_key_come_in_as_they_came() -> None:
+    async def run() -> None:
+        waiting = Waiting()
+        holds = await waiting.begin()
+        others = [await waiting.begin() for _ in range(4)]
+        await holds.hold_tokens(600)
+        served, tasks = [], []
+
+        async def hold(place: Place, num_tokens: int) -> None:
+            await place.hold_tokens(num_tokens)
+            served.append(num_tokens)
+
+        for place, num_tokens in zip(others, (700, 10, 20, 30), strict=True):
+            tasks.append(asyncio.create_task(hold(place, num_tokens)))
+            await waiting.settle()
+        assert served == []
+        holds.release_tokens(600)
+        await asyncio.wait_for(asyncio.gather(*tasks), 5)
+        assert served == [700, 10, 20, 30]
+
+    asyncio.run(run())
+
+
+def test_who_leaves_the_line_holds_up_nobody() -> None:
+    """By its deadline, or as its client left; also in the moment when its turn came."""
+
+    async def run() -> None:
+        waiting = Waiting()
+        holds, late = await waiting.begin(), await waiting.begin()
+        large, last = await waiting.begin(), await waiting.begin()
+        await holds.hold_tokens(600)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await large.hold_tokens(900)
+        front = asyncio.create_task(large.hold_tokens(900))
+        await waiting.settle()
+        small = asyncio.create_task(late.hold_tokens(300))
+        await waiting.settle()
+        assert not small.done()
+        front.cancel()
+        await asyncio.wait_for(small, 5)
+        assert waiting.admission.waiting_tokens.num_held == 900
+        granted = asyncio.create_task(last.hold_tokens(500))
+        await waiting.settle()
+        holds.release_tokens(600)
+        granted.cancel()  # which has room already, and has not heard of it
+        await asyncio.gather(granted, return_exceptions=True)
+        late.release_tokens(300)
+        assert waiting.admission.waiting_tokens.num_held == 0
+        await waiting.admission.enter(EVERYBODY, 1).hold_tokens(1000)
+
+    asyncio.run(run())
+
+
+def test_who_waits_holds_up_another_key_no_longer_than_its_share() -> None:
+    """One of weight 1 is passed by twice its tokens of a key of weight 2; then what is free is kept until it fits."""
+
+    async def run() -> None:
+        heavy, large, third = Tenant(name="heavy", weight=2.0), Tenant(name="large"), Tenant(name="third")
+        waiting = Waiting(heavy, large, third)
+        holds = await waiting.begin(third)
+        await holds.hold_tokens(500)
+        waits = await waiting.begin(large)
+        task = asyncio.create_task(waits.hold_tokens(600))
+        await waiting.settle()
+        assert await waiting.passing(heavy, 300) == 1200
+        holds.release_tokens(500)
+        await asyncio.wait_for(task, 5)
+        await waiting.admission.enter(heavy, 1).hold_tokens(300)
+
+    asyncio.run(run())
+
+
+def test_one_whose_own_key_holds_the_room_keeps_no_other_out() -> None:
+    async def run() -> None:
+        flood, small = Tenant(name="flood"), Tenant(name="small")
+        waiting = Waiting(flood, small)
+        place = await waiting.begin(flood)
+        other = await waiting.begin(flood)
+        await place.hold_tokens(500)
+        task = asyncio.create_task(other.hold_tokens(500))
+        await waiting.settle()
+        for _ in range(50):
+            guest = waiting.admission.enter(small, 1)
+            await guest.hold_tokens(300)
+            guest.release_tokens(300)
+        assert not task.done()
+        place.release_tokens(500)
+        await asyncio.wait_for(task, 5)
 
     asyncio.run(run())
 

@@ -105,6 +105,106 @@ class Pool:
         await self._change.wait()
 
 
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """Who waits in a line. passed: units that others took since it is the first of its key, by its own weight."""
+
+    tenant: Tenant
+    amount: int
+    number: int
+    granted: asyncio.Future[None]
+    passed: float = 0.0
+
+    @property
+    def is_next(self) -> bool:
+        """Whether as much as it asks for has gone to others meanwhile: room is kept for it now."""
+        return self.passed >= self.amount
+
+
+class Line:
+    """Who waits for room in a pool: first come, first served among those of one tenant.
+
+    Others may pass, who have not come in yet or who are first of another tenant, as long as they fit and until the
+    one they pass has been passed by as much as it asks for: a large one is not starved by small ones, and those are not
+    kept out by whoever waits for long. After that no other of its tenant passes; other tenants leave it its room once
+    it waits for them alone, as its own tenant holds nothing.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._waiters: dict[str, deque[_Waiter]] = {}  # by the tenant's name
+        self._num_waited = 0
+
+    def take_now(self, tenant: Tenant, amount: int) -> bool:
+        """Take room for one who does not wait; False where it may not have it now."""
+        own = self._waiters.get(tenant.name)
+        if (own and own[0].is_next) or not self._may_take(tenant, amount, self._num_waited):
+            return False
+        self._take(tenant, amount, self._num_waited)
+        return True
+
+    async def take(self, tenant: Tenant, amount: int) -> None:
+        """Take room when it is its turn. Who is cancelled meanwhile has taken nothing."""
+        waiter = _Waiter(tenant, amount, self._num_waited, asyncio.get_running_loop().create_future())
+        self._num_waited += 1
+        self._waiters.setdefault(tenant.name, deque()).append(waiter)
+        self.serve()
+        try:
+            await waiter.granted
+        except asyncio.CancelledError:
+            if waiter.granted.cancelled():
+                self._remove(waiter)
+                self.serve()
+            else:  # it was its turn just now
+                self.give_back(tenant, amount)
+            raise
+
+    def give_back(self, tenant: Tenant, amount: int) -> None:
+        """Give room back to the pool, and what is free to those who wait."""
+        self._pool.give_back(tenant, amount)
+        self.serve()
+
+    def serve(self) -> None:
+        """Let in who may come in now, the longest waiting first."""
+        while (waiter := next(filter(self._is_served, self._heads()), None)) is not None:
+            self._remove(waiter)
+            self._take(waiter.tenant, waiter.amount, waiter.number)
+            waiter.granted.set_result(None)
+
+    def _heads(self) -> list[_Waiter]:
+        """Return the first of each tenant, the longest waiting first."""
+        return sorted((waiters[0] for waiters in self._waiters.values()), key=lambda waiter: waiter.number)
+
+    def _is_served(self, waiter: _Waiter) -> bool:
+        return not waiter.granted.done() and self._may_take(waiter.tenant, waiter.amount, waiter.number)
+
+    def _may_take(self, tenant: Tenant, amount: int, number: int) -> bool:
+        """Tell whether there is room that is not kept for one of another tenant who came before `number`."""
+        if amount > self._pool.room(tenant):
+            return False
+        left = self._pool.num_free - amount
+        return not any(
+            head.is_next and left < head.amount and not self._pool.held_by(head.tenant)
+            for head in self._passed(number)
+            if head.tenant.name != tenant.name
+        )
+
+    def _take(self, tenant: Tenant, amount: int, number: int) -> None:
+        self._pool.take(tenant, amount)
+        for head in self._passed(number):
+            head.passed += amount * head.tenant.weight / tenant.weight
+
+    def _passed(self, number: int) -> list[_Waiter]:
+        """Return the first of each tenant who came before `number`."""
+        return [waiters[0] for waiters in self._waiters.values() if waiters[0].number < number]
+
+    def _remove(self, waiter: _Waiter) -> None:
+        waiters = self._waiters[waiter.tenant.name]
+        waiters.remove(waiter)
+        if not waiters:
+            del self._waiters[waiter.tenant.name]
+
+
 @dataclass(slots=True)
 class _Account:
     """The rates of a tenant."""
@@ -142,14 +242,13 @@ class Place:
         Raises `QueueFullError` where there is none for the first prompt, `RequestError` for one that never fits.
         """
         async with self._queue:
-            while not self._admission.has_room(self, num_tokens):
-                await self._admission.waiting_tokens.change()
-            self._admission.waiting_tokens.take(self.tenant, num_tokens)
+            await self._admission.hold_tokens(self, num_tokens)
             self.is_in = True
 
     def release_tokens(self, num_tokens: int) -> None:
         """Give the room of a prompt back: it does not wait any more."""
-        self._admission.waiting_tokens.give_back(self.tenant, num_tokens)
+        if num_tokens:
+            self._admission.line.give_back(self.tenant, num_tokens)
 
     def charge(self, num_tokens: int) -> None:
         """Count tokens that were read or written for it."""
@@ -165,9 +264,9 @@ class Place:
 class Admission:
     """Counts what is open; belongs to the event loop.
 
-    streams: outputs that may run and wait, in all; waiting_tokens: tokens of prompts of which nothing is generated yet;
-    body_bytes: of bodies that arrive. What a request can never have is a `RequestError`, what it may have later a
-    `QueueFullError` with the seconds to wait.
+    streams: outputs that may run and wait, in all; waiting_tokens: tokens of prompts of which nothing is generated yet,
+    and `line` who waits for room among them; body_bytes: of bodies that arrive. What a request can never have is a
+    `RequestError`, what it may have later a `QueueFullError` with the seconds to wait.
     """
 
     def __init__(
@@ -179,6 +278,7 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.streams, self.waiting_tokens, self.body_bytes = map(Pool, (max_open, max_waiting_tokens, max_body_bytes))
+        self.line = Line(self.waiting_tokens)
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
         self._endings: deque[float] = deque(maxlen=_NUM_ENDINGS)
@@ -214,22 +314,21 @@ class Admission:
         self._endings.append(self._clock())
         self._has_ended = True
 
-    def has_room(self, place: Place, num_tokens: int) -> bool:
-        """Tell whether so many tokens of a prompt may wait now. Raises where that is a refusal: see `hold_tokens`."""
+    async def hold_tokens(self, place: Place, num_tokens: int) -> None:
+        """Take room for a prompt of a place: see `Place.hold_tokens`."""
         pool = self.waiting_tokens
         if pool.limit is not None and num_tokens > pool.limit:
             raise RequestError(
                 f"the prompt has {num_tokens} tokens; no more than {pool.limit} may wait here", parameter="prompt"
             )
-        if num_tokens <= pool.room(place.tenant):
-            return True
         if place.is_in:
-            return False
-        raise QueueFullError(
-            f"the queue is full: {pool.num_held} tokens of prompts wait, and this request has {num_tokens}; the limit "
-            f"is {pool.limit}",
-            retry_after_s=self._soon(self._clock(), self.streams.num_held),
-        )
+            await self.line.take(place.tenant, num_tokens)
+        elif not self.line.take_now(place.tenant, num_tokens):
+            raise QueueFullError(
+                f"the queue is full: {pool.num_held} tokens of prompts wait, and this request has {num_tokens}; the "
+                f"limit is {pool.limit}",
+                retry_after_s=self._soon(self._clock(), self.streams.num_held),
+            )
 
     def charge(self, tenant: Tenant, num_tokens: int) -> None:
         """Count a tenant's tokens."""
@@ -241,6 +340,7 @@ class Admission:
         """Go on with these tenants; what they have open stays counted, their rates begin anew where they changed."""
         for pool in (self.streams, self.waiting_tokens, self.body_bytes):
             pool.is_shared = len(tenants) > 1
+        self.line.serve()  # as shares are others now
         for tenant in tenants:
             account = self._account(tenant)
             account.requests = self._bucket(account.requests, tenant.requests_per_minute)
