@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import re
+import socket
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -373,12 +377,103 @@ def test_metrics_are_what_prometheus_reads(shared: Running) -> None:
 def test_refusals_are_counted() -> None:
     executor = FakeExecutor(step_s=0.01)
     with run_server(executor, max_open_requests=1) as running, running.http() as http:
-        assert http.post(COMPLETIONS, json={**BODY, "n": 2}).status_code == 400  # which is no refusal
+        assert http.post(COMPLETIONS, json={**BODY, "n": 2}).status_code == 400
         with http.stream("POST", COMPLETIONS, json={**BODY, "max_tokens": 500, "stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
             assert http.post(COMPLETIONS, json=BODY).json()["error"]["code"] == "queue_full"
         assert 'octavo:requests_refused_total{code="queue_full"} 1.0' in http.get("/metrics").text
+
+
+def refusals(running: Running) -> Counter[str]:
+    text = running.server._service.metrics.text("")[0].decode()
+    return Counter({code: int(float(n)) for code, n in re.findall(r'requests_refused_total{code="(.*)"} (.*)', text)})
+
+
+def send_raw(running: Running, data: bytes) -> bytes:
+    url = httpx.URL(running.url)
+    with socket.create_connection((url.host, url.port), timeout=DEADLINE_S) as sock:
+        sock.sendall(data)
+        return sock.recv(1 << 16)
+
+
+def test_each_refusal_is_counted_once_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever refuses: connection, origins, keys, door, body, route, engine. The audit log says the same."""
+    caplog.set_level(logging.INFO, logger="octavo.audit")
+    path = tmp_path / "keys.toml"
+    key = bearer(add_key(path, Tenant(name="bob")))
+    few = bearer(add_key(path, Tenant(name="few", requests_per_minute=1)))
+    small = bearer(add_key(path, Tenant(name="small", max_concurrency=1)))
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nAuthorization: {key['Authorization']}\r\n".encode()
+    with run_server(api_keys_file=path, body_timeout_s=0.5, allowed_hosts=("127.0.0.1", "localhost")) as running:
+        expected: Counter[str] = Counter()
+
+        def check(reason: str, status: int, answer: httpx.Response | bytes) -> None:
+            told = answer.status_code if isinstance(answer, httpx.Response) else int(answer.split()[1])
+            assert told == status, reason
+            expected[reason] += 1
+            wait_until(lambda: refusals(running)[reason] == expected[reason], f"{reason} is counted")
+            assert refusals(running) == expected
+
+        def post(headers: dict[str, str], path: str = COMPLETIONS, **body: Any) -> httpx.Response:
+            return http.post(path, json={**BODY, **body}, headers=headers)
+
+        with running.http() as http:
+            check("bad_request", 400, send_raw(running, b"what is this?\r\n\r\n"))
+            check("bad_request", 400, send_raw(running, head + b"Transfer-Encoding: chunked\r\n\r\nno number\r\n"))
+            check("request_header_fields_too_large", 431, send_raw(running, b"GET /" + b"a" * 70_000))
+            check("misdirected_request", 421, http.get("/version", headers={"Host": "evil"}))
+            check("forbidden", 403, http.get("/version", headers={**key, "Origin": "http://evil"}))
+            check("invalid_api_key", 401, post(bearer("wrong")))
+            assert post(few).status_code == 200
+            check("rate_limit_exceeded", 429, post(few))
+            check("request_too_large", 413, post(key, prompt="a" * (1 << 20)))
+            check("request_too_slow", 408, send_raw(running, head + b"Content-Length: 10\r\n\r\n"))
+            check("not_found", 404, http.get("/nothing", headers=key))
+            check("method_not_allowed", 405, http.get(COMPLETIONS, headers=key))
+            check("not_allowed", 403, http.get("/metrics", headers=key))
+            check("bad_request", 400, post(key, max_tokens=-1))
+            check("bad_request", 400, post(small, n=2))
+            check("bad_request", 422, http.post("/generate", json={"inputs": 1}, headers=key))
+            check("model_not_found", 404, post(key, model="nobody"))
+            check("context_length_exceeded", 400, post(key, prompt="word " * 20_000))
+            check("request_timeout", 504, post({**key, "X-Request-Timeout": "1e-9"}))
+            running.server._service.is_closing = True
+            check("server_closing", 503, post(key))
+            assert http.get("/ready").status_code == 503  # which is its answer
+            assert refusals(running) == expected
+    assert Counter(line["error"] for line in audited(caplog) if "error" in line) == expected
+
+
+def test_one_request_hears_one_reason_and_so_does_everyone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its key is taken away, and back before its end is told, and the server closes: all say what ended it first."""
+    caplog.set_level(logging.INFO, logger="octavo.audit")
+    path = tmp_path / "keys.toml"
+    key = add_key(path, Tenant(name="gone"))
+    with_key = path.read_text()
+    executor = FakeExecutor(step_s=0.01)
+    with run_server(executor, api_keys_file=path) as running, running.http() as http:
+        body = {**BODY, "max_tokens": 5000, "ignore_eos": True, "stream": True}
+        with http.stream("POST", COMPLETIONS, json=body, headers=bearer(key)) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            executor.gate.clear()  # no step ends meanwhile
+            path.unlink()
+            add_key(path, Tenant(name="other"))
+            reload(running)
+            path.write_text(with_key)
+            reload(running)
+            service, loop = running.server._service, running.server.servers[0].get_loop()
+            asyncio.run_coroutine_threadsafe(service.drain(0.0), loop)  # the second cause
+            wait_until(lambda: service._is_ending, "the server ends what is open")
+            executor.gate.set()
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "invalid_api_key"
+        wait_until(lambda: refusals(running), "it is counted")
+        assert refusals(running) == {"invalid_api_key": 1}
+    (line,) = audited(caplog)
+    assert (line["status"], line["error"]) == (200, "invalid_api_key")
 
 
 def test_a_fault_of_the_server_is_in_its_log_and_not_in_the_audit_s(

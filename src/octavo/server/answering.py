@@ -22,7 +22,7 @@ from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestErr
 from octavo.outputs import DEADLINE_PASSED, GRAMMAR_EXCEEDED, NOTHING_ALLOWED
 from octavo.sampling_params import RequestOutputKind
 from octavo.server.answer_size import LogprobLimit, beside, num_entries
-from octavo.server.errors import to_http
+from octavo.server.errors import note_error, to_http
 from octavo.server.openai_responses import PromptTokensDetails, Receipt, Usage
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.admission import Place
+    from octavo.server.errors import HttpError
     from octavo.server.openai_requests import SamplingFields
     from octavo.server.service import Service
 
@@ -114,7 +115,7 @@ class Reply(WholeReply, Protocol):
         """Return the last events."""
         ...
 
-    def error(self, error: Exception) -> bytes:
+    def error(self, error: HttpError) -> bytes:
         """Return the last events of a stream that fails."""
         ...
 
@@ -140,9 +141,9 @@ class OpenAIReply:
         """Return the counts, if they are asked for, and the end."""
         return event(self._usage_chunk(usage)) + self._done if self._job.include_usage else self._done
 
-    def error(self, error: Exception) -> bytes:
+    def error(self, error: HttpError) -> bytes:
         """Return an error object, and the end."""
-        return event(to_http(error).body) + self._done
+        return event(error.body) + self._done
 
     def _chunk(self, news: News, usage: Usage | None) -> msgspec.Struct:
         raise NotImplementedError
@@ -225,7 +226,7 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
     first = await _begun(http_request, news, service.config.stream_keep_alive_s)
     usage = UsageCounter()
     note(http_request, job, usage)
-    events = _events(_chain(first, news), job, reply, usage)
+    events = _events(_chain(first, news), http_request.scope["state"], job, reply, usage)
     return EventStream(events, first, news, job.place, service.config.stream_keep_alive_s)
 
 
@@ -387,8 +388,6 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[tuple[int, Requ
             async for index, output in merged:
                 if output.error is not None:
                     raise _error_of(output.error)
-                if any(completion.finish_reason == "abort" for completion in output.outputs):
-                    raise service.why_cut_off(job.place.tenant)
                 job.place.charge(sum(len(completion.token_ids) for completion in output.outputs))
                 yield index, output
 
@@ -421,7 +420,7 @@ async def _news(service: Service, job: Job) -> AsyncGenerator[News, None]:
 
 
 async def _events(
-    news: AsyncGenerator[News, None], job: Job, reply: Reply, counter: UsageCounter
+    news: AsyncGenerator[News, None], state: dict[str, Any], job: Job, reply: Reply, counter: UsageCounter
 ) -> AsyncGenerator[bytes, None]:
     """Spell a stream as server-sent events; an error is its last one."""
     try:
@@ -435,7 +434,7 @@ async def _events(
     except Exception as error:
         if not isinstance(error, OctavoError):
             logger.exception("a stream failed")
-        yield reply.error(error)
+        yield reply.error(note_error(state, to_http(error)))
 
 
 async def _told(reply: Reply, news: News, usage: Usage | None) -> bytes:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from octavo import logs
 from octavo.server.auth import OPEN_PATHS
-from octavo.server.errors import to_http
+from octavo.server.errors import CLIENT_LEFT, reason_of, to_http
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from octavo.server.errors import HttpError
     from octavo.server.metrics import Metrics
     from octavo.server.tracing import Tracing
 
@@ -29,7 +30,8 @@ class AuditMiddleware:
     """Outermost of all: sees every request, what became of it, and how long it took.
 
     Takes the client's X-Request-Id where it is a plain one, else makes one; the answer has it as a header. Routes add
-    to `request.state.audit` what a line shall tell. tracing: what makes a span of it as well.
+    to `request.state.audit` what a line shall tell. A refusal or a cut-off is counted here, once, by the reason that
+    was noted (`octavo.server.errors.note_error`), else by its status. tracing: what makes a span of it as well.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing | None = None) -> None:
@@ -65,11 +67,14 @@ class AuditMiddleware:
             handler = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self._metrics.count_answer(method, handler, status)
+            reason = None if scope["path"] in OPEN_PATHS else _reason(state.get("error"), status)
+            if reason is not None:
+                self._metrics.count_refusal(reason)
             seconds = time.monotonic() - start
             if self._tracing is not None:
                 self._tracing.tell(scope, request_id.decode(), status, seconds, state["audit"])
-            if scope["path"] not in _QUIET:
-                _log(scope, state, request_id.decode(), status, seconds)
+            if scope["path"] not in _QUIET or reason is not None:
+                _log(scope, state, request_id.decode(), status, reason, seconds)
             logs.request_id.reset(about)
 
 
@@ -78,10 +83,27 @@ def _request_id(scope: Scope) -> bytes:
     return given[0] if len(given) == 1 and _ID.fullmatch(given[0]) else uuid.uuid4().hex.encode()
 
 
-def _log(scope: Scope, state: dict[str, Any], request_id: str, status: int, seconds: float) -> None:
+def tell_no_request(metrics: Metrics, client: tuple[str, int] | None, error: HttpError) -> None:
+    """Count and log an answer to what was no HTTP request, so that no middleware ever saw it."""
+    metrics.count_answer("other", "none", error.status)
+    metrics.count_refusal(error.reason)
+    scope = {"client": client, "method": None, "path": ""}
+    _log(scope, {"audit": {}}, uuid.uuid4().hex, error.status, error.reason, 0.0)
+
+
+def _reason(error: HttpError | None, status: int) -> str | None:
+    """Return why a request was refused or cut off; None where it was not, or where its client left."""
+    if error is not None:
+        return error.reason
+    return reason_of(status) if status >= 400 and status != CLIENT_LEFT else None
+
+
+def _log(scope: Scope, state: dict[str, Any], request_id: str, status: int, reason: str | None, seconds: float) -> None:
     if not logger.isEnabledFor(logging.INFO):
         return
     client, tenant, details = scope.get("client"), state.get("tenant"), dict(state["audit"])
+    if reason is not None:
+        details["error"] = reason
     if (usage := details.pop("usage", None)) is not None:
         details |= usage.summary()
     line = logs.Fields(

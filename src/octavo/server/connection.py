@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from octavo.server.errors import HttpError
+from octavo.server.errors import HttpError, note_error
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_CONNECTIONS = 8192
@@ -19,12 +20,21 @@ MAX_CONNECTIONS = 8192
 class BoundedHttpProtocol(HttpToolsProtocol):
     """Ends a connection whose headers do not come within `header_timeout_s`; answers 431 to those too large.
 
-    They have to from their first byte on; between two requests it may be idle for `keep_alive_timeout_s`.
+    They have to from their first byte on; between two requests it may be idle for `keep_alive_timeout_s`. on_refused:
+    hears of what is answered and was no request, with the client's address.
     """
 
-    def __init__(self, *arguments: Any, header_timeout_s: float, keep_alive_timeout_s: float, **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        header_timeout_s: float,
+        keep_alive_timeout_s: float,
+        on_refused: Callable[[tuple[str, int] | None, HttpError], None],
+        **options: Any,
+    ) -> None:
         super().__init__(*arguments, **options)
         self._header_timeout_s, self._keep_alive_timeout_s = header_timeout_s, keep_alive_timeout_s
+        self._on_refused = on_refused
         self._timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
         self._is_in_body = self._came_further = self._is_too_large = False
@@ -91,6 +101,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 error = HttpError(431, f"the request's headers exceed the limit of {MAX_HEADER_BYTES} bytes")
             body = msgspec.json.encode(error.body)
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            if self._is_in_body and not self._is_too_large and self.cycle is not None:  # of a request that has begun
+                note_error(self.cycle.scope["state"], error)
+            else:
+                self._on_refused(self.client, error)
             self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
         self.transport.close()
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from fastapi.responses import JSONResponse, Response
+import msgspec
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -28,8 +30,10 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
     from starlette.requests import Request
+    from starlette.types import Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
+CLIENT_LEFT = 499  # the status of a request whose client left, for the log; the number is nginx's
 
 
 class RateLimitError(QueueFullError):
@@ -88,6 +92,11 @@ class HttpError:
     retry_after_s: float = 1.0
 
     @property
+    def reason(self) -> str:
+        """What it is counted as, and what its line of the audit log has."""
+        return self.code or reason_of(self.status)
+
+    @property
     def body(self) -> dict[str, Any]:
         """The error object."""
         fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
@@ -104,19 +113,48 @@ class HttpError:
             return {"x-should-retry": "false"}  # OpenAI's clients would send it again at once
         return {"Retry-After": str(math.ceil(self.retry_after_s))} if self.status in {429, 503} else {}
 
-    def response(self, path: str = "") -> JSONResponse:
+    def response(self, path: str = "") -> ErrorResponse:
         """Return the whole answer, as the API of a path spells errors."""
         body = self.anthropic_body if path.startswith("/v1/messages") else self.body
         headers = self.headers
         if self.status == 401 and path.startswith("/dashboard"):
             headers["WWW-Authenticate"] = 'Basic realm="octavo: any name, and an API key as password", charset="UTF-8"'
-        return JSONResponse(body, self.status, headers=headers)
+        return ErrorResponse(self, msgspec.json.encode(body), self.status, headers)
 
     @property
     def anthropic_body(self) -> dict[str, Any]:
         """The error as Anthropic's API has it."""
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+
+class ErrorResponse(Response):
+    """An error as a whole answer; who sends it notes its reason with it."""
+
+    media_type = "application/json"
+
+    def __init__(self, error: HttpError, content: bytes, status: int, headers: dict[str, str]) -> None:
+        super().__init__(content, status, headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        note_error(scope.setdefault("state", {}), self._error)
+        await super().__call__(scope, receive, send)
+
+
+def note_error(state: dict[str, Any], error: HttpError) -> HttpError:
+    """Keep what a request failed of, for its count and its line of the audit log; return the first that was noted.
+
+    state: the request's, of its scope; mutated.
+    """
+    noted: HttpError = state.setdefault("error", error)
+    return noted
+
+
+def reason_of(status: int) -> str:
+    """Return the reason for a status that has no code of its own, like bad_request."""
+    return HTTPStatus(status).phrase.lower().replace(" ", "_")
 
 
 # The first row whose class fits counts. A message is shown only where a user's request caused the error; what is said
@@ -170,7 +208,7 @@ def add_error_handlers(app: FastAPI) -> None:
         return response
 
     async def left(_: Request, __: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it; the number is nginx's, for the log
+        return Response(status_code=CLIENT_LEFT)  # nobody reads it
 
     async def own_bug(request: Request, error: Exception) -> Response:
         return to_http(error).response(request.url.path)

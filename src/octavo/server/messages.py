@@ -17,7 +17,6 @@ from octavo.server.answering import Job, News, answer, encoder, read_timeout
 from octavo.server.body import look_at
 from octavo.server.chat import render
 from octavo.server.conversation import effort_options, parse_arguments, read_text, read_text_part
-from octavo.server.errors import to_http
 from octavo.server.openai_requests import ANTHROPIC_HARMLESS, Strings, check_extra
 from octavo.server.sampling import read_response_format
 from octavo.server.tools import Toolbox, read_function
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+    from octavo.server.errors import HttpError
     from octavo.server.openai_responses import Usage
     from octavo.server.parts import Part
     from octavo.server.service import Service
@@ -330,9 +330,9 @@ class MessageReply:
         counts = _usage_of(usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
         return _event("message_delta", delta=self._end, usage=counts) + _event("message_stop")
 
-    def error(self, error: Exception) -> bytes:
+    def error(self, error: HttpError) -> bytes:
         """Return the event of an error."""
-        return _event("error", error=to_http(error).anthropic_body["error"])
+        return _event("error", error=error.anthropic_body["error"])
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Message:
         """Return the whole answer."""

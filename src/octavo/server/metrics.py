@@ -10,8 +10,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from octavo.server.errors import to_http
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -70,16 +68,19 @@ class Metrics:
             "http_requests", "Answered HTTP requests.", ["method", "handler", "status"], registry=self._registry
         )
         self._refused = Counter(
-            "octavo:requests_refused", "Requests that were not taken, by error code.", ["code"], registry=self._registry
+            "octavo:requests_refused",
+            "Requests that were refused or cut off, by the error's code.",
+            ["code"],
+            registry=self._registry,
         )
 
     def count_answer(self, method: str, handler: str, status: int) -> None:
         """Count an answered request; handler: the route's path, so that nobody can make up new ones."""
         self._requests.labels(method, handler, str(status)).inc()
 
-    def count_refusal(self, error: Exception) -> None:
-        """Count a request that was not taken."""
-        self._refused.labels(to_http(error).code or "").inc()
+    def count_refusal(self, reason: str) -> None:
+        """Count a request that was refused or cut off; reason: that of its `HttpError`."""
+        self._refused.labels(reason).inc()
 
     def text(self, accept: str) -> tuple[bytes, str]:
         """Return all figures in the format that the client likes best, and its content type."""

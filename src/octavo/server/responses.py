@@ -18,7 +18,6 @@ from octavo.server.answering import Job, News, answer, encoder, read_timeout
 from octavo.server.body import look_at
 from octavo.server.chat import render
 from octavo.server.conversation import effort_options, read_arguments, read_text
-from octavo.server.errors import to_http
 from octavo.server.openai_requests import (
     HARMLESS,
     Priority,
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
+    from octavo.server.errors import HttpError
     from octavo.server.openai_responses import Usage
     from octavo.server.parts import Part
     from octavo.server.service import Service
@@ -377,13 +377,12 @@ class ResponseReply:
         self._tell(f"response.{self._response.status}", response=self._response)
         return self._told()
 
-    def error(self, error: Exception) -> bytes:
+    def error(self, error: HttpError) -> bytes:
         """Return the event of an error: the answer, as one that failed."""
-        http_error = to_http(error)
         if not self._num_events:
             self._tell("response.created", response=self._response)
         self._response.status = "failed"
-        self._response.error = {"code": http_error.code or http_error.type, "message": http_error.message}
+        self._response.error = {"code": error.code or error.type, "message": error.message}
         self._tell("response.failed", response=self._response)
         return self._told()
 

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import ServerConfig
@@ -13,10 +15,8 @@ from octavo.errors import (
     ConfigError,
     DeadlineError,
     EngineDeadError,
-    EngineError,
     EngineRestartingError,
     OctavoError,
-    QueueFullError,
 )
 from octavo.outputs import DEADLINE_PASSED
 from octavo.server.admission import Admission
@@ -26,7 +26,7 @@ from octavo.server.metrics import Metrics
 from octavo.server.tenants import Keyring
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable
 
     from starlette.requests import Request
 
@@ -43,6 +43,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5  # in a row: so often an engine process may end before it takes a request
 _BODIES = 16  # so many of the largest may arrive at once
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that is open. cut_off: what it hears when it is aborted while somebody listens."""
+
+    tenant: Tenant
+    cut_off: OctavoError | None = None
 
 
 class Service:
@@ -67,7 +75,7 @@ class Service:
         self.answer_style = AnswerStyle.find(self.config.tool_call_parser, self.config.reasoning_parser, inputs)
         self.pooling = self.model_info.pooling if self.config.pooling == "auto" else self.config.pooling
         self.is_closing = self._is_ending = False
-        self._open: dict[str, Tenant] = {}  # by the request's id
+        self._open: dict[str, _Open] = {}  # by the request's id
         self._ending: asyncio.Task[None] | None = None
 
     @property
@@ -117,7 +125,8 @@ class Service:
             logger.error("the API keys stay as they were: %s", error)  # noqa: TRY400 - the error says all
         else:
             logger.info("the API keys were read anew: %d", len(self.keyring.tenants) if self.keyring else 0)
-            gone = [name for name, tenant in self._open.items() if self.present(tenant) is None]
+            gone = [name for name, opened in self._open.items() if self.present(opened.tenant) is None]
+            self._cut_off(gone, _key_is_gone)
             self._ending = asyncio.get_running_loop().create_task(self._end(gone))
 
     def present(self, tenant: Tenant) -> Tenant | None:
@@ -126,34 +135,18 @@ class Service:
             return tenant
         return self.keyring.named(tenant.name)
 
-    def why_cut_off(self, tenant: Tenant) -> OctavoError:
-        """Return what a request hears that is aborted while somebody listens: nothing but these two does that."""
-        if self.present(tenant) is None:
-            return _key_is_gone()
-        return ServerClosingError("closing")
-
     def begin(self, tenant: Tenant) -> None:
         """Count a request whose headers are there. Raises what `enter` would raise for the smallest one."""
-        with self._counting_refusals():
-            self.check_ready()
-            self.admission.begin(tenant)
+        self.check_ready()
+        self.admission.begin(tenant)
 
     def enter(self, request: Request, num_streams: int, *, at_least: int | None = None) -> Place:
         """Take the place of a request before anything is done for it (`Admission.enter`).
 
         Raises where none can be taken: `QueueFullError`, `RequestError`, or the errors of `check_ready`.
         """
-        with self._counting_refusals():
-            self.check_ready()
-            return self.admission.enter(request.state.tenant, num_streams, at_least=at_least)
-
-    @contextlib.contextmanager
-    def _counting_refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except (QueueFullError, EngineError) as error:
-            self.metrics.count_refusal(error)
-            raise
+        self.check_ready()
+        return self.admission.enter(request.state.tenant, num_streams, at_least=at_least)
 
     async def generate(
         self,
@@ -170,6 +163,7 @@ class Service:
         """Yield a request's outputs; closing the iterator aborts it.
 
         deadline: on the clock of the event loop. check refuses the request when its tokens are known.
+        Raises `AuthenticationError` or `ServerClosingError` for one that ends with its key or with the server.
         """
         if self._is_ending:  # its place was taken before the door was closed, so until then it may begin
             raise ServerClosingError("closing")
@@ -186,17 +180,16 @@ class Service:
             check(processed)
             num_tokens = len(processed.prompt_token_ids)
             try:
-                with self._counting_refusals():
-                    async with asyncio.timeout_at(deadline):
-                        await place.hold_tokens(num_tokens)
+                async with asyncio.timeout_at(deadline):
+                    await place.hold_tokens(num_tokens)
             except TimeoutError:
                 raise DeadlineError(DEADLINE_PASSED) from None
             num_waiting = num_tokens
             place.charge(num_tokens)
-            if self._is_ending or self.present(tenant) is None:  # since it began; the engine never heard of it
-                raise self.why_cut_off(tenant)
+            if opened.cut_off is not None:  # since it began; the engine never heard of it
+                raise opened.cut_off
 
-        self._open[request_id] = tenant
+        opened = self._open[request_id] = _Open(tenant)
         try:
             outputs = self.llm.generate(
                 prompt,
@@ -211,6 +204,9 @@ class Service:
             )
             async with aclosing(outputs) as stream:  # type: ignore[type-var]  # an async generator, by its protocol
                 async for output in stream:
+                    if any(completion.finish_reason == "abort" for completion in output.outputs):
+                        assert opened.cut_off is not None, "an open request was aborted, and nobody said why"
+                        raise opened.cut_off
                     place.release_tokens(num_waiting)
                     num_waiting = 0
                     yield output
@@ -226,7 +222,15 @@ class Service:
                 while self.admission.streams.num_held:
                     await self.admission.streams.change()
         self._is_ending = True
-        await self._end(list(self._open))
+        still_open = list(self._open)
+        self._cut_off(still_open, partial(ServerClosingError, "closing"))
+        await self._end(still_open)
+
+    def _cut_off(self, open_ids: list[str], why: Callable[[], OctavoError]) -> None:
+        """Say why requests are about to be ended; what was said first stays."""
+        for request_id in open_ids:
+            opened = self._open[request_id]
+            opened.cut_off = opened.cut_off or why()
 
     async def _end(self, open_ids: list[str]) -> None:
         if not open_ids:

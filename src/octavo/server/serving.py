@@ -18,6 +18,7 @@ import uvicorn
 
 from octavo.errors import ConfigError
 from octavo.server.app import create_app
+from octavo.server.audit import tell_no_request
 from octavo.server.connection import MAX_CONNECTIONS, BoundedHttpProtocol
 from octavo.server.service import Service
 from octavo.server.tenants import Keyring
@@ -163,6 +164,7 @@ def make_server(llm: AsyncLLM, config: ServerConfig) -> GracefulServer:
         BoundedHttpProtocol,
         header_timeout_s=config.body_timeout_s,
         keep_alive_timeout_s=config.keep_alive_timeout_s,
+        on_refused=partial(tell_no_request, service.metrics),
     )
     return GracefulServer(
         uvicorn.Config(

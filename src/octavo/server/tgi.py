@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of a dependency
-from starlette.responses import Response
 
 from octavo import __version__
 from octavo.errors import RequestError
 from octavo.sampling_params import MAX_STOP_STRINGS, SamplingParams, StructuredOutputsParams
 from octavo.server.answering import Job, News, answer, encoder, event, read_timeout
 from octavo.server.body import body_of
-from octavo.server.errors import HttpError, to_http
+from octavo.server.errors import ErrorResponse, HttpError
 from octavo.server.openai_requests import Strings  # noqa: TC001 - pydantic reads the types of fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from starlette.responses import Response
 
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
     from octavo.server.openai_responses import Usage
@@ -165,11 +166,11 @@ def _spell_error(error: HttpError) -> TgiError:
     return TgiError(error.message, _ERROR_TYPES.get(error.status, "generation"))
 
 
-def error_response(error: HttpError) -> Response:
+def error_response(error: HttpError) -> ErrorResponse:
     """What is wrong with a request is 422 here."""
     status = 422 if error.status == 400 else error.status
     content = encoder.encode(_spell_error(error))
-    return Response(content, status, headers=error.headers, media_type="application/json")
+    return ErrorResponse(error, content, status, error.headers)
 
 
 async def generate(service: Service, http_request: Request, request: GenerateRequest, *, stream: bool) -> Response:
@@ -324,9 +325,9 @@ class GenerateReply:
                 generated.details.top_tokens = [self._best(entry) for entry in completion.logprobs or []]
         return generated
 
-    def error(self, error: Exception) -> bytes:
+    def error(self, error: HttpError) -> bytes:
         """Return the event of an error in mid-stream."""
-        return event(_spell_error(to_http(error)))
+        return event(_spell_error(error))
 
     def _tokens(self, completion: CompletionOutput) -> list[Token]:
         entries: Sequence[dict[int, Logprob] | None] = completion.logprobs or [None] * len(completion.token_ids)
