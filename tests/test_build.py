@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from kernels_available import INSTRUCTION_SETS
 
 from octavo import build
 from octavo.build import resolve_scheduler
-from octavo.config import DeviceConfig, SchedulerConfig
+from octavo.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from octavo.core.block_hash import hash_block_tokens
 from octavo.kernels import attention_slowness
+from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.models.stored_quantization import StoredLayout, StoredQuantization
 
@@ -54,6 +57,25 @@ def test_attention_costs_what_it_does_beside_the_products(architecture, isa):
     one_layer_sees_all = dataclasses.replace(architecture, sliding_window=(None, 16))
     half = resolve_scheduler(SchedulerConfig(), one_layer_sees_all, "int8", isa).attention_cost_tokens
     assert half == pytest.approx(costs["int8"] / 2, abs=1e-3)
+
+
+@pytest.mark.skipif(not INSTRUCTION_SETS, reason="the kernels were not compiled")
+def test_what_other_kernels_computed_has_another_name(tmp_path):
+    """Instruction sets give other last bits, so a KV block of one must not be found under the name of another's."""
+    checkpoint = write_checkpoint(tmp_path / "qwen3", tiny_config("Qwen3ForCausalLM"))
+    config = EngineConfig(
+        model=ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=64),
+        cache=CacheConfig(num_gpu_blocks=8),
+    )
+    kernels = [("reference", "auto"), *(("cpu", isa) for isa in INSTRUCTION_SETS)]
+    found = []
+    for backend, isa in [*kernels, kernels[-1]]:
+        device = DeviceConfig(device="cpu", kernels=backend, isa=isa, num_threads=1)
+        core = build.build_core(dataclasses.replace(config, device=device))
+        found.append(hash_block_tokens(None, [1, 2, 3], core.scheduler.kv_cache_manager._extra_keys))
+        core.executor.shutdown()
+    assert len(set(found)) == len(kernels)
+    assert found[-1] == found[-2]
 
 
 def test_what_was_asked_for_stays(architecture):

@@ -92,6 +92,7 @@ def build_core(
             identity,
             f"kv:{worker.kv_dtype}",
             f"weights:{model_config.quantization}:{model_config.group_size}",
+            f"kernels:{worker.kernels.identity} on {worker.device.type}",
         ),
     )
     return EngineCore(_recorded(scheduler, clock, config.record), LocalExecutor(worker), metrics, recent)

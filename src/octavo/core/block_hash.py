@@ -21,7 +21,8 @@ ROOT_HASH: BlockHash = hashlib.sha256(b"octavo kv block chain v1").digest()
 def hash_block_tokens(parent: BlockHash | None, tokens: Sequence[int], extra_keys: tuple[str, ...] = ()) -> BlockHash:
     """Hash one full block of `tokens` that follows `parent` (None at a sequence's start).
 
-    extra_keys: every further identity that the KV depends on (cache salt, model, adapter, KV dtype, weights epoch).
+    extra_keys: every further identity that the KV depends on (cache salt, model, adapter, KV dtype,
+    weights epoch, kernels and their instruction set).
     """
     digest = hashlib.sha256(parent or ROOT_HASH)
     for key in extra_keys:

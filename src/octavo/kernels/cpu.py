@@ -67,6 +67,11 @@ class CpuKernels:
         weakref.finalize(self, self.kernel_set.shutdown)
 
     @property
+    def identity(self) -> str:
+        """Backend, instruction set, and who multiplies where that is not these kernels."""
+        return f"{self.name}:{self.isa}" + (":onednn" if self.uses_onednn else "")
+
+    @property
     def instruction_sets(self) -> tuple[str, ...]:
         """What this processor can run, best first."""
         return tuple(self._module.instruction_sets())

@@ -86,12 +86,18 @@ class SamplingRows:
 class Kernels(Protocol):
     """Every operation of the hot path. Activations are float32 or bfloat16; sums are kept in float32.
 
+    identity: what of them decides the last bits of a result, so that what others computed is not taken for their own.
     has_own_threads: torch's threads are not used by these kernels; whoever runs steps keeps them asleep, because OpenMP
     workers woken by a small leftover operation would spin on the cores that the kernels' own threads need.
     """
 
     name: str
     has_own_threads: bool
+
+    @property
+    def identity(self) -> str:
+        """See above."""
+        ...
 
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int

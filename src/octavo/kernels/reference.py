@@ -41,7 +41,7 @@ _WEIGHT_CHUNK = 16384  # output features that are widened to float32 at a time
 class ReferenceKernels:
     """The plain torch backend."""
 
-    name = "reference"
+    name = identity = "reference"
     has_own_threads = False
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
