@@ -320,7 +320,8 @@ def figure_6(_scale: float) -> str:
 
 def routes() -> set[str]:
     """All paths of the application, with something where they have a place for anything."""
-    service = cast("Service", SimpleNamespace(config=ServerConfig(), metrics=None, tracing=None))
+    nothing = dict.fromkeys(("metrics", "tracing", "admission", "cutter"))
+    service = cast("Service", SimpleNamespace(config=ServerConfig(), **nothing))
     return {re.sub(r"{[^}]*}", "any", route.path) for route in create_app(service).routes if hasattr(route, "path")}
 
 
@@ -349,11 +350,12 @@ async def _without_key(where: tuple[str, int], paths: list[str], key: str) -> Co
     return statuses
 
 
-def figure_7(scale: float) -> str:
+def figure_7(scale: float, spread_s: float = 4.0) -> str:
     """500 slow senders, 100 slow readers: others' p99 at most 1.2 times as long, +50 MB at most, the slow ones are cut.
 
     Half of the senders trickle their headers, half send them whole and trickle a body. A reader takes 1 KB a second of
     a stream; as many who read as much as comes are what it is compared with. Limits are so short that each is met.
+    spread_s: within this time the senders begin.
     """
     senders, readers = max(round(500 * scale), 6), max(round(100 * scale), 2)
     ends: Counter[str] = Counter()
@@ -369,7 +371,10 @@ def figure_7(scale: float) -> str:
                 where,
                 lambda over: [
                     *(_read_slowly(where, over, ends) for _ in range(readers)),
-                    *(_send_slowly(where, over, ends, number, 4 * number / senders) for number in range(senders)),
+                    *(
+                        _send_slowly(where, over, ends, number, spread_s * number / senders)
+                        for number in range(senders)
+                    ),
                 ],
             )
             grown = max(grown, rss_mb(served) - memory)
@@ -397,7 +402,7 @@ async def _send_slowly(
 ) -> None:
     """Send a byte every half second, of headers or of a body, and begin anew when the server has enough of it.
 
-    wait_s: before the first time, so that not all of them are cut off and come back in the same moment.
+    wait_s: before the first time.
     """
     is_body = bool(number % 2)
     await asyncio.sleep(wait_s)
@@ -470,6 +475,11 @@ async def _during(
         latencies = await asyncio.get_running_loop().run_in_executor(observer, others, where, 25)
         over.set()
     return latencies
+
+
+def figure_7_together(scale: float) -> str:
+    """Figure 7, where all senders begin in one moment, so that their times are over in one, too."""
+    return figure_7(scale, spread_s=0.0)
 
 
 def figure_8(scale: float) -> str:
@@ -941,8 +951,8 @@ def _answer(tokens: list[bytes], params: dict[str, Any], kind: RequestOutputKind
 
 
 FIGURES: dict[str, Callable[[float], str]] = {
-    "4": figure_4, "5": figure_5, "6": figure_6, "7": figure_7, "8": figure_8, "9": figure_9, "10": figure_10,
-    "11": figure_11, "12": figure_12, "13": figure_13, "streams": figure_streams,
+    "4": figure_4, "5": figure_5, "6": figure_6, "7": figure_7, "7-together": figure_7_together, "8": figure_8,
+    "9": figure_9, "10": figure_10, "11": figure_11, "12": figure_12, "13": figure_13, "streams": figure_streams,
 }  # fmt: skip
 
 

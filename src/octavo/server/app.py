@@ -48,6 +48,7 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="octavo", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.config = config
     app.state.admission = service.admission
+    app.state.cutter = service.cutter
     add_error_handlers(app)
     _add_routes(app, service)
     _add_model_routes(app, service)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from typing import TYPE_CHECKING, TypeVar
 
@@ -34,7 +33,7 @@ def body_of(schema: type[Schema]) -> Callable[[Request], Awaitable[Schema]]:
         config: ServerConfig = request.app.state.config
         with _room(request.app.state.admission.body_bytes, request.state.tenant) as take:
             try:
-                async with asyncio.timeout(config.body_timeout_s):
+                async with request.app.state.cutter.timeout(config.body_timeout_s):
                     body = await _read_limited(request, config.max_body_bytes, take)
             except TimeoutError:
                 raise SlowBodyError(f"the request's body did not arrive within {config.body_timeout_s:g} s") from None

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
+    from octavo.server.cutting import Cut, Cutter
+
 MAX_HEADER_BYTES = 64 << 10
 MAX_CONNECTIONS = 8192
 
@@ -29,13 +31,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         *arguments: Any,
         header_timeout_s: float,
         keep_alive_timeout_s: float,
+        cutter: Cutter,
         on_refused: Callable[[tuple[str, int] | None, HttpError], None],
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
+        self._cutter = cutter
         self._header_timeout_s, self._keep_alive_timeout_s = header_timeout_s, keep_alive_timeout_s
         self._on_refused = on_refused
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Cut | None = None
         self._num_header_bytes = 0
         self._is_in_body = self._came_further = self._is_too_large = False
 
@@ -88,6 +92,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Be idle, unless the rest of a body that nobody wanted, or of headers, has to come in time."""
         super().on_response_complete()
+        self._unset_keepalive_if_required()  # uvicorn's own timer, which knows of no turns
         if not self.transport.is_closing() and self.cycle.response_complete:  # else a pipelined request goes on
             is_begun = self._is_in_body or self._num_header_bytes
             self._wait(self._header_timeout_s if is_begun else self._keep_alive_timeout_s)
@@ -110,7 +115,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _wait(self, seconds: float) -> None:
         self._stop_waiting()
-        self._timer = self.loop.call_later(seconds, self.transport.close)
+        self._timer = self._cutter.call_later(seconds, self.transport.close)
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:

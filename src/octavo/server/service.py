@@ -21,6 +21,7 @@ from octavo.errors import (
 from octavo.outputs import DEADLINE_PASSED
 from octavo.server.admission import Admission
 from octavo.server.answer_form import AnswerStyle
+from octavo.server.cutting import Cutter
 from octavo.server.errors import AuthenticationError, ModelNotFoundError, ServerClosingError
 from octavo.server.metrics import Metrics
 from octavo.server.tenants import Keyring
@@ -66,6 +67,7 @@ class Service:
         self.admission = Admission(
             self.config.max_open_requests, self.config.max_waiting_tokens, _BODIES * self.config.max_body_bytes
         )
+        self.cutter = Cutter()
         self.metrics = Metrics(self)
         self.tracing = _make_tracing(self.config.otlp_traces_endpoint)
         self.keyring: Keyring | None = None
