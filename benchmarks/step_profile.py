@@ -1,11 +1,13 @@
-"""Where the time of a step goes, kernel by kernel, beside what the machine reads from memory.
+"""Where the time of a step goes, kernel by kernel, beside what the machine reads from memory or computes.
 
     python benchmarks/step_profile.py                                   # workload A: one request, bf16, int8 and int4
     python benchmarks/step_profile.py --precision int8 --requests 8 --shape qwen3-0.6b
+    python benchmarks/step_profile.py --prompt 1024                     # workload C: a prompt, computed in one step
 
-Requests decode for some steps; the engine's recorded forward pass tells what each kernel call takes. Medians over the
-steps of the sum of all calls of a kind, in ms. MB: weights read. limit: GB/s over what two threads (or so many as are
-asked for) read of a large array just before. "all else" is Python, torch and what lies between two steps.
+The engine's recorded forward pass tells what each kernel call takes: medians over the steps of the sum of all calls of
+a kind, in ms. Decoding reads weights: MB, and GB/s over what the same threads read of a large array just before. A
+prompt is computed: GFLOP of the products, and the rate over that of arithmetic alone. "all else" is Python, torch and
+what lies between two steps.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from octavo import LLM, SamplingParams
 from octavo.kernels.recording import RecordedForward
 
 if TYPE_CHECKING:
+    from octavo.kernels.interface import PackedLinear
     from octavo.models.layers import CausalLM
     from octavo.worker.model_runner import ModelRunner
 
@@ -38,30 +41,26 @@ _NAMES = {
 }
 
 
-def open_engine(model: str, precision: str, num_requests: int, num_steps: int, num_threads: int) -> LLM:
-    """Load a model with room for the requests."""
-    length = PROMPT_TOKENS + num_steps + 8
+def open_engine(model: str, precision: str, num_requests: int, num_tokens: int, num_threads: int) -> LLM:
+    """Load a model with room for the requests, each of so many tokens."""
     return LLM(
         model,
         dtype="bfloat16",
         quantization=PRECISIONS[precision],
         num_threads=num_threads,
-        max_model_len=length,
+        max_model_len=num_tokens,
         max_num_seqs=num_requests,
-        num_gpu_blocks_override=num_requests * -(-length // 16),
+        max_num_batched_tokens=max(num_tokens, 512),
+        num_gpu_blocks_override=num_requests * -(-num_tokens // 16),
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
     )
 
 
-def weights_of(model: CausalLM) -> dict[str, int]:
-    """Return bytes of weights by the product that reads them."""
-    num_bytes: dict[str, int] = defaultdict(int)
-    for layer in model.layers:
-        attention, mlp = layer.attention, layer.mlp
-        for name, weight in zip(PRODUCTS, (attention.qkv, attention.o, mlp.gate_up, mlp.down), strict=True):
-            num_bytes[name] += weight.num_bytes
-    return {**num_bytes, LOGITS: model.lm_head.num_bytes}
+def products_of(model: CausalLM) -> dict[str, list[PackedLinear]]:
+    """Return the weights by the product that they are part of."""
+    layers = [(each.attention.qkv, each.attention.o, each.mlp.gate_up, each.mlp.down) for each in model.layers]
+    return {**dict(zip(PRODUCTS, map(list, zip(*layers, strict=True)), strict=True)), LOGITS: [model.lm_head]}
 
 
 def parts_of(forward: RecordedForward, num_layers: int) -> list[str]:
@@ -73,47 +72,89 @@ def parts_of(forward: RecordedForward, num_layers: int) -> list[str]:
     return parts
 
 
-def profile(llm: LLM, num_requests: int, num_steps: int) -> list[dict[str, float]]:
-    """Return seconds of every step in which all requests decode, by part; "step" is all of it."""
-    engine = llm.llm_engine
-    runner: ModelRunner = engine.core.executor.worker.runner  # type: ignore[attr-defined]
-    prompts = [[(7 * i + j) % 1000 + 5 for j in range(PROMPT_TOKENS)] for i in range(num_requests)]
-    llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)  # warm
-    forward = runner.recorded_forward
-    if not isinstance(forward, RecordedForward):
-        raise SystemExit("these kernels do not record their forward pass")
-    parts, nanoseconds, watch = parts_of(forward, len(runner.model.layers)), forward.measure_calls(), Stopwatch()
-    watch.wrap(runner.kernels, "linear", LOGITS)
-    watch.wrap(runner.sampler, "sample", "sampling")
-    params = SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True, detokenize=False)
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
-    steps = []
-    while engine.has_unfinished_requests():
-        nanoseconds.zero_()
-        watch.lap()
+class StepProfile:
+    """An engine whose steps are measured, part by part."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._engine = llm.llm_engine
+        self.runner: ModelRunner = self._engine.core.executor.worker.runner  # type: ignore[attr-defined]
+        llm.generate([[1] * 4], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)  # warm
+        forward = self.runner.recorded_forward
+        if not isinstance(forward, RecordedForward):
+            raise SystemExit("these kernels do not record their forward pass")
+        self._parts = parts_of(forward, len(self.runner.model.layers))
+        self._nanoseconds, self._watch = forward.measure_calls(), Stopwatch()
+        self._watch.wrap(self.runner.kernels, "linear", LOGITS)
+        self._watch.wrap(self.runner.sampler, "sample", "sampling")
+
+    def decode(self, num_requests: int, num_steps: int) -> list[dict[str, float]]:
+        """Return the steps in which all of some requests decode."""
+        self._add(num_requests, PROMPT_TOKENS, num_steps + 1)
+        steps = [self._step() for _ in range(num_steps + 1)]
+        self._forget()
+        return steps[1:]
+
+    def prefill(self, num_tokens: int, num_steps: int) -> list[dict[str, float]]:
+        """Return steps that compute a prompt each, and its first token."""
+        steps = []
+        for _ in range(num_steps):
+            self._add(1, num_tokens, 1)
+            steps.append(self._step())
+            self._forget()
+        return steps
+
+    def _forget(self) -> None:
+        """Let the worker hear that the requests are over."""
+        while self._engine.has_unfinished_requests():
+            if self._engine.step():
+                raise SystemExit("a prompt or an answer took more steps than it should")
+
+    def _add(self, num_requests: int, num_tokens: int, max_tokens: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        for i in range(num_requests):
+            prompt = [(7 * i + j) % 1000 + 5 for j in range(num_tokens)]
+            self._engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+
+    def _step(self) -> dict[str, float]:
+        """Return the seconds of a step by part; "step" is all of it."""
+        self._nanoseconds.zero_()
+        self._watch.lap()
         start = time.perf_counter()
-        outputs = engine.step()
+        self._engine.step()
         whole = time.perf_counter() - start
-        if len(outputs) == num_requests and all(len(each.outputs[0].token_ids) > 1 for each in outputs):
-            spent: dict[str, float] = defaultdict(float, watch.lap())
-            for part, each in zip(parts, nanoseconds.tolist(), strict=True):
-                spent[part] += each / 1e9
-            steps.append({**spent, "all else": whole - sum(spent.values()), "step": whole})
-    return steps
+        spent: dict[str, float] = defaultdict(float, self._watch.lap())
+        for part, each in zip(self._parts, self._nanoseconds.tolist(), strict=True):
+            spent[part] += each / 1e9
+        return {**spent, "all else": whole - sum(spent.values()), "step": whole}
 
 
-def report(steps: list[dict[str, float]], weights: dict[str, int], bytes_read: float) -> str:
-    """Return the table; bytes_read: a second, by the machine."""
+def report(steps: list[dict[str, float]], amounts: dict[str, float], limit: float, what: tuple[str, str]) -> str:
+    """Return the table. amounts: what a part reads or computes; limit: how much of that a second; what: both units."""
     times = {name: statistics.median(step[name] for step in steps) for name in steps[0]}
-    lines = ["| part | ms | of the step | MB | GB/s | of the limit |", "|---|---|---|---|---|---|"]
+    lines = [f"| part | ms | of the step | {what[0]} | {what[1]} | of the limit |", "|---|---|---|---|---|---|"]
     for name, seconds in sorted(times.items(), key=lambda item: -item[1]):
         cells = [name, f"{1000 * seconds:.3f}", f"{seconds / times['step']:.1%}"]
-        if num_bytes := weights.get(name, 0):
-            rate = num_bytes / seconds
-            cells += [f"{num_bytes / 1e6:.0f}", f"{rate / 1e9:.1f}", f"{rate / bytes_read:.0%}"]
+        if amount := amounts.get(name, 0):
+            rate = amount / seconds
+            scale = 1e6 if what[0] == "MB" else 1e9
+            cells += [f"{amount / scale:.0f}", f"{rate / 1e9:.1f}", f"{rate / limit:.0%}"]
         lines.append("| " + " | ".join(cells + [""] * (6 - len(cells))) + " |")
     return "\n".join(lines)
+
+
+def bytes_read(products: dict[str, list[PackedLinear]]) -> dict[str, float]:
+    """Return the bytes of weights that each product reads, and all of them."""
+    amounts = {name: float(sum(each.num_bytes for each in weights)) for name, weights in products.items()}
+    return {**amounts, "step": sum(amounts.values())}
+
+
+def operations(products: dict[str, list[PackedLinear]], num_rows: int) -> dict[str, float]:
+    """Return the operations of each product with so many rows (one of the logits), and all of them."""
+    amounts = {
+        name: 2.0 * sum(each.in_features * each.out_features for each in weights) * (1 if name == LOGITS else num_rows)
+        for name, weights in products.items()
+    }
+    return {**amounts, "step": sum(amounts.values())}
 
 
 def main() -> None:
@@ -122,18 +163,27 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen2-0.5b", help="of tools/make_checkpoint.py (default: %(default)s)")
     parser.add_argument("--precision", action="append", choices=PRECISIONS, help="default: all three")
     parser.add_argument("--requests", type=int, default=1, help="that decode together (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=128, help="default: %(default)s")
+    parser.add_argument("--prompt", type=int, help="compute prompts of so many tokens (default: decode)")
+    parser.add_argument("--steps", type=int, help="default: 128, or 10 prompts")
     parser.add_argument("--num-threads", type=int, default=2, help="default: %(default)s")
     arguments = parser.parse_args()
     model = str(prepare(arguments.shape)[0])
     for precision in arguments.precision or PRECISIONS:
-        llm = open_engine(model, precision, arguments.requests, arguments.steps, arguments.num_threads)
-        runner: ModelRunner = llm.llm_engine.core.executor.worker.runner  # type: ignore[attr-defined]
-        bytes_read = runner.kernels.measure_limits().bytes_read
-        steps = profile(llm, arguments.requests, arguments.steps)
-        weights = weights_of(runner.model)
-        print(f"\n{precision}, {arguments.requests} requests; memory gives {bytes_read / 1e9:.1f} GB/s\n")
-        print(report(steps, {**weights, "step": sum(weights.values())}, bytes_read), flush=True)
+        num_steps = arguments.steps or (10 if arguments.prompt else 128)
+        num_tokens = (arguments.prompt or PROMPT_TOKENS + num_steps) + 8
+        llm = open_engine(model, precision, arguments.requests, num_tokens, arguments.num_threads)
+        profile = StepProfile(llm)
+        limits, products = profile.runner.kernels.measure_limits(), products_of(profile.runner.model)
+        if arguments.prompt:
+            steps = profile.prefill(arguments.prompt, num_steps)
+            limit = limits.bfloat16_flops if precision == "bf16" else limits.byte_ops
+            title = f"a prompt of {arguments.prompt} tokens; {limit / 1e9:.0f} GFLOP/s of arithmetic alone"
+            table = report(steps, operations(products, arguments.prompt), limit, ("GFLOP", "GFLOP/s"))
+        else:
+            steps = profile.decode(arguments.requests, num_steps)
+            title = f"{arguments.requests} requests; memory gives {limits.bytes_read / 1e9:.1f} GB/s"
+            table = report(steps, bytes_read(products), limits.bytes_read, ("MB", "GB/s"))
+        print(f"\n{precision}, {title}\n\n{table}", flush=True)
         llm.llm_engine.shutdown()
 
 

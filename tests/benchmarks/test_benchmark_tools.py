@@ -90,20 +90,33 @@ def test_steps_without_kernels_are_real_steps(monkeypatch):
 
 
 def test_the_parts_of_a_step_are_all_of_it():
-    llm = step_profile.open_engine(str(built_in_model_path()), "int8", 2, 6, 1)
-    steps = step_profile.profile(llm, 2, 6)
-    assert len(steps) == 5  # the first of six tokens is the prompt's
-    weights = step_profile.weights_of(llm.llm_engine.core.executor.worker.runner.model)
-    for step in steps:
+    llm = step_profile.open_engine(str(built_in_model_path()), "int8", 2, 64, 1)
+    profile = step_profile.StepProfile(llm)
+    products = step_profile.products_of(profile.runner.model)
+    architecture = profile.runner.model.architecture
+    assert {name: len(weights) for name, weights in products.items()} == {
+        **dict.fromkeys(step_profile.PRODUCTS, architecture.num_layers),
+        step_profile.LOGITS: 1,
+    }
+    decoded, prompts = profile.decode(2, 5), profile.prefill(48, 3)
+    assert (len(decoded), len(prompts)) == (5, 3)
+    for step in (*decoded, *prompts):
         parts = {name: seconds for name, seconds in step.items() if name != "step"}
-        assert set(weights) < set(parts)
+        assert set(products) < set(parts)
         assert all(seconds > 0 for seconds in parts.values())
         assert sum(parts.values()) == pytest.approx(step["step"])
-    lines = step_profile.report(steps, {**weights, "step": sum(weights.values())}, bytes_read=1e9).splitlines()
-    assert len(lines) == 2 + len(steps[0])
-    assert lines[2].startswith("| step | ")
-    rates = {line.split(" | ")[0][2:]: float(line.split(" | ")[4]) for line in lines[2:] if line.split(" | ")[4]}
-    assert set(rates) == {"step", *weights}
+    amounts = step_profile.operations(products, 48)
+    per_token = amounts["qkv"] + amounts["o"] + amounts["gate_up"] + amounts["down"]
+    assert amounts["step"] == per_token + amounts[step_profile.LOGITS]
+    assert amounts["o"] == 48 * 2 * architecture.num_layers * architecture.hidden_size**2
+    for steps, counted, units in (
+        (decoded, step_profile.bytes_read(products), ("MB", "GB/s")),
+        (prompts, amounts, ("GFLOP", "GFLOP/s")),
+    ):
+        rows = [line.split(" | ") for line in step_profile.report(steps, counted, 1e9, units).splitlines()]
+        assert len(rows) == 2 + len(steps[0])
+        assert rows[2][0] == "| step"
+        assert {row[0][2:] for row in rows[2:] if row[4]} == {"step", *products}
 
 
 def test_a_stopwatch_counts_what_is_within_once(monkeypatch):
