@@ -21,6 +21,7 @@ from octavo import logs
 from octavo.config import ServerConfig
 from octavo.errors import ConfigError
 from octavo.server.app import create_app
+from octavo.server.errors import CLIENT_LEFT
 from octavo.server.service import Service
 from octavo.server.tenants import Tenant, add_key
 
@@ -390,9 +391,13 @@ def refusals(running: Running) -> Counter[str]:
     return Counter({code: int(float(n)) for code, n in re.findall(r'requests_refused_total{code="(.*)"} (.*)', text)})
 
 
-def send_raw(running: Running, data: bytes) -> bytes:
+def send_raw(running: Running, data: bytes, *, behind: bytes | None = None) -> bytes:
+    """Send bytes, as the first ones of a connection or behind a request that has been answered."""
     url = httpx.URL(running.url)
     with socket.create_connection((url.host, url.port), timeout=DEADLINE_S) as sock:
+        if behind is not None:
+            sock.sendall(b"GET " + behind + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            sock.recv(1 << 16)
         sock.sendall(data)
         return sock.recv(1 << 16)
 
@@ -421,6 +426,8 @@ def test_each_refusal_is_counted_once_with_its_reason(tmp_path: Path, caplog: py
         with running.http() as http:
             check("bad_request", 400, send_raw(running, b"what is this?\r\n\r\n"))
             check("bad_request", 400, send_raw(running, head + b"Transfer-Encoding: chunked\r\n\r\nno number\r\n"))
+            check("bad_request", 400, send_raw(running, b"GET http://a HTTP/1.1\r\n\r\n", behind=b"/health"))
+            check("bad_request", 400, send_raw(running, b"\0", behind=b"/health"))
             check("request_header_fields_too_large", 431, send_raw(running, b"GET /" + b"a" * 70_000))
             check("misdirected_request", 421, http.get("/version", headers={"Host": "evil"}))
             check("forbidden", 403, http.get("/version", headers={**key, "Origin": "http://evil"}))
@@ -442,7 +449,9 @@ def test_each_refusal_is_counted_once_with_its_reason(tmp_path: Path, caplog: py
             check("server_closing", 503, post(key))
             assert http.get("/ready").status_code == 503  # which is its answer
             assert refusals(running) == expected
-    assert Counter(line["error"] for line in audited(caplog) if "error" in line) == expected
+        lines = [line for line in audited(caplog) if "error" in line]
+    assert Counter(line["error"] for line in lines) == expected
+    assert all(line["status"] >= 400 and line["status"] != CLIENT_LEFT for line in lines)
 
 
 def test_one_request_hears_one_reason_and_so_does_everyone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -64,10 +64,13 @@ def test_who_ends_before_its_turn_is_not_cut_and_takes_none() -> None:
 
 def test_a_timeout_bounds_what_is_inside() -> None:
     async def run() -> None:
-        cutter = Cutter()
-        async with cutter.timeout(0.05):
+        cutter, faults, is_over = Cutter(), list[dict[str, object]](), asyncio.Event()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+        async with cutter.timeout(0.01):
             pass
-        await asyncio.sleep(0.1)  # what was in time is not cut later
+        cutter.call_later(0.02, is_over.set)
+        await is_over.wait()
+        assert not faults  # what was in time is not cut later
         with pytest.raises(TimeoutError):
             async with cutter.timeout(0.01):
                 await asyncio.Event().wait()
@@ -76,6 +79,19 @@ def test_a_timeout_bounds_what_is_inside() -> None:
                 raise KeyError
 
     asyncio.run(run())
+
+
+def test_a_cut_that_fails_keeps_no_other_from_its_turn() -> None:
+    async def run() -> int:
+        cutter, faults, is_over = Cutter(), list[dict[str, object]](), asyncio.Event()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+        for _ in range(3):
+            cutter.call_later(0.0, lambda: 1 / 0)
+        cutter.call_later(0.0, is_over.set)
+        await is_over.wait()
+        return len(faults)
+
+    assert asyncio.run(run()) == 3
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ import pytest
 from fakes import FakeExecutor, answer_text
 from running import DEADLINE_S, run_server, wait_until
 
+from octavo.config import ServerConfig
+from octavo.server import connection
 from octavo.server.body import FREE_BYTES
 from octavo.server.connection import MAX_HEADER_BYTES
 from octavo.server.tenants import Tenant, add_key
@@ -136,6 +138,53 @@ def test_a_pipelined_request_has_all_its_time() -> None:
         answer = read_all(sock)
     assert answer.count(b"HTTP/1.1 200 ") == 2
     assert answer_text(5, 0, 40).encode()[:20] in answer
+
+
+def test_one_connection_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 2)
+    with run_server() as running, connect(running), connect(running):
+        connections = running.server.server_state.connections
+        wait_until(lambda: len(connections) == 2, "both are connected")
+        with connect(running) as third:
+            answer = read_all(third)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"too_many_connections" in answer
+        assert b"Retry-After: 1\r\n" in answer
+        assert len(connections) == 2
+
+
+ENDLESS = {"prompt": "hello", "max_tokens": 2000, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_leaving_with_a_request_in_the_pipeline_stops_the_one_that_is_answered(is_stream: bool) -> None:
+    body = json.dumps({**ENDLESS, "stream": is_stream}).encode()
+    with run_server(FakeExecutor(step_s=0.02)) as running:
+        with connect(running) as sock:
+            sock.sendall(head(COMPLETIONS, len(body)) + body)
+            wait_until(lambda: running.num_blocks_in_use, "it is computed")
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            connections = running.server.server_state.connections
+            wait_until(lambda: any(each.pipeline for each in set(connections)), "the next one waits")
+        wait_until(lambda: running.num_unfinished == 0, "it is aborted")
+        check_serves(running)
+
+
+def test_what_is_no_request_is_not_answered_in_the_place_of_another() -> None:
+    """Behind one that is computed, and in a body whose answer has been given: nobody could tell whose answer it is."""
+    body = json.dumps(ENDLESS).encode()
+    wrong_key = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with run_server(FakeExecutor(step_s=0.02)) as running, connect(running) as sock:
+        sock.sendall(head(COMPLETIONS, len(body)) + body)
+        wait_until(lambda: running.num_blocks_in_use, "it is computed")
+        sock.sendall(b"what is this?\r\n\r\n")
+        assert read_all(sock) == b""
+        wait_until(lambda: running.num_unfinished == 0, "it is aborted")
+    with run_server(api_key="key") as running, connect(running) as sock:
+        sock.sendall(wrong_key)
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 401 ")
+        sock.sendall(b"no number\r\n")
+        assert read_all(sock) == b""
 
 
 def stall(stack: contextlib.ExitStack, running: Running, *, num_bytes: int, key: str = "") -> socket.socket:
@@ -282,17 +331,19 @@ def ask(sock: socket.socket) -> bytes:
 
 
 def test_a_connection_may_be_idle_for_longer_than_its_headers_may_take() -> None:
-    with run_server(body_timeout_s=0.3, keep_alive_timeout_s=60.0) as running:
-        assert running.server.config.timeout_keep_alive == 60
-        with connect(running) as used, connect(running) as refused:
-            assert ask(used).startswith(b"HTTP/1.1 200 ")
-            refused.sendall(head(COMPLETIONS, 2 << 20))
-            assert refused.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
-            with connect(running) as unused:
-                assert read_all(unused) == b""  # so much time has passed
-            assert ask(used).startswith(b"HTTP/1.1 200 ")
-            used.sendall(b"GET /health HTT")
-            assert read_all(used) == b""  # what has begun has to go on
+    with (
+        run_server(body_timeout_s=0.3, keep_alive_timeout_s=60.0) as running,
+        connect(running) as used,
+        connect(running) as refused,
+    ):
+        assert ask(used).startswith(b"HTTP/1.1 200 ")
+        refused.sendall(head(COMPLETIONS, 2 << 20))
+        assert refused.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+        with connect(running) as unused:
+            assert read_all(unused) == b""  # so much time has passed
+        assert ask(used).startswith(b"HTTP/1.1 200 ")
+        used.sendall(b"GET /health HTT")
+        assert read_all(used) == b""  # what has begun has to go on
 
 
 def test_an_idle_connection_ends_in_time() -> None:
@@ -301,9 +352,9 @@ def test_an_idle_connection_ends_in_time() -> None:
         assert read_all(sock) == b""
 
 
-def test_connections_outlive_those_of_a_proxy_by_default(shared: Running) -> None:
+def test_connections_outlive_those_of_a_proxy_by_default() -> None:
     """Nginx and others keep idle connections for 60 s: who lets go first loses a request that is on its way."""
-    assert shared.server.config.timeout_keep_alive > 60
+    assert ServerConfig().keep_alive_timeout_s > 60
 
 
 def test_open_files_are_allowed_as_far_as_the_system_lets() -> None:

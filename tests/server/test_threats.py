@@ -153,7 +153,7 @@ def work(size: int) -> dict[str, Callable[[], object]]:
 
     return {
         "read blocks": lambda: messages_of(anthropic, None),
-        "read items": lambda: items_of(turns),
+        "read items": lambda: items_of(turns, None),
         "read space": read_space,
         "join parts": lambda: joined([Part("content", "abc")] * (size // 8)),
         "parse a completion": lambda: parse(CompletionRequest, completion),

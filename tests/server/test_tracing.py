@@ -124,8 +124,16 @@ def test_a_request_that_fails_in_mid_answer_is_told(collector: Collector) -> Non
     with run_server(executor, otlp_traces_endpoint=collector.url) as running, running.http() as http:
         executor.fail_next = True
         assert http.post("/v1/completions", json={**BODY, "stream": True}).status_code == 500
+        with http.stream("POST", "/v1/completions", json={**BODY, "max_tokens": 4000, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            executor.fail_next = True
+            assert any('"error"' in line for line in lines)
         http.post("/v1/completions", json=BODY)
-    assert [values(span)["http.response.status_code"] for span in collector.named("llm_request")] == [200]
+    failed, whole = collector.named("llm_request")
+    assert values(failed)["http.response.status_code"] == values(whole)["http.response.status_code"] == 200
+    assert (failed.status.code, values(failed)["error.type"]) == (2, "internal_server_error")
+    assert (whole.status.code, "error.type" in values(whole)) == (0, False)
 
 
 def test_a_collector_that_is_away_costs_nothing_but_spans() -> None:

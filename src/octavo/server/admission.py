@@ -324,9 +324,10 @@ class Admission:
         if place.is_in:
             await self.line.take(place.tenant, num_tokens)
         elif not self.line.take_now(place.tenant, num_tokens):
+            why = "; what is free is kept for others" if num_tokens <= pool.num_free else ""
             raise QueueFullError(
                 f"the queue is full: {pool.num_held} tokens of prompts wait, and this request has {num_tokens}; the "
-                f"limit is {pool.limit}",
+                f"limit is {pool.limit}{why}",
                 retry_after_s=self._soon(self._clock(), self.streams.num_held),
             )
 

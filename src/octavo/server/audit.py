@@ -67,12 +67,13 @@ class AuditMiddleware:
             handler = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self._metrics.count_answer(method, handler, status)
-            reason = None if scope["path"] in OPEN_PATHS else _reason(state.get("error"), status)
+            is_its_answer = scope["path"] in OPEN_PATHS and status == 503
+            reason = None if is_its_answer else _reason(state.get("error"), status)
             if reason is not None:
                 self._metrics.count_refusal(reason)
             seconds = time.monotonic() - start
             if self._tracing is not None:
-                self._tracing.tell(scope, request_id.decode(), status, seconds, state["audit"])
+                self._tracing.tell(scope, request_id.decode(), status, seconds, reason, state["audit"])
             if scope["path"] not in _QUIET or reason is not None:
                 _log(scope, state, request_id.decode(), status, reason, seconds)
             logs.request_id.reset(about)

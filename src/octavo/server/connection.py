@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
     from octavo.server.cutting import Cut, Cutter
 
 MAX_HEADER_BYTES = 64 << 10
@@ -23,7 +25,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Ends a connection whose headers do not come within `header_timeout_s`; answers 431 to those too large.
 
     They have to from their first byte on; between two requests it may be idle for `keep_alive_timeout_s`. on_refused:
-    hears of what is answered and was no request, with the client's address.
+    hears of what is answered and was no request, with the client's address. A client may send requests without waiting
+    for answers (pipelining): they are answered one after another, and while one is, one more is read, so that a client
+    who leaves meanwhile is noticed.
     """
 
     def __init__(
@@ -40,13 +44,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._header_timeout_s, self._keep_alive_timeout_s = header_timeout_s, keep_alive_timeout_s
         self._on_refused = on_refused
         self._timer: Cut | None = None
+        self._answered: RequestResponseCycle | None = None  # is now, or was last; `cycle` is what came last
         self._num_header_bytes = 0
         self._is_in_body = self._came_further = self._is_too_large = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Begin to wait for the first headers; one connection too many is closed."""
+        """Begin to wait for the first headers; one connection too many is told so, and closed."""
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
+            self._refuse(HttpError(503, "too many connections", "server_error", code="too_many_connections"))
             transport.close()
         self._wait(self._header_timeout_s)
 
@@ -54,6 +60,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Nothing more is waited for."""
         self._stop_waiting()
         super().connection_lost(exc)
+        if self._answered is not None and not self._answered.response_complete:  # uvicorn tells only what came last
+            self._answered.disconnected = True
+            self._answered.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """Read on; headers that are not complete yet are counted."""
@@ -80,6 +89,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._is_too_large = True
             raise ValueError("the headers are too large")  # makes the parser give up, and `send_400_response` follow
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answered = self.cycle
+        elif len(self.pipeline) == 1:
+            self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
         """What follows are the next headers."""
@@ -91,6 +104,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Be idle, unless the rest of a body that nobody wanted, or of headers, has to come in time."""
+        if self.pipeline:
+            self._answered, _ = self.pipeline[-1]
         super().on_response_complete()
         self._unset_keepalive_if_required()  # uvicorn's own timer, which knows of no turns
         if not self.transport.is_closing() and self.cycle.response_complete:  # else a pipelined request goes on
@@ -98,20 +113,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._wait(self._header_timeout_s if is_begun else self._keep_alive_timeout_s)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no request, and close."""
-        is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
-        if not is_answering:  # else nobody could tell one answer from the other
+        """Answer what is no request, and close; where nobody could tell the answer from another one, only close."""
+        answered = self._answered
+        is_its_body = answered is not None and self._is_in_body and answered.scope is self.scope
+        if answered is None or (not answered.response_started if is_its_body else answered.response_complete):
             error = HttpError(400, msg)
             if self._is_too_large:
                 error = HttpError(431, f"the request's headers exceed the limit of {MAX_HEADER_BYTES} bytes")
-            body = msgspec.json.encode(error.body)
-            head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            if self._is_in_body and not self._is_too_large and self.cycle is not None:  # of a request that has begun
-                note_error(self.cycle.scope["state"], error)
-            else:
-                self._on_refused(self.client, error)
-            self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
+            self._refuse(error, self.scope["state"] if is_its_body else None)
         self.transport.close()
+
+    def _refuse(self, error: HttpError, state: dict[str, Any] | None = None) -> None:
+        """Answer, and tell who counts it; state: of the request that it ends, which is counted when it is over."""
+        if state is None:
+            self._on_refused(self.client, error)
+        else:
+            note_error(state, error)
+        body = msgspec.json.encode(error.body)
+        headers = {**error.headers, "content-type": "application/json", "content-length": len(body)}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(STATUS_LINE[error.status] + f"{lines}connection: close\r\n\r\n".encode() + body)
 
     def _wait(self, seconds: float) -> None:
         self._stop_waiting()

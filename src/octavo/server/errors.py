@@ -207,8 +207,9 @@ def add_error_handlers(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    async def left(_: Request, __: Exception) -> Response:
-        return Response(status_code=CLIENT_LEFT)  # nobody reads it
+    async def left(request: Request, _: Exception) -> Response:
+        told: HttpError | None = getattr(request.state, "error", None)  # by its connection, which it ended
+        return Response(status_code=CLIENT_LEFT if told is None else told.status)  # nobody reads it
 
     async def own_bug(request: Request, error: Exception) -> Response:
         return to_http(error).response(request.url.path)

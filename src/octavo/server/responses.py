@@ -55,8 +55,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "max_completion_tokens": (None,),
     "max_tokens": (None,),
     "moderation": (None,),
-    "personality": (None,),
     "n": (None, 1),
+    "personality": (None,),
     "previous_response_id": (None,),
     "prompt": (None,),
     "prompt_logprobs": (None,),
@@ -162,8 +162,7 @@ async def create_response(service: Service, http_request: Request, request: Resp
     params = _params(request, service.default_params, service.model_info.generation_defaults.get("max_tokens"))
     timeout_s = read_timeout(http_request, service.config.request_timeout_s)
     style = service.answer_style
-    messages = await look_at(http_request, lambda: _read_conversation(request))
-    toolbox = _read_tools(request, style.tools)
+    messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, style.tools))
     with service.enter(http_request, 1) as place:
         prompt = await _render(service, messages, toolbox, request)
         form = AnswerForm.of(style, toolbox, prompt["prompt"])
@@ -183,11 +182,11 @@ async def create_response(service: Service, http_request: Request, request: Resp
 
 
 async def count_input_tokens(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
-    """Tell how many tokens a conversation's prompt has; what would be refused with an answer is refused here."""
+    """Tell how many tokens a conversation's prompt has; how it would be answered is not looked at."""
     service.check_model(request.model)
     _refuse_unsupported(request)
-    messages = await look_at(http_request, lambda: _read_conversation(request))
-    toolbox = _read_tools(request, service.answer_style.tools)
+    tool_format = service.answer_style.tools
+    messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, tool_format))
     with service.enter(http_request, 1):
         prompt = await _render(service, messages, toolbox, request)
     count = InputTokens(len(prompt["prompt_token_ids"]))
@@ -241,8 +240,13 @@ def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tok
 # --- what is asked
 
 
-def _read_conversation(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the messages as chat templates read them: what stands together and is of one role is one message."""
+def _read_conversation(
+    request: ResponsesRequest, tool_format: ToolFormat | None
+) -> tuple[list[dict[str, Any]], Toolbox]:
+    """Return the messages as chat templates read them, and the tools.
+
+    What stands together and is of one role is one message.
+    """
     turns: list[_Turn] = []
     if request.instructions is not None:
         turns.append(_Turn("system", [request.instructions]))
@@ -258,7 +262,8 @@ def _read_conversation(request: ResponsesRequest) -> list[dict[str, Any]]:
                 turns.append(turn)
     else:
         raise RequestError("input must be a text or a list of at least one item", parameter="input")
-    return [turn.message() for turn in turns if turn.texts or turn.thoughts or turn.calls]
+    messages = [turn.message() for turn in turns if turn.texts or turn.thoughts or turn.calls]
+    return messages, _read_tools(request, tool_format)
 
 
 @dataclass(slots=True)

@@ -78,7 +78,7 @@ class Service:
         self.pooling = self.model_info.pooling if self.config.pooling == "auto" else self.config.pooling
         self.is_closing = self._is_ending = False
         self._open: dict[str, _Open] = {}  # by the request's id
-        self._ending: asyncio.Task[None] | None = None
+        self._endings: set[asyncio.Task[None]] = set()
 
     @property
     def model_info(self) -> ModelInfo:
@@ -129,7 +129,9 @@ class Service:
             logger.info("the API keys were read anew: %d", len(self.keyring.tenants) if self.keyring else 0)
             gone = [name for name, opened in self._open.items() if self.present(opened.tenant) is None]
             self._cut_off(gone, _key_is_gone)
-            self._ending = asyncio.get_running_loop().create_task(self._end(gone))
+            ending = asyncio.get_running_loop().create_task(self._end(gone))
+            self._endings.add(ending)  # the loop itself keeps none
+            ending.add_done_callback(self._endings.discard)
 
     def present(self, tenant: Tenant) -> Tenant | None:
         """Return what a tenant is now, as its key may have been taken away or changed since its request began."""

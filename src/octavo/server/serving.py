@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import math
 import signal
 import socket
 import ssl
@@ -176,7 +175,6 @@ def make_server(llm: AsyncLLM, config: ServerConfig) -> GracefulServer:
             loop="auto",  # uvloop where there is one
             http=http,  # type: ignore[arg-type]  # whatever makes protocols
             ws="none",
-            timeout_keep_alive=math.ceil(config.keep_alive_timeout_s),  # uvicorn's own, no shorter than the protocol's
             proxy_headers=bool(config.forwarded_allow_ips),
             forwarded_allow_ips=list(config.forwarded_allow_ips),
             server_header=False,

@@ -39,8 +39,10 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("octavo")
 
-    def tell(self, scope: Scope, request_id: str, status: int, seconds: float, details: dict[str, Any]) -> None:
-        """Tell of a request that is over. details: what its routes put into the audit line."""
+    def tell(
+        self, scope: Scope, request_id: str, status: int, seconds: float, reason: str | None, details: dict[str, Any]
+    ) -> None:
+        """Tell of a request that is over. reason: why it was refused or cut off. details: of its audit line."""
         usage: UsageCounter | None = details.get("usage")
         if usage is None:
             return
@@ -62,8 +64,10 @@ class Tracing:
         for name, start_s, end_s in _phases(usage.metrics):
             child = self._tracer.start_span(name, context=below, start_time=round(1e9 * start_s) + shift)
             child.end(round(1e9 * end_s) + shift)
-        if status >= 500:
-            span.set_status(trace.StatusCode.ERROR)
+        if reason is not None:
+            span.set_attribute("error.type", reason)
+            if status < 400 or status >= 500:  # what a client did wrong is no error of the server's span
+                span.set_status(trace.StatusCode.ERROR)
         span.end(end)
 
     def close(self) -> None:
