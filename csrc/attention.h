@@ -18,23 +18,26 @@ namespace octavo::OCTAVO_ISA {
 
 constexpr int64_t kPartitionPositions = 1024;
 constexpr float kMinusInfinity = -__builtin_inff();
+// A row's maximum is the largest score but for this much: its sums are scaled anew for what exceeds it by more, and no weight
+// is larger than e^8. So they seldom are (as in FlashAttention-4).
+constexpr float kLeastRise = 8.0f;
 
 // A thread's working memory.
 template <class Tile>
 struct AttentionScratch {
   Tile tile;
-  float* scores;  // [max_rows][64]: scores, then weights
-  float* sums;    // [max_rows][sums_size]: this partition; behind padded_dim the maximum and the sum of weights
+  float* scores;  // [Tile::kRows][64]: scores, then weights
+  float* sums;    // [max_rows][sums_size]: this partition
   float* totals;  // likewise, all partitions so far
 
   AttentionScratch(const AttentionShape& s, float* memory) : tile(s, memory) {
     scores = memory + Tile::size(s);
-    sums = scores + s.max_rows * kTilePositions;
+    sums = scores + Tile::kRows * kTilePositions;
     totals = sums + s.max_rows * s.sums_size;
   }
 
   static int64_t size(const AttentionShape& s) {
-    return Tile::size(s) + s.max_rows * (kTilePositions + 2 * s.sums_size);
+    return Tile::size(s) + Tile::kRows * kTilePositions + s.max_rows * 2 * s.sums_size;
   }
 };
 
@@ -58,13 +61,13 @@ OCTAVO_INLINE void seen_lanes(const SeenRange& range, Mask (&seen)[kTileVectors]
   }
 }
 
-// The largest of the running maximum and the scores that a row sees; the others become -inf.
-template <class Tile>
+// The running maximum after the scores that a row sees; the others become -inf.
+template <bool kAll, class Tile>
 OCTAVO_INLINE float mask_and_find_maximum(const Tile& tile, const SeenRange& range, float* scores, float maximum) {
   Vec score[kTileVectors];
   OCTAVO_UNROLL
   for (int i = 0; i < kTileVectors; ++i) score[i] = tile.finish_score(scores, i);
-  if (!range.whole()) {
+  if (!kAll && !range.whole()) {
     Mask seen[kTileVectors];
     seen_lanes(range, seen);
     OCTAVO_UNROLL
@@ -74,44 +77,45 @@ OCTAVO_INLINE float mask_and_find_maximum(const Tile& tile, const SeenRange& ran
     }
   }
   const Vec largest = max(max(score[0], score[1]), max(score[2], score[3]));
-  return larger(maximum, max_lanes(largest));
+  const float found = tile.scaled(max_lanes(largest));
+  return found > maximum + kLeastRise ? found : maximum;
 }
 
-// Turns scores into the softmax weights of a tile, e^(score - maximum), and returns their sum. e^-inf is 0.
+// Turns scores into the softmax weights of a tile, e^(score - maximum), and returns their sums, lane by lane. e^-inf is 0.
 template <class Tile>
-OCTAVO_INLINE float weigh(const Tile& tile, float* scores, float maximum) {
+OCTAVO_INLINE Vec weigh(const Tile& tile, float* scores, float maximum) {
   Vec weight[kTileVectors];
   OCTAVO_UNROLL
-  for (int i = 0; i < kTileVectors; ++i) weight[i] = load(scores + i * kLanes) - splat(maximum);
+  for (int i = 0; i < kTileVectors; ++i) weight[i] = tile.distance(load(scores + i * kLanes), splat(maximum));
   Tile::exponentiate(weight);
-  const float sum = sum_lanes((weight[0] + weight[1]) + (weight[2] + weight[3]));
+  const Vec sum = (weight[0] + weight[1]) + (weight[2] + weight[3]);
   tile.store_weights(scores, weight);
   return sum;
 }
 
 // Scores of up to Tile::kRows rows become weights, and the sums follow the running maximum. One short loop per stage, so
-// that the rows' chains overlap.
-template <class Tile>
+// that the rows' chains overlap. kAll: every row sees the whole tile, and `seen` is not looked at.
+template <bool kAll, class Tile>
 void weigh_rows(const AttentionShape& s, const Tile& tile, int64_t rows, const SeenRange* seen, float* scores, float* sums) {
   const int64_t stride = s.sums_size;
   constexpr int kPlaces = (Tile::kRows + kLanes - 1) / kLanes * kLanes;
   float before[kPlaces] = {}, maximum[kPlaces] = {}, factor[kPlaces];
   for (int64_t r = 0; r < rows; ++r) {
-    if (seen[r].empty()) continue;
-    before[r] = sums[r * stride + s.padded_dim];
-    maximum[r] = mask_and_find_maximum(tile, seen[r], scores + r * kTilePositions, before[r]);
+    if (!kAll && seen[r].empty()) continue;
+    before[r] = sums[r * stride + s.num_sums];
+    maximum[r] = mask_and_find_maximum<kAll>(tile, seen[kAll ? 0 : r], scores + r * kTilePositions, before[r]);
   }
   for (int64_t r = 0; r < rows; r += kLanes) store(factor + r, exp(load(before + r) - load(maximum + r)));
   for (int64_t r = 0; r < rows; ++r) {
     if (maximum[r] == before[r]) continue;
     float* row = sums + r * stride;
-    for (int64_t d = 0; d < s.padded_dim; d += kLanes) store(row + d, load(row + d) * splat(factor[r]));
-    row[s.padded_dim] = maximum[r];
-    row[s.padded_dim + 1] *= factor[r];
+    for (int64_t d = 0; d < s.num_sums; d += kLanes) store(row + d, load(row + d) * splat(factor[r]));
+    row[s.num_sums] = maximum[r];
   }
   for (int64_t r = 0; r < rows; ++r) {
-    if (seen[r].empty()) continue;
-    sums[r * stride + s.padded_dim + 1] += weigh(tile, scores + r * kTilePositions, maximum[r]);
+    if (!kAll && seen[r].empty()) continue;
+    float* sum = sums + r * stride + s.padded_dim;
+    store(sum, load(sum) + weigh(tile, scores + r * kTilePositions, maximum[r]));
   }
 }
 
@@ -120,29 +124,36 @@ void weigh_rows(const AttentionShape& s, const Tile& tile, int64_t rows, const S
 template <class Tile>
 void attend_rows(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task,
                  AttentionScratch<Tile>& memory, int64_t row, int64_t rows, int64_t first) {
+  float *scores = memory.scores, *sums = memory.sums + row * s.sums_size;
+  const int64_t* positions = args.positions + task.first_token;
+  if (seen_of_tile(args, positions[row / s.group], first).whole() &&
+      seen_of_tile(args, positions[(row + rows - 1) / s.group], first).whole()) {  // and so for all between
+    const SeenRange whole{0, kTilePositions};
+    memory.tile.score(row, rows, scores);
+    weigh_rows<true>(s, memory.tile, rows, &whole, scores, sums);
+    memory.tile.add_all(scores, rows, sums);
+    return;
+  }
   SeenRange seen[Tile::kRows];
   bool any = false;
   int64_t token = row / s.group, head = row % s.group;
   for (int64_t r = 0; r < rows; ++r) {
     const bool is_first_head = r == 0 || head == 0;  // the other heads of a token see what it sees
-    seen[r] = is_first_head ? seen_of_tile(args, args.positions[task.first_token + token], first) : seen[r - 1];
+    seen[r] = is_first_head ? seen_of_tile(args, positions[token], first) : seen[r - 1];
     if (++head == s.group) head = 0, ++token;
     any = any || !seen[r].empty();
   }
   if (!any) return;
-  float* scores = memory.scores + row * kTilePositions;
-  float* sums = memory.sums + row * s.sums_size;
   memory.tile.score(row, rows, scores);
-  weigh_rows(s, memory.tile, rows, seen, scores, sums);
+  weigh_rows<false>(s, memory.tile, rows, seen, scores, sums);
   memory.tile.add_rows(scores, rows, seen, sums);
 }
 
 inline void clear_sums(const AttentionShape& s, int64_t rows, float* sums) {
   for (int64_t r = 0; r < rows; ++r) {
     float* row = sums + r * s.sums_size;
-    std::memset(row, 0, static_cast<size_t>(s.padded_dim) * sizeof(float));
-    row[s.padded_dim] = kMinusInfinity;
-    row[s.padded_dim + 1] = 0.0f;
+    std::memset(row, 0, static_cast<size_t>(s.num_sums) * sizeof(float));
+    row[s.num_sums] = kMinusInfinity;
   }
 }
 
@@ -150,20 +161,17 @@ inline void clear_sums(const AttentionShape& s, int64_t rows, float* sums) {
 inline void merge_sums(const AttentionShape& s, int64_t rows, const float* sums, float* totals) {
   const int64_t stride = s.sums_size;
   for (int64_t r = 0; r < rows; ++r, sums += stride, totals += stride) {
-    if (sums[s.padded_dim] == kMinusInfinity) continue;
-    if (totals[s.padded_dim] == kMinusInfinity) {
+    if (sums[s.num_sums] == kMinusInfinity) continue;
+    if (totals[s.num_sums] == kMinusInfinity) {
       std::memcpy(totals, sums, static_cast<size_t>(stride) * sizeof(float));
       continue;
     }
-    const float maximum = larger(totals[s.padded_dim], sums[s.padded_dim]);
-    const Vec keep = exp(splat(totals[s.padded_dim] - maximum)), add = exp(splat(sums[s.padded_dim] - maximum));
-    for (int64_t d = 0; d < s.padded_dim; d += kLanes) {
+    const float maximum = larger(totals[s.num_sums], sums[s.num_sums]);
+    const Vec keep = exp(splat(totals[s.num_sums] - maximum)), add = exp(splat(sums[s.num_sums] - maximum));
+    for (int64_t d = 0; d < s.num_sums; d += kLanes) {
       store(totals + d, fma(load(sums + d), add, load(totals + d) * keep));
     }
-    float weight[kLanes];
-    store(weight, fma(splat(sums[s.padded_dim + 1]), add, splat(totals[s.padded_dim + 1]) * keep));
-    totals[s.padded_dim] = maximum;
-    totals[s.padded_dim + 1] = weight[0];
+    totals[s.num_sums] = maximum;
   }
 }
 
@@ -173,7 +181,7 @@ void write_rows(const AttentionArgs& args, const AttentionShape& s, const Attent
   for (int64_t row = 0; row < task.tokens * s.group; ++row, totals += s.sums_size) {
     const int64_t head = task.kv_head * s.group + row % s.group;
     T* out = static_cast<T*>(args.out) + (task.first_token + row / s.group) * args.out_stride + head * s.dim;
-    const Vec weight = splat(totals[s.padded_dim + 1]);
+    const Vec weight = splat(sum_lanes(load(totals + s.padded_dim)));
     for (int64_t d = 0; d < s.dim; d += kLanes) store_first(out + d, load(totals + d) / weight + splat(0.0f), s.dim - d);
   }
 }
@@ -264,14 +272,11 @@ void for_each_chunk(const AttentionArgs& args, const AttentionShape& s, F&& visi
   }
 }
 
-// Fewer chunks than this per thread, and those with several partitions are cut into them, so that one long sequence keeps
-// every thread busy. The sums are the same, only merged later.
-constexpr int64_t kFewChunksPerThread = 4;
-
-// Queries of type T, KV of type C.
+// Queries of type T, KV of type C. With few chunks per thread, those with several partitions are cut into them, so that one
+// long sequence keeps every thread busy. The sums are the same, only merged later.
 template <class T, class C, class Tile>
 void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
-  const AttentionShape s(args);
+  const AttentionShape s(args, pool.num_threads());
   int64_t chunks = 0, partitions = 0, partial_size = 0;
   for_each_chunk(args, s, [&](const AttentionTask& task) {
     chunks += 1;

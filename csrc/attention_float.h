@@ -72,7 +72,11 @@ class FloatKV {
   // A vector of scores as `score` left them.
   OCTAVO_INLINE Vec finish_score(float* scores, int i) const { return load(scores + i * kLanes); }
 
-  // Adds the values that rows see to their sums; weights: as `store_weights` left them.
+  static OCTAVO_INLINE float scaled(float score) { return score; }
+  static OCTAVO_INLINE Vec distance(Vec score, Vec maximum) { return score - maximum; }
+
+  // Adds the values of the whole tile, or those that rows see to their sums; weights: as `store_weights` left them.
+  void add_all(const float* weights, int64_t rows, float* sums) const { add(weights, rows, 0, kTilePositions, sums); }
   void add_rows(const float* weights, int64_t rows, const SeenRange* seen, float* sums) const {
     add_seen_values(*this, weights, rows, seen, sums, s_.sums_size);
   }

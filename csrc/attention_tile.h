@@ -8,11 +8,13 @@ namespace octavo::OCTAVO_ISA {
 
 constexpr int64_t kTilePositions = 64;
 constexpr int kTileVectors = kTilePositions / kLanes;
+// Query rows that share a tile once it is gathered: more where there are enough for a few such chunks for every thread.
 #if defined(OCTAVO_ISA_AMX)
-constexpr int64_t kChunkRows = 224;  // query rows that share a tile once it is gathered
+constexpr int64_t kLeastChunkRows = 224, kChunkRows = 448;
 #else
-constexpr int64_t kChunkRows = 168;
+constexpr int64_t kLeastChunkRows = 168, kChunkRows = 168;
 #endif
+constexpr int64_t kFewChunksPerThread = 4;
 
 // Consecutive rows of one sequence under one KV head. A row is a (token, query head of the group), token-major.
 struct AttentionTask {
@@ -29,15 +31,22 @@ struct AttentionShape {
   int64_t group;       // query heads per KV head
   int64_t dim;         // head_dim
   int64_t padded_dim;  // a multiple of the panel
-  int64_t sums_size;   // of a row's sums: padded_dim of them, their maximum and the sum of weights, to whole cache lines
+  int64_t num_sums;    // of a row: padded_dim sums of values, then those of its weights, lane by lane
+  int64_t sums_size;   // the same and a vector that begins with the maximum of its scores
   int64_t max_rows;    // of one task
 
-  explicit AttentionShape(const AttentionArgs& args)
+  AttentionShape(const AttentionArgs& args, int64_t threads)
       : group(args.num_heads / args.num_kv_heads),
         dim(args.head_dim),
         padded_dim(divide_up(args.head_dim, kPanelColumns) * kPanelColumns),
-        sums_size(padded_dim + kLanes),
-        max_rows(larger(int64_t{1}, kChunkRows / group) * group) {}
+        num_sums(padded_dim + kLanes),
+        sums_size(num_sums + kLanes),
+        max_rows(larger(int64_t{1}, chunk_rows(args, threads) / group) * group) {}
+
+  static int64_t chunk_rows(const AttentionArgs& args, int64_t threads) {
+    const int64_t share = args.query_start[args.num_seqs] * args.num_heads / (kFewChunksPerThread * threads);
+    return smaller(kChunkRows, larger(kLeastChunkRows, share));
+  }
 };
 
 // The query of a task's row.

@@ -76,11 +76,21 @@ class TileKV : public PairKV<C> {
     }
   }
 
+  // Scores of int8 have a factor for each key; those of bfloat16 have one in all, which is multiplied with later.
   OCTAVO_INLINE Vec finish_score(float* scores, int i) const {
-    const Vec score = load(scores + i * kLanes) * load(key_factors_ + i * kLanes);
-    store(scores + i * kLanes, score);
+    Vec score = load(scores + i * kLanes);
+    if constexpr (std::is_same_v<C, int8_t>) {
+      score = score * load(key_factors_ + i * kLanes);
+      store(scores + i * kLanes, score);
+    }
     return score;
   }
+  OCTAVO_INLINE float scaled(float score) const { return std::is_same_v<C, int8_t> ? score : score * scale_; }
+  OCTAVO_INLINE Vec distance(Vec score, Vec maximum) const {
+    return std::is_same_v<C, int8_t> ? score - maximum : fma(score, splat(scale_), splat(0.0f) - maximum);
+  }
+
+  void add_all(float* weights, int64_t rows, float* sums) { add_values(weights, rows, values_, sums); }
 
   // All rows at once, if each sees some of the tile, and the whole of it where not all values are finite. Otherwise rows that
   // see the same positions, the heads of a token; values that are not finite are then kept from those that see but a part.
@@ -114,14 +124,49 @@ class TileKV : public PairKV<C> {
   bool are_few() const { return rows_ <= kTileHeight; }
 
   // sums += rows of words from x on, `stride` words from one to the next, times a panel of 32 columns.
-  void multiply(const void* x, int64_t stride, int64_t rows, const uint32_t* panel, int64_t steps, bool fresh, float* sums,
-                int64_t sums_stride) {
+  OCTAVO_INLINE void multiply(const void* x, int64_t stride, int64_t rows, const uint32_t* panel, int64_t steps, bool fresh,
+                              float* sums, int64_t sums_stride) {
     const int64_t upper = smaller(rows, int64_t{kTileHeight});
-    const RowsOfTiles tiles{nullptr, 0, 4 * stride * kTileHeight, 4 * stride, kTileStep};
     tiles_.hold(heights_of_pair(upper, rows > kTileHeight ? rows - upper : kTileHeight));
-    const auto multiply = rows > kTileHeight ? multiply_steps<PairTiles, 2, Asking> : multiply_steps<PairTiles, 1, Asking>;
-    multiply(tiles, static_cast<const char*>(x), reinterpret_cast<const char*>(panel), steps, nullptr, fresh,
-             {Ahead(nullptr), 0}, sums, sums_stride);
+    const auto* left = static_cast<const char*>(x);
+    const auto* right = reinterpret_cast<const char*>(panel);
+    if (rows > kTileHeight) {
+      multiply_tiles<2>(left, 4 * stride, right, steps, fresh, sums, 4 * sums_stride);
+    } else {
+      multiply_tiles<1>(left, 4 * stride, right, steps, fresh, sums, 4 * sums_stride);
+    }
+  }
+  template <int kTiles>
+  static OCTAVO_INLINE void multiply_tiles(const char* x, int64_t row_bytes, const char* w, int64_t steps, bool fresh,
+                                           float* sums, int64_t sum_bytes) {
+    float* lower = sums + kTileHeight * (sum_bytes / 4);
+    if (fresh) {
+      clear_tile<0>();
+      clear_tile<1>();
+      if (kTiles == 2) clear_tile<2>();
+      if (kTiles == 2) clear_tile<3>();
+    } else {
+      load_tile<0>(sums, sum_bytes);
+      load_tile<1>(sums + kTileHeight, sum_bytes);
+      if (kTiles == 2) load_tile<2>(lower, sum_bytes);
+      if (kTiles == 2) load_tile<3>(lower + kTileHeight, sum_bytes);
+    }
+    for (int64_t step = 0; step < steps; ++step, x += kTileStep, w += 2 * kTileBytes) {
+      load_tile<6>(w, 2 * kTileStep);
+      load_tile<4>(x, row_bytes);
+      add_pair_tiles<0, 4, 6>();
+      load_tile<7>(w + kTileStep, 2 * kTileStep);
+      add_pair_tiles<1, 4, 7>();
+      if (kTiles == 2) {
+        load_tile<5>(x + kTileHeight * row_bytes, row_bytes);
+        add_pair_tiles<2, 5, 6>();
+        add_pair_tiles<3, 5, 7>();
+      }
+    }
+    store_tile<0>(sums, sum_bytes);
+    store_tile<1>(sums + kTileHeight, sum_bytes);
+    if (kTiles == 2) store_tile<2>(lower, sum_bytes);
+    if (kTiles == 2) store_tile<3>(lower + kTileHeight, sum_bytes);
   }
 
   void add_values(const float* weights, int64_t rows, const uint32_t* values, float* sums) {

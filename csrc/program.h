@@ -40,7 +40,7 @@ class Program {
 
   int64_t vocab_size() const { return vocab_size_; }
 
-  // nanoseconds [size]: what each call takes is added to it, if it is given.
+  // nanoseconds [calls]: what each call takes is added to it, if it is given.
   void run(ThreadPool& pool, const StepArgs& step, int64_t* nanoseconds) {
     using Clock = std::chrono::steady_clock;
     for (Call& call : calls_) {

@@ -37,7 +37,7 @@ _DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.i
 _PANEL_COLUMNS = 32  # as in csrc/kernels.h
 _LINE_BYTES = 64  # of a cache
 _SAME_SETS_BYTES = 2048  # so far apart, lines share two of the 64 sets of a first-level cache
-_ATTENTION_ROWS = 224  # at most, as in csrc/attention_tile.h
+_ATTENTION_ROWS = 448  # at most, as in csrc/attention_tile.h
 
 
 class CpuKernels:
@@ -88,7 +88,7 @@ class CpuKernels:
         del num_kv_heads, vocab_size, max_seq_len
         padded_dim = -(-head_dim // _PANEL_COLUMNS) * _PANEL_COLUMNS
         rows = max(_ATTENTION_ROWS, num_heads)
-        return self.num_threads * 4 * (128 * padded_dim + rows * (3 * padded_dim + 96))
+        return self.num_threads * 4 * (128 * padded_dim + 32 * 64 + rows * (3 * padded_dim + 64))
 
     @property
     def layout(self) -> str:
