@@ -1,5 +1,6 @@
 """Pages of a mapped file leave the process and come back; other memory is never touched."""
 
+import subprocess
 import sys
 import threading
 import time
@@ -51,6 +52,26 @@ def test_free_memory_is_given_back():
     return_free_memory()
     assert status_bytes("RssAnon:") < before - 60e6
     assert len(blocks) == 1
+
+
+def test_threads_share_few_heaps_meanwhile():
+    code = (
+        "import ctypes, threading\nfrom contextlib import nullcontext\n"
+        "from octavo.models.process_memory import returning_free_memory\n"
+        "all_hold = threading.Barrier(6)\n"
+        "def hold():\n    blocks = [bytearray(60_000) for _ in range(50)]\n    all_hold.wait()\n    del blocks\n"
+        "with {}():\n"
+        "    threads = [threading.Thread(target=hold) for _ in range(6)]\n"
+        "    [each.start() for each in threads]\n    [each.join() for each in threads]\n"
+        "ctypes.CDLL(None).malloc_stats()"
+    )
+    heaps = [
+        subprocess.run(
+            [sys.executable, "-c", code.format(name)], capture_output=True, text=True, check=True
+        ).stderr.count("\nsystem bytes")
+        for name in ("nullcontext", "returning_free_memory")
+    ]
+    assert heaps[1] < heaps[0]
 
 
 def test_free_memory_is_given_back_now_and_then():
