@@ -66,7 +66,7 @@ def products_of(model: CausalLM) -> dict[str, list[PackedLinear]]:
 def parts_of(forward: RecordedForward, num_layers: int) -> list[str]:
     """Return what each call is told as; a layer makes its products in one order."""
     products = iter(PRODUCTS * num_layers)
-    parts = [next(products) if name == "linear" else _NAMES.get(name, name) for name, _ in forward.calls]
+    parts = [next(products) if name == "linear" else _NAMES.get(name, name) for name in forward.calls]
     if next(products, None) is not None:
         raise SystemExit("products that this script does not know")
     return parts
@@ -167,6 +167,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="default: 128, or 10 prompts")
     parser.add_argument("--num-threads", type=int, default=2, help="default: %(default)s")
     arguments = parser.parse_args()
+    if arguments.prompt and arguments.requests != 1:
+        parser.error("--prompt computes one prompt at a time; it takes no --requests")
     model = str(prepare(arguments.shape)[0])
     for precision in arguments.precision or PRECISIONS:
         num_steps = arguments.steps or (10 if arguments.prompt else 128)

@@ -46,7 +46,8 @@ def test_memory_of_a_server_is_that_of_its_two_processes(tmp_path):
         *parts, (_, whole) = measure(built_in_model_path(), "bf16", 32 << 20, 1, workloads).items()
         assert 50 * MB < whole.loaded <= whole.load_peak <= whole.peak
         assert 50 * MB < whole.after <= whole.peak
-        assert not parts or whole.after == sum(part.after for _, part in parts)
+        shared = sum(part.after for _, part in parts) - whole.after
+        assert not parts or 5 * MB < shared < 0.6 * min(part.after for _, part in parts)  # the same libraries
     assert [name for name, _ in parts] == ["serve, HTTP process", "serve, engine process"]
 
 

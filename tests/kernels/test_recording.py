@@ -92,10 +92,11 @@ def test_calls_are_measured_when_that_is_asked_for(tmp_path, compiled, generator
     cache = Cache(model)
     with torch.inference_mode():
         ids, batch = step_of([4, 2], generator, [0, 0])
-        forward = lambda ids, batch: model.forward(ids, batch, cache)  # noqa: E731
-        _, recorded = compiled.record_forward(forward, ids, batch, MAX_TOKENS)
-        names = [name for name, _ in recorded.calls]
-        assert names[:3] == ["embedding", "rms_norm", "linear"]
+        _, recorded = compiled.record_forward(
+            lambda ids, batch: model.forward(ids, batch, cache), ids, batch, MAX_TOKENS
+        )
+        names = recorded.calls
+        assert names[:3] == ("embedding", "rms_norm", "linear")
         assert names.count("paged_attention") == model.architecture.num_layers
         unmeasured = recorded(ids, batch).clone()
         nanoseconds = recorded.measure_calls()

@@ -97,7 +97,7 @@ class Recorder:
         self._program = kernel_set.begin_program(*_step(token_ids, batch))
         self._offsets = iter(offsets)
         self._memory = memory
-        self._calls: list[tuple[str, tuple[Any, ...]]] = []
+        self._calls: list[str] = []
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         """Return the kernel of that name, which is noted when it is called."""
@@ -106,7 +106,7 @@ class Recorder:
         def call_and_add(*args: Any) -> None:
             call(*args)
             add(*args)
-            self._calls.append((name, args))
+            self._calls.append(name)
 
         return call_and_add
 
@@ -127,13 +127,10 @@ class RecordedForward:
     """The forward pass of one model over one KV cache: (token ids [num_tokens], batch) -> hidden states.
 
     The result is overwritten by the next call. num_tokens may be anything up to max_tokens.
-    calls: (kernel, arguments) in the order in which a step makes them; of arguments, what belongs to the step that was
-    recorded is replaced.
+    calls: the kernels in the order in which a step runs them.
     """
 
-    def __init__(
-        self, kernel_set: Any, program: Any, calls: tuple[tuple[str, tuple[Any, ...]], ...], result: Tensor
-    ) -> None:
+    def __init__(self, kernel_set: Any, program: Any, calls: tuple[str, ...], result: Tensor) -> None:
         self.calls = calls
         self._set = kernel_set
         self._program = program
