@@ -5,18 +5,21 @@
 // merged in order. Scores sum over head_dim in order, values over positions in order, in float32 (attention_float.h), in pairs
 // of bfloat16 (attention_pairs.h) or in tiles of these (attention_tiles.h). So a row's result is fixed by its own position and
 // KV: not by the chunk it stands in, its neighbours, the block size, or which thread did what.
+//
+// Sequences that begin with the same blocks go through these together (attention_prefix.h): they are read once for all, and
+// what a row has then is where it goes on by itself. It is the same as if it had been alone.
 #pragma once
 
 #include <type_traits>
 
 #include "attention_float.h"
 #include "attention_pairs.h"
+#include "attention_prefix.h"
 #include "attention_tiles.h"
 #include "math.h"
 
 namespace octavo::OCTAVO_ISA {
 
-constexpr int64_t kPartitionPositions = 1024;
 constexpr float kMinusInfinity = -__builtin_inff();
 // A row's maximum is the largest score but for this much: its sums are scaled anew for what exceeds it by more, and no weight
 // is larger than e^8. So they seldom are (as in FlashAttention-4).
@@ -126,8 +129,9 @@ void attend_rows(const AttentionArgs& args, const AttentionShape& s, const Atten
                  AttentionScratch<Tile>& memory, int64_t row, int64_t rows, int64_t first) {
   float *scores = memory.scores, *sums = memory.sums + row * s.sums_size;
   const int64_t* positions = args.positions + task.first_token;
+  // What the first and the last of them see whole, all between do: rows of several sequences see all that these share.
   if (seen_of_tile(args, positions[row / s.group], first).whole() &&
-      seen_of_tile(args, positions[(row + rows - 1) / s.group], first).whole()) {  // and so for all between
+      seen_of_tile(args, positions[(row + rows - 1) / s.group], first).whole()) {
     const SeenRange whole{0, kTilePositions};
     memory.tile.score(row, rows, scores);
     weigh_rows<true>(s, memory.tile, rows, &whole, scores, sums);
@@ -192,9 +196,9 @@ struct Positions {
 
 // What a task's rows see of a partition.
 OCTAVO_INLINE Positions seen_of_partition(const AttentionArgs& args, const AttentionTask& task, int64_t partition) {
-  const int64_t start = partition * kPartitionPositions;
-  return {larger(start, first_seen(args, args.positions[task.first_token])),
-          smaller(start + kPartitionPositions, args.positions[task.first_token + task.tokens - 1] + 1)};
+  const int64_t start = partition * kPartitionPositions, end = smaller(start + kPartitionPositions, task.end);
+  return {larger(larger(start, task.begin), first_seen(args, args.positions[task.first_token])),
+          smaller(end, args.positions[task.first_token + task.tokens - 1] + 1)};
 }
 
 // The first tile that a task takes from a partition on.
@@ -240,33 +244,62 @@ void attend_task(const AttentionArgs& args, const AttentionShape& s, const Atten
   AttentionScratch<Tile> memory(s, scratch);
   const int64_t rows = task.tokens * s.group;
   memory.tile.pack_queries(args, task);
-  clear_sums(s, rows, memory.totals);
-  for (int64_t partition = 0; partition < task.partitions; ++partition) {
-    clear_sums(s, rows, memory.sums);
-    attend_partition<C>(args, s, task, following, memory, task.first_partition + partition);
+  float* totals = task.totals == nullptr ? memory.totals : task.totals;
+  if (task.totals == nullptr) clear_sums(s, rows, totals);
+  float* const own_sums = memory.sums;
+  for (int64_t i = 0; i < task.partitions; ++i) {
+    const int64_t partition = task.first_partition + i;
+    const bool is_begun = task.begin > partition * kPartitionPositions;
+    memory.sums = is_begun ? task.sums : own_sums;
+    if (!is_begun) clear_sums(s, rows, memory.sums);
+    attend_partition<C>(args, s, task, following, memory, partition);
     if (task.partial != nullptr) {
       std::memcpy(task.partial, memory.sums, static_cast<size_t>(rows * s.sums_size) * sizeof(float));
       return;
     }
-    merge_sums(s, rows, memory.sums, memory.totals);
+    merge_sums(s, rows, memory.sums, totals);
   }
-  write_rows<T>(args, s, task, memory.totals);
+  write_rows<T>(args, s, task, totals);
+}
+
+// Takes the rows of sequences through what these share: leaves what they have of whole partitions in the task's totals, and of
+// the partition that goes on in its sums.
+template <class C, class Tile>
+void attend_prefix(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task,
+                   const AttentionTask* following, float* scratch) {
+  AttentionScratch<Tile> memory(s, scratch);
+  const int64_t rows = task.tokens * s.group;
+  memory.tile.pack_queries(args, task);
+  clear_sums(s, rows, task.totals);
+  memory.sums = task.sums;
+  for (int64_t partition = 0; partition < task.partitions; ++partition) {
+    clear_sums(s, rows, memory.sums);
+    attend_partition<C>(args, s, task, following, memory, partition);
+    if ((partition + 1) * kPartitionPositions <= task.end) merge_sums(s, rows, memory.sums, task.totals);
+  }
 }
 
 // --- the plan: who computes what -----------------------------------------------------------------------------------------
 
-// Calls visit(task) for each chunk of query tokens; later chunks of a sequence, the longer ones, first.
+// Calls visit(task) for each chunk of query tokens; later chunks of a sequence, the longer ones, first. Those of sequences with
+// a shared prefix go on behind it.
 template <class F>
-void for_each_chunk(const AttentionArgs& args, const AttentionShape& s, F&& visit) {
+void for_each_chunk(const AttentionArgs& args, const AttentionShape& s, const SharedPrefixes& prefixes, F&& visit) {
   const int64_t chunk = s.max_rows / s.group;
+  auto prefix = prefixes.begin();
   for (int64_t sequence = 0; sequence < args.num_seqs; ++sequence) {
+    while (prefix != prefixes.end() && prefix->first_sequence + prefix->sequences <= sequence) ++prefix;
+    const bool shares = prefix != prefixes.end() && prefix->first_sequence <= sequence;
     const int64_t begin = args.query_start[sequence], end = args.query_start[sequence + 1];
     for (int64_t i = divide_up(end - begin, chunk) - 1; i >= 0; --i) {
       const int64_t first = begin + i * chunk, tokens = smaller(chunk, end - first);
-      const int64_t first_partition = first_seen(args, args.positions[first]) / kPartitionPositions;
-      const int64_t last_partition = args.positions[first + tokens - 1] / kPartitionPositions;
+      const int64_t last_position = args.positions[first + tokens - 1];
       for (int64_t head = 0; head < args.num_kv_heads; ++head) {
-        visit(AttentionTask{sequence, head, first, tokens, first_partition, last_partition - first_partition + 1, nullptr});
+        AttentionTask task{sequence, head, first, tokens, 0, last_position + 1, 0, 0, nullptr, nullptr, nullptr};
+        if (shares) prefix->go_on_with(s, task);
+        task.first_partition = larger(task.begin, first_seen(args, args.positions[first])) / kPartitionPositions;
+        task.partitions = last_position / kPartitionPositions - task.first_partition + 1;
+        visit(task);
       }
     }
   }
@@ -277,20 +310,32 @@ void for_each_chunk(const AttentionArgs& args, const AttentionShape& s, F&& visi
 template <class T, class C, class Tile>
 void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
   const AttentionShape s(args, pool.num_threads());
+  SharedPrefixes prefixes = find_shared_prefixes(args, s, pool.num_threads());
   int64_t chunks = 0, partitions = 0, partial_size = 0;
-  for_each_chunk(args, s, [&](const AttentionTask& task) {
+  for_each_chunk(args, s, prefixes, [&](const AttentionTask& task) {
     chunks += 1;
     partitions += task.partitions;
     partial_size += task.partitions * task.tokens * s.group * s.sums_size;
   });
   const bool split = pool.num_threads() > 1 && partitions > chunks && chunks < kFewChunksPerThread * pool.num_threads();
   const int64_t count = split ? partitions : chunks;
-  const size_t plan_bytes = static_cast<size_t>(count) * sizeof(AttentionTask);
-  void* memory = pool.shared(plan_bytes + (split ? static_cast<size_t>(partial_size) * sizeof(float) : 0));
-  auto* tasks = static_cast<AttentionTask*>(memory);
-  auto* partial = reinterpret_cast<float*>(static_cast<char*>(memory) + plan_bytes);
+  const int64_t num_prefix_tasks = static_cast<int64_t>(prefixes.size()) * args.num_kv_heads;
+  int64_t begun_size = 0;
+  for (const SharedPrefix& prefix : prefixes) begun_size += prefix.size(s) * args.num_kv_heads;
+  const size_t plan_bytes = divide_up(static_cast<size_t>(num_prefix_tasks + count) * sizeof(AttentionTask), size_t{64}) * 64;
+  void* memory = pool.shared(plan_bytes + static_cast<size_t>(begun_size + (split ? partial_size : 0)) * sizeof(float));
+  auto* prefix_tasks = static_cast<AttentionTask*>(memory);
+  auto* tasks = prefix_tasks + num_prefix_tasks;
+  auto* begun = reinterpret_cast<float*>(static_cast<char*>(memory) + plan_bytes);
+  auto* partial = begun + begun_size;
   int64_t next = 0;
-  for_each_chunk(args, s, [&](AttentionTask task) {
+  for (SharedPrefix& prefix : prefixes) {
+    prefix.begun = begun;
+    begun += prefix.size(s) * args.num_kv_heads;
+    for (int64_t head = 0; head < args.num_kv_heads; ++head) prefix_tasks[next++] = prefix.task(s, head);
+  }
+  next = 0;
+  for_each_chunk(args, s, prefixes, [&](AttentionTask task) {
     const int64_t pieces = split ? task.partitions : 1;
     for (int64_t i = 0; i < pieces; ++i) {
       tasks[next] = task;
@@ -303,6 +348,12 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
     }
   });
   pool.reserve_local(static_cast<size_t>(AttentionScratch<Tile>::size(s)) * sizeof(float));
+  if (num_prefix_tasks > 0) {
+    parallel_ahead(pool, num_prefix_tasks, [&](int64_t i, int64_t following, int thread) {
+      const AttentionTask* next = following < num_prefix_tasks ? prefix_tasks + following : nullptr;
+      attend_prefix<C, Tile>(args, s, prefix_tasks[i], next, static_cast<float*>(pool.local(thread)));
+    });
+  }
   parallel_ahead(pool, count, [&](int64_t i, int64_t following, int thread) {
     const AttentionTask* next = following < count ? tasks + following : nullptr;
     attend_task<T, C, Tile>(args, s, tasks[i], next, static_cast<float*>(pool.local(thread)));
@@ -310,8 +361,10 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
   if (!split) return;
   for (int64_t i = 0; i < count; i += tasks[i].partitions) {
     const int64_t rows = tasks[i].tokens * s.group;
-    float* totals = tasks[i].partial;
-    for (int64_t j = 1; j < tasks[i].partitions; ++j) merge_sums(s, rows, tasks[i + j].partial, totals);
+    float* totals = tasks[i].totals == nullptr ? tasks[i].partial : tasks[i].totals;
+    for (int64_t j = tasks[i].totals == nullptr ? 1 : 0; j < tasks[i].partitions; ++j) {
+      merge_sums(s, rows, tasks[i + j].partial, totals);
+    }
     write_rows<T>(args, s, tasks[i], totals);
   }
 }

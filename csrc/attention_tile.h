@@ -16,15 +16,18 @@ constexpr int64_t kLeastChunkRows = 168, kChunkRows = 168;
 #endif
 constexpr int64_t kFewChunksPerThread = 4;
 
-// Consecutive rows of one sequence under one KV head. A row is a (token, query head of the group), token-major.
+// Consecutive rows under one KV head, of one sequence or of several that share the positions the task goes through. A row is
+// a (token, query head of the group), token-major.
 struct AttentionTask {
-  int64_t sequence;
+  int64_t sequence;  // whose blocks are read
   int64_t kv_head;
   int64_t first_token;
   int64_t tokens;
+  int64_t begin, end;  // positions: the rows have been through those before `begin`, and stop before `end`
   int64_t first_partition;
   int64_t partitions;
-  float* partial;  // where to leave unmerged results, or null: [partitions][rows][sums_size]
+  float* partial;         // where to leave unmerged results, or null: [partitions][rows][sums_size]
+  float *totals, *sums;   // of the rows at `begin`, to be gone on with, [rows][sums_size] each: null where that is 0
 };
 
 struct AttentionShape {

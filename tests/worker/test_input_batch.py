@@ -81,11 +81,23 @@ def test_prepare_inputs_mixed(batch):
     )
     batch.update(scheduled)
     inputs = batch.prepare_inputs(scheduled)
-    assert inputs.token_ids.tolist() == [12, 34, 35, 36]
-    assert inputs.attention.positions.tolist() == [2, 4, 5, 6]
-    assert inputs.attention.slot_mapping.tolist() == [6, 20, 21, 22]
-    assert inputs.sampled == [0]  # b's prompt is not computed to its end
-    assert inputs.logits_indices.tolist() == [0]
+    assert inputs.token_ids.tolist() == [34, 35, 36, 12]  # b's chunk is longer
+    assert inputs.attention.positions.tolist() == [4, 5, 6, 2]
+    assert inputs.attention.slot_mapping.tolist() == [20, 21, 22, 6]
+    assert [request.request_id for request in inputs.requests] == ["b", "a"]
+    assert inputs.sampled == [1]  # b's prompt is not computed to its end
+    assert inputs.logits_indices.tolist() == [3]
+
+
+def test_requests_that_share_their_first_block_stand_together(batch):
+    first_blocks = {"a": 3, "b": 1, "c": 3, "d": 1}
+    new = [new_data(name, [10, 11], [block]) for name, block in first_blocks.items()]
+    scheduled = make_output(new, counts=dict.fromkeys(first_blocks, 2))
+    batch.update(scheduled)
+    inputs = batch.prepare_inputs(scheduled)
+    assert [request.request_id for request in inputs.requests] == ["b", "d", "a", "c"]
+    assert inputs.attention.block_tables[:, 0].tolist() == [1, 1, 3, 3]
+    assert inputs.logits_indices.tolist() == [1, 3, 5, 7]
 
 
 def test_last_prompt_token_is_fed_once(batch):

@@ -41,7 +41,7 @@ class ModelInputs:
 
     token_ids       int64 [num_tokens]
     attention       positions, slots, block tables (see `AttentionBatch`)
-    requests        the step's requests, in the order of their rows
+    requests        the step's requests, in the order of their rows (see `prepare_inputs`)
     query_start     first row of each request, then the number of rows (the same as attention.query_start)
     sampled         indices into `requests` of those whose known tokens are all computed after this step
     logits_indices  int64 [len(sampled)], the last row of each of them
@@ -128,10 +128,17 @@ class InputBatch:
         return self.token_ids[request.row, : self.num_tokens[request.row]]
 
     def prepare_inputs(self, scheduled: SchedulerOutput) -> ModelInputs:
-        """Gather the ragged batch of a step. The next position of a request is its number of computed tokens."""
+        """Gather the ragged batch of a step. The next position of a request is its number of computed tokens.
+
+        Long work comes first; then requests that begin with the same block stand beside one another, so that attention
+        can read what they share once for all of them.
+        """
         requests = [self.requests[request_id] for request_id in scheduled.num_scheduled_tokens]
         counts = np.fromiter(scheduled.num_scheduled_tokens.values(), dtype=np.int64, count=len(requests))
         rows = np.fromiter((request.row for request in requests), dtype=np.int64, count=len(requests))
+        if len(requests) > 1:
+            order = np.lexsort((self.block_tables[rows, 0], -counts))
+            requests, counts, rows = [requests[i] for i in order.tolist()], counts[order], rows[order]
         computed = self.num_computed_tokens[rows]
         query_start = np.zeros(len(requests) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])

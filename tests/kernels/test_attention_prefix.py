@@ -1,0 +1,130 @@
+"""Sequences whose first positions stand in the same blocks have the bits they would have alone."""
+
+import itertools
+
+import pytest
+import torch
+from paged_batches import int8_caches, paged_batch
+
+from octavo.kernels import AttentionBatch
+
+KV = pytest.mark.parametrize(
+    ("dtype", "int8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)], ids=str
+)
+HEADS = [(64, 2, 7), (128, 8, 2), (48, 1, 1), (80, 3, 2), (96, 1, 40), (20, 3, 1)]
+
+
+class Sharing:
+    """A batch of sequences (KV length, query length), some of which share the blocks of an earlier one.
+
+    shared: for sequence i > 0 (j, positions): its first positions are those of sequence j, as far as blocks are whole.
+    """
+
+    def __init__(self, sequences, shared, heads, dtype, generator, *, block_size=16, int8=False):
+        head_dim, num_kv_heads, group = heads
+        self.sequences, self.scale = sequences, head_dim**-0.5
+        self.batch, *caches = paged_batch(sequences, block_size, num_kv_heads, head_dim, dtype, generator)
+        for i, (j, positions) in shared.items():
+            blocks = min(positions, sequences[i][0] - sequences[i][1], sequences[j][0] - sequences[j][1]) // block_size
+            self.batch.block_tables[i, :blocks] = self.batch.block_tables[j, :blocks]
+        self.caches = int8_caches(*caches) if int8 else caches
+        self.q = torch.randn(len(self.batch.positions), num_kv_heads * group, head_dim, generator=generator).to(dtype)
+
+    def together(self, kernels, window=None):
+        return kernels.paged_attention(self.q, *self.caches, self.batch, self.scale, window)
+
+    def alone(self, kernels, window=None):
+        whole, parts = self.batch, []
+        for i, (first, last) in enumerate(itertools.pairwise(whole.query_start.tolist())):
+            batch = AttentionBatch(
+                torch.tensor([0, last - first], dtype=torch.int32), whole.seq_lens[i : i + 1],
+                whole.block_tables[i : i + 1], whole.positions[first:last], whole.slot_mapping[first:last],
+                whole.block_size,
+            )  # fmt: skip
+            parts.append(kernels.paged_attention(self.q[first:last], *self.caches, batch, self.scale, window))
+        return torch.cat(parts)
+
+
+def crowd(generator, count, least, most):
+    """Sequences that decode, with KV of least .. most positions."""
+    return [(int(torch.randint(least, most, (), generator=generator)), 1) for _ in range(count)]
+
+
+@KV
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_a_common_prefix_changes_no_bit(compiled, generator, heads, dtype, int8):
+    sequences = crowd(generator, 9, 330, 500)
+    shared = dict.fromkeys(range(1, 9), (0, 300))
+    sharing = Sharing(sequences, shared, heads, dtype, generator, int8=int8)
+    assert torch.equal(sharing.together(compiled), sharing.alone(compiled))
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16, 48, 128, 256])
+def test_blocks_of_any_size(compiled, generator, block_size):
+    sequences = crowd(generator, 5, 300, 420)
+    sharing = Sharing(
+        sequences, dict.fromkeys(range(1, 5), (0, 290)), (64, 2, 7), torch.bfloat16, generator, block_size=block_size
+    )
+    assert torch.equal(sharing.together(compiled), sharing.alone(compiled))
+
+
+@KV
+@pytest.mark.parametrize("positions", [1023, 1024, 1100, 2048, 2300])
+@pytest.mark.parametrize("count", [2, 30])
+def test_several_partitions(fastest, single_threaded, generator, positions, count, dtype, int8):
+    """Behind what is shared, few sequences have their partitions computed by different threads, many do not."""
+    sequences = crowd(generator, count, 2310, 3400)
+    shared = dict.fromkeys(range(1, count), (0, positions))
+    sharing = Sharing(sequences, shared, (32, 1, 4), dtype, generator, int8=int8)
+    result = sharing.together(fastest)
+    assert torch.equal(result, sharing.alone(fastest))
+    assert torch.equal(result, sharing.together(single_threaded))
+
+
+@pytest.mark.parametrize("window", [None, 100, 1000])
+def test_prefixes_of_all_sorts_in_one_batch(compiled, generator, window):
+    sequences = [
+        (600, 1), (700, 1), (650, 5), (640, 8), (640, 9),  # the last has too many tokens to join
+        (200, 64),  # a chunk of a prompt
+        (400, 1), (420, 1), (129, 1), (128, 1),  # a deeper prefix within, and too short ones
+        (900, 1), (905, 1), (910, 1), (390, 1),  # one more that shares less than is lost by its joining
+        (33, 33), (40, 1),
+    ]  # fmt: skip
+    shared = {
+        1: (0, 512), 2: (0, 512), 3: (0, 512), 4: (0, 512), 6: (0, 128), 7: (6, 390), 8: (6, 128), 9: (6, 128),
+        11: (10, 880), 12: (10, 880), 13: (10, 128), 15: (13, 32),
+    }  # fmt: skip
+    sharing = Sharing(sequences, shared, (64, 2, 2), torch.bfloat16, generator)
+    assert torch.equal(sharing.together(compiled, window), sharing.alone(compiled, window))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_any_number_of_threads(single_threaded, generator, threads):
+    sequences = crowd(generator, 40, 270, 400)
+    sharing = Sharing(sequences, dict.fromkeys(range(1, 40), (0, 256)), (64, 3, 5), torch.bfloat16, generator)
+    expected = sharing.together(single_threaded)
+    assert torch.equal(expected, sharing.alone(single_threaded))
+    single_threaded.set_num_threads(threads)
+    try:
+        assert torch.equal(sharing.together(single_threaded), expected)
+    finally:
+        single_threaded.set_num_threads(1)
+
+
+@KV
+def test_what_one_of_them_may_not_see_reaches_no_other(compiled, generator, dtype, int8):
+    """Infinite values behind what is shared are those of one sequence alone."""
+    sequences = [(300, 1), (310, 1), (290, 1)]
+    sharing = Sharing(sequences, {1: (0, 256), 2: (0, 256)}, (64, 2, 2), dtype, generator, int8=int8)
+    clean = sharing.together(compiled)
+    block = int(sharing.batch.block_tables[1, 17])
+    if int8:
+        sharing.caches[1][block, :, 0] = 127
+        from octavo.kernels.quantization import kv_scales
+
+        kv_scales(sharing.caches[1])[block] = float("inf")
+    else:
+        sharing.caches[1][block] = float("inf")
+    result = sharing.together(compiled)
+    assert torch.equal(result[[0, 2]], clean[[0, 2]])
+    assert not result[1].isfinite().any()
