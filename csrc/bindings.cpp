@@ -121,8 +121,9 @@ LinearArgs linear_args(Address x, int x_dtype, int64_t x_stride, int64_t rows, A
 }
 
 EmbeddingArgs embedding_args(Address ids, int64_t count, Address packed, int weight_dtype, int64_t n, int64_t k,
-                             Address out, int out_dtype) {
-  return {at<int64_t>(ids), count, at<void>(packed), DType(weight_dtype), n, k, at<void>(out), DType(out_dtype)};
+                             Address out, int out_dtype, int64_t group_size, bool has_zeros) {
+  return {at<int64_t>(ids), count,         at<void>(packed),  DType(weight_dtype),    n,
+          k,                at<void>(out), DType(out_dtype), {group_size, has_zeros}};
 }
 
 NormArgs norm_args(Address x, Address residual, Address weight, int weight_dtype, Address out, int dtype, int64_t rows,
@@ -230,7 +231,6 @@ class KernelSet {
   }
 
   void embedding(const EmbeddingArgs& args) {
-    if (args.weight_dtype == DType::kInt4) throw std::invalid_argument("an embedding of int4 is not read by row");
     check_ids(args.ids, args.count, args.n);
     ThreadPool::Session session(pool_);
     table_.embedding(pool_, args);

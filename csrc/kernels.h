@@ -43,12 +43,13 @@ struct LinearArgs {
 struct EmbeddingArgs {
   const int64_t* ids;  // [count], inside the vocabulary
   int64_t count;
-  const void* packed;  // [n, k]; not int4
+  const void* packed;  // [n, k]
   DType weight_dtype;
   int64_t n;
   int64_t k;
   void* out;  // [count, k], contiguous
   DType out_dtype;
+  Int4Format int4;  // of a weight of that type
 };
 
 // A weight that is rounded to integers.

@@ -166,6 +166,43 @@ void int8_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
   });
 }
 
+// Value k of a column whose first word of eight is at `words`, as copy_nibbles puts it there.
+OCTAVO_INLINE int32_t nibble_at(const uint8_t* words, int64_t k) {
+  const uint8_t two = words[k / kNibbleDepth * kNibbleBytes + k % 4];
+  return k % kNibbleDepth < 4 ? two & 15 : two >> 4;
+}
+
+// Rows of an int4 weight: float((value - zero) * multiple) * unit, rounded to the type of the output.
+template <class Out>
+void int4_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
+  const NibbleWeight weight(args.packed, args.int4, args.n, args.k);
+  const int64_t k = args.k;
+  parallel_ranges(pool, args.count, 4, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      const uint8_t* group = weight.panels + args.ids[row] / kPanelColumns * weight.panel_bytes;
+      const int64_t column = args.ids[row] % kPanelColumns;
+      const Vec unit = splat(weight.units[args.ids[row]]);
+      Out* out = static_cast<Out*>(args.out) + row * k;
+      for (int64_t start = 0; start < k; start += weight.group) {
+        int16_t multiple, zero = 0;  // zero: less the center, times the multiple
+        std::memcpy(&multiple, group + column * 2, 2);
+        if (weight.has_zeros) std::memcpy(&zero, group + kWordsBytes + column * 2, 2);
+        const uint8_t* words = group + weight.head_bytes + column * 4;
+        const int64_t count = smaller(weight.group, k - start);
+        for (int64_t i = 0; i < count; i += kLanes) {
+          float values[kLanes] = {};
+          const int64_t lanes = smaller(int64_t{kLanes}, count - i);
+          for (int64_t j = 0; j < lanes; ++j) {
+            values[j] = static_cast<float>((nibble_at(words, i + j) - kNibbleCenter) * multiple - zero);
+          }
+          store_first(out + start + i, load(values) * unit, lanes);
+        }
+        group += weight.head_bytes + weight.group / kNibbleDepth * kNibbleBytes;
+      }
+    }
+  });
+}
+
 template <class Out>
 void embedding_into(ThreadPool& pool, const EmbeddingArgs& args) {
   switch (args.weight_dtype) {
@@ -173,7 +210,7 @@ void embedding_into(ThreadPool& pool, const EmbeddingArgs& args) {
     case DType::kBFloat16: return embedding_of<bf16, Out>(pool, args);
     case DType::kFloat16: return embedding_of<f16, Out>(pool, args);
     case DType::kInt8: return int8_embedding_of<Out>(pool, args);
-    case DType::kInt4: return;  // refused before
+    case DType::kInt4: return int4_embedding_of<Out>(pool, args);
   }
 }
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import math
 import mmap
 
 import pytest
@@ -223,10 +224,84 @@ def test_strided_rows_and_none(kernels, generator, rows):
     assert kernels.linear(x[:0], packed).shape == (0, 40)
 
 
-def test_an_embedding_of_int4_is_refused(compiled, generator):
-    packed = compiled.pack_linear(weight_of(generator, 40, 64, 32), float32_out=True)
-    with pytest.raises(ValueError, match="int4"):
-        compiled.embedding(torch.tensor([1]), packed, torch.float32)
+def rows_of(weight, ids, dtype):
+    """Return what an embedding of the weight gives: whole numbers of 16 bits times the row's unit, in float32."""
+    whole, units = weight.whole_values()
+    return (whole.float() * units.unsqueeze(1))[ids].to(dtype)
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize(("depth", "width"), [(1, 1), (44, 32), (123, 77), (128, 33), (257, 40), (300, 100)])
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
+def test_embedding_gives_the_whole_values_times_their_units(
+    kernels, generator, out_dtype, depth, width, group_size, zeros
+):
+    weight = weight_of(generator, width, depth, group_size, zeros=zeros)
+    ids = torch.cat([torch.randperm(width, generator=generator), torch.tensor([width - 1, 0, 0])])
+    packed = kernels.pack_linear(weight, float32_out=True)
+    rows = kernels.embedding(ids, packed, out_dtype)
+    assert torch.equal(rows, rows_of(weight, ids, out_dtype))
+    assert_same_bits(rows, ReferenceKernels().embedding(ids, ReferenceKernels().pack_linear(weight), out_dtype))
+    assert kernels.embedding(ids[:0], packed, out_dtype).shape == (0, depth)
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+def test_the_rows_of_an_embedding_are_those_of_the_weight(kernels, generator, zeros):
+    """Scales are off by half a unit at most, values 16 from their zero points at most."""
+    weight, ids = weight_of(generator, 70, 200, 32, zeros=zeros), torch.arange(70)
+    rows = kernels.embedding(ids, kernels.pack_linear(weight, float32_out=True), torch.float32)
+    _, units = weight.whole_scales()
+    assert ((rows - weight.dequantize()).abs() <= 16 * 0.501 * units.unsqueeze(1)).all()
+
+
+def test_an_embedding_has_zeros_large_and_broken_rows(kernels, generator):
+    weight = weight_of(generator, 40, 100, 32, torch.float32)
+    weight.scales[3] = 0
+    weight.scales[4] *= 1e-35
+    weight.scales[5] *= 1e30
+    weight.scales[35, 2] = torch.nan
+    weight.scales[36, 3] = torch.inf
+    ids = torch.arange(40)
+    rows = kernels.embedding(ids, kernels.pack_linear(weight, float32_out=True), torch.float32)
+    assert_same_bits(rows, rows_of(weight, ids, torch.float32))
+    assert rows.isnan().all(dim=1).nonzero().flatten().tolist() == [35, 36]
+    assert torch.equal(rows.isnan().any(dim=1), rows.isnan().all(dim=1))
+    assert not rows[3:5].any()
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+def test_an_embedding_refuses_ids_outside_the_vocabulary(compiled, generator, zeros):
+    """Those of the panel's padding, too."""
+    packed = compiled.pack_linear(weight_of(generator, 33, 64, 32, zeros=zeros), float32_out=True)
+    for bad in (33, 63, 64, -1):
+        with pytest.raises(IndexError, match="vocabulary"):
+            compiled.embedding(torch.tensor([0, bad]), packed, torch.float32)
+
+
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("depth", [33, 64, 70, 130])
+def test_nothing_behind_weight_or_rows_is_touched_by_an_embedding(
+    compiled, generator, depth, zeros, out_dtype, monkeypatch
+):
+    weight, ids = weight_of(generator, 33, depth, 64, zeros=zeros), torch.arange(33)
+    with memory_before_a_guard() as allocate, memory_before_a_guard() as allocate_rows:
+
+        def empty(*shape, dtype):
+            return allocate_rows(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+        compiled.allocate = allocate
+        try:
+            packed = compiled.pack_linear(weight, float32_out=True)
+        finally:
+            del compiled.allocate
+        monkeypatch.setattr(compiled, "_empty", empty)
+        rows = compiled.embedding(ids, packed, out_dtype).clone()
+        last = compiled.embedding(ids[-1:], packed, out_dtype).clone()
+        del packed
+    assert torch.equal(rows, rows_of(weight, ids, out_dtype))
+    assert torch.equal(last, rows[-1:])
 
 
 def test_rounding_keeps_what_sixteen_values_hold():

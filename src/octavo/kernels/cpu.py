@@ -276,17 +276,14 @@ class CpuKernels:
         return hidden, recorder.finish(hidden)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any) -> Tensor:
-        """Return rows of the unpacked weight; it must have been packed with `float32_out`, as oneDNN hides its own.
-
-        int4 weights are not read by row.
-        """
+        """Return rows of the unpacked weight; it must have been packed with `float32_out`, as oneDNN hides its own."""
         storage = packed.storage
         assert isinstance(storage, _PanelWeight)
         assert token_ids.is_contiguous()
         out = self._empty(token_ids.numel(), packed.in_features, dtype=dtype)
         self._calls.embedding(
             token_ids.data_ptr(), token_ids.numel(), storage.data.data_ptr(), storage.dtype_number, packed.out_features,
-            packed.in_features, out.data_ptr(), _DTYPE_NUMBERS[dtype],
+            packed.in_features, out.data_ptr(), _DTYPE_NUMBERS[dtype], *storage.int4,
         )  # fmt: skip
         return out
 

@@ -109,6 +109,21 @@ class Int4Weight:
         multiples = torch.where(is_finite.unsqueeze(1), (scales * inverse.unsqueeze(1)).round(), 0.0)
         return multiples.to(torch.int16), torch.where(is_finite, largest / most, torch.nan)
 
+    def whole_values(self) -> tuple[Tensor, Tensor]:
+        """Return (float64 [out_features, in_features], float32 units [out_features]): the weight as it is used.
+
+        Whole numbers of 16 bits, (value - zero) * multiple, see `whole_scales`; the weight is these times the units.
+        """
+        multiples, units = self.whole_scales()
+        group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
+        zeros = INT4_ZERO if self.zeros is None else self.zeros.double()[:, group]
+        return (self.values.double() - zeros) * multiples.double()[:, group] + 0.0, units  # -0.0 is the integers' 0
+
+    def rows(self, index: slice | Tensor) -> Int4Weight:
+        """Return some of its rows."""
+        zeros = None if self.zeros is None else self.zeros[index]
+        return Int4Weight(self.values[index], self.scales[index], zeros, self.group_size)
+
     def to(self, device: torch.device) -> Int4Weight:
         """Return it on a device."""
         zeros = None if self.zeros is None else self.zeros.to(device)
@@ -243,17 +258,14 @@ def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: t
 def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Return x @ weight.T + bias of quantized rows: float(integer sum) * (row's scale * column's unit) + bias.
 
-    The integers of the weight are (value - zero) * multiple, see `Int4Weight.whole_scales`.
+    The integers of the weight are those of `Int4Weight.whole_values`.
     """
     values, row_scales = quantize_rows(x)
     values = values.double()
-    multiples, units = weight.whole_scales()
-    group = torch.arange(weight.shape[1], device=x.device) // weight.group_size
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
     for part in _parts(weight.values):
-        zeros = INT4_ZERO if weight.zeros is None else weight.zeros[part].double()[:, group]
-        whole = (weight.values[part].double() - zeros) * multiples[part].double()[:, group]
-        scaled = ((values @ whole.T).float() + 0.0) * (row_scales.unsqueeze(1) * units[part])
+        whole, units = weight.rows(part).whole_values()
+        scaled = ((values @ whole.T).float() + 0.0) * (row_scales.unsqueeze(1) * units)
         out[:, part] = (scaled if bias is None else scaled + bias[part].float()).to(out_dtype)
     return out
 

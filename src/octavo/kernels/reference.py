@@ -104,7 +104,9 @@ class ReferenceKernels:
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any) -> Tensor:
         """Return rows of the weight."""
         weight = packed.storage
-        assert not isinstance(weight, Int4Weight)
+        if isinstance(weight, Int4Weight):
+            whole, units = weight.rows(token_ids).whole_values()
+            return (whole.float() * units.unsqueeze(1)).to(dtype)
         if isinstance(weight, Int8Weight):
             return (weight.values[token_ids].float() * weight.scales[token_ids].unsqueeze(1)).to(dtype)
         return F.embedding(token_ids, weight).to(dtype)
