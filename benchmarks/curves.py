@@ -20,6 +20,7 @@ from comparison.report import save_picture
 from workloads import prepare
 
 from octavo import LLM, SamplingParams
+from octavo.config import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -168,7 +169,7 @@ def main() -> None:
     """Measure, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a checkpoint directory (default: qwen2-0.5b, made if missing)")
-    parser.add_argument("--quantization", choices=("int8", "int4"), help="of the weights (default: as stored)")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the weights (default: as stored)")
     parser.add_argument("--pictures", type=Path, help="folder for plots, PNG and SVG; needs matplotlib (default: none)")
     arguments = parser.parse_args()
     model = arguments.model or prepare("qwen2-0.5b")[0]

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from octavo.models.layers import CausalLM
     from octavo.worker.model_runner import ModelRunner
 
-PRECISIONS = {"bf16": None, "int8": "int8", "int4": "int4"}
+PRECISIONS = {"bf16": None, "int8": "int8", "int4": "int4", "int4_all": "int4_all"}
+DEFAULT_PRECISIONS = ("bf16", "int8", "int4")
 PROMPT_TOKENS = 32
 PRODUCTS = ("qkv", "o", "gate_up", "down")  # in the order of a layer
 LOGITS = "logits"
@@ -161,7 +162,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2-0.5b", help="of tools/make_checkpoint.py (default: %(default)s)")
-    parser.add_argument("--precision", action="append", choices=PRECISIONS, help="default: all three")
+    parser.add_argument("--precision", action="append", choices=PRECISIONS, help="default: bf16, int8 and int4")
     parser.add_argument("--requests", type=int, default=1, help="that decode together (default: %(default)s)")
     parser.add_argument("--prompt", type=int, help="compute prompts of so many tokens (default: decode)")
     parser.add_argument("--steps", type=int, help="default: 128, or 10 prompts")
@@ -170,7 +171,7 @@ def main() -> None:
     if arguments.prompt and arguments.requests != 1:
         parser.error("--prompt computes one prompt at a time; it takes no --requests")
     model = str(prepare(arguments.shape)[0])
-    for precision in arguments.precision or PRECISIONS:
+    for precision in arguments.precision or DEFAULT_PRECISIONS:
         num_steps = arguments.steps or (10 if arguments.prompt else 128)
         num_tokens = (arguments.prompt or PROMPT_TOKENS + num_steps) + 8
         llm = open_engine(model, precision, arguments.requests, num_tokens, arguments.num_threads)

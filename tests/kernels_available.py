@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from octavo.config import QUANTIZATIONS
 from octavo.kernels import instruction_sets
 
 COMPILED = importlib.util.find_spec("octavo._kernels") is not None
@@ -16,7 +17,7 @@ _INT8_KV = " with int8 KV"
 def precision(name):
     """Return what a `ModelConfig` takes for a number format: that of activations and weights, or of rounded weights."""
     name = name.removesuffix(_INT8_KV)
-    return {"dtype": "bfloat16", "quantization": name} if name in {"int8", "int4"} else {"dtype": name}
+    return {"dtype": "bfloat16", "quantization": name} if name in QUANTIZATIONS else {"dtype": name}
 
 
 def kv_precision(name):

@@ -45,12 +45,13 @@ def test_beside_answers_prompts_have_a_tenth_of_a_second(architecture, options, 
 def test_attention_costs_what_it_does_beside_the_products(architecture, isa):
     costs = {
         q: resolve_scheduler(SchedulerConfig(), architecture, q, isa).attention_cost_tokens
-        for q in (None, "int4", "int8")
+        for q in (None, "int4", "int4_all", "int8")
     }
     assert 0 < costs[None] < costs["int8"]  # which multiplies faster, so that attention takes more of a step
     assert costs["int8"] / costs["int4"] == pytest.approx(
         attention_slowness(isa, 8) / attention_slowness(isa, 4), abs=0.01
     )
+    assert costs["int4_all"] == costs["int4"]  # the vocabulary is no part of it
     stored = StoredQuantization(layout=StoredLayout.GPTQ, bits=4, group_size=32, has_zeros=True)
     stored_as_int4 = dataclasses.replace(architecture, stored=stored)
     assert resolve_scheduler(SchedulerConfig(), stored_as_int4, None, isa).attention_cost_tokens == costs["int4"]

@@ -51,6 +51,19 @@ def test_the_report(doctor):
     assert all(0 < check["error"] < 0.02 for check in report["checks"])
 
 
+@pytest.mark.parametrize(("precision", "has_lm_head"), [("int4", False), ("int4_all", True)])
+def test_lm_head_is_examined_in_what_it_is_rounded_to(doctor, precision, has_lm_head):
+    status, text, _ = doctor("--json", "--precision", precision)
+    report = json.loads(text)
+    assert status == 0
+    assert {product["precision"] for product in report["products"]} == {precision}
+    for kind in ("products", "checks"):
+        assert ("lm_head" in {each["name"] for each in report[kind]}) == has_lm_head
+    for product in report["products"]:
+        num_values = product["out_features"] * product["in_features"]
+        assert 0.5 < product["bytes_per_s"] * product["seconds"] / num_values < 0.65  # with scales and units
+
+
 def test_another_instruction_set_tells_what_is_lost(doctor):
     status, text, _ = doctor("--isa", "portable", "--precision", "float32")
     assert status == 0

@@ -22,7 +22,7 @@ needs_kernels = pytest.mark.skipif(
     not COMPILED and not kernels_required(), reason="octavo was installed without its compiled kernels"
 )
 DTYPES = ["float32", "bfloat16", "int8", "int4", "bfloat16 with int8 KV", "int8 with int8 KV"]
-MORE_DTYPES = [*DTYPES, "int4 with int8 KV", "float32 with int8 KV"]
+MORE_DTYPES = [*DTYPES, "int4_all", "int4 with int8 KV", "float32 with int8 KV"]
 NUM_REQUESTS = 32
 PRESSING = {"mixed_step_ms": 0.0, "attention_cost_tokens": 0.0}  # prompts fill steps, and the cache soon
 NUM_TOKENS = 12

@@ -33,7 +33,7 @@ CONFIG = tiny_config(
 )
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32", "int8", "int4", "int8 with int8 KV"])
+@pytest.fixture(scope="module", params=["bfloat16", "float32", "int8", "int4", "int4_all", "int8 with int8 KV"])
 def engine(request, tmp_path_factory):
     """An engine that finds nothing of a request's in the cache when it comes a second time."""
     directory = tmp_path_factory.mktemp("wide")

@@ -37,7 +37,7 @@ MAX_TOKENS = 64
 
 @dataclass(frozen=True)
 class Rounding:
-    """What octavo rounds: the weights ("int8", "int4" in groups, or None), and keys and values ("int8" or "auto")."""
+    """What octavo rounds: the weights (as `--quantization` does, or None), and keys and values ("int8" or "auto")."""
 
     quantization: str | None = None
     group_size: int = 32
@@ -183,8 +183,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=100, help="held-out questions per task (default 100)")
     parser.add_argument("--seed", type=int, default=0, help="which held-out questions (default 0)")
     parser.add_argument("--backend", choices=sorted(backends()), default="octavo", help="who answers (default octavo)")
-    parser.add_argument("--quantization", choices=("int8", "int4"), help="how octavo rounds the weights (default: not)")
-    parser.add_argument("--group-size", type=int, default=32, help="of int4: features that share a scale (default 32)")
+    parser.add_argument(
+        "--quantization", choices=("int8", "int4", "int4_all"), help="how octavo rounds the weights (default: not)"
+    )
+    parser.add_argument("--group-size", type=int, default=32, help="features that share a scale of int4 (default 32)")
     parser.add_argument(
         "--kv-cache-dtype", choices=("auto", "int8"), default="auto", help="how octavo keeps keys and values (auto)"
     )

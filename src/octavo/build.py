@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
 
 
-_BITS = {None: 16, "int8": 8, "int4": 4}  # of the weights
+_BITS = {None: 16, "int8": 8, "int4": 4, "int4_all": 4}  # of the layers' weights
 
 
 def build_engine(

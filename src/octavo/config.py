@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
-QUANTIZATIONS = ("int8", "int4")
+QUANTIZATIONS = ("int8", "int4", "int4_all")
 KV_CACHE_DTYPES = ("auto", "int8")
 INSTRUCTION_SETS = ("auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
 LOG_FORMATS = ("text", "json")
@@ -80,9 +80,10 @@ class ModelConfig:
     dtype: "auto" takes the checkpoint's. max_model_len None takes the checkpoint's.
     quantization: "int8" rounds weights as they are loaded, one scale per output feature, and multiplies them with
     activations rounded to int8, one scale per token (W8A8). "int4" rounds those of the layers to four bits, one scale
-    per group_size input features (W4A8), and embeddings and lm_head to int8. None leaves weights as they are. Weights
-    that are integers in the checkpoint stay what they are in any case.
-    group_size: of int4, a multiple of 32; larger groups take less memory and are less exact.
+    per group_size input features (W4A8), and embeddings and lm_head to int8; "int4_all" rounds these to four bits, too:
+    for small models, whose vocabulary is a large part of the weights. None leaves weights as they are. Weights that are
+    integers in the checkpoint stay what they are in any case.
+    group_size: of four bits, a multiple of 32; larger groups take less memory and are less exact.
     packed_cache_bytes: how much disk rounded weights may take in the user's cache directory, so that the next start
     need not round and pack them again; the longest unused go first; 0 keeps none.
     seed: the seeds of requests without one are drawn from it and their arrival number.
@@ -118,8 +119,8 @@ class ModelConfig:
         _at_least("group_size", self.group_size, _GROUP_MULTIPLE)
         if self.group_size % _GROUP_MULTIPLE:
             raise ConfigError(f"group_size must be a multiple of {_GROUP_MULTIPLE}, got {self.group_size}")
-        if self.group_size != DEFAULT_GROUP_SIZE and self.quantization != "int4":
-            raise ConfigError(f"group_size ({self.group_size}) is of quantization int4, not of {self.quantization}")
+        if self.group_size != DEFAULT_GROUP_SIZE and self.quantization not in {"int4", "int4_all"}:
+            raise ConfigError(f"group_size ({self.group_size}) is of int4 and int4_all, not of {self.quantization}")
         _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         _one_of("generation_config", self.generation_config, ("auto", "vllm"))
 

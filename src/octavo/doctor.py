@@ -113,8 +113,8 @@ def examine(
 ) -> Report:
     """Measure limits and products, and check exactness: 20 s and 1.5 GB with the shapes of a 0.5B model on two cores.
 
-    precisions: dtypes of the weights, "int8", or "int4" (without lm_head, which is int8 then). progress is told what is
-    being done. Raises `ConfigError` where there are no compiled kernels, or none for `isa`.
+    precisions: dtypes of the weights, "int8", "int4" (without lm_head, which is int8 then) or "int4_all". progress is
+    told what is being done. Raises `ConfigError` where there are no compiled kernels, or none for `isa`.
     """
     if importlib.util.find_spec("octavo._kernels") is None:
         raise ConfigError(
@@ -189,7 +189,7 @@ def checked_rows(precision: str, depth: int) -> int:
     Some go through them for a number of rows, others for as many as fill _BLOCKS_BYTES in the format that they are
     multiplied in, to whole blocks.
     """
-    row_bytes = depth * (1 if precision in {"int8", "int4"} else 2)
+    row_bytes = depth * (2 if precision in _DTYPES else 1)
     return _BLOCKS_BYTES // row_bytes + _BLOCK_ROWS + 64
 
 
@@ -226,8 +226,10 @@ def _measure(
     first = kernels.pack_linear(stored, float32_out=wide)
     others = (kernels.pack_linear(stored, float32_out=wide) for _ in range(_COPIES_BYTES // first.num_bytes - 1))
     copies = itertools.cycle([first, *others])
-    peaks = {"int8": limits.byte_ops, "int4": limits.byte_ops, "bfloat16": limits.bfloat16_flops}
-    peak = peaks.get(precision, limits.flops)
+    if precision in _DTYPES:
+        peak = limits.bfloat16_flops if precision == "bfloat16" else limits.flops
+    else:
+        peak = limits.byte_ops
     for rows in ROWS[:-1] if wide else ROWS:
         x, count = _rows(precision, rows, depth), 8 if rows <= 32 and not wide else 1
         times = []

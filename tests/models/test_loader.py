@@ -46,7 +46,7 @@ def packed_bytes(model):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4", "int4_all"])
 def test_bytes_computed_are_bytes_allocated(name, tied, dtype, quantization, tmp_path):
     path = write_checkpoint(tmp_path, tiny_config(name, tie_word_embeddings=tied, **BIASED))
     model = load(path, dtype, quantization=quantization)
@@ -58,16 +58,18 @@ def test_bytes_computed_are_bytes_allocated(name, tied, dtype, quantization, tmp
 
 
 @pytest.mark.skipif(not COMPILED and not kernels_required(), reason="octavo was installed without compiled kernels")
-def test_bytes_allocated_by_the_compiled_kernels(tmp_path):
+@pytest.mark.parametrize("quantization", [None, "int4_all"])
+def test_bytes_allocated_by_the_compiled_kernels(tmp_path, quantization):
     """They pad rows to panels of 32 and keep biases in float32; with dimensions that fit, only the biases differ."""
     cpu = pytest.importorskip("octavo.kernels.cpu")
     config = tiny_config("Qwen3ForCausalLM", hidden_size=64, intermediate_size=160, vocab_size=512)
     path = write_checkpoint(tmp_path, config)
     architecture = read_architecture(path)
     model = load_model(
-        path, architecture, cpu.CpuKernels(num_threads=1), dtype="bfloat16", device=CPU, max_model_len=64
-    )
-    assert packed_bytes(model) == architecture.weight_bytes("bfloat16")
+        path, architecture, cpu.CpuKernels(num_threads=1), dtype="bfloat16", device=CPU, max_model_len=64,
+        quantization=quantization,
+    )  # fmt: skip
+    assert packed_bytes(model) == architecture.weight_bytes("bfloat16", quantization=quantization)
 
 
 def test_sharded_equals_whole(tmp_path, prompt_logits):
@@ -81,7 +83,7 @@ def test_sharded_equals_whole(tmp_path, prompt_logits):
 
 
 @pytest.mark.skipif(not COMPILED and not kernels_required(), reason="octavo was installed without compiled kernels")
-@pytest.mark.parametrize(("quantization", "error"), [("int8", 0.05), ("int4", 0.35)])
+@pytest.mark.parametrize(("quantization", "error"), [("int8", 0.05), ("int4", 0.35), ("int4_all", 0.43)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_integers_are_near_the_checkpoint_and_the_same_in_both_backends(
     name, quantization, error, tmp_path, prompt_logits
@@ -191,7 +193,7 @@ def checkpoint_of_150_mb(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("large") / "llama", config)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4", "int4_all"])
 @pytest.mark.skipif(not COMPILED or sys.platform != "linux", reason="reads /proc; plain torch works in float64")
 def test_memory_while_loading_and_serving(checkpoint_of_150_mb, quantization):
     """The files' pages count, too: the peak of loading is near what stays, and that is weights, KV and libraries."""
@@ -214,7 +216,7 @@ print(json.dumps([peak, loaded, status("VmRSS:")]))
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     peak, loaded, serving = json.loads(result.stdout)
     num_weights = sum(math.prod(shape) for shape in read_architecture(path).tensor_shapes().values())
-    weights = num_weights * {None: 2, "int8": 1, "int4": 4.5 / 8}[quantization]
+    weights = num_weights * {None: 2, "int8": 1, "int4": 4.5 / 8, "int4_all": 4.5 / 8}[quantization]
     assert peak < 1.3 * loaded, (peak / 1e6, loaded / 1e6)
     assert serving < weights + (64 << 20) + 400e6, serving / 1e6
 

@@ -21,7 +21,13 @@ pytestmark = pytest.mark.skipif(
     not COMPILED and not kernels_required(), reason="octavo was installed without compiled kernels"
 )
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-FORMATS = [("bfloat16", "int8"), ("float32", "int8"), ("bfloat16", "int4"), ("float16", "int4")]
+FORMATS = [
+    ("bfloat16", "int8"),
+    ("float32", "int8"),
+    ("bfloat16", "int4"),
+    ("float16", "int4"),
+    ("bfloat16", "int4_all"),
+]
 
 
 @pytest.fixture
@@ -77,7 +83,7 @@ def test_what_is_read_is_what_was_packed(dtype, quantization, checkpoint, cache,
     assert second.lm_head.storage.data.data_ptr() % 64 == 0
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "int4_all"])
 def test_what_one_instruction_set_packed_is_right_for_the_others(checkpoint, cache, prompt_logits, quantization):
     """Some share a file and some do not: each computes what it does without the cache, whoever wrote it."""
     formats = "bfloat16", quantization

@@ -10,7 +10,9 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from octavo.cli import app
 from octavo.errors import ModelError
 from octavo.kernels.quantization import Int4Weight, Int8Weight, quantize_int4, quantize_int8
 from octavo.kernels.reference import ReferenceKernels
@@ -222,13 +224,18 @@ def test_transformers_reads_what_octavo_writes(precision, group_size, tied, tmp_
         assert error < (0.01 if precision == "int8" else 0.12)
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_a_quantized_copy_gives_the_tokens_of_rounding_at_load(precision, tmp_path, prompt_logits):
+@pytest.mark.parametrize(
+    ("precision", "of_the_copy", "of_the_source"),
+    [("int8", "int8", "int8"), ("int4", "int8", "int4"), ("int4", "int4_all", "int4_all")],
+)
+def test_a_quantized_copy_gives_the_tokens_of_rounding_at_load(
+    precision, of_the_copy, of_the_source, tmp_path, prompt_logits
+):
     source = plain_checkpoint(tmp_path / "plain", tie_word_embeddings=True, attention_bias=True)
     quantize_checkpoint(source, tmp_path / "rounded", precision, max_shard_bytes=20_000)
     assert len(list((tmp_path / "rounded").glob("model-*-of-*.safetensors"))) > 2
-    rounded = load(tmp_path / "rounded", quantization="int8")  # embeddings and lm_head
-    now = load(source, quantization=precision)
+    rounded = load(tmp_path / "rounded", quantization=of_the_copy)  # embeddings and lm_head
+    now = load(source, quantization=of_the_source)
     assert torch.equal(prompt_logits(rounded, PROMPT), prompt_logits(now, PROMPT))
 
 
@@ -263,7 +270,7 @@ def test_bytes_of_quantized_checkpoints(tmp_path, generator):
     for precision in ("int8", "int4"):
         quantize_checkpoint(source, tmp_path / precision, precision)
     for name in ("gptq", "int8", "int4"):
-        for quantization in (None, "int8", "int4"):
+        for quantization in (None, "int8", "int4", "int4_all"):
             model = load(tmp_path / name, dtype="bfloat16", quantization=quantization)
             linears = [model.embed_tokens, model.lm_head]
             norms = [model.layers[0].input_norm, *model.norms]
@@ -471,6 +478,14 @@ def test_quantize_loses_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         quantize_checkpoint(source, tmp_path / "stopped", "int8", progress=interrupted)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "full", "int8", "plain"]
+
+
+def test_quantize_writes_no_rounded_vocabulary(tmp_path):
+    source = plain_checkpoint(tmp_path / "plain")
+    result = CliRunner().invoke(app, ["quantize", str(source), str(tmp_path / "out"), "-q", "int4_all"])
+    assert result.exit_code == 1
+    assert "quantization must be one of int8, int4, got 'int4_all'" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_quantize_into_an_empty_directory_that_exists(tmp_path, monkeypatch):

@@ -22,6 +22,8 @@ BOUNDS = {
     "int8": (evaluation.Rounding("int8"), 0.01, 1e-4),
     "int4": (evaluation.Rounding("int4"), 0.03, 1.5e-3),
     "int4 in groups of 128": (evaluation.Rounding("int4", group_size=128), 0.03, 2.3e-3),
+    "int4_all": (evaluation.Rounding("int4_all"), 0.03, 2.5e-3),
+    "int4_all in groups of 128": (evaluation.Rounding("int4_all", group_size=128), 0.03, 3.5e-3),
     "int8 KV": (evaluation.Rounding(kv_cache_dtype="int8"), 0.01, 1e-4),
 }
 

@@ -37,13 +37,13 @@ Precisions = Annotated[
     list[str] | None,
     typer.Option(
         "--precision",
-        metavar="float32|bfloat16|float16|int8|int4",
+        metavar="float32|bfloat16|float16|int8|int4|int4_all",
         help="Examine these weights; may be given again. Default: the checkpoint's, and int8.",
         show_default=False,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4")
+_PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4", "int4_all")
 
 
 @command(
@@ -134,7 +134,7 @@ def show(report: Report) -> None:
         typer.echo("exact      every row is the same bits alone and in company, on one thread and on all")
     for precision in dict.fromkeys(check.precision for check in report.checks):
         worst = max(check.error for check in report.checks if check.precision == precision)
-        note = " (activations are rounded)" if precision in {"int8", "int4"} else ""
+        note = " (activations are rounded)" if precision.startswith("int") else ""
         typer.echo(f"error      {precision}: at most {worst:.1e} of the result{note}")
 
 

@@ -20,6 +20,7 @@ from octavo.config import (
     DEFAULT_OFFLINE_BATCHED_TOKENS,
     DEFAULT_PACKED_CACHE_BYTES,
     INSTRUCTION_SETS,
+    QUANTIZATIONS,
     AdmissionRule,
     BatchingMode,
     CacheConfig,
@@ -140,11 +141,12 @@ class EngineOptions:
         typer.Option(
             "--quantization",
             "-q",
-            metavar="int8|int4",
+            metavar="|".join(QUANTIZATIONS),
             rich_help_panel=_MODEL,
             help="Round the weights to integers as they are loaded: int8 halves their memory (of bfloat16), and on a "
             "CPU with VNNI it is 1.6 to 3 times as fast; int4 (embeddings and lm_head in int8) takes less again and "
-            "changes answers more. On plain torch (a GPU today) they save memory only. Checkpoints that are quantized "
+            "changes answers more; int4_all rounds these to int4, too: for small models, whose vocabulary is a large "
+            "part of the weights. On plain torch (a GPU today) they save memory only. Checkpoints that are quantized "
             "already need no option. Default: as in the checkpoint.",
         ),
     ] = None
@@ -153,7 +155,7 @@ class EngineOptions:
         typer.Option(
             metavar="N",
             rich_help_panel=_MODEL,
-            help="Input features that share a scale in --quantization int4: a multiple of 32.",
+            help="Input features that share a scale in --quantization int4 and int4_all: a multiple of 32.",
         ),
     ] = DEFAULT_GROUP_SIZE
     packed_cache_bytes: Annotated[

@@ -40,16 +40,15 @@ def quantize(
     """Write a copy of a checkpoint with its weights rounded to int8 or int4.
 
     Every octavo command then takes it without an option, and so do other programs that read compressed-tensors (vLLM,
-    transformers). Embeddings and lm_head stay as they are; add --quantization int8 when it is served to round them,
-    too. Values are rounded to the nearest, with no calibration data.
+    transformers). Embeddings and lm_head stay as they are; add --quantization int8, or int4_all, when it is served to
+    round them, too. Values are rounded to the nearest, with no calibration data.
     """
-    from octavo.config import QUANTIZATIONS  # what a command needs, when it runs
-    from octavo.models.model_path import resolve_model_path
-    from octavo.models.quantize_checkpoint import quantize_checkpoint
+    from octavo.models.model_path import resolve_model_path  # what a command needs, when it runs
+    from octavo.models.quantize_checkpoint import PRECISIONS, quantize_checkpoint
     from octavo.progress import LoadingProgress
 
-    if quantization not in QUANTIZATIONS:
-        raise ConfigError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {quantization!r}")
+    if quantization not in PRECISIONS:
+        raise ConfigError(f"quantization must be one of {', '.join(PRECISIONS)}, got {quantization!r}")
     with LoadingProgress("rounding weights") as progress:
         num_bytes = quantize_checkpoint(
             resolve_model_path(source), destination, quantization, group_size=group_size, progress=progress

@@ -97,9 +97,8 @@ class Architecture:
             return None, 0, False
         if self.stored is not None and self.stored.covers(name.removesuffix(".weight")):
             return self.stored.bits, self.stored.num_groups(shape[1]), self.stored.has_zeros
-        if quantization == "int4" and not is_vocabulary(name):
-            return 4, -(-shape[1] // group_size), False
-        return (None if quantization is None else 8), 1, False
+        bits = rounded_bits(name, quantization)
+        return bits, -(-shape[1] // group_size) if bits == 4 else 1, False
 
     @property
     def attention_share(self) -> float:
@@ -165,8 +164,16 @@ class Architecture:
         return shapes
 
 
+def rounded_bits(matrix_name: str, quantization: str | None) -> int | None:
+    """Return the bits that a matrix is rounded to as it is loaded, or None: see `octavo.config.ModelConfig`."""
+    if quantization is None:
+        return None
+    is_int8 = quantization == "int8" or (quantization == "int4" and is_vocabulary(matrix_name))
+    return 8 if is_int8 else 4
+
+
 def is_vocabulary(tensor_name: str) -> bool:
-    """Whether a tensor has a row for each token: it stays int8 among int4, and is read by row as an embedding."""
+    """Whether a tensor has a row for each token, and so may be read by row as an embedding."""
     return tensor_name in {"model.embed_tokens.weight", "lm_head.weight"}
 
 

@@ -11,7 +11,7 @@ import torch
 from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.errors import ModelError
 from octavo.kernels.quantization import ROUNDING_VERSION, fuse_quantized
-from octavo.models.architecture import is_norm, is_vocabulary
+from octavo.models.architecture import is_norm, rounded_bits
 from octavo.models.checkpoint import CheckpointFiles, find_weight_files
 from octavo.models.layers import CausalLM, ModelContext
 from octavo.models.packed_cache import KeptWeights, PackedCache, identify
@@ -67,9 +67,8 @@ def load_model(
     """Read and pack all weights of a checkpoint.
 
     dtype: "float32", "bfloat16" or "float16", of the packed weights. load_format "dummy" makes random weights from
-    `seed` and reads no file. quantization: "int8" or "int4" rounds weights that are not integers in the checkpoint, see
-    `octavo.kernels.quantization`; with "int4" embeddings and lm_head are int8, and group_size
-    input features share a scale.
+    `seed` and reads no file. quantization and group_size: how weights are rounded that are not integers in the
+    checkpoint, as in `octavo.config.ModelConfig`; see `octavo.kernels.quantization`.
     packed_cache: where rounded weights are kept packed for the next start, and found again; None for nowhere.
     progress(done, total) is called after each tensor, in bytes of weights in `dtype`.
     Peak memory is that of the packed weights, of pages last read and, where weights are converted or rounded, of the
@@ -161,9 +160,9 @@ class _Packer:
         if covered:
             return fuse_quantized([self._integers(name) for name in names])
         tensors = [f"{name}.weight" for name in names]
-        if self.quantization is None:
+        bits = rounded_bits(tensors[0], self.quantization)
+        if bits is None:
             return [self._alias(tensor) for tensor in tensors]
-        bits = 8 if is_vocabulary(tensors[0]) or self.quantization == "int8" else 4
         rounded = fuse_quantized([self._round(self._alias(tensor), bits, self.group_size) for tensor in tensors])
         if isinstance(self.source, CheckpointFiles):
             self.source.release()  # before it is packed: the vocabulary's weight is the largest

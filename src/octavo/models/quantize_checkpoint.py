@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from octavo.models.architecture import Architecture
 
+PRECISIONS = ("int8", "int4")
 MAX_SHARD_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", ".tiktoken")  # .model: SentencePiece's
