@@ -195,6 +195,39 @@ def test_a_sliding_window_is_exact(window_checkpoint, alone, isa, dtype):
     check(engine, EVERYWHERE, alone(window_checkpoint, dtype, "cpu", isa, NUM_REQUESTS_EVERYWHERE))
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16 with int8 KV"])
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
+def test_a_long_common_prefix_is_exact(checkpoint, isa, dtype, monkeypatch):
+    """Two prompts of 200 tokens, each before some requests that come in turns: what they share is read once for all."""
+    rng = random.Random(2)
+    prefixes = [[rng.randrange(2, 1500) for _ in range(200)] for _ in range(2)]
+    requests = []
+    for index in range(9):
+        own = [rng.randrange(2, 1500) for _ in range(1 + 5 * index)]
+        params = SamplingParams(
+            max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3, temperature=index % 3 / 2, seed=index
+        )
+        requests.append((prefixes[index % 2] + own, params))
+    prepare_inputs, side_by_side = InputBatch.prepare_inputs, set()
+
+    def watch(batch, scheduled):
+        inputs = prepare_inputs(batch, scheduled)
+        beginnings = [row[: 192 // batch.block_size] for row in inputs.attention.block_tables.tolist()]
+        side_by_side.update(len(list(group)) for _, group in itertools.groupby(beginnings))
+        return inputs
+
+    expected = answers(
+        make_engine(checkpoint, dtype, Schedule("alone", max_num_seqs=1, prefix_caching=False), "cpu", isa), requests
+    )
+    monkeypatch.setattr(InputBatch, "prepare_inputs", watch)
+    for schedule in (Schedule("crowd"), Schedule("chunks", threshold=33, rounds=2)):
+        engine = make_engine(checkpoint, dtype, schedule, "cpu", isa)
+        for _ in range(schedule.rounds):
+            assert answers(engine, requests) == expected, schedule.name
+    assert {4, 5} < side_by_side
+
+
 def check(engine: LLMEngine, schedule: Schedule, expected: list[tuple]) -> None:
     """Answer the requests and compare; look whether what the schedule is for did happen."""
     requests = make_requests()[: len(expected)]
