@@ -37,7 +37,8 @@ _DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.i
 _PANEL_COLUMNS = 32  # as in csrc/kernels.h
 _LINE_BYTES = 64  # of a cache
 _SAME_SETS_BYTES = 2048  # so far apart, lines share two of the 64 sets of a first-level cache
-_ATTENTION_ROWS = 448  # at most, as in csrc/attention_tile.h
+_ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # of a task: at most, and where there are few; csrc/attention_tile.h
+_FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # a thread's that are cut, and where; as there and in attention_prefix.h
 
 
 class CpuKernels:
@@ -82,13 +83,23 @@ class CpuKernels:
         return int(self.kernel_set.num_threads)
 
     def scratch_bytes(
-        self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Return bytes that attention takes for its threads (csrc/attention.h), of whatever type; others take less."""
-        del num_kv_heads, vocab_size, max_seq_len
+        """Return bytes that attention takes (csrc/attention.h), of whatever type; others take less.
+
+        That is what each thread works in; where rows that share a prefix stand behind it (attention_prefix.h); and the
+        results of partitions, where few long sequences are cut into these for all threads.
+        """
+        del vocab_size
         padded_dim = -(-head_dim // _PANEL_COLUMNS) * _PANEL_COLUMNS
         rows = max(_ATTENTION_ROWS, num_heads)
-        return self.num_threads * 4 * (128 * padded_dim + 32 * 64 + rows * (3 * padded_dim + 64))
+        of_threads = self.num_threads * (128 * padded_dim + 32 * 64 + rows * (3 * padded_dim + 64))
+        sums = padded_dim + 32  # of a row
+        begun = 2 * max_tokens * num_heads * sums
+        chunks = (_FEW_CHUNKS * self.num_threads - 1) // num_kv_heads * num_kv_heads  # at most, if they are cut
+        cut_rows = chunks * max(_LEAST_ATTENTION_ROWS, num_heads // num_kv_heads)
+        partitions = cut_rows * -(-max_seq_len // _PARTITION_POSITIONS) * sums
+        return 4 * (of_threads + begun + partitions)
 
     @property
     def layout(self) -> str:

@@ -100,9 +100,9 @@ class Kernels(Protocol):
         ...
 
     def scratch_bytes(
-        self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Upper bound of what attention and sampling allocate for themselves while they run."""
+        """Upper bound of what attention and sampling allocate for themselves in a step of up to `max_tokens` tokens."""
         ...
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:

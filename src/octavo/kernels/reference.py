@@ -172,9 +172,10 @@ class ReferenceKernels:
         return (F.silu(gate) * up).to(gate_up.dtype)
 
     def scratch_bytes(
-        self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
         """Return bytes of one sequence's KV in float32 and a chunk's scores, or of the rows sampled at once."""
+        del max_tokens
         attention = max_seq_len * (4 * num_kv_heads * head_dim * 4 + _QUERY_CHUNK * num_heads * 13)
         return max(attention, _SAMPLE_ROWS * vocab_size * _SAMPLE_BYTES_PER_LOGIT)
 

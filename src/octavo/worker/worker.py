@@ -114,6 +114,7 @@ class Worker:
                 head_dim=architecture.head_dim,
                 vocab_size=architecture.vocab_size,
                 max_seq_len=max_model_len,
+                max_tokens=scheduler_config.max_num_batched_tokens,
             ),
             step_bytes=step_bytes,
         )
