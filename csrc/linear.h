@@ -109,14 +109,15 @@ OCTAVO_INLINE void multiply_tile(const float* a, const W* w, int64_t panel_strid
   }
 }
 
-// What fits the registers: rows and 16-column groups of the blocked product; rows that read the weight directly, and the
-// accumulators that these have when they are few enough to take several panels at once.
+// What fits the registers: rows and 16-column groups of a tile of one panel; rows and panels of a tile of the blocked product,
+// which loads fewer values for as many multiply-adds; rows that read the weight directly, and the accumulators that these have
+// when they are few enough to take several panels at once.
 #if defined(OCTAVO_ISA_AVX512)
-constexpr int kTileRows = 14, kTileGroups = 2, kDirectRows = 12, kDirectSums = 16;
+constexpr int kTileRows = 14, kTileGroups = 2, kBlockTileRows = 6, kBlockTilePanels = 2, kDirectRows = 12, kDirectSums = 16;
 #elif defined(OCTAVO_ISA_AVX2)
-constexpr int kTileRows = 6, kTileGroups = 1, kDirectRows = 3, kDirectSums = 6;
+constexpr int kTileRows = 6, kTileGroups = 1, kBlockTileRows = 6, kBlockTilePanels = 1, kDirectRows = 3, kDirectSums = 6;
 #else
-constexpr int kTileRows = 3, kTileGroups = 1, kDirectRows = 2, kDirectSums = 4;
+constexpr int kTileRows = 3, kTileGroups = 1, kBlockTileRows = 3, kBlockTilePanels = 1, kDirectRows = 2, kDirectSums = 4;
 #endif
 
 // One panel of 32 columns times M packed rows: a is [k][M] where kStrideK is 0, else strided.
@@ -144,18 +145,53 @@ struct PanelFunctions {
 
 constexpr PanelFunctions<0, 1> kMultiplyPacked;
 
+// kBlockTilePanels of them, `panel_stride` apart, times M packed rows.
+template <int M>
+void multiply_block_tile(const float* a, const float* w, int64_t panel_stride, int64_t k, float* c, int64_t c_stride,
+                         Chain chain, const void* ahead) {
+  if constexpr (kBlockTilePanels == 1) {
+    multiply_panel<M, 0, 1>(a, w, k, c, c_stride, chain, ahead);
+  } else {
+    multiply_tile<M, kBlockTilePanels, kPanelColumns / kLanes, M, 1>(a, w, panel_stride, k, c, c_stride, chain,
+                                                                     static_cast<const char*>(ahead));
+  }
+}
+
+// multiply_block_tile for 1 .. kBlockTileRows rows.
+struct BlockTileFunctions {
+  decltype(&multiply_block_tile<1>) of_rows[kBlockTileRows + 1];
+  constexpr BlockTileFunctions() : BlockTileFunctions(std::make_integer_sequence<int, kBlockTileRows>()) {}
+  template <int... I>
+  constexpr explicit BlockTileFunctions(std::integer_sequence<int, I...>) : of_rows{nullptr, multiply_block_tile<I + 1>...} {}
+};
+
+constexpr BlockTileFunctions kMultiplyBlockTile;
+
 // --- activations and results ----------------------------------------------------------------------------------------------
 
-// Rows first .. first + m of x, as float32 [depth][m]; k beyond the row is zero.
+// Rows first .. first + m of x, at most 16, as float32 [depth][m]; k beyond the row is zero. Sixteen k of each are turned into
+// columns at once.
 template <class X>
 void pack_rows(const LinearArgs& args, int64_t first, int64_t m, int64_t depth, float* packed) {
-  for (int64_t r = 0; r < m; ++r) {
-    const X* row = static_cast<const X*>(args.x) + (first + r) * args.x_stride;
-    for (int64_t i = 0; i < depth; i += kLanes) {
-      float values[kLanes];
-      store(values, load_first(row + i, larger(int64_t{0}, args.k - i)));
-      const int64_t count = smaller(int64_t{kLanes}, depth - i);
-      for (int64_t j = 0; j < count; ++j) packed[(i + j) * m + r] = values[j];
+  const X* x = static_cast<const X*>(args.x) + first * args.x_stride;
+  for (int64_t i = 0; i < depth; i += kLanes) {
+    Vec block[kLanes];
+    OCTAVO_UNROLL
+    for (int r = 0; r < kLanes; ++r) {
+      block[r] = r < m ? load_first(x + r * args.x_stride + i, larger(int64_t{0}, args.k - i)) : splat(0.0f);
+    }
+    float* out = packed + i * m;
+    if (m == 1) {
+      store_first(out, block[0], depth - i);
+      continue;
+    }
+    transpose(block);
+    for (int64_t j = 0; j < smaller(int64_t{kLanes}, depth - i); ++j, out += m) {
+      if ((depth - i - j) * m >= kLanes) {
+        store(out, block[j]);  // what is too much is overwritten by the next one
+      } else {
+        store_first(out, block[j], m);
+      }
     }
   }
 }
@@ -264,15 +300,14 @@ void linear_few(ThreadPool& pool, const LinearArgs& args) {
 
 // --- many rows: blocks that stay in cache ---------------------------------------------------------------------------------
 
-constexpr int64_t kBlockDepth = 4 * kChainDepth;     // k of one block: its piece of a panel stays in L1 and L2
-constexpr int64_t kBlockRows = 24 * kTileRows;       // rows of one block: kBlockDepth of them stay in L2
-constexpr int64_t kMaxGroupPanels = 4;               // panels of one task
+constexpr int64_t kBlockRows = 24 * kTileRows;  // rows of one block: kChainDepth of them stay in L2
+constexpr int64_t kMaxGroupPanels = 4;          // panels of one task
+static_assert(kMaxGroupPanels % kBlockTilePanels == 0);
 
 // `depth` k's of one panel as float32 [depth][32].
 template <class W>
-OCTAVO_INLINE const float* unpack_panel(const W* w, int64_t depth, float* unpacked) {
+OCTAVO_INLINE void unpack_panel(const W* w, int64_t depth, float* out) {
   constexpr int kDepth = Panel<W>::kDepth;
-  float* out = unpacked;
   for (int64_t i = 0; i < depth; i += kDepth) {
     for (int group = 0; group < kPanelColumns / kLanes; ++group) {
       Vec values[kDepth];
@@ -282,47 +317,49 @@ OCTAVO_INLINE const float* unpack_panel(const W* w, int64_t depth, float* unpack
     w += Panel<W>::kStep;
     out += kDepth * kPanelColumns;
   }
-  return unpacked;
-}
-
-template <>
-OCTAVO_INLINE const float* unpack_panel<float>(const float* w, int64_t, float*) {
-  return w;
 }
 
 struct RowBlock {
-  const float* packed;  // tiles of [depth][kTileRows], the last one narrower
+  const float* packed;  // tiles of [depth][tile_rows], the last one narrower
   int64_t first;
   int64_t rows;
+  int64_t tile_rows;
   int64_t depth;
 };
 
-// Columns of panels first .. first + count for all rows of a block.
+// Columns of panels first .. first + count for all rows of a block: one chain of several panels, which stay in L1, for one tile
+// of rows after the other.
 template <class W>
 void multiply_group(const LinearArgs& args, const RowBlock& block, int64_t first, int64_t count, float* scratch) {
+  constexpr bool kUnpacks = !std::is_same_v<W, float>;
   float* unpacked = scratch;
-  float* sums = scratch + kBlockDepth * kPanelColumns;
-  const int64_t stride = count * kPanelColumns;
-  const W* weight = static_cast<const W*>(args.weight) + first * panel_size<W>(args.k);
-  for (int64_t k = 0; k < block.depth; k += kBlockDepth) {
-    const int64_t depth = smaller(kBlockDepth, block.depth - k);
-    for (int64_t panel = 0; panel < count; ++panel) {
-      const W* source = weight + panel * panel_size<W>(args.k) + k * kPanelColumns;
-      const W* next = panel + 1 < count ? source + panel_size<W>(args.k) : weight + (k + depth) * kPanelColumns;
-      const float* w = unpack_panel<W>(source, depth, unpacked);
-      for (int64_t row = 0; row < block.rows; row += kTileRows) {
-        const int64_t rows = smaller(int64_t{kTileRows}, block.rows - row);
-        const float* a = block.packed + row * block.depth + k * rows;
-        const char* ahead = row == 0 ? reinterpret_cast<const char*>(next) : reinterpret_cast<const char*>(a);
-        float* out = sums + row * stride + panel * kPanelColumns;
-        for (int64_t i = 0; i < depth; i += kChainDepth) {
-          kMultiplyPacked.of_rows[rows](a + i * rows, w + i * kPanelColumns, smaller(kChainDepth, depth - i), out, stride,
-                                        k + i == 0 ? Chain::kFresh : Chain::kAdded, ahead + i * 64);
+  float* sums = scratch + kBlockTilePanels * kChainDepth * kPanelColumns;
+  const int64_t stride = divide_up(count, int64_t{kBlockTilePanels}) * kBlockTilePanels * kPanelColumns;
+  const int64_t size = panel_size<W>(args.k), unpacked_size = kUnpacks ? kChainDepth * kPanelColumns : size;
+  const W* weight = static_cast<const W*>(args.weight) + first * size;
+  for (int64_t k = 0; k < block.depth; k += kChainDepth) {
+    const int64_t depth = smaller(kChainDepth, block.depth - k);
+    for (int64_t panel = 0; panel < count; panel += kBlockTilePanels) {
+      const W* source = weight + panel * size + k * kPanelColumns;
+      const W* next = panel + kBlockTilePanels < count ? source + kBlockTilePanels * size : weight + (k + depth) * kPanelColumns;
+      const bool is_alone = panel + kBlockTilePanels > count;  // a panel that is the last one is multiplied twice
+      if (kUnpacks) {
+        for (int p = 0; p < kBlockTilePanels; ++p) {
+          unpack_panel<W>(is_alone ? source : source + p * size, depth, unpacked + p * unpacked_size);
         }
+      }
+      const float* w = kUnpacks ? unpacked : reinterpret_cast<const float*>(source);
+      for (int64_t row = 0, tile = 0; row < block.rows; row += block.tile_rows, ++tile) {
+        const int64_t rows = smaller(block.tile_rows, block.rows - row);
+        const float* a = block.packed + row * block.depth + k * rows;
+        const void* ahead = tile < kBlockTilePanels ? static_cast<const void*>(next + tile * size) : a;
+        kMultiplyBlockTile.of_rows[rows](a, w, is_alone && !kUnpacks ? 0 : unpacked_size, depth,
+                                         sums + row * stride + panel * kPanelColumns, stride,
+                                         k == 0 ? Chain::kFresh : Chain::kAdded, ahead);
       }
     }
   }
-  write_sums(args, sums, stride, block.first, block.rows, first * kPanelColumns, stride);
+  write_sums(args, sums, stride, block.first, block.rows, first * kPanelColumns, count * kPanelColumns);
 }
 
 // As many panels as leave every thread several tasks, and all threads equally many while these are few.
@@ -340,14 +377,17 @@ template <class W>
 void linear_many(ThreadPool& pool, const LinearArgs& args) {
   const int64_t depth = padded_depth<W>(args.k), panels = divide_up(args.n, kPanelColumns);
   const int64_t most_rows = smaller(args.rows, kBlockRows);
-  const int64_t group = panels_of_a_task(panels, pool.num_threads(), kMaxGroupPanels);
+  const int64_t tile_panels = divide_up(panels, int64_t{kBlockTilePanels});
+  const int64_t group = kBlockTilePanels * panels_of_a_task(tile_panels, pool.num_threads(), kMaxGroupPanels / kBlockTilePanels);
   auto* packed = static_cast<float*>(pool.shared(static_cast<size_t>(most_rows * depth) * sizeof(float)));
-  pool.reserve_local(static_cast<size_t>(kPanelColumns * (kBlockDepth + most_rows * group)) * sizeof(float));
+  pool.reserve_local(static_cast<size_t>(kPanelColumns * (kBlockTilePanels * kChainDepth + most_rows * group)) * sizeof(float));
   for (int64_t first = 0; first < args.rows; first += kBlockRows) {
-    const RowBlock block{packed, first, smaller(kBlockRows, args.rows - first), depth};
-    parallel(pool, divide_up(block.rows, kTileRows), [&](int64_t tile, int) {
-      const int64_t row = tile * kTileRows;
-      pack_rows(args, first + row, smaller(int64_t{kTileRows}, block.rows - row), depth, packed + row * depth);
+    const int64_t rows = smaller(kBlockRows, args.rows - first);
+    const int64_t tile_rows = divide_up(rows, divide_up(rows, int64_t{kBlockTileRows}));  // tiles are nearly equally high
+    const RowBlock block{packed, first, rows, tile_rows, depth};
+    parallel(pool, divide_up(rows, tile_rows), [&](int64_t tile, int) {
+      const int64_t row = tile * tile_rows;
+      pack_rows(args, first + row, smaller(tile_rows, rows - row), depth, packed + row * depth);
     });
     parallel(pool, divide_up(panels, group), [&](int64_t task, int thread) {
       const int64_t panel = task * group;
