@@ -42,7 +42,7 @@ print([resident() - before - result.nbytes, bound])
 @pytest.mark.skipif(not COMPILED or sys.platform != "linux", reason="compiled kernels, and Linux tells the memory")
 @pytest.mark.parametrize(
     "batch",
-    [("512", "0", "0", "256", "8"), ("1", "33000", "60", "0", "2")],
+    [("256", "0", "0", "256", "8"), ("1", "33000", "60", "0", "2")],
     ids=["behind a prefix", "in partitions"],
 )
 def test_attention_takes_no_more_than_is_counted(batch, request):
