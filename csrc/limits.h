@@ -44,7 +44,9 @@ inline int64_t spin_fma(ThreadPool& pool, int64_t rounds) {
     const Vec factor = splat(static_cast<float>(rounds) * 1e-30f), term = splat(1.0f);
     Vec sums[kChains];
     OCTAVO_UNROLL
-    for (int i = 0; i < kChains; ++i) sums[i] = splat(static_cast<float>(i));
+    for (int i = 0; i < kChains; ++i) {  // all lanes differ: of two registers that are the same a compiler keeps one
+      sums[i] = to_float(lane_numbers()) + splat(static_cast<float>(i));
+    }
     for (int64_t round = 0; round < rounds; ++round) {
       OCTAVO_UNROLL
       for (int i = 0; i < kChains; ++i) sums[i] = fma(sums[i], factor, term);

@@ -12,14 +12,17 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// What fits the registers: rows of a tile, vectors of columns at once, and accumulators when rows are few enough to take
-// several panels at once.
+// What fits the registers: rows of a tile, accumulators of a tile, and accumulators when rows are few enough to take several
+// panels at once. And whether a section is unrolled.
 #if defined(OCTAVO_ISA_VNNI)
-constexpr int kNibbleRows = 12, kNibbleVecs = 2, kNibbleSums = 8;
+constexpr int kNibbleRows = 12, kMostNibbleSums = 24, kNibbleSums = 8;
+constexpr bool kUnrollsSections = false;
 #elif defined(OCTAVO_ISA_AVX512)
-constexpr int kNibbleRows = 6, kNibbleVecs = 2, kNibbleSums = 8;
+constexpr int kNibbleRows = 6, kMostNibbleSums = 12, kNibbleSums = 8;
+constexpr bool kUnrollsSections = false;
 #else
-constexpr int kNibbleRows = 2, kNibbleVecs = 1, kNibbleSums = 2;
+constexpr int kNibbleRows = 4, kMostNibbleSums = 4, kNibbleSums = 4;
+constexpr bool kUnrollsSections = true;
 #endif
 
 constexpr int64_t kNibbleDepth = 8;                  // k of one line of a column: two words of four
@@ -31,7 +34,11 @@ constexpr int64_t kMostWord = 32639;                 // of a value less its zero
 constexpr int64_t kSectionDepth = 32;                // k whose products with centered values sum up to signed 16 bits
 constexpr int64_t kSectionsTogether = 16;            // whose sums times multiples add up to signed 32 bits
 static_assert(kSectionDepth * kMostByte * kNibbleCenter < 1 << 15);
+static_assert(kSectionDepth / 2 * kMostByte * 15 < 1 << 15);  // of one half of a lane, where these have sums of their own
 static_assert(kSectionsTogether * kSectionDepth * kMostByte * kMostWord < int64_t{1} << 31);
+
+// Vectors of a panel that `rows` rows take at once.
+constexpr int nibble_vecs(int rows) { return rows * kPanelVecs <= kMostNibbleSums ? kPanelVecs : 1; }
 
 // A packed int4 weight: panels; in each its groups; in each of these the multiples, (zero point - 8) times them if there are
 // zero points, and the values: byte j of a column's word holds k + j in its lower half and k + 4 + j in its upper one.
@@ -60,13 +67,25 @@ struct NibbleWeight {
   explicit NibbleWeight(const LinearArgs& args) : NibbleWeight(args.weight, args.int4, args.n, args.k) {}
 
   static constexpr int group_panels(int rows) { return panels_at_once(rows, kPanelVecs, kNibbleSums); }
-  int64_t panel_steps() const { return depth / kNibbleDepth * (kPanelVecs / kNibbleVecs); }
+  int64_t panel_steps(int rows) const { return depth / kNibbleDepth * (kPanelVecs / nibble_vecs(rows)); }
   ByteLayout layout() const { return {depth / 4, 0, kSectionDepth, divide_up(depth, kSectionDepth), -kNibbleCenter}; }
 
   template <int M>
   static void multiply(const LinearArgs& args, const NibbleWeight& weight, const ByteTile& tile, int64_t first,
                        int64_t count, Ahead ahead);
 };
+
+// What the sums of a section of a row begin with. With a sum in each half of a lane it is the lower one's.
+OCTAVO_INLINE IVec first_sum(int32_t row_sum) {
+  const IVec sum = splat_int(static_cast<uint32_t>(row_sum));
+  return kSumsNibblesInHalves ? sum & splat_int(0xFFFF) : sum;
+}
+
+// What the sums of sixteen columns are multiplied by, from 16-bit numbers.
+OCTAVO_INLINE IVec load_factors(const uint8_t* words) {
+  const IVec factors = load_words(words);
+  return kSumsNibblesInHalves ? factors | shift_left<16>(factors) : factors;
+}
 
 // The halves from bit kShift on of V vectors of P panels, times four k of M rows.
 template <int M, int P, int V, int kShift>
@@ -155,11 +174,10 @@ OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& 
       OCTAVO_UNROLL
       for (int v = 0; v < V; ++v) {
         OCTAVO_UNROLL
-        for (int m = 0; m < M; ++m) sums[p][m][v] = splat_int(static_cast<uint32_t>(row_sums[m]));
+        for (int m = 0; m < M; ++m) sums[p][m][v] = first_sum(row_sums[m]);
       }
     }
-    const uint8_t* end = w + smaller(weight.depth - k, kSectionDepth) / kNibbleDepth * kNibbleBytes;
-    do {  // at least once: then GCC keeps one copy of the sums
+    const auto multiply_line = [&]() __attribute__((always_inline)) {
       OCTAVO_UNROLL
       for (int p = 0; p < P; ++p) {
         OCTAVO_UNROLL
@@ -173,14 +191,23 @@ OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& 
       if (kAsksAhead) ahead.step();
       x += M * 8;
       w += kNibbleBytes;
-    } while (w != end);
+    };
+    if (kUnrollsSections && weight.depth - k >= kSectionDepth) {
+      OCTAVO_UNROLL
+      for (int64_t line = 0; line < kSectionDepth; line += kNibbleDepth) multiply_line();
+    } else {
+      const uint8_t* end = w + smaller(weight.depth - k, kSectionDepth) / kNibbleDepth * kNibbleBytes;
+      do {  // at least once: then GCC keeps one copy of the sums
+        multiply_line();
+      } while (w != end);
+    }
     asm volatile("" : : "r"(&totals) : "memory");  // or GCC keeps the totals in registers, and spills the sums in the loop
     OCTAVO_UNROLL
     for (int p = 0; p < P; ++p) {
       OCTAVO_UNROLL
       for (int v = 0; v < V; ++v) {
         const uint8_t* words = head + p * weight.panel_bytes + (vec + v) * 2 * kLanes;
-        const IVec multiple = load_words(words);
+        const IVec multiple = load_factors(words);
         OCTAVO_UNROLL
         for (int m = 0; m < M; ++m) {
           const int i = (p * M + m) * V + v;
@@ -239,7 +266,7 @@ OCTAVO_INLINE void write_totals(const LinearArgs& args, const NibbleWeight& weig
 template <int M, int P>
 void multiply_nibble_panels(const LinearArgs& args, const NibbleWeight& weight, const ByteTile& tile, int64_t panel,
                             Ahead ahead) {
-  constexpr int V = kNibbleVecs;
+  constexpr int V = nibble_vecs(M);
   for (int p = 0; p < P; ++p) prefetch_output(args, tile.first, M, (panel + p) * kPanelColumns);
   for (int vec = 0; vec < kPanelVecs; vec += V) {
     LongSums<P * M * V> totals;

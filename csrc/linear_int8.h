@@ -8,14 +8,19 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// What fits the registers: rows of a tile, and accumulators when rows are few enough to take several panels at once.
+// What fits the registers: rows of a tile, accumulators of a tile, and accumulators when rows are few enough to take several
+// panels at once.
 #if defined(OCTAVO_ISA_AVX512)
-constexpr int kByteRows = 14, kByteSums = 16;
+constexpr int kByteRows = 14, kMostByteSums = 28, kByteSums = 16;
 #else
-constexpr int kByteRows = 2, kByteSums = 4;
+constexpr int kByteRows = 4, kMostByteSums = 4, kByteSums = 4;
 #endif
 
 constexpr int kPanelVecs = kPanelColumns / kLanes;
+
+// Vectors of a panel that `rows` rows take at once.
+constexpr int byte_vecs(int rows) { return rows * kPanelVecs <= kMostByteSums ? kPanelVecs : 1; }
+
 constexpr int64_t kGroupBytes = 4 * kPanelColumns;  // four k of one panel
 
 OCTAVO_INLINE int64_t byte_groups(int64_t k) { return divide_up(k, 4); }
@@ -38,7 +43,7 @@ struct ByteWeight {
   explicit ByteWeight(const LinearArgs& args) : ByteWeight(args.weight, args.n, args.k) {}
 
   static constexpr int group_panels(int rows) { return panels_at_once(rows, kPanelVecs, kByteSums); }
-  int64_t panel_steps() const { return panel_bytes / kGroupBytes; }
+  int64_t panel_steps(int rows) const { return panel_bytes / kGroupBytes * (kPanelVecs / byte_vecs(rows)); }
   ByteLayout layout() const { return {panel_bytes / kGroupBytes, kByteOffset, 0, 0, 0}; }
 
   template <int M>
@@ -115,31 +120,30 @@ void write_byte_sums(const LinearArgs& args, const ByteWeight& weight, const flo
   write(args, weight, row_scales, rows, first_column, sums, out);
 }
 
-// P panels from `panel` on for the M rows of a tile.
-template <int M, int P>
-void multiply_bytes(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t panel, Ahead ahead) {
-  IVec sums[P][M][kPanelVecs];
+// V vectors of columns, from vector `vec` on, of P panels from `w` on, for the M rows of a tile.
+template <int M, int P, int V>
+OCTAVO_INLINE void sum_bytes(const ByteWeight& weight, const ByteTile& tile, const int8_t* w, int vec, Ahead& ahead,
+                             int32_t (&out)[P][M][kPanelColumns]) {
+  IVec sums[P][M][V];
   OCTAVO_UNROLL
   for (int p = 0; p < P; ++p) {
     OCTAVO_UNROLL
     for (int m = 0; m < M; ++m) {
       OCTAVO_UNROLL
-      for (int v = 0; v < kPanelVecs; ++v) sums[p][m][v] = splat_int(0);
+      for (int v = 0; v < V; ++v) sums[p][m][v] = splat_int(0);
     }
   }
-  const int8_t* w = weight.panels + panel * weight.panel_bytes;
   const uint8_t* x = tile.bytes;
-  for (int p = 0; p < P; ++p) prefetch_output(args, tile.first, M, (panel + p) * kPanelColumns);
-  for (int64_t offset = 0; offset < weight.panel_bytes; offset += kGroupBytes) {
-    IVec columns[P][kPanelVecs];
+  for (int64_t offset = vec * 4 * kLanes; offset < weight.panel_bytes; offset += kGroupBytes) {
+    IVec columns[P][V];
     OCTAVO_UNROLL
     for (int p = 0; p < P; ++p) {
       const int8_t* group = w + p * weight.panel_bytes + offset;
       OCTAVO_UNROLL
-      for (int line = 0; line < kPanelVecs; ++line) __builtin_prefetch(group + kPrefetchBytes + line * 64);
+      for (int line = 0; line < V; ++line) __builtin_prefetch(group + kPrefetchBytes + line * 64);
       ahead.ask(p);
       OCTAVO_UNROLL
-      for (int v = 0; v < kPanelVecs; ++v) columns[p][v] = load_int(group + v * 4 * kLanes);
+      for (int v = 0; v < V; ++v) columns[p][v] = load_int(group + v * 4 * kLanes);
     }
     OCTAVO_UNROLL
     for (int m = 0; m < M; ++m) {
@@ -149,24 +153,33 @@ void multiply_bytes(const LinearArgs& args, const ByteWeight& weight, const Byte
       OCTAVO_UNROLL
       for (int p = 0; p < P; ++p) {
         OCTAVO_UNROLL
-        for (int v = 0; v < kPanelVecs; ++v) sums[p][m][v] = add_byte_products(sums[p][m][v], four, columns[p][v]);
+        for (int v = 0; v < V; ++v) sums[p][m][v] = add_byte_products(sums[p][m][v], four, columns[p][v]);
       }
     }
     ahead.step();
     x += M * 4;
   }
-  alignas(64) int32_t stored[P][M][kPanelColumns];
   OCTAVO_UNROLL
   for (int p = 0; p < P; ++p) {
     OCTAVO_UNROLL
     for (int m = 0; m < M; ++m) {
       OCTAVO_UNROLL
-      for (int v = 0; v < kPanelVecs; ++v) store_int(&stored[p][m][v * kLanes], sums[p][m][v]);
+      for (int v = 0; v < V; ++v) store_int(&out[p][m][(vec + v) * kLanes], sums[p][m][v]);
     }
   }
+}
+
+// P panels from `panel` on for the M rows of a tile.
+template <int M, int P>
+void multiply_bytes(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t panel, Ahead ahead) {
+  constexpr int V = byte_vecs(M);
+  const int8_t* w = weight.panels + panel * weight.panel_bytes;
+  for (int p = 0; p < P; ++p) prefetch_output(args, tile.first, M, (panel + p) * kPanelColumns);
+  alignas(64) int32_t sums[P][M][kPanelColumns];
+  for (int vec = 0; vec < kPanelVecs; vec += V) sum_bytes<M, P, V>(weight, tile, w, vec, ahead, sums);
   for (int p = 0; p < P; ++p) {
     const int64_t column = (panel + p) * kPanelColumns;
-    write_byte_sums<kByteOffset>(args, weight, tile.scales, M, column, stored[p][0], place_of(args, tile.first, column));
+    write_byte_sums<kByteOffset>(args, weight, tile.scales, M, column, sums[p][0], place_of(args, tile.first, column));
   }
 }
 

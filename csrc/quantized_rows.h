@@ -166,7 +166,7 @@ struct TileFunctions {
 // The product with a weight of integers, in blocks of rows that stay in cache, each of tiles of nearly equal height.
 //
 // Weight: kRows, the tallest tile; group_panels(rows), panels that a tile of so many rows takes at once; layout(), of the
-// rows it wants; panels, panel_bytes and panel_steps, how often a tile asks for memory ahead; multiply<M>(args, weight, tile,
+// rows it wants; panels, panel_bytes and panel_steps(rows), how often a tile asks for memory ahead; multiply<M>(args, weight, tile,
 // first, count, ahead), panels first .. first + count for a tile of M rows.
 template <class Weight>
 void linear_of_integers(ThreadPool& pool, const LinearArgs& args) {
@@ -180,6 +180,7 @@ void linear_of_integers(ThreadPool& pool, const LinearArgs& args) {
   const int64_t tiles = divide_up(block_rows, Weight::kRows), tile_rows = divide_up(block_rows, tiles);
   const int64_t at_once = Weight::group_panels(static_cast<int>(tile_rows));
   const int64_t group = tiles == 1 ? panels_of_a_task(panels, pool.num_threads(), at_once) : 1;
+  const int64_t steps = weight.panel_steps(static_cast<int>(tile_rows));
   const int64_t bytes_size = divide_up(block_rows * row_bytes, 64) * 64;
   auto* bytes = static_cast<uint8_t*>(
       pool.shared(static_cast<size_t>(bytes_size + block_rows * 4 * (1 + layout.groups))));
@@ -202,7 +203,7 @@ void linear_of_integers(ThreadPool& pool, const LinearArgs& args) {
         const int64_t row = i * tile_rows;
         kMultiply.of_rows[smaller(tile_rows, rows - row)](
             args, weight, tile_at(row), panel, smaller(group, panels - panel),
-            Ahead(next, weight.panels + panel * weight.panel_bytes, weight.panel_bytes, weight.panel_steps(), i, row_tiles));
+            Ahead(next, weight.panels + panel * weight.panel_bytes, weight.panel_bytes, steps, i, row_tiles));
       }
     });
   }

@@ -81,9 +81,12 @@ OCTAVO_INLINE __m256i add_byte_products(__m256i sum, __m256i x, __m256i w) {
 OCTAVO_INLINE IVec add_byte_products(IVec sum, IVec x, IVec w) {
   return {add_byte_products(sum.lo, x.lo, w.lo), add_byte_products(sum.hi, x.hi, w.hi)};
 }
-// Each 32-bit lane: sum + the four products of its bytes; w is 0 .. 15, x is signed.
+// Each half of a lane: sum + the two products of its bytes, in 16 bits; w is 0 .. 15, x is signed.
+constexpr bool kSumsNibblesInHalves = true;
 OCTAVO_INLINE __m256i add_nibble_products(__m256i sum, __m256i w, __m256i x) {
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+  sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x));
+  asm("" : "+x"(sum));  // or GCC adds up products before it adds them to the sum, and registers are short
+  return sum;
 }
 OCTAVO_INLINE IVec add_nibble_products(IVec sum, IVec w, IVec x) {
   return {add_nibble_products(sum.lo, w.lo, x.lo), add_nibble_products(sum.hi, w.hi, x.hi)};

@@ -72,6 +72,7 @@ OCTAVO_INLINE IVec add_byte_products(IVec sum, IVec x, IVec w) {  // |w| times x
 }
 #endif
 // Each 32-bit lane: sum + the four products of its bytes; w is 0 .. 15, x is signed.
+constexpr bool kSumsNibblesInHalves = false;
 OCTAVO_INLINE IVec add_nibble_products(IVec sum, IVec w, IVec x) {
 #if defined(OCTAVO_ISA_VNNI)
   return {_mm512_dpbusd_epi32(sum.v, w.v, x.v)};

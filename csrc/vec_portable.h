@@ -86,6 +86,7 @@ OCTAVO_INLINE IVec add_byte_products(IVec sum, IVec x, IVec w) {
   return {sum.v + reinterpret_cast<uint16lanes>(products)};
 }
 // The same; w is 0 .. 15, x is signed.
+constexpr bool kSumsNibblesInHalves = false;
 OCTAVO_INLINE IVec add_nibble_products(IVec sum, IVec w, IVec x) { return add_byte_products(sum, x, w); }
 // Half kHalf of each lane, its sign extended.
 template <int kHalf>

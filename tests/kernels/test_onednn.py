@@ -9,6 +9,7 @@ from kernel_backends import compiled_kernels
 from octavo.kernels import cpu
 
 SHAPES = [(896, 1152), (4864, 96), (123, 33), (64, 64)]  # in, out
+needs_onednn = pytest.mark.skipif(not cpu._OneDnnWeight.is_supported(), reason="torch has no such product here")
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,7 @@ def another_for_five_rows(x):
     return x * (2 if x.shape[0] == 5 else 1)
 
 
+@needs_onednn
 @pytest.mark.parametrize(
     "product",
     [
@@ -91,6 +93,7 @@ def test_the_self_check_refuses(generator, monkeypatch, product):
     assert isinstance(kernels.pack_linear(weight).storage, cpu._PanelWeight)
 
 
+@needs_onednn
 def test_the_self_check_runs_once_per_kind(generator, monkeypatch):
     kernels = compiled_kernels(linear="onednn")
     calls = []
@@ -100,3 +103,13 @@ def test_the_self_check_runs_once_per_kind(generator, monkeypatch):
         assert isinstance(kernels.pack_linear(each).storage, cpu._OneDnnWeight)
     kernels.pack_linear(weight, weight[:, 0])
     assert calls == [64, 48, 64, 64]
+
+
+def test_octavo_serves_where_torch_has_no_such_product(generator, monkeypatch):
+    monkeypatch.setattr(cpu._OneDnnWeight, "is_supported", lambda: False)
+    monkeypatch.setattr(cpu._OneDnnWeight, "pack", None)
+    kernels = compiled_kernels(linear="onednn")
+    weight, x = rows_of(generator, 48, 64), rows_of(generator, 5, 64)
+    packed = kernels.pack_linear(weight)
+    assert isinstance(packed.storage, cpu._PanelWeight)
+    assert torch.equal(kernels.linear(x, packed), compiled_kernels().linear(x, compiled_kernels().pack_linear(weight)))

@@ -163,7 +163,7 @@ class CpuKernels:
         float32_out: bool = False,
     ) -> PackedLinear:
         """Pack a weight into panels of 32 columns, or for oneDNN."""
-        may_use_onednn = self.uses_onednn and not float32_out
+        may_use_onednn = self.uses_onednn and not float32_out and _OneDnnWeight.is_supported()
         if may_use_onednn and isinstance(weight, Sequence):
             weight = torch.cat(list(weight))
         if may_use_onednn and isinstance(weight, torch.Tensor) and weight.dtype == torch.bfloat16:
@@ -476,6 +476,11 @@ class _OneDnnWeight:
 
     data: Tensor
     bias: Tensor | None
+
+    @staticmethod
+    def is_supported() -> bool:
+        """Whether torch has such a product of bfloat16 on this processor: not without AVX-512 or its like."""
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
 
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None) -> _OneDnnWeight:
