@@ -21,7 +21,7 @@ constexpr bool kUnrollsSections = false;
 constexpr int kNibbleRows = 6, kMostNibbleSums = 12, kNibbleSums = 8;
 constexpr bool kUnrollsSections = false;
 #else
-constexpr int kNibbleRows = 4, kMostNibbleSums = 4, kNibbleSums = 4;
+constexpr int kNibbleRows = 4, kMostNibbleSums = 4, kNibbleSums = 6;
 constexpr bool kUnrollsSections = true;
 #endif
 
@@ -156,7 +156,8 @@ class LongSums {
 template <int M, int P, int V>
 OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& tile, const uint8_t* w, int vec,
                                     Ahead& ahead, LongSums<P * M * V>& totals) {
-  constexpr bool kAsksAhead = P > 1;  // with more rows arithmetic takes longer than memory, and registers are short
+  // With more rows arithmetic takes longer than memory, and registers are short.
+  constexpr bool kAsksAhead = P > 1 && kFewRowsAskAhead;
   const uint8_t *x = tile.bytes, *head = w;
   const int32_t* row_sums = tile.sums;
   int64_t next_group = 0, next_move = kSectionsTogether * kSectionDepth;

@@ -13,7 +13,7 @@ namespace octavo::OCTAVO_ISA {
 #if defined(OCTAVO_ISA_AVX512)
 constexpr int kByteRows = 14, kMostByteSums = 28, kByteSums = 16;
 #else
-constexpr int kByteRows = 4, kMostByteSums = 4, kByteSums = 4;
+constexpr int kByteRows = 4, kMostByteSums = 4, kByteSums = 6;
 #endif
 
 constexpr int kPanelVecs = kPanelColumns / kLanes;
@@ -124,6 +124,7 @@ void write_byte_sums(const LinearArgs& args, const ByteWeight& weight, const flo
 template <int M, int P, int V>
 OCTAVO_INLINE void sum_bytes(const ByteWeight& weight, const ByteTile& tile, const int8_t* w, int vec, Ahead& ahead,
                              int32_t (&out)[P][M][kPanelColumns]) {
+  constexpr bool kAsksAhead = P == 1 || kFewRowsAskAhead;
   IVec sums[P][M][V];
   OCTAVO_UNROLL
   for (int p = 0; p < P; ++p) {
@@ -141,7 +142,7 @@ OCTAVO_INLINE void sum_bytes(const ByteWeight& weight, const ByteTile& tile, con
       const int8_t* group = w + p * weight.panel_bytes + offset;
       OCTAVO_UNROLL
       for (int line = 0; line < V; ++line) __builtin_prefetch(group + kPrefetchBytes + line * 64);
-      ahead.ask(p);
+      if (kAsksAhead) ahead.ask(p);
       OCTAVO_UNROLL
       for (int v = 0; v < V; ++v) columns[p][v] = load_int(group + v * 4 * kLanes);
     }
@@ -156,7 +157,7 @@ OCTAVO_INLINE void sum_bytes(const ByteWeight& weight, const ByteTile& tile, con
         for (int v = 0; v < V; ++v) sums[p][m][v] = add_byte_products(sums[p][m][v], four, columns[p][v]);
       }
     }
-    ahead.step();
+    if (kAsksAhead) ahead.step();
     x += M * 4;
   }
   OCTAVO_UNROLL

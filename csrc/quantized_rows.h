@@ -146,6 +146,13 @@ class Ahead {
   int64_t panel_;
 };
 
+// Whether rows so few that they take several panels at once ask ahead: AVX2 reads faster without.
+#if defined(OCTAVO_ISA_AVX2)
+constexpr bool kFewRowsAskAhead = false;
+#else
+constexpr bool kFewRowsAskAhead = true;
+#endif
+
 // How many panels M rows take at once: as many streams from memory as there are registers for.
 constexpr int panels_at_once(int rows, int vecs, int most_sums) {
   const int count = most_sums / (rows * vecs);

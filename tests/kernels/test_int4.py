@@ -145,6 +145,24 @@ def test_the_largest_sums_do_not_overflow(compiled, rows, group_size, sign):
     assert sign * reference(x, weight)[0, 0] > 4.9e6 * 0.99
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 40])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_the_largest_sums_of_some_of_a_word_do_not_overflow(compiled, rows, zeros):
+    """Where the first two of four products have a sum of their own, it is largest if the others have the other sign."""
+    depth = 1024
+    is_first = (torch.arange(depth) % 4 < 2).float()
+    signs = [(1, 1), (1, -1), (-1, 1), (-1, -1)]
+    x = torch.stack([5.0 * (first * is_first + second * (1 - is_first)) for first, second in signs]).repeat(10, 1)
+    columns = [15 * ((1 + first) / 2 * is_first + (1 + second) / 2 * (1 - is_first)) for first, second in signs]
+    values = torch.stack(columns).repeat(10, 1).to(torch.uint8)
+    zero_points = torch.tensor([0, 15], dtype=torch.uint8).repeat(40, depth // 64) if zeros else None
+    weight = Int4Weight(values, torch.ones(40, depth // 32), zero_points, 32)
+    packed = compiled.pack_linear(weight)
+    for first in range(0, 40, rows):
+        some = x[first : first + rows]
+        assert torch.equal(compiled.linear(some, packed), reference(some, weight))
+
+
 @pytest.mark.parametrize("rows", [6, 40])
 def test_rows_of_zeros_tiny_and_broken_numbers(kernels, generator, rows):
     x = random(generator, rows, 70)
