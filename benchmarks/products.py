@@ -3,7 +3,8 @@
     python benchmarks/products.py                                # qwen2-0.5b and qwen3-0.6b, 1 to 512 rows
     python benchmarks/products.py --shape qwen2-0.5b --precision int8 --layer down --rows 1 32 512
 
-The others: bf16 is `mkldnn._linear_pointwise` of prepacked weights. int8 is `onednn.qlinear_pointwise` of prepacked
+The others: bf16 is `mkldnn._linear_pointwise` of prepacked weights, or plain `F.linear` on processors for which torch
+has none (no AVX-512 or its like). int8 is `onednn.qlinear_pointwise` of prepacked
 weights; its activations are given as bytes already (unsigned, one scale of all rows), while octavo rounds them row by
 row within its time. int4 is `aten._weight_int4pack_mm_for_cpu`, groups of 32, which multiplies in bfloat16.
 
@@ -20,6 +21,7 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional
 from workloads import FOLDER, prepare
 
 from octavo.kernels.cpu import CpuKernels
@@ -61,6 +63,9 @@ def octavo_products(
 
 def torch_products(weight: Tensor, precision: str, copies: int) -> list[Callable[[Tensor], Tensor]]:
     """Pack a weight for torch, so many times; each takes x [rows, in], for int8 as bytes, to bfloat16 [rows, out]."""
+    if precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # noqa: SLF001
+        clones = [weight.clone() for _ in range(copies)]
+        return [lambda x, each=each: functional.linear(x, each) for each in clones]
     if precision == "bf16":
         pack, multiply = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
         whole = [pack(weight, None) for _ in range(copies)]

@@ -28,6 +28,7 @@ LEAST_SHARES = {
     "avx512_bf16": {"bf16": 0.6, "int8": 0.52, "int4": 0.31},
     "avx512_vnni": {"bf16": 0.52, "int8": 0.48, "int4": 0.31},
     "avx512": {"bf16": 0.5},
+    "avx2": {"bf16": 0.57, "int8": 0.48, "int4": 0.52},
 }
 LEAST_BANDWIDTH = {"bf16": 0.6, "int8": 0.6, "int4": 0.5}  # of the streaming read, at one row
 # What 8 and 32 rows must reach of the speed of one row, whose time goes into reading the weight: half of what it was.
@@ -35,6 +36,7 @@ LEAST_OF_ONE_ROW = {
     "amx": {"bf16": (0.48, 0.37), "int8": (0.42, 0.34), "int4": (0.34, 0.16)},
     "avx512_bf16": {"bf16": (0.29, 0.12), "int8": (0.4, 0.27), "int4": (0.34, 0.14)},
     "avx512_vnni": {"bf16": (0.29, 0.12), "int8": (0.42, 0.27), "int4": (0.34, 0.14)},
+    "avx2": {"bf16": (0.17, 0.05), "int8": (0.2, 0.04), "int4": (0.17, 0.04)},
 }
 # Attention in the heads of qwen3-0.6b, bfloat16: a token behind each of 4 x 4,096 positions beside the streaming read,
 # half of what it did; 256 tokens at once beside the register loop, two thirds.
@@ -42,6 +44,7 @@ LEAST_ATTENTION = {
     "amx": {"decode": 0.34, "chunk": 0.09},
     "avx512_bf16": {"decode": 0.24, "chunk": 0.55},
     "avx512_vnni": {"decode": 0.2, "chunk": 0.4},
+    "avx2": {"decode": 0.12, "chunk": 0.47},
 }
 # How many times as fast 16 tokens, each behind 1,088 positions, are when 1,024 of these are the same: three quarters.
 LEAST_GAIN_OF_PREFIX = {"amx": 4.0, "avx512_bf16": 2.4, "avx512_vnni": 3.8, "avx2": 3.0}
