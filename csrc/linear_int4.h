@@ -20,9 +20,12 @@ constexpr bool kUnrollsSections = false;
 #elif defined(OCTAVO_ISA_AVX512)
 constexpr int kNibbleRows = 6, kMostNibbleSums = 12, kNibbleSums = 8;
 constexpr bool kUnrollsSections = false;
-#else
+#elif defined(OCTAVO_ISA_AVX2)
 constexpr int kNibbleRows = 4, kMostNibbleSums = 4, kNibbleSums = 6;
 constexpr bool kUnrollsSections = true;
+#else
+constexpr int kNibbleRows = 2, kMostNibbleSums = 1, kNibbleSums = 2;
+constexpr bool kUnrollsSections = false;
 #endif
 
 constexpr int64_t kNibbleDepth = 8;                  // k of one line of a column: two words of four
