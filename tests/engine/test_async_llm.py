@@ -148,6 +148,7 @@ def test_the_engines_death_reaches_every_reader():
             await collect(llm, "hello", "later")
 
     run(main())
+    llm.shutdown()  # readers hear of it first, then the thread ends
     assert executor.is_shut_down
 
 
@@ -162,6 +163,7 @@ def test_a_request_that_the_engine_dies_of_hears_so_too(monkeypatch):
             await collect(llm, "hello", "a")
 
     run(main())
+    llm.shutdown()  # readers hear of it first, then the thread ends
     assert executor.is_shut_down
 
 
