@@ -4,9 +4,9 @@
     python benchmarks/products.py --shape qwen2-0.5b --precision int8 --layer down --rows 1 32 512
 
 The others: bf16 is `mkldnn._linear_pointwise` of prepacked weights, or plain `F.linear` on processors for which torch
-has none (no AVX-512 or its like). int8 is `onednn.qlinear_pointwise` of prepacked
-weights; its activations are given as bytes already (unsigned, one scale of all rows), while octavo rounds them row by
-row within its time. int4 is `aten._weight_int4pack_mm_for_cpu`, groups of 32, which multiplies in bfloat16.
+has none (no AVX-512 or its like). int8 is `onednn.qlinear_pointwise` of prepacked weights; its activations are given as
+bytes already (unsigned, one scale of all rows), while octavo rounds them row by row within its time. int4 is
+`aten._weight_int4pack_mm_for_cpu`, groups of 32, which multiplies in bfloat16.
 
 Each is timed once a round, one right after the other and the other way round in the next; weights are cycled through
 so much memory that no cache keeps them. ratio: the other's time over octavo's, round by round: above 1 octavo is
