@@ -169,30 +169,36 @@ constexpr BlockTileFunctions kMultiplyBlockTile;
 
 // --- activations and results ----------------------------------------------------------------------------------------------
 
-// Rows first .. first + m of x, at most 16, as float32 [depth][m]; k beyond the row is zero. Sixteen k of each are turned into
-// columns at once.
+// The sixteen lanes of each of m rows, whatever their bits mean, as [lanes][m]: the first `count` of them, and nothing behind
+// these is written. `rows` is used up.
+inline void turn_rows(Vec (&rows)[kLanes], int64_t m, int64_t count, float* out) {
+  constexpr int64_t kFew = 4;  // rows whose lanes are moved one by one
+  count = smaller(count, int64_t{kLanes});
+  if (m == 1) {
+    store_first(out, rows[0], count);
+  } else if (m <= kFew) {
+    float lanes[kFew][kLanes];
+    for (int64_t r = 0; r < m; ++r) store(lanes[r], rows[r]);
+    for (int64_t i = 0; i < count; ++i, out += m) {
+      for (int64_t r = 0; r < m; ++r) std::memcpy(out + r, &lanes[r][i], sizeof(float));
+    }
+  } else {
+    for (int64_t r = m; r < kLanes; ++r) rows[r] = splat(0.0f);
+    transpose(rows);
+    for (int64_t i = 0; i < count; ++i, out += m) {  // what is too much is overwritten by the next ones
+      store_first(out, rows[i], (count - i) * m >= kLanes ? int64_t{kLanes} : m);
+    }
+  }
+}
+
+// Rows first .. first + m of x, at most 16, as float32 [depth][m]; k beyond the row is zero.
 template <class X>
 void pack_rows(const LinearArgs& args, int64_t first, int64_t m, int64_t depth, float* packed) {
   const X* x = static_cast<const X*>(args.x) + first * args.x_stride;
   for (int64_t i = 0; i < depth; i += kLanes) {
     Vec block[kLanes];
-    OCTAVO_UNROLL
-    for (int r = 0; r < kLanes; ++r) {
-      block[r] = r < m ? load_first(x + r * args.x_stride + i, larger(int64_t{0}, args.k - i)) : splat(0.0f);
-    }
-    float* out = packed + i * m;
-    if (m == 1) {
-      store_first(out, block[0], depth - i);
-      continue;
-    }
-    transpose(block);
-    for (int64_t j = 0; j < smaller(int64_t{kLanes}, depth - i); ++j, out += m) {
-      if ((depth - i - j) * m >= kLanes) {
-        store(out, block[j]);  // what is too much is overwritten by the next one
-      } else {
-        store_first(out, block[j], m);
-      }
-    }
+    for (int64_t r = 0; r < m; ++r) block[r] = load_first(x + r * args.x_stride + i, larger(int64_t{0}, args.k - i));
+    turn_rows(block, m, depth - i, packed + i * m);
   }
 }
 
@@ -334,7 +340,7 @@ void multiply_group(const LinearArgs& args, const RowBlock& block, int64_t first
   constexpr bool kUnpacks = !std::is_same_v<W, float>;
   float* unpacked = scratch;
   float* sums = scratch + kBlockTilePanels * kChainDepth * kPanelColumns;
-  const int64_t stride = divide_up(count, int64_t{kBlockTilePanels}) * kBlockTilePanels * kPanelColumns;
+  const int64_t stride = count * kPanelColumns;
   const int64_t size = panel_size<W>(args.k), unpacked_size = kUnpacks ? kChainDepth * kPanelColumns : size;
   const W* weight = static_cast<const W*>(args.weight) + first * size;
   for (int64_t k = 0; k < block.depth; k += kChainDepth) {
@@ -342,20 +348,22 @@ void multiply_group(const LinearArgs& args, const RowBlock& block, int64_t first
     for (int64_t panel = 0; panel < count; panel += kBlockTilePanels) {
       const W* source = weight + panel * size + k * kPanelColumns;
       const W* next = panel + kBlockTilePanels < count ? source + kBlockTilePanels * size : weight + (k + depth) * kPanelColumns;
-      const bool is_alone = panel + kBlockTilePanels > count;  // a panel that is the last one is multiplied twice
+      const int64_t here = smaller(int64_t{kBlockTilePanels}, count - panel);  // the last one may stand alone
       if (kUnpacks) {
-        for (int p = 0; p < kBlockTilePanels; ++p) {
-          unpack_panel<W>(is_alone ? source : source + p * size, depth, unpacked + p * unpacked_size);
-        }
+        for (int64_t p = 0; p < here; ++p) unpack_panel<W>(source + p * size, depth, unpacked + p * unpacked_size);
       }
       const float* w = kUnpacks ? unpacked : reinterpret_cast<const float*>(source);
       for (int64_t row = 0, tile = 0; row < block.rows; row += block.tile_rows, ++tile) {
         const int64_t rows = smaller(block.tile_rows, block.rows - row);
         const float* a = block.packed + row * block.depth + k * rows;
         const void* ahead = tile < kBlockTilePanels ? static_cast<const void*>(next + tile * size) : a;
-        kMultiplyBlockTile.of_rows[rows](a, w, is_alone && !kUnpacks ? 0 : unpacked_size, depth,
-                                         sums + row * stride + panel * kPanelColumns, stride,
-                                         k == 0 ? Chain::kFresh : Chain::kAdded, ahead);
+        float* out = sums + row * stride + panel * kPanelColumns;
+        const Chain chain = k == 0 ? Chain::kFresh : Chain::kAdded;
+        if (here == kBlockTilePanels) {
+          kMultiplyBlockTile.of_rows[rows](a, w, unpacked_size, depth, out, stride, chain, ahead);
+        } else {
+          kMultiplyPacked.of_rows[rows](a, w, depth, out, stride, chain, ahead);
+        }
       }
     }
   }

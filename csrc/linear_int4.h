@@ -40,9 +40,6 @@ static_assert(kSectionDepth * kMostByte * kNibbleCenter < 1 << 15);
 static_assert(kSectionDepth / 2 * kMostByte * 15 < 1 << 15);  // of one half of a lane, where these have sums of their own
 static_assert(kSectionsTogether * kSectionDepth * kMostByte * kMostWord < int64_t{1} << 31);
 
-// Vectors of a panel that `rows` rows take at once.
-constexpr int nibble_vecs(int rows) { return rows * kPanelVecs <= kMostNibbleSums ? kPanelVecs : 1; }
-
 // A packed int4 weight: panels; in each its groups; in each of these the multiples, (zero point - 8) times them if there are
 // zero points, and the values: byte j of a column's word holds k + j in its lower half and k + 4 + j in its upper one.
 // Behind all panels the units of the columns.
@@ -69,8 +66,8 @@ struct NibbleWeight {
         units(reinterpret_cast<const float*>(panels + divide_up(n, kPanelColumns) * panel_bytes)) {}
   explicit NibbleWeight(const LinearArgs& args) : NibbleWeight(args.weight, args.int4, args.n, args.k) {}
 
-  static constexpr int group_panels(int rows) { return panels_at_once(rows, kPanelVecs, kNibbleSums); }
-  int64_t panel_steps(int rows) const { return depth / kNibbleDepth * (kPanelVecs / nibble_vecs(rows)); }
+  static constexpr int group_panels(int rows) { return panels_at_once(rows, kNibbleSums); }
+  int64_t panel_steps(int rows) const { return depth / kNibbleDepth * (kPanelVecs / vecs_at_once(rows, kMostNibbleSums)); }
   ByteLayout layout() const { return {depth / 4, 0, kSectionDepth, divide_up(depth, kSectionDepth), -kNibbleCenter}; }
 
   template <int M>
@@ -270,7 +267,7 @@ OCTAVO_INLINE void write_totals(const LinearArgs& args, const NibbleWeight& weig
 template <int M, int P>
 void multiply_nibble_panels(const LinearArgs& args, const NibbleWeight& weight, const ByteTile& tile, int64_t panel,
                             Ahead ahead) {
-  constexpr int V = nibble_vecs(M);
+  constexpr int V = vecs_at_once(M, kMostNibbleSums);
   for (int p = 0; p < P; ++p) prefetch_output(args, tile.first, M, (panel + p) * kPanelColumns);
   for (int vec = 0; vec < kPanelVecs; vec += V) {
     LongSums<P * M * V> totals;

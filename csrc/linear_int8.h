@@ -16,11 +16,6 @@ constexpr int kByteRows = 14, kMostByteSums = 28, kByteSums = 16;
 constexpr int kByteRows = 4, kMostByteSums = 4, kByteSums = 6;
 #endif
 
-constexpr int kPanelVecs = kPanelColumns / kLanes;
-
-// Vectors of a panel that `rows` rows take at once.
-constexpr int byte_vecs(int rows) { return rows * kPanelVecs <= kMostByteSums ? kPanelVecs : 1; }
-
 constexpr int64_t kGroupBytes = 4 * kPanelColumns;  // four k of one panel
 
 OCTAVO_INLINE int64_t byte_groups(int64_t k) { return divide_up(k, 4); }
@@ -42,8 +37,8 @@ struct ByteWeight {
   }
   explicit ByteWeight(const LinearArgs& args) : ByteWeight(args.weight, args.n, args.k) {}
 
-  static constexpr int group_panels(int rows) { return panels_at_once(rows, kPanelVecs, kByteSums); }
-  int64_t panel_steps(int rows) const { return panel_bytes / kGroupBytes * (kPanelVecs / byte_vecs(rows)); }
+  static constexpr int group_panels(int rows) { return panels_at_once(rows, kByteSums); }
+  int64_t panel_steps(int rows) const { return panel_bytes / kGroupBytes * (kPanelVecs / vecs_at_once(rows, kMostByteSums)); }
   ByteLayout layout() const { return {panel_bytes / kGroupBytes, kByteOffset, 0, 0, 0}; }
 
   template <int M>
@@ -173,7 +168,7 @@ OCTAVO_INLINE void sum_bytes(const ByteWeight& weight, const ByteTile& tile, con
 // P panels from `panel` on for the M rows of a tile.
 template <int M, int P>
 void multiply_bytes(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t panel, Ahead ahead) {
-  constexpr int V = byte_vecs(M);
+  constexpr int V = vecs_at_once(M, kMostByteSums);
   const int8_t* w = weight.panels + panel * weight.panel_bytes;
   for (int p = 0; p < P; ++p) prefetch_output(args, tile.first, M, (panel + p) * kPanelColumns);
   alignas(64) int32_t sums[P][M][kPanelColumns];

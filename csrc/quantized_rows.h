@@ -15,7 +15,7 @@ constexpr int64_t kBlockBytes = 1024 * 1024;  // rows that are multiplied togeth
 // How a product wants its rows.
 struct ByteLayout {
   int64_t words;   // of four k each, in a row; bytes beyond k are zero
-  uint32_t offset; // added to every byte
+  uint32_t offset; // added to every byte: 0 or 128
   int64_t group;   // consecutive k whose bytes are summed up, without the offset; a multiple of kLanes, or 0: no sums
   int64_t groups;  // sums of a row
   int32_t factor;  // of the sums
@@ -68,34 +68,61 @@ OCTAVO_INLINE int32_t sum_of_lanes(IVec a) {
   return sum;
 }
 
-// `m` rows from row tile.first on.
+// The sums of a row's groups, whose values come kLanes at a time.
+class GroupSums {
+ public:
+  GroupSums() = default;
+  // place: of the row's first sum, `stride` before the next one.
+  GroupSums(const ByteLayout& layout, int32_t* place, int64_t stride)
+      : place_(place), stride_(stride), group_(layout.group), left_(layout.group), factor_(layout.factor) {}
+
+  // is_last: no values follow.
+  OCTAVO_INLINE void add(IVec values, bool is_last) {
+    sum_ = sum_ + values;
+    left_ -= kLanes;
+    if (left_ > 0 && !is_last) return;
+    *place_ = sum_of_lanes(sum_) * factor_;
+    place_ += stride_;
+    left_ = group_;
+    sum_ = splat_int(0);
+  }
+
+ private:
+  IVec sum_ = splat_int(0);
+  int32_t* place_ = nullptr;
+  int64_t stride_ = 0, group_ = 0, left_ = 0;
+  int32_t factor_ = 0;
+};
+
+// `m` rows from row tile.first on, at most sixteen; sixteen words of each are turned into columns at once.
 template <class X>
 void quantize_rows_of(const LinearArgs& args, const ByteLayout& layout, int64_t m, const ByteTile& tile) {
+  constexpr int64_t kTogether = 4 * kLanes;
+  const int64_t values = layout.words * 4;
+  const X* const rows = static_cast<const X*>(args.x) + tile.first * args.x_stride;
+  float inverse[kLanes];
+  GroupSums sums[kLanes];
   for (int64_t r = 0; r < m; ++r) {
-    const X* row = static_cast<const X*>(args.x) + (tile.first + r) * args.x_stride;
-    const RowScale found = row_scale(row, args.k);
+    const RowScale found = row_scale(rows + r * args.x_stride, args.k);
     tile.scales[r] = found.scale;
-    const Vec inverse = splat(found.inverse);
-    IVec sum = splat_int(0);
-    for (int64_t i = 0; i < layout.words * 4; i += kLanes) {
-      const IVec values = to_int(load_first(row + i, larger(int64_t{0}, args.k - i)) * inverse);
-      uint32_t words[kLanes / 4];
-      store_bytes(words, values + splat_int(layout.offset));
-      uint8_t* out = tile.bytes + (i / 4 * m + r) * 4;
-      if (layout.words - i / 4 >= kLanes / 4) {
-        OCTAVO_UNROLL
-        for (int j = 0; j < kLanes / 4; ++j) std::memcpy(out + j * m * 4, &words[j], 4);
-      } else {
-        for (int64_t j = 0; j < layout.words - i / 4; ++j) std::memcpy(out + j * m * 4, &words[j], 4);
+    inverse[r] = found.inverse;
+    sums[r] = GroupSums(layout, tile.sums + r, m);
+  }
+  const IVec offset = splat_int(layout.offset * 0x01010101u);
+  for (int64_t i = 0; i < values; i += kTogether) {
+    Vec words[kLanes];
+    for (int64_t r = 0; r < m; ++r) {
+      const X* row = rows + r * args.x_stride;
+      IVec parts[4];
+      OCTAVO_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        const int64_t first = i + j * kLanes;
+        parts[j] = to_int(load_first(row + first, larger(int64_t{0}, args.k - first)) * splat(inverse[r]));
+        if (layout.group != 0 && first < values) sums[r].add(parts[j], first + kLanes >= values);
       }
-      if (layout.group == 0) continue;
-      sum = sum + values;
-      const int64_t next = i + kLanes;
-      if (next % layout.group == 0 || next >= layout.words * 4) {
-        tile.sums[i / layout.group * m + r] = sum_of_lanes(sum) * layout.factor;
-        sum = splat_int(0);
-      }
+      words[r] = as_float(pack_bytes(parts) ^ offset);  // a byte of -127 .. 127, and 128 or 0 added to it
     }
+    turn_rows(words, m, layout.words - i / 4, reinterpret_cast<float*>(tile.bytes + i * m));
   }
 }
 
@@ -153,9 +180,14 @@ constexpr bool kFewRowsAskAhead = false;
 constexpr bool kFewRowsAskAhead = true;
 #endif
 
-// How many panels M rows take at once: as many streams from memory as there are registers for.
-constexpr int panels_at_once(int rows, int vecs, int most_sums) {
-  const int count = most_sums / (rows * vecs);
+constexpr int kPanelVecs = kPanelColumns / kLanes;
+
+// How many vectors of a panel so many rows take at once.
+constexpr int vecs_at_once(int rows, int most_sums) { return rows * kPanelVecs <= most_sums ? kPanelVecs : 1; }
+
+// How many panels so many rows take at once: as many streams from memory as there are registers for.
+constexpr int panels_at_once(int rows, int most_sums) {
+  const int count = most_sums / (rows * kPanelVecs);
   return count < 1 ? 1 : count > 4 ? 4 : count;
 }
 

@@ -110,6 +110,14 @@ OCTAVO_INLINE void store_bytes(void* p, IVec a) {
   std::memcpy(p, words, sizeof(words));
 }
 
+// The lanes of four vectors, from -128 to 127 each, as bytes in their order.
+OCTAVO_INLINE __m256i pack_bytes(IVec a, IVec b) {
+  const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(a.lo, a.hi), _mm256_packs_epi32(b.lo, b.hi));
+  // packing takes four lanes of each half at a time
+  return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+OCTAVO_INLINE IVec pack_bytes(const IVec (&a)[4]) { return {pack_bytes(a[0], a[1]), pack_bytes(a[2], a[3])}; }
+
 OCTAVO_INLINE IVec as_int(Vec a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
 OCTAVO_INLINE Vec as_float(IVec a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
 OCTAVO_INLINE Vec to_float(IVec a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }  // lanes are signed

@@ -119,6 +119,13 @@ OCTAVO_INLINE void store_bytes(void* p, IVec a) {
   _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
 }
 
+// The lanes of four vectors, from -128 to 127 each, as bytes in their order.
+OCTAVO_INLINE IVec pack_bytes(const IVec (&a)[4]) {
+  const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(a[0].v, a[1].v), _mm512_packs_epi32(a[2].v, a[3].v));
+  // packing takes four lanes of each vector at a time
+  return {_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), bytes)};
+}
+
 OCTAVO_INLINE IVec as_int(Vec a) { return {_mm512_castps_si512(a.v)}; }
 OCTAVO_INLINE Vec as_float(IVec a) { return {_mm512_castsi512_ps(a.v)}; }
 OCTAVO_INLINE Vec to_float(IVec a) { return {_mm512_cvtepi32_ps(a.v)}; }  // lanes are signed

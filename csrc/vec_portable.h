@@ -112,6 +112,15 @@ OCTAVO_INLINE void store_bytes(void* p, IVec a) {
   for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>(a.v[i]);
 }
 
+// The lanes of four vectors, from -128 to 127 each, as bytes in their order.
+OCTAVO_INLINE IVec pack_bytes(const IVec (&a)[4]) {
+  uint8_t bytes[4 * 16];
+  for (int i = 0; i < 4; ++i) store_bytes(bytes + i * 16, a[i]);
+  IVec r;
+  std::memcpy(&r.v, bytes, sizeof(r.v));
+  return r;
+}
+
 OCTAVO_INLINE IVec as_int(Vec a) { return {reinterpret_cast<uint16lanes>(a.v)}; }
 OCTAVO_INLINE Vec as_float(IVec a) { return {reinterpret_cast<float16lanes>(a.v)}; }
 OCTAVO_INLINE Vec to_float(IVec a) {  // lanes are signed
