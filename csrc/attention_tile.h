@@ -108,11 +108,11 @@ void add_seen_values(const Tile& tile, const float* weights, int64_t rows, const
   }
 }
 
-// Asks for a row in L2: L1 has no room for a tile beside the present one, and fewer lines can be on their way to it.
+// Asks for a row: L1 would have no room for a tile beside the present one.
 template <class C>
 OCTAVO_INLINE void prefetch_row(const KVRow<C>& row, int64_t dim) {
   if (row.values == nullptr) return;
-  for (int64_t i = 0; i < dim; i += 64 / static_cast<int64_t>(sizeof(C))) __builtin_prefetch(row.values + i, 0, 2);
+  for (int64_t i = 0; i < dim; i += 64 / static_cast<int64_t>(sizeof(C))) prefetch_l2(row.values + i);
 }
 
 // The rows of the next tile, asked for some at a time beside the work on the present one.

@@ -15,6 +15,7 @@ constexpr int kChains = 2;
 #endif
 constexpr int64_t kPieces = 8;       // of each thread, so that threads of unequal speed end together
 constexpr int64_t kReadStreams = 4;  // per thread
+constexpr int64_t kReadAhead = 2048;  // bytes that each asks ahead for
 
 #if defined(OCTAVO_ISA_AMX)
 // `rounds` times four products of tiles, of pairs of bfloat16 or of bytes, in each of kPieces pieces per thread. Returns how
@@ -126,7 +127,7 @@ inline int64_t read_memory(ThreadPool& pool, const void* p, int64_t bytes) {
     for (int64_t i = 0; i < stream; i += 64) {
       OCTAVO_UNROLL
       for (int s = 0; s < kReadStreams; ++s) {
-        __builtin_prefetch(first + s * stream + i + 3072);
+        prefetch_l2(first + s * stream + i + kReadAhead);
         sums[s] = sums[s] ^ load_int(first + s * stream + i);
       }
     }

@@ -81,7 +81,7 @@ OCTAVO_INLINE void multiply_tile(const float* a, const W* w, int64_t panel_strid
       const W* row = w + p * panel_stride;
       if (sizeof(W) == 2) {
         OCTAVO_UNROLL
-        for (int line = 0; line < kDepth; ++line) __builtin_prefetch(row + kAhead + line * 32);
+        for (int line = 0; line < kDepth; ++line) prefetch_l2(row + kAhead + line * 32);
       }
       OCTAVO_UNROLL
       for (int j = 0; j < V; ++j) Panel<W>::read(row, j, columns[p * V + j]);

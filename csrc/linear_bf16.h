@@ -73,7 +73,7 @@ void multiply_pairs(const LinearArgs& args, const PairTile& tile, int64_t panel,
       for (int p = 0; p < P; ++p) {
         const char* line = w + p * bytes + offset;
         OCTAVO_UNROLL
-        for (int v = 0; v < V; ++v) __builtin_prefetch(line + kPrefetchBytes + v * 64);
+        for (int v = 0; v < V; ++v) prefetch_l2(line + kPrefetchBytes + v * 64);
         ahead.ask(p);
         OCTAVO_UNROLL
         for (int v = 0; v < V; ++v) columns[p][v] = load_int(line + v * 64);

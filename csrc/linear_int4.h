@@ -167,7 +167,7 @@ OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& 
       w += weight.head_bytes;
       next_group += weight.group;
       OCTAVO_UNROLL
-      for (int p = 0; p < P; ++p) __builtin_prefetch(head + p * weight.panel_bytes + kPrefetchBytes);
+      for (int p = 0; p < P; ++p) prefetch_l2(head + p * weight.panel_bytes + kPrefetchBytes);
     }
     IVec sums[P][M][V];
     OCTAVO_UNROLL
@@ -183,7 +183,7 @@ OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& 
       for (int p = 0; p < P; ++p) {
         OCTAVO_UNROLL
         for (int64_t byte = 0; byte < kNibbleBytes; byte += 64) {
-          __builtin_prefetch(w + p * weight.panel_bytes + kPrefetchBytes + byte);
+          prefetch_l2(w + p * weight.panel_bytes + kPrefetchBytes + byte);
         }
         if (kAsksAhead) ahead.ask(p);
       }

@@ -136,7 +136,7 @@ OCTAVO_INLINE void sum_bytes(const ByteWeight& weight, const ByteTile& tile, con
     for (int p = 0; p < P; ++p) {
       const int8_t* group = w + p * weight.panel_bytes + offset;
       OCTAVO_UNROLL
-      for (int line = 0; line < V; ++line) __builtin_prefetch(group + kPrefetchBytes + line * 64);
+      for (int line = 0; line < V; ++line) prefetch_l2(group + kPrefetchBytes + line * 64);
       if (kAsksAhead) ahead.ask(p);
       OCTAVO_UNROLL
       for (int v = 0; v < V; ++v) columns[p][v] = load_int(group + v * 4 * kLanes);

@@ -157,14 +157,14 @@ class Ahead {
 
   // Asks for some of the p-th panel.
   OCTAVO_INLINE void ask(int p) const {
-    __builtin_prefetch(line_ + p * panel_, 0, 2);
-    __builtin_prefetch(line_ + p * panel_ + 64, 0, 2);
+    prefetch_l2(line_ + p * panel_);
+    prefetch_l2(line_ + p * panel_ + 64);
   }
   OCTAVO_INLINE void step() { line_ += step_; }
 
   // Asks for the next `count` lines of one panel.
   OCTAVO_INLINE void ask_lines(int64_t count) {
-    for (int64_t i = 0; i < count; ++i, line_ += 64) __builtin_prefetch(line_, 0, 2);
+    for (int64_t i = 0; i < count; ++i, line_ += 64) prefetch_l2(line_);
   }
 
  private:
