@@ -56,21 +56,6 @@ inline void rms_norm(ThreadPool& pool, const NormArgs& args) {
   }
 }
 
-// silu(gate) * up for N vectors side by side, so that their chains overlap.
-template <int N, class T>
-OCTAVO_INLINE void gate_vectors(const T* gate, const T* up, T* out) {
-  const Vec one = splat(1.0f), zero = splat(0.0f);
-  Vec x[N], power[N];
-  OCTAVO_UNROLL
-  for (int i = 0; i < N; ++i) {
-    x[i] = load(gate + i * kLanes);
-    power[i] = zero - x[i];
-  }
-  exp(power);
-  OCTAVO_UNROLL
-  for (int i = 0; i < N; ++i) store(out + i * kLanes, x[i] / (one + power[i]) * load(up + i * kLanes));
-}
-
 template <class T>
 void silu_and_mul_of(ThreadPool& pool, const GateArgs& args) {
   constexpr int kTogether = 4;

@@ -210,27 +210,53 @@ OCTAVO_INLINE void pack_rows(const LinearArgs& args, int64_t first, int64_t m, i
   }
 }
 
-// Adds the bias, rounds and writes `rows` x `columns` sums as rows of the output.
+// Where some rows and columns of a result are written: the first of them, and how far it is from a row to the next.
+struct Place {
+  char* data;
+  int64_t row_bytes;
+};
+
+OCTAVO_INLINE int64_t bytes_of_result(const LinearArgs& args, int64_t columns) {
+  return columns * (args.out_dtype == DType::kFloat32 ? 4 : 2);
+}
+
+OCTAVO_INLINE Place place_of(const LinearArgs& args, int64_t row, int64_t column) {
+  const int64_t row_bytes = bytes_of_result(args, args.out_stride);
+  return {static_cast<char*>(args.out) + row * row_bytes + bytes_of_result(args, column), row_bytes};
+}
+
+// The same rows of the panel that stands `panels` further to the right.
+OCTAVO_INLINE Place right_of(const LinearArgs& args, Place place, int64_t panels) {
+  return {place.data + bytes_of_result(args, panels * kPanelColumns), place.row_bytes};
+}
+
+// Asks for the memory of `rows` x `panels` panels of the output, which is about to be written.
+OCTAVO_INLINE void prefetch_output(const LinearArgs& args, Place out, int64_t rows, int64_t panels) {
+  for (int64_t m = 0; m < rows; ++m, out.data += out.row_bytes) {
+    for (int64_t i = 0; i < bytes_of_result(args, panels * kPanelColumns); i += 64) __builtin_prefetch(out.data + i, 1);
+  }
+}
+
+// Adds the bias, rounds and writes `rows` x `columns` sums, of the result's columns from `first_column` on.
 template <class Out>
-void write_sums(const LinearArgs& args, const float* sums, int64_t stride, int64_t first_row, int64_t rows,
-                int64_t first_column, int64_t columns) {
+void write_sums(const LinearArgs& args, const float* sums, int64_t stride, int64_t rows, int64_t first_column,
+                int64_t columns, Place out) {
   columns = smaller(columns, args.n - first_column);
-  for (int64_t r = 0; r < rows; ++r) {
-    Out* out = static_cast<Out*>(args.out) + (first_row + r) * args.out_stride + first_column;
+  for (int64_t r = 0; r < rows; ++r, out.data += out.row_bytes) {
     for (int64_t j = 0; j < columns; j += kLanes) {
       Vec value = load(sums + r * stride + j);
       if (args.bias != nullptr) value = value + load(args.bias + first_column + j);
-      store_first(out + j, value, columns - j);
+      store_first(reinterpret_cast<Out*>(out.data) + j, value, columns - j);
     }
   }
 }
 
-OCTAVO_INLINE void write_sums(const LinearArgs& args, const float* sums, int64_t stride, int64_t first_row,
-                              int64_t rows, int64_t first_column, int64_t columns) {
+OCTAVO_INLINE void write_sums(const LinearArgs& args, const float* sums, int64_t stride, int64_t rows, int64_t first_column,
+                              int64_t columns, Place out) {
   if (args.out_dtype == DType::kFloat32) {
-    write_sums<float>(args, sums, stride, first_row, rows, first_column, columns);
+    write_sums<float>(args, sums, stride, rows, first_column, columns, out);
   } else {
-    write_sums<bf16>(args, sums, stride, first_row, rows, first_column, columns);
+    write_sums<bf16>(args, sums, stride, rows, first_column, columns, out);
   }
 }
 
@@ -248,7 +274,8 @@ void multiply_direct(const LinearArgs& args, const float* a, int64_t row, int64_
     multiply_tile<M, P, kGroups, M, 1>(a + k * M, w + k * kPanelColumns, size, smaller(kChainDepth, depth - k), sums,
                                        P * kPanelColumns, k == 0 ? Chain::kFresh : Chain::kAdded, ahead + k * 64);
   }
-  write_sums(args, sums, P * kPanelColumns, row, M, panel * kPanelColumns, P * kPanelColumns);
+  const int64_t column = panel * kPanelColumns;
+  write_sums(args, sums, P * kPanelColumns, M, column, P * kPanelColumns, place_of(args, row, column));
 }
 
 // multiply_direct of one panel for 1 .. kDirectRows rows.
@@ -367,7 +394,8 @@ void multiply_group(const LinearArgs& args, const RowBlock& block, int64_t first
       }
     }
   }
-  write_sums(args, sums, stride, block.first, block.rows, first * kPanelColumns, count * kPanelColumns);
+  const int64_t column = first * kPanelColumns;
+  write_sums(args, sums, stride, block.rows, column, stride, place_of(args, block.first, column));
 }
 
 // As many panels as leave every thread several tasks, and all threads equally many while these are few.

@@ -24,7 +24,6 @@ struct PairTile {
   const char* pairs;   // the first one
   int64_t row_bytes;   // from a row to the next
   int64_t pair_bytes;  // from a pair to the next
-  int64_t first;       // row of the output
 };
 
 // `m` rows from row `first` on as [pairs of k][m]; k beyond the row is zero.
@@ -50,7 +49,7 @@ inline void pack_pairs(const LinearArgs& args, int64_t m, int64_t first, uint32_
 
 // P panels from `panel` on for the M rows of a tile.
 template <int M, int P>
-void multiply_pairs(const LinearArgs& args, const PairTile& tile, int64_t panel, Ahead ahead) {
+void multiply_pairs(const LinearArgs& args, const PairTile& tile, int64_t panel, Place out, Ahead ahead) {
   constexpr int V = kPanelColumns / kLanes;
   constexpr int64_t kChainBytes = kPairChainDepth / 2 * kPairBytes;
   alignas(64) float totals[P][M][kPanelColumns];
@@ -105,20 +104,18 @@ void multiply_pairs(const LinearArgs& args, const PairTile& tile, int64_t panel,
     }
   }
   for (int p = 0; p < P; ++p) {
-    write_sums(args, totals[p][0], kPanelColumns, tile.first, M, (panel + p) * kPanelColumns, kPanelColumns);
+    write_sums(args, totals[p][0], kPanelColumns, M, (panel + p) * kPanelColumns, kPanelColumns, right_of(args, out, p));
   }
 }
 
 // `count` panels from `first` on for a tile of M rows, as many at once as there are registers for.
 template <int M>
-void multiply_pair_panels(const LinearArgs& args, const PairTile& tile, int64_t first, int64_t count, Ahead ahead) {
-  constexpr int P = panels_at_once(M, kPairSums);
-  int64_t panel = first;
-  for (; panel + P <= first + count; panel += P) multiply_pairs<M, P>(args, tile, panel, ahead.from(panel - first));
-  for (; P > 2 && panel + 2 <= first + count; panel += 2) {
-    multiply_pairs<M, P < 2 ? P : 2>(args, tile, panel, ahead.from(panel - first));
-  }
-  for (; panel < first + count; ++panel) multiply_pairs<M, 1>(args, tile, panel, ahead.from(panel - first));
+void multiply_pair_panels(const LinearArgs& args, const PairTile& tile, int64_t first, int64_t count, Place out,
+                          Ahead ahead) {
+  constexpr int kAtOnce = panels_at_once(M, kPairSums);
+  for_each_panel<kAtOnce>(args, count, out, ahead, [&](auto at_once, int64_t panel, Place place, const Ahead& next) {
+    multiply_pairs<M, at_once>(args, tile, first + panel, place, next);
+  });
 }
 
 // multiply_pair_panels for 1 .. kPairRows rows.
@@ -141,36 +138,27 @@ inline void linear_of_pairs(ThreadPool& pool, const LinearArgs& args) {
   const int64_t most_rows = larger(int64_t{kPairRows}, kBlockBytes / (4 * pairs) / kPairRows * kPairRows);
   const int64_t blocks = divide_up(args.rows, most_rows), block_rows = divide_up(args.rows, blocks);
   const int64_t tiles = divide_up(block_rows, kPairRows), tile_rows = divide_up(block_rows, tiles);
-  const int64_t at_once = panels_at_once(static_cast<int>(tile_rows), kPairSums);
-  const int64_t group = tiles == 1 ? panels_of_a_task(panels, pool.num_threads(), at_once) : 1;
   const bool packs = args.k % 2 != 0 || (tiles > 1 && panels > kFewPanels);
-  const int64_t panel_bytes = pairs * kPairBytes;
-  const char* weight = static_cast<const char*>(args.weight);
+  const PanelMemory weight{static_cast<const char*>(args.weight), pairs * kPairBytes, pairs};
   auto* words = static_cast<uint32_t*>(pool.shared(packs ? static_cast<size_t>(block_rows * pairs) * sizeof(uint32_t) : 1));
   for (int64_t first = 0; first < args.rows; first += block_rows) {
-    const int64_t rows = smaller(block_rows, args.rows - first), row_tiles = divide_up(rows, tile_rows);
-    const auto rows_of = [&](int64_t tile) { return smaller(tile_rows, rows - tile * tile_rows); };
+    const BlockOfRows block{first, smaller(block_rows, args.rows - first), tile_rows};
     if (packs) {
-      parallel(pool, row_tiles, [&](int64_t tile, int) {
+      parallel(pool, block.tiles(), [&](int64_t tile, int) {
         const int64_t row = tile * tile_rows;
-        pack_pairs(args, rows_of(tile), first + row, words + row * pairs);
+        pack_pairs(args, block.rows_of(tile), first + row, words + row * pairs);
       });
     }
     const auto tile_at = [&](int64_t tile) {
       const int64_t row = tile * tile_rows;
-      if (packs) return PairTile{reinterpret_cast<const char*>(words + row * pairs), 4, 4 * rows_of(tile), first + row};
+      if (packs) return PairTile{reinterpret_cast<const char*>(words + row * pairs), 4, 4 * block.rows_of(tile)};
       const bf16* x = static_cast<const bf16*>(args.x) + (first + row) * args.x_stride;
-      return PairTile{reinterpret_cast<const char*>(x), 2 * args.x_stride, 4, first + row};
+      return PairTile{reinterpret_cast<const char*>(x), 2 * args.x_stride, 4};
     };
-    const int64_t tasks = divide_up(panels, group);
-    parallel_ahead(pool, tasks, [&](int64_t task, int64_t following, int) {
-      const int64_t panel = task * group;
-      const char* next = following < tasks ? weight + following * group * panel_bytes : nullptr;
-      for (int64_t tile = 0; tile < row_tiles; ++tile) {
-        const Ahead ahead(next, weight + panel * panel_bytes, panel_bytes, pairs, tile, row_tiles);
-        kMultiply.of_rows[rows_of(tile)](args, tile_at(tile), panel, smaller(group, panels - panel), ahead);
-      }
-    });
+    multiply_block(pool, args, block, weight, panels_at_once(static_cast<int>(tile_rows), kPairSums),
+                   [&](int64_t tile, int64_t panel, int64_t count, Place out, const Ahead& ahead) {
+                     kMultiply.of_rows[block.rows_of(tile)](args, tile_at(tile), panel, count, out, ahead);
+                   });
   }
 }
 

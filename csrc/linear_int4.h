@@ -72,7 +72,7 @@ struct NibbleWeight {
 
   template <int M>
   static void multiply(const LinearArgs& args, const NibbleWeight& weight, const ByteTile& tile, int64_t first,
-                       int64_t count, Ahead ahead);
+                       int64_t count, Place out, Ahead ahead);
 };
 
 // What the sums of a section of a row begin with. With a sum in each half of a lane it is the lower one's.
@@ -266,30 +266,27 @@ OCTAVO_INLINE void write_totals(const LinearArgs& args, const NibbleWeight& weig
 // P panels from `panel` on for the M rows of a tile.
 template <int M, int P>
 void multiply_nibble_panels(const LinearArgs& args, const NibbleWeight& weight, const ByteTile& tile, int64_t panel,
-                            Ahead ahead) {
+                            Place out, Ahead ahead) {
   constexpr int V = vecs_at_once(M, kMostNibbleSums);
-  for (int p = 0; p < P; ++p) prefetch_output(args, tile.first, M, (panel + p) * kPanelColumns);
   for (int vec = 0; vec < kPanelVecs; vec += V) {
     LongSums<P * M * V> totals;
     multiply_nibbles<M, P, V>(weight, tile, weight.panels + panel * weight.panel_bytes, vec, ahead, totals);
     for (int p = 0; p < P; ++p) {
       const int64_t column = (panel + p) * kPanelColumns + vec * kLanes;
       const auto total = [&](int64_t m, int v) { return totals.total((p * M + static_cast<int>(m)) * V + v); };
-      write_totals<V>(args, weight, tile.scales, M, column, total, place_of(args, tile.first, column));
+      Place place = right_of(args, out, p);
+      place.data += bytes_of_result(args, vec * kLanes);
+      write_totals<V>(args, weight, tile.scales, M, column, total, place);
     }
   }
 }
 
 template <int M>
 void NibbleWeight::multiply(const LinearArgs& args, const NibbleWeight& weight, const ByteTile& tile, int64_t first,
-                            int64_t count, Ahead ahead) {
-  constexpr int P = group_panels(M);
-  int64_t panel = first;
-  for (; panel + P <= first + count; panel += P) multiply_nibble_panels<M, P>(args, weight, tile, panel, ahead.from(panel - first));
-  for (; P > 2 && panel + 2 <= first + count; panel += 2) {
-    multiply_nibble_panels<M, P < 2 ? P : 2>(args, weight, tile, panel, ahead.from(panel - first));
-  }
-  for (; panel < first + count; ++panel) multiply_nibble_panels<M, 1>(args, weight, tile, panel, ahead.from(panel - first));
+                            int64_t count, Place out, Ahead ahead) {
+  for_each_panel<group_panels(M)>(args, count, out, ahead, [&](auto at_once, int64_t panel, Place place, const Ahead& next) {
+    multiply_nibble_panels<M, at_once>(args, weight, tile, first + panel, place, next);
+  });
 }
 
 }  // namespace octavo::OCTAVO_ISA

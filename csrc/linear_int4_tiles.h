@@ -110,7 +110,7 @@ inline void multiply_nibble_panel(const LinearArgs& args, const NibbleTiles& pro
       const auto multiply = height > kTileHeight ? multiply_steps<ByteTiles, 2, Asking> : multiply_steps<ByteTiles, 1, Asking>;
       int32_t* out = sums + i * kTogether * kPanelColumns;
       tiles.hold(heights_of_pair(upper, height - upper));
-      if (step == 0) prefetch_output(args, rows.first + row, height, panel * kPanelColumns);
+      if (step == 0) prefetch_output(args, place_of(args, rows.first + row, panel * kPanelColumns), height, 1);
       for (int slice = 0; slice < NibbleTiles::kSlices; ++slice) {
         multiply(rows.tiles, x, unpacked + slice * some * kStepBytes, some, nullptr, step == 0,
                  {ahead, slice == 0 ? lines : 0}, out + slice * slice_sums, kPanelColumns);
@@ -169,7 +169,6 @@ inline void linear(ThreadPool& pool, const LinearArgs& args) {
     case DType::kInt8:
 #if defined(OCTAVO_ISA_AMX)
       if (args.rows > kFewByteRows) return linear_of_tiles<ByteTiles>(pool, args);
-      if (args.gated) return gated_linear_of_few_bytes(pool, args);
 #endif
       return linear_of_integers<ByteWeight>(pool, args);
     case DType::kInt4:

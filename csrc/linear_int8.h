@@ -43,29 +43,8 @@ struct ByteWeight {
 
   template <int M>
   static void multiply(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t first,
-                       int64_t count, Ahead ahead);
+                       int64_t count, Place out, Ahead ahead);
 };
-
-// Where some rows and columns of a result are written: the first of them, and how far it is from a row to the next.
-struct Place {
-  char* data;
-  int64_t row_bytes;
-};
-
-OCTAVO_INLINE Place place_of(const LinearArgs& args, int64_t row, int64_t column) {
-  const int64_t size = args.out_dtype == DType::kFloat32 ? 4 : 2, row_bytes = args.out_stride * size;
-  return {static_cast<char*>(args.out) + row * row_bytes + column * size, row_bytes};
-}
-
-// Asks for the memory of `rows` x 32 columns of the output, which is about to be written.
-OCTAVO_INLINE void prefetch_output(const LinearArgs& args, int64_t first_row, int64_t rows, int64_t first_column) {
-  const bool is_wide = args.out_dtype == DType::kFloat32;
-  Place out = place_of(args, first_row, first_column);
-  for (int64_t m = 0; m < rows; ++m, out.data += out.row_bytes) {
-    __builtin_prefetch(out.data, 1);
-    if (is_wide) __builtin_prefetch(out.data + 64, 1);
-  }
-}
 
 // Stores V vectors of a row, of which `count` columns are there.
 template <int V, class Out>
@@ -167,28 +146,24 @@ OCTAVO_INLINE void sum_bytes(const ByteWeight& weight, const ByteTile& tile, con
 
 // P panels from `panel` on for the M rows of a tile.
 template <int M, int P>
-void multiply_bytes(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t panel, Ahead ahead) {
+void multiply_bytes(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t panel, Place out,
+                    Ahead ahead) {
   constexpr int V = vecs_at_once(M, kMostByteSums);
   const int8_t* w = weight.panels + panel * weight.panel_bytes;
-  for (int p = 0; p < P; ++p) prefetch_output(args, tile.first, M, (panel + p) * kPanelColumns);
   alignas(64) int32_t sums[P][M][kPanelColumns];
   for (int vec = 0; vec < kPanelVecs; vec += V) sum_bytes<M, P, V>(weight, tile, w, vec, ahead, sums);
   for (int p = 0; p < P; ++p) {
     const int64_t column = (panel + p) * kPanelColumns;
-    write_byte_sums<kByteOffset>(args, weight, tile.scales, M, column, sums[p][0], place_of(args, tile.first, column));
+    write_byte_sums<kByteOffset>(args, weight, tile.scales, M, column, sums[p][0], right_of(args, out, p));
   }
 }
 
 template <int M>
 void ByteWeight::multiply(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t first,
-                          int64_t count, Ahead ahead) {
-  constexpr int P = group_panels(M);
-  int64_t panel = first;
-  for (; panel + P <= first + count; panel += P) multiply_bytes<M, P>(args, weight, tile, panel, ahead.from(panel - first));
-  for (; P > 2 && panel + 2 <= first + count; panel += 2) {
-    multiply_bytes<M, P < 2 ? P : 2>(args, weight, tile, panel, ahead.from(panel - first));
-  }
-  for (; panel < first + count; ++panel) multiply_bytes<M, 1>(args, weight, tile, panel, ahead.from(panel - first));
+                          int64_t count, Place out, Ahead ahead) {
+  for_each_panel<group_panels(M)>(args, count, out, ahead, [&](auto at_once, int64_t panel, Place place, const Ahead& next) {
+    multiply_bytes<M, at_once>(args, weight, tile, first + panel, place, next);
+  });
 }
 
 }  // namespace octavo::OCTAVO_ISA

@@ -10,7 +10,6 @@
 // the bits of elementwise.h, made of both as the product rounds them, while these are in the first-level cache.
 #pragma once
 
-#include "elementwise.h"
 #include "linear_int4.h"
 #if defined(OCTAVO_ISA_AMX)
 #include "tiles.h"
@@ -20,13 +19,20 @@ namespace octavo::OCTAVO_ISA {
 
 // Whether linear takes gated products: only where gates and what they gate are panels of their own.
 inline bool fuses_gate(DType x_dtype, DType weight_dtype, int64_t n) {
-#if defined(OCTAVO_ISA_AMX)
-  return x_dtype == DType::kBFloat16 && (weight_dtype == DType::kBFloat16 || weight_dtype == DType::kInt8) &&
-         n % (2 * kPanelColumns) == 0;
+#if defined(OCTAVO_ISA_BF16)
+  constexpr bool kFusesPairs = true;
 #else
-  (void)x_dtype, (void)weight_dtype, (void)n;
-  return false;
+  constexpr bool kFusesPairs = false;
 #endif
+#if defined(OCTAVO_ISA_AMX)
+  constexpr bool kFusesNibbles = false;
+#else
+  constexpr bool kFusesNibbles = true;
+#endif
+  const bool fuses = weight_dtype == DType::kBFloat16 ? kFusesPairs
+                     : weight_dtype == DType::kInt4   ? kFusesNibbles
+                                                      : weight_dtype == DType::kInt8;
+  return fuses && x_dtype == DType::kBFloat16 && n % (2 * kPanelColumns) == 0;
 }
 
 #if defined(OCTAVO_ISA_AMX)
@@ -402,7 +408,8 @@ void multiply_panels_of_tiles(const LinearArgs& args, const Product& product, co
           std::memset(tail, 0, sizeof(tail));
           std::memcpy(tail, w + (some - 1) * kStepBytes, static_cast<size_t>(rest * kLineBytes));
         }
-        if (is_first) prefetch_output(args, rows.first + row, height, order.result(first + p) * kPanelColumns);
+        const Place result = place_of(args, rows.first + row, order.result(first + p) * kPanelColumns);
+        if (is_first) prefetch_output(args, result, height, 1);
         auto* out = sums + (p * pairs + i) * kTogether * kPanelColumns;
         const Ahead ahead = is_long ? Ahead(w + kStreamAhead)
                                     : Ahead(next < 0 ? nullptr : panel_at(next + p), panel, product.panel_bytes, pieces,
@@ -504,17 +511,6 @@ void linear_of_tiles(ThreadPool& pool, const LinearArgs& args) {
   for_each_pass(args, product.packs(args) ? row_bytes : 0, [&](const LinearArgs& some) {
     multiply_rows_of_tiles(pool, some, product);
   });
-}
-
-// Rows that are too few for tiles: gates and what they gate are small, and stay in a cache between two kernels.
-inline void gated_linear_of_few_bytes(ThreadPool& pool, const LinearArgs& args) {
-  pool.reserve_local(static_cast<size_t>(args.rows * args.n) * sizeof(bf16));
-  LinearArgs both = args;
-  both.out = pool.local(0);  // which a product of integers leaves alone
-  both.out_stride = args.n;
-  both.gated = false;
-  linear_of_integers<ByteWeight>(pool, both);
-  silu_and_mul(pool, {both.out, args.out, args.out_stride, args.out_dtype, args.rows, args.out_features()});
 }
 
 #endif

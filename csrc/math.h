@@ -57,6 +57,21 @@ OCTAVO_INLINE void coarse_exp(Vec (&x)[N]) {
 }
 #endif
 
+// silu(gate) * up for N vectors side by side, so that their chains overlap.
+template <int N, class T>
+OCTAVO_INLINE void gate_vectors(const T* gate, const T* up, T* out) {
+  const Vec one = splat(1.0f), zero = splat(0.0f);
+  Vec x[N], power[N];
+  OCTAVO_UNROLL
+  for (int i = 0; i < N; ++i) {
+    x[i] = load(gate + i * kLanes);
+    power[i] = zero - x[i];
+  }
+  exp(power);
+  OCTAVO_UNROLL
+  for (int i = 0; i < N; ++i) store(out + i * kLanes, x[i] / (one + power[i]) * load(up + i * kLanes));
+}
+
 OCTAVO_INLINE Vec exp(Vec x) {
   Vec one[1] = {x};
   exp(one);

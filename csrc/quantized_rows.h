@@ -4,7 +4,7 @@
 // that is no number, or infinite, gets the scale NaN: what is computed from it is NaN.
 #pragma once
 
-#include "linear.h"
+#include "panel_tasks.h"
 
 namespace octavo::OCTAVO_ISA {
 
@@ -26,7 +26,7 @@ struct ByteTile {
   uint8_t* bytes;  // [words][rows][4]
   float* scales;   // [rows]
   int32_t* sums;   // [groups][rows]
-  int64_t first;   // row of the output
+  int64_t first;   // row of x
 };
 
 // The largest magnitude of a row; infinite or NaN if any of its values is. As integers, magnitudes compare like floats, and
@@ -134,67 +134,10 @@ inline void quantize_rows(const LinearArgs& args, const ByteLayout& layout, int6
   }
 }
 
-// The memory of the panels that a thread takes next, asked for while it multiplies the present ones: then they come from
-// its cache, however little a tile of rows has to compute. Each of several tiles asks for its share of every panel.
-class Ahead {
- public:
-  // next: the first of these panels, of `bytes` each; a tile asks `steps` times. here: the first of the present ones, which
-  // is asked for where there is no next (null).
-  Ahead(const void* next, const void* here, int64_t bytes, int64_t steps, int64_t tile, int64_t tiles)
-      : line_(static_cast<const char*>(next == nullptr ? here : next) + (next == nullptr ? 0 : bytes / tiles * tile)),
-        step_(next == nullptr ? 0 : divide_up(bytes, steps * tiles)),
-        panel_(next == nullptr ? 0 : bytes) {}
-
-  // The memory from `line` on, for `ask_lines`.
-  explicit Ahead(const char* line) : line_(line), step_(0), panel_(0) {}
-
-  // For the panels from the i-th of the next task on.
-  Ahead from(int64_t i) const {
-    Ahead other = *this;
-    other.line_ += i * panel_;
-    return other;
-  }
-
-  // Asks for some of the p-th panel.
-  OCTAVO_INLINE void ask(int p) const {
-    prefetch_l2(line_ + p * panel_);
-    prefetch_l2(line_ + p * panel_ + 64);
-  }
-  OCTAVO_INLINE void step() { line_ += step_; }
-
-  // Asks for the next `count` lines of one panel.
-  OCTAVO_INLINE void ask_lines(int64_t count) {
-    for (int64_t i = 0; i < count; ++i, line_ += 64) prefetch_l2(line_);
-  }
-
- private:
-  const char* line_;
-  int64_t step_;
-  int64_t panel_;
-};
-
-// Whether rows so few that they take several panels at once ask ahead: AVX2 reads faster without.
-#if defined(OCTAVO_ISA_AVX2)
-constexpr bool kFewRowsAskAhead = false;
-#else
-constexpr bool kFewRowsAskAhead = true;
-#endif
-
-constexpr int kPanelVecs = kPanelColumns / kLanes;
-
-// How many vectors of a panel so many rows take at once.
-constexpr int vecs_at_once(int rows, int most_sums) { return rows * kPanelVecs <= most_sums ? kPanelVecs : 1; }
-
-// How many panels so many rows take at once: as many streams from memory as there are registers for.
-constexpr int panels_at_once(int rows, int most_sums) {
-  const int count = most_sums / (rows * kPanelVecs);
-  return count < 1 ? 1 : count > 4 ? 4 : count;
-}
-
 // Weight::multiply<M> for 1 .. Weight::kRows rows.
 template <class Weight>
 struct TileFunctions {
-  using Function = void (*)(const LinearArgs&, const Weight&, const ByteTile&, int64_t first, int64_t count, Ahead);
+  using Function = void (*)(const LinearArgs&, const Weight&, const ByteTile&, int64_t first, int64_t count, Place, Ahead);
   Function of_rows[Weight::kRows + 1];
   constexpr TileFunctions() : TileFunctions(std::make_integer_sequence<int, Weight::kRows>()) {}
   template <int... I>
@@ -205,46 +148,38 @@ struct TileFunctions {
 // The product with a weight of integers, in blocks of rows that stay in cache, each of tiles of nearly equal height.
 //
 // Weight: kRows, the tallest tile; group_panels(rows), panels that a tile of so many rows takes at once; layout(), of the
-// rows it wants; panels, panel_bytes and panel_steps(rows), how often a tile asks for memory ahead; multiply<M>(args, weight, tile,
-// first, count, ahead), panels first .. first + count for a tile of M rows.
+// rows it wants; panels, panel_bytes and panel_steps(rows), how often a tile asks for memory ahead; multiply<M>(args, weight,
+// tile, first, count, out, ahead), panels first .. first + count for a tile of M rows, written to `out`.
 template <class Weight>
 void linear_of_integers(ThreadPool& pool, const LinearArgs& args) {
   if (args.rows == 0) return;
   static constexpr TileFunctions<Weight> kMultiply;
   const Weight weight(args);
   const ByteLayout layout = weight.layout();
-  const int64_t row_bytes = layout.words * 4, panels = divide_up(args.n, kPanelColumns);
+  const int64_t row_bytes = layout.words * 4;
   const int64_t most_rows = larger(int64_t{Weight::kRows}, kBlockBytes / row_bytes / Weight::kRows * Weight::kRows);
   const int64_t blocks = divide_up(args.rows, most_rows), block_rows = divide_up(args.rows, blocks);
-  const int64_t tiles = divide_up(block_rows, Weight::kRows), tile_rows = divide_up(block_rows, tiles);
-  const int64_t at_once = Weight::group_panels(static_cast<int>(tile_rows));
-  const int64_t group = tiles == 1 ? panels_of_a_task(panels, pool.num_threads(), at_once) : 1;
-  const int64_t steps = weight.panel_steps(static_cast<int>(tile_rows));
+  const int64_t tile_rows = divide_up(block_rows, divide_up(block_rows, int64_t{Weight::kRows}));
+  const PanelMemory panels{reinterpret_cast<const char*>(weight.panels), weight.panel_bytes,
+                           weight.panel_steps(static_cast<int>(tile_rows))};
   const int64_t bytes_size = divide_up(block_rows * row_bytes, 64) * 64;
   auto* bytes = static_cast<uint8_t*>(
       pool.shared(static_cast<size_t>(bytes_size + block_rows * 4 * (1 + layout.groups))));
   auto* scales = reinterpret_cast<float*>(bytes + bytes_size);
   auto* sums = reinterpret_cast<int32_t*>(scales + block_rows);
   for (int64_t first = 0; first < args.rows; first += block_rows) {
-    const int64_t rows = smaller(block_rows, args.rows - first);
-    const auto tile_at = [&](int64_t row) {
+    const BlockOfRows block{first, smaller(block_rows, args.rows - first), tile_rows};
+    const auto tile_at = [&](int64_t tile) {
+      const int64_t row = tile * tile_rows;
       return ByteTile{bytes + row * row_bytes, scales + row, sums + row * layout.groups, first + row};
     };
-    parallel(pool, divide_up(rows, tile_rows), [&](int64_t tile, int) {
-      const int64_t row = tile * tile_rows;
-      quantize_rows(args, layout, smaller(tile_rows, rows - row), tile_at(row));
+    parallel(pool, block.tiles(), [&](int64_t tile, int) {
+      quantize_rows(args, layout, block.rows_of(tile), tile_at(tile));
     });
-    const int64_t row_tiles = divide_up(rows, tile_rows), tasks = divide_up(panels, group);
-    parallel_ahead(pool, tasks, [&](int64_t task, int64_t following, int) {
-      const int64_t panel = task * group;
-      const auto* next = following < tasks ? weight.panels + following * group * weight.panel_bytes : nullptr;
-      for (int64_t i = 0; i < row_tiles; ++i) {
-        const int64_t row = i * tile_rows;
-        kMultiply.of_rows[smaller(tile_rows, rows - row)](
-            args, weight, tile_at(row), panel, smaller(group, panels - panel),
-            Ahead(next, weight.panels + panel * weight.panel_bytes, weight.panel_bytes, steps, i, row_tiles));
-      }
-    });
+    multiply_block(pool, args, block, panels, Weight::group_panels(static_cast<int>(tile_rows)),
+                   [&](int64_t tile, int64_t panel, int64_t count, Place out, const Ahead& ahead) {
+                     kMultiply.of_rows[block.rows_of(tile)](args, weight, tile_at(tile), panel, count, out, ahead);
+                   });
   }
 }
 

@@ -73,7 +73,10 @@ def test_every_step_gives_the_bits_of_the_models_own_code(name, dtype, quantizat
             lambda ids, batch: model.forward(ids, batch, recorded), ids, batch, MAX_TOKENS
         )
         assert torch.equal(first, model.forward(ids, batch, plain))
-        is_fused = compiled.isa == "amx" and dtype == "bfloat16" and quantization in {None, "int8"}
+        gate_up = model.layers[0].mlp.gate_up
+        is_fused = compiled.kernel_set.fuses_gate(
+            int(dtype == "bfloat16"), gate_up.storage.dtype_number, gate_up.out_features
+        )
         calls = (11 if model.architecture.qk_norm else 9) - (1 if is_fused else 0)
         assert len(again.calls) == 2 + model.architecture.num_layers * calls
         assert again.max_tokens == MAX_TOKENS

@@ -1,0 +1,176 @@
+// The tasks of a product that multiplies rows a tile at a time, as many as there are registers for: some panels of the weight,
+// which meet every tile of a block of rows.
+//
+// A gated product (LinearArgs::gated) takes some panels of gates and those of what they gate in one task, and writes
+// silu(gate) * up alone: the bits of silu_and_mul, made of both as the product rounds them, while these are in a cache.
+#pragma once
+
+#include <type_traits>
+
+#include "linear.h"
+#include "math.h"
+
+namespace octavo::OCTAVO_ISA {
+
+// The memory of the panels that a thread takes next, asked for while it multiplies the present ones: then they come from
+// its cache, however little a tile of rows has to compute. Each of several tiles asks for its share of every panel.
+class Ahead {
+ public:
+  // next: the first of these panels, of `bytes` each; a tile asks `steps` times. here: the first of the present ones, which
+  // is asked for where there is no next (null).
+  Ahead(const void* next, const void* here, int64_t bytes, int64_t steps, int64_t tile, int64_t tiles)
+      : line_(static_cast<const char*>(next == nullptr ? here : next) + (next == nullptr ? 0 : bytes / tiles * tile)),
+        step_(next == nullptr ? 0 : divide_up(bytes, steps * tiles)),
+        panel_(next == nullptr ? 0 : bytes) {}
+
+  // The memory from `line` on, for `ask_lines`.
+  explicit Ahead(const char* line) : line_(line), step_(0), panel_(0) {}
+
+  // For the panels from the i-th of the next task on.
+  Ahead from(int64_t i) const {
+    Ahead other = *this;
+    other.line_ += i * panel_;
+    return other;
+  }
+
+  // Asks for some of the p-th panel.
+  OCTAVO_INLINE void ask(int p) const {
+    prefetch_l2(line_ + p * panel_);
+    prefetch_l2(line_ + p * panel_ + 64);
+  }
+  OCTAVO_INLINE void step() { line_ += step_; }
+
+  // Asks for the next `count` lines of one panel.
+  OCTAVO_INLINE void ask_lines(int64_t count) {
+    for (int64_t i = 0; i < count; ++i, line_ += 64) prefetch_l2(line_);
+  }
+
+ private:
+  const char* line_;
+  int64_t step_;
+  int64_t panel_;
+};
+
+// Whether rows so few that they take several panels at once ask ahead: AVX2 reads faster without.
+#if defined(OCTAVO_ISA_AVX2)
+constexpr bool kFewRowsAskAhead = false;
+#else
+constexpr bool kFewRowsAskAhead = true;
+#endif
+
+constexpr int kPanelVecs = kPanelColumns / kLanes;
+
+// How many vectors of a panel so many rows take at once.
+constexpr int vecs_at_once(int rows, int most_sums) { return rows * kPanelVecs <= most_sums ? kPanelVecs : 1; }
+
+// How many panels so many rows take at once: as many streams from memory as there are registers for.
+constexpr int panels_at_once(int rows, int most_sums) {
+  const int count = most_sums / (rows * kPanelVecs);
+  return count < 1 ? 1 : count > 4 ? 4 : count;
+}
+
+// Calls multiply(at_once, panel, out, ahead) for `count` panels, kMost at a time, and fewer where fewer are left; at_once is a
+// constant, `panel` the first of them.
+template <int kMost, class Multiply>
+void for_each_panel(const LinearArgs& args, int64_t count, Place out, const Ahead& ahead, const Multiply& multiply) {
+  int64_t panel = 0;
+  const auto take = [&](auto at_once) {
+    for (; panel + at_once <= count; panel += at_once) multiply(at_once, panel, right_of(args, out, panel), ahead.from(panel));
+  };
+  take(std::integral_constant<int, kMost>());
+  if constexpr (kMost > 2) take(std::integral_constant<int, 2>());
+  if constexpr (kMost > 1) take(std::integral_constant<int, 1>());
+}
+
+// Rows that meet a panel while they stay in a cache: tiles of nearly equal height.
+struct BlockOfRows {
+  int64_t first;  // of the result
+  int64_t rows;
+  int64_t tile_rows;
+
+  int64_t tiles() const { return divide_up(rows, tile_rows); }
+  int64_t rows_of(int64_t tile) const { return smaller(tile_rows, rows - tile * tile_rows); }
+};
+
+// The panels of a packed weight, of `bytes` each. A tile asks for memory ahead `steps` times while it meets one.
+struct PanelMemory {
+  const char* data;
+  int64_t bytes;
+  int64_t steps;
+
+  const char* at(int64_t panel) const { return data + panel * bytes; }
+};
+
+// The gates of a block of rows, and what those of one of its tiles gate, in the memory of a thread. All tiles meet a panel
+// before the next one, so that it stays in L1.
+class GatedPanels {
+ public:
+  static int64_t size(const BlockOfRows& block, int64_t columns) {
+    return (block.rows + block.tile_rows) * columns * static_cast<int64_t>(sizeof(bf16));
+  }
+
+  GatedPanels(void* memory, const BlockOfRows& block, int64_t columns)
+      : block_(block), columns_(columns), gates_(static_cast<bf16*>(memory)), ups_(gates_ + block.rows * columns) {}
+
+  Place gates(int64_t tile) const { return {reinterpret_cast<char*>(gates_of(tile)), row_bytes()}; }
+  Place ups() const { return {reinterpret_cast<char*>(ups_), row_bytes()}; }
+
+  // Writes what a tile's gates and `ups` make.
+  void write(int64_t tile, Place out) const {
+    const bf16 *gate = gates_of(tile), *up = ups_;
+    for (int64_t row = 0; row < block_.rows_of(tile); ++row, out.data += out.row_bytes) {
+      auto* result = reinterpret_cast<bf16*>(out.data);
+      for (int64_t i = 0; i < columns_; i += kPanelColumns, gate += kPanelColumns, up += kPanelColumns) {
+        gate_vectors<kPanelVecs>(gate, up, result + i);
+      }
+    }
+  }
+
+ private:
+  bf16* gates_of(int64_t tile) const { return gates_ + tile * block_.tile_rows * columns_; }
+  int64_t row_bytes() const { return columns_ * static_cast<int64_t>(sizeof(bf16)); }
+
+  const BlockOfRows block_;
+  const int64_t columns_;  // a multiple of a panel's
+  bf16* const gates_;
+  bf16* const ups_;
+};
+
+// Calls multiply(tile, first, count, out, ahead) for every tile of a block of rows and all panels of a weight: it multiplies
+// panels first .. first + count and writes to `out`. at_once: how many panels a tile takes at once.
+template <class Multiply>
+void multiply_block(ThreadPool& pool, const LinearArgs& args, const BlockOfRows& block, const PanelMemory& weight,
+                    int64_t at_once, const Multiply& multiply) {
+  const int64_t panels = divide_up(args.out_features(), kPanelColumns), tiles = block.tiles();
+  const int64_t group = tiles == 1 ? panels_of_a_task(panels, pool.num_threads(), at_once) : 1;
+  const int64_t tasks = divide_up(panels, group);
+  if (args.gated) pool.reserve_local(static_cast<size_t>(GatedPanels::size(block, group * kPanelColumns)));
+  parallel_ahead(pool, tasks, [&](int64_t task, int64_t following, int thread) {
+    const int64_t first = task * group, count = smaller(group, panels - first);
+    const auto out_of = [&](int64_t tile) {
+      return place_of(args, block.first + tile * block.tile_rows, first * kPanelColumns);
+    };
+    // shift: from the panels of the result to those of the weight
+    const auto multiply_tile_of = [&](int64_t tile, int64_t shift, Place place) {
+      const char* next = following < tasks ? weight.at(following * group + shift) : nullptr;
+      multiply(tile, first + shift, count, place,
+               Ahead(next, weight.at(first + shift), weight.bytes, weight.steps, tile, tiles));
+    };
+    if (!args.gated) {
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        prefetch_output(args, out_of(tile), block.rows_of(tile), count);
+        multiply_tile_of(tile, 0, out_of(tile));
+      }
+      return;
+    }
+    const GatedPanels gated(pool.local(thread), block, count * kPanelColumns);
+    for (int64_t tile = 0; tile < tiles; ++tile) multiply_tile_of(tile, 0, gated.gates(tile));
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      prefetch_output(args, out_of(tile), block.rows_of(tile), count);
+      multiply_tile_of(tile, panels, gated.ups());
+      gated.write(tile, out_of(tile));
+    }
+  });
+}
+
+}  // namespace octavo::OCTAVO_ISA
