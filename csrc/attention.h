@@ -80,8 +80,10 @@ OCTAVO_INLINE float mask_and_find_maximum(const Tile& tile, const SeenRange& ran
     }
   }
   const Vec largest = max(max(score[0], score[1]), max(score[2], score[3]));
+  const float limit = maximum + kLeastRise;
+  if (bits(less(splat(limit), tile.scaled(largest))) == 0) return maximum;  // nearly always
   const float found = tile.scaled(max_lanes(largest));
-  return found > maximum + kLeastRise ? found : maximum;
+  return found > limit ? found : maximum;
 }
 
 // Turns scores into the softmax weights of a tile, e^(score - maximum), and returns their sums, lane by lane. e^-inf is 0.
@@ -96,25 +98,35 @@ OCTAVO_INLINE Vec weigh(const Tile& tile, float* scores, float maximum) {
   return sum;
 }
 
+// Scales the sums of rows whose maximum has risen, and keeps it. before, maximum: [rows], padded to whole vectors.
+inline void rescale_rows(const AttentionShape& s, int64_t rows, const float* before, const float* maximum, float* sums) {
+  for (int64_t first = 0; first < rows; first += kLanes) {
+    float factor[kLanes];
+    store(factor, exp(load(before + first) - load(maximum + first)));
+    for (int64_t r = first; r < smaller(rows, first + kLanes); ++r) {
+      if (maximum[r] == before[r]) continue;
+      float* row = sums + r * s.sums_size;
+      for (int64_t d = 0; d < s.num_sums; d += kLanes) store(row + d, load(row + d) * splat(factor[r - first]));
+      row[s.num_sums] = maximum[r];
+    }
+  }
+}
+
 // Scores of up to Tile::kRows rows become weights, and the sums follow the running maximum. One short loop per stage, so
 // that the rows' chains overlap. kAll: every row sees the whole tile, and `seen` is not looked at.
 template <bool kAll, class Tile>
 void weigh_rows(const AttentionShape& s, const Tile& tile, int64_t rows, const SeenRange* seen, float* scores, float* sums) {
   const int64_t stride = s.sums_size;
   constexpr int kPlaces = (Tile::kRows + kLanes - 1) / kLanes * kLanes;
-  float before[kPlaces] = {}, maximum[kPlaces] = {}, factor[kPlaces];
+  float before[kPlaces] = {}, maximum[kPlaces] = {};
+  bool rises = false;
   for (int64_t r = 0; r < rows; ++r) {
     if (!kAll && seen[r].empty()) continue;
     before[r] = sums[r * stride + s.num_sums];
     maximum[r] = mask_and_find_maximum<kAll>(tile, seen[kAll ? 0 : r], scores + r * kTilePositions, before[r]);
+    rises = rises || maximum[r] != before[r];
   }
-  for (int64_t r = 0; r < rows; r += kLanes) store(factor + r, exp(load(before + r) - load(maximum + r)));
-  for (int64_t r = 0; r < rows; ++r) {
-    if (maximum[r] == before[r]) continue;
-    float* row = sums + r * stride;
-    for (int64_t d = 0; d < s.num_sums; d += kLanes) store(row + d, load(row + d) * splat(factor[r]));
-    row[s.num_sums] = maximum[r];
-  }
+  if (rises) rescale_rows(s, rows, before, maximum, sums);
   for (int64_t r = 0; r < rows; ++r) {
     if (!kAll && seen[r].empty()) continue;
     float* sum = sums + r * stride + s.padded_dim;
@@ -250,9 +262,11 @@ void attend_task(const AttentionArgs& args, const AttentionShape& s, const Atten
   for (int64_t i = 0; i < task.partitions; ++i) {
     const int64_t partition = task.first_partition + i;
     const bool is_begun = task.begin > partition * kPartitionPositions;
-    memory.sums = is_begun ? task.sums : own_sums;
-    if (!is_begun) clear_sums(s, rows, memory.sums);
+    const bool is_first = i == 0 && totals == memory.totals && task.partial == nullptr;  // of all: its sums are the totals
+    memory.sums = is_begun ? task.sums : is_first ? totals : own_sums;
+    if (!is_begun && !is_first) clear_sums(s, rows, memory.sums);
     attend_partition<C>(args, s, task, following, memory, partition);
+    if (is_first) continue;
     if (task.partial != nullptr) {
       std::memcpy(task.partial, memory.sums, static_cast<size_t>(rows * s.sums_size) * sizeof(float));
       return;

@@ -72,7 +72,10 @@ class FloatKV {
   // A vector of scores as `score` left them.
   OCTAVO_INLINE Vec finish_score(float* scores, int i) const { return load(scores + i * kLanes); }
 
-  static OCTAVO_INLINE float scaled(float score) { return score; }
+  template <class Score>
+  static OCTAVO_INLINE Score scaled(Score score) {
+    return score;
+  }
   static OCTAVO_INLINE Vec distance(Vec score, Vec maximum) { return score - maximum; }
 
   // Adds the values of the whole tile, or those that rows see to their sums; weights: as `store_weights` left them.

@@ -86,6 +86,7 @@ class TileKV : public PairKV<C> {
     return score;
   }
   OCTAVO_INLINE float scaled(float score) const { return std::is_same_v<C, int8_t> ? score : score * scale_; }
+  OCTAVO_INLINE Vec scaled(Vec scores) const { return std::is_same_v<C, int8_t> ? scores : scores * splat(scale_); }
   OCTAVO_INLINE Vec distance(Vec score, Vec maximum) const {
     return std::is_same_v<C, int8_t> ? score - maximum : fma(score, splat(scale_), splat(0.0f) - maximum);
   }
