@@ -13,8 +13,8 @@ constexpr int kChains = 5;
 #else
 constexpr int kChains = 2;
 #endif
-constexpr int64_t kPieces = 8;       // of each thread, so that threads of unequal speed end together
-constexpr int64_t kReadStreams = 4;  // per thread
+constexpr int64_t kPieces = 8;        // of each thread, so that threads of unequal speed end together
+constexpr int64_t kReadStreams = 4;   // per thread
 constexpr int64_t kReadAhead = 2048;  // bytes that each asks ahead for
 
 #if defined(OCTAVO_ISA_AMX)

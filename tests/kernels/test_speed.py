@@ -152,14 +152,15 @@ def test_some_rows_take_what_memory_or_many_rows_do(isa, precision, rows):
     some, many = multiply_all(kernels, copies, rows), multiply_all(kernels, copies[:1], 512)
     data = torch.ones(COPIES_BYTES, dtype=torch.uint8)
     least = LEAST_OF_MEMORY_OR_MANY_ROWS[isa][precision][rows > 8]
-    share_of_many = best_share(some, many, (rows * len(copies), 512), least)
-    share_of_memory = best_share(
-        some,
-        lambda: kernels.kernel_set.read_memory(data.data_ptr(), COPIES_BYTES),
-        (sum(packed.num_bytes for packed in copies), COPIES_BYTES),
-        0.0 if share_of_many > least else least,
-    )
-    assert max(share_of_many, share_of_memory) > least
+    share = best_share(some, many, (rows * len(copies), 512), least)
+    if share <= least:  # then memory takes longer
+        share = best_share(
+            some,
+            lambda: kernels.kernel_set.read_memory(data.data_ptr(), COPIES_BYTES),
+            (sum(packed.num_bytes for packed in copies), COPIES_BYTES),
+            least,
+        )
+    assert share > least
 
 
 @pytest.mark.parametrize("isa", LEAST_ATTENTION)
@@ -188,36 +189,31 @@ def test_attention_is_near_what_it_needs(isa, kind, sequences):
     assert share > least
 
 
+def attend_all(kernels, q, k_cache, v_cache, batch):
+    """Return a call that computes the attention of a batch."""
+    return lambda: kernels.paged_attention(q, k_cache, v_cache, batch, 128**-0.5, None)
+
+
 def tokens_behind_a_common_prefix(generator):
     """Return queries, keys and values of 16 tokens, and their batch with 1,024 positions in common and without."""
     apart, k_cache, v_cache = paged_batch([(1088, 1)] * 16, 16, 8, 128, torch.bfloat16, generator)
     shared = replace(apart, block_tables=apart.block_tables.clone())
     shared.block_tables[1:, :64] = apart.block_tables[0, :64]
-    return torch.randn(16, 16, 128, generator=generator).bfloat16(), k_cache, v_cache, shared, apart
+    return (torch.randn(16, 16, 128, generator=generator).bfloat16(), k_cache, v_cache), shared, apart
 
 
 def test_a_common_prefix_is_read_once_by_tiles():
     kernels = compiled_kernels("amx", num_threads=1)
-    q, k_cache, v_cache, shared, apart = tokens_behind_a_common_prefix(torch.Generator().manual_seed(0))
-    gain = best_share(
-        lambda: kernels.paged_attention(q, k_cache, v_cache, shared, 128**-0.5, None),
-        lambda: kernels.paged_attention(q, k_cache, v_cache, apart, 128**-0.5, None),
-        (1, 1),
-        LEAST_GAIN_OF_PREFIX,
-    )
-    assert gain > LEAST_GAIN_OF_PREFIX
+    tokens, shared, apart = tokens_behind_a_common_prefix(torch.Generator().manual_seed(0))
+    ours, reference = attend_all(kernels, *tokens, shared), attend_all(kernels, *tokens, apart)
+    assert best_share(ours, reference, (1, 1), LEAST_GAIN_OF_PREFIX) > LEAST_GAIN_OF_PREFIX
 
 
 @pytest.mark.parametrize("isa", LEAST_OF_ONE_SEQUENCE)
 def test_a_common_prefix_is_read_once(isa):
     kernels = compiled_kernels(isa, num_threads=1)
     generator, least = torch.Generator().manual_seed(0), LEAST_OF_ONE_SEQUENCE[isa]
-    q, k_cache, v_cache, shared, _ = tokens_behind_a_common_prefix(generator)
-    together, k_of_one, v_of_one = paged_batch([(1088, 16)], 16, 8, 128, torch.bfloat16, generator)
-    share = best_share(
-        lambda: kernels.paged_attention(q, k_cache, v_cache, shared, 128**-0.5, None),
-        lambda: kernels.paged_attention(q, k_of_one, v_of_one, together, 128**-0.5, None),
-        (1, 1),
-        least,
-    )
-    assert share > least
+    tokens, shared, _ = tokens_behind_a_common_prefix(generator)
+    together, k_cache, v_cache = paged_batch([(1088, 16)], 16, 8, 128, torch.bfloat16, generator)
+    ours, reference = attend_all(kernels, *tokens, shared), attend_all(kernels, tokens[0], k_cache, v_cache, together)
+    assert best_share(ours, reference, (1, 1), least) > least
