@@ -6,6 +6,8 @@ import torch.nn.functional as F  # noqa: N812
 from kernel_accuracy import assert_as_exact_as_torch
 from kernel_backends import compiled_kernels
 
+from octavo.kernels.onednn import OneDnnWeight
+from octavo.kernels.panels import PanelWeight
 from octavo.kernels.quantization import quantize_int4, quantize_int8
 
 FLOATS = [torch.float32, torch.bfloat16]
@@ -179,15 +181,13 @@ def test_bytes_are_those_of_the_padded_panels(fastest):
 
 
 def test_onednn_serves_only_what_passes_its_check(generator, monkeypatch):
-    from octavo.kernels import cpu
-
     kernels = compiled_kernels(linear="onednn")
     weight = random(generator, 96, 64, dtype=torch.bfloat16)
     x = random(generator, 5, 64, dtype=torch.bfloat16)
     packed = kernels.pack_linear(weight, random(generator, 96, dtype=torch.bfloat16))
-    if isinstance(packed.storage, cpu._OneDnnWeight):
+    if isinstance(packed.storage, OneDnnWeight):
         assert torch.equal(kernels.linear(x[:1], packed), kernels.linear(x, packed)[:1])
-    assert isinstance(kernels.pack_linear(weight, float32_out=True).storage, cpu._PanelWeight)
-    assert isinstance(kernels.pack_linear(weight.float()).storage, cpu._PanelWeight)
-    monkeypatch.setattr(cpu._OneDnnWeight, "_multiply", lambda self, x: x * x.shape[0])  # what the check is for
-    assert isinstance(kernels.pack_linear(weight).storage, cpu._PanelWeight)
+    assert isinstance(kernels.pack_linear(weight, float32_out=True).storage, PanelWeight)
+    assert isinstance(kernels.pack_linear(weight.float()).storage, PanelWeight)
+    monkeypatch.setattr(OneDnnWeight, "_multiply", lambda self, x: x * x.shape[0])  # what the check is for
+    assert isinstance(kernels.pack_linear(weight).storage, PanelWeight)

@@ -6,7 +6,8 @@ import torch.nn.functional as F  # noqa: N812
 from kernel_accuracy import assert_as_exact_as_torch
 from kernel_backends import compiled_kernels
 
-from octavo.kernels import cpu
+from octavo.kernels.onednn import OneDnnWeight
+from octavo.kernels.panels import PanelWeight
 
 SHAPES = [(896, 1152), (4864, 96), (123, 33), (64, 64)]  # in, out
 
@@ -24,7 +25,7 @@ def make(onednn, generator):
         weight = torch.randn(width, depth, generator=generator).to(torch.bfloat16)
         bias = torch.randn(width, generator=generator).to(torch.bfloat16)
         packed = onednn.pack_linear(weight, bias)
-        if not isinstance(packed.storage, cpu._OneDnnWeight):
+        if not isinstance(packed.storage, OneDnnWeight):
             pytest.skip("oneDNN fails the self-check on this processor, so that octavo's own product serves")
         return packed, weight, bias
 
@@ -60,9 +61,9 @@ def test_error_is_that_of_torch(onednn, make, generator, depth, width, rows):
 @pytest.fixture
 def taken(monkeypatch):
     """Let weights be packed on processors for which torch has no such product, too; who uses it brings the product."""
-    if not cpu._OneDnnWeight.is_supported():
-        monkeypatch.setattr(cpu._OneDnnWeight, "is_supported", lambda: True)
-        monkeypatch.setattr(cpu._OneDnnWeight, "pack", cpu._OneDnnWeight)
+    if not OneDnnWeight.is_supported():
+        monkeypatch.setattr(OneDnnWeight, "is_supported", lambda: True)
+        monkeypatch.setattr(OneDnnWeight, "pack", OneDnnWeight)
 
 
 def one_path_for_odd_counts(x):
@@ -96,27 +97,27 @@ def another_for_five_rows(x):
 def test_the_self_check_refuses(generator, monkeypatch, product):
     kernels = compiled_kernels(linear="onednn")
     weight = torch.randn(48, 64, generator=generator).to(torch.bfloat16)
-    monkeypatch.setattr(cpu._OneDnnWeight, "_multiply", lambda self, x: product(x))
-    assert isinstance(kernels.pack_linear(weight).storage, cpu._PanelWeight)
+    monkeypatch.setattr(OneDnnWeight, "_multiply", lambda self, x: product(x))
+    assert isinstance(kernels.pack_linear(weight).storage, PanelWeight)
 
 
 @pytest.mark.usefixtures("taken")
 def test_the_self_check_runs_once_per_kind(generator, monkeypatch):
     kernels = compiled_kernels(linear="onednn")
     calls = []
-    monkeypatch.setattr(cpu._OneDnnWeight, "rows_are_independent", lambda self, depth: calls.append(depth) or True)
+    monkeypatch.setattr(OneDnnWeight, "rows_are_independent", lambda self, depth: calls.append(depth) or True)
     weight = torch.randn(48, 64, generator=generator).to(torch.bfloat16)
     for each in (weight, weight + 1, weight.T, weight[:32]):
-        assert isinstance(kernels.pack_linear(each).storage, cpu._OneDnnWeight)
+        assert isinstance(kernels.pack_linear(each).storage, OneDnnWeight)
     kernels.pack_linear(weight, weight[:, 0])
     assert calls == [64, 48, 64, 64]
 
 
 def test_octavo_serves_where_torch_has_no_such_product(generator, monkeypatch):
-    monkeypatch.setattr(cpu._OneDnnWeight, "is_supported", lambda: False)
-    monkeypatch.setattr(cpu._OneDnnWeight, "pack", None)
+    monkeypatch.setattr(OneDnnWeight, "is_supported", lambda: False)
+    monkeypatch.setattr(OneDnnWeight, "pack", None)
     kernels = compiled_kernels(linear="onednn")
     weight, x = rows_of(generator, 48, 64), rows_of(generator, 5, 64)
     packed = kernels.pack_linear(weight)
-    assert isinstance(packed.storage, cpu._PanelWeight)
+    assert isinstance(packed.storage, PanelWeight)
     assert torch.equal(kernels.linear(x, packed), compiled_kernels().linear(x, compiled_kernels().pack_linear(weight)))

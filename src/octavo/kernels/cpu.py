@@ -7,34 +7,26 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from octavo.kernels.interface import AttentionBatch, KeptLinear, PackedLinear, SamplingRows
 from octavo.kernels.limits import Limits
 from octavo.kernels.machine import default_num_threads, usable_cores
-from octavo.kernels.quantization import (
-    GROUP_MULTIPLE,
-    MAX_IN_FEATURES,
-    Int4Weight,
-    Int8Weight,
-    QuantizedWeight,
-)
+from octavo.kernels.onednn import OneDnnProducts, OneDnnWeight
+from octavo.kernels.panels import DTYPE_NUMBERS, PANEL_COLUMNS, Int4Format, PanelWeight, packed_bytes
+from octavo.kernels.quantization import GROUP_MULTIPLE, Int4Weight, Int8Weight, QuantizedWeight
 from octavo.kernels.recording import NotRecordableError, RecordedForward, Recorder, Rehearsal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
 Isa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
 LinearBackend = Literal["auto", "packed", "onednn"]
 
-_DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}  # csrc/types.h
-_PANEL_COLUMNS = 32  # as in csrc/kernels.h
 _LINE_BYTES = 64  # of a cache
 _SAME_SETS_BYTES = 2048  # so far apart, lines share two of the 64 sets of a first-level cache
 _ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # of a task: at most, and where there are few; csrc/attention_tile.h
@@ -61,7 +53,7 @@ class CpuKernels:
         self.isa = _kernels.instruction_sets()[0] if isa == "auto" else isa
         self.uses_onednn = linear == "onednn"
         self.has_own_threads = not self.uses_onednn
-        self._verdicts: dict[tuple[int | bool, ...], bool] = {}
+        self._onednn = OneDnnProducts()
         self.kernel_set = _kernels.KernelSet(self.isa, num_threads or default_num_threads(), usable_cores())
         self._calls: Any = self.kernel_set  # a recorder, while a forward pass is recorded
         self._empty: Callable[..., Tensor] = torch.empty
@@ -91,7 +83,7 @@ class CpuKernels:
         results of partitions, where few long sequences are cut into these for all threads.
         """
         del vocab_size
-        padded_dim = -(-head_dim // _PANEL_COLUMNS) * _PANEL_COLUMNS
+        padded_dim = -(-head_dim // PANEL_COLUMNS) * PANEL_COLUMNS
         rows = max(_ATTENTION_ROWS, num_heads)
         of_threads = self.num_threads * (128 * padded_dim + 32 * 64 + rows * (3 * padded_dim + 64))
         sums = padded_dim + 32  # of a row
@@ -150,7 +142,7 @@ class CpuKernels:
             scales = torch.empty(rows, -(-columns // group_size), dtype=torch.bfloat16)
             rounded = Int4Weight(torch.empty(rows, columns, dtype=torch.uint8), scales, None, group_size)
         self.kernel_set.round_weight(
-            weight.data_ptr(), _DTYPE_NUMBERS[weight.dtype], rows, columns, weight.stride(0),
+            weight.data_ptr(), DTYPE_NUMBERS[weight.dtype], rows, columns, weight.stride(0),
             0 if bits == 8 else group_size, rounded.values.data_ptr(), rounded.scales.data_ptr(),
         )  # fmt: skip
         return rounded
@@ -163,20 +155,15 @@ class CpuKernels:
         float32_out: bool = False,
     ) -> PackedLinear:
         """Pack a weight into panels of 32 columns, or for oneDNN."""
-        may_use_onednn = self.uses_onednn and not float32_out and _OneDnnWeight.is_supported()
-        if may_use_onednn and isinstance(weight, Sequence):
-            weight = torch.cat(list(weight))
-        if may_use_onednn and isinstance(weight, torch.Tensor) and weight.dtype == torch.bfloat16:
-            one_dnn = _OneDnnWeight.pack(weight, bias)
-            if self._accepts(one_dnn, weight.shape):
-                num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
-                return PackedLinear(weight.shape[0], weight.shape[1], one_dnn, bias, num_bytes)
-        return _PanelWeight.pack(self, weight, bias).as_linear()
+        packed = self._onednn.pack(weight, bias) if self.uses_onednn and not float32_out else None
+        if packed is not None:
+            return packed
+        return PanelWeight.pack(self, weight, bias).as_linear()
 
     def keep_linear(self, packed: PackedLinear) -> KeptLinear | None:
         """Return the panels; oneDNN's layout is opaque, so None of it."""
         storage = packed.storage
-        if not isinstance(storage, _PanelWeight):
+        if not isinstance(storage, PanelWeight):
             return None
         numbers = {
             "out_features": storage.out_features,
@@ -190,13 +177,13 @@ class CpuKernels:
     def restore_linear(self, kept: KeptLinear) -> PackedLinear:
         """Return a weight of panels that were kept."""
         numbers = kept.numbers
-        int4 = _Int4Format(numbers["group_size"], bool(numbers["has_zeros"]))
+        int4 = Int4Format(numbers["group_size"], bool(numbers["has_zeros"]))
         shape = (numbers["out_features"], numbers["in_features"])
-        if kept.data.nbytes != _packed_bytes(numbers["dtype_number"], *shape, int4):
+        if kept.data.nbytes != packed_bytes(numbers["dtype_number"], *shape, int4):
             raise ValueError(f"{kept.data.nbytes} bytes are no packed weight of {shape[0]} x {shape[1]}")
-        if kept.bias is not None and len(kept.bias) != -(-shape[0] // _PANEL_COLUMNS) * _PANEL_COLUMNS:
+        if kept.bias is not None and len(kept.bias) != -(-shape[0] // PANEL_COLUMNS) * PANEL_COLUMNS:
             raise ValueError(f"{len(kept.bias)} values are no packed bias of {shape[0]}")
-        return _PanelWeight(kept.data, numbers["dtype_number"], int4, kept.bias, *shape).as_linear()
+        return PanelWeight(kept.data, numbers["dtype_number"], int4, kept.bias, *shape).as_linear()
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Return memory aligned to cache lines, on huge pages where the system gives them."""
@@ -205,20 +192,13 @@ class CpuKernels:
         self._module.advise_huge_pages(data.data_ptr(), num_bytes)
         return data
 
-    def _accepts(self, weight: _OneDnnWeight, shape: torch.Size) -> bool:
-        """Whether a weight passes its self-check; asked once per kind, as oneDNN chooses its way without the values."""
-        kind = (*shape, weight.bias is not None, torch.get_num_threads())
-        if kind not in self._verdicts:
-            self._verdicts[kind] = weight.rows_are_independent(shape[1])
-        return self._verdicts[kind]
-
     def linear(
         self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
     ) -> Tensor:
         """Return x @ weight.T + bias."""
         out_dtype = torch.float32 if float32_out else x.dtype
         storage = packed.storage
-        if isinstance(storage, _OneDnnWeight):
+        if isinstance(storage, OneDnnWeight):
             assert out_dtype == x.dtype
             return storage.multiply(x) if out is None else out.copy_(storage.multiply(x))
         if out is None:
@@ -230,8 +210,8 @@ class CpuKernels:
     def gated_linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """Return silu(gate) * up of x @ weight.T + bias, by one kernel where there is one."""
         storage = packed.storage
-        if isinstance(storage, _OneDnnWeight) or not self.kernel_set.fuses_gate(
-            _DTYPE_NUMBERS[x.dtype], storage.dtype_number, packed.out_features
+        if isinstance(storage, OneDnnWeight) or not self.kernel_set.fuses_gate(
+            DTYPE_NUMBERS[x.dtype], storage.dtype_number, packed.out_features
         ):
             return self.silu_and_mul(self.linear(x, packed))
         out = self._factor_rows(x.shape[0], packed.out_features // 2, x.dtype)
@@ -248,14 +228,14 @@ class CpuKernels:
         spare = _LINE_BYTES // dtype.itemsize
         return self._empty(rows, columns + spare, dtype=dtype).split_with_sizes([columns, spare], dim=1)[0]
 
-    def _multiply(self, x: Tensor, weight: _PanelWeight, out: Tensor, *, gated: bool) -> Tensor:
+    def _multiply(self, x: Tensor, weight: PanelWeight, out: Tensor, *, gated: bool) -> Tensor:
         assert x.stride(1) == 1
         assert x.shape[1] == weight.in_features
         self._calls.linear(
-            x.data_ptr(), _DTYPE_NUMBERS[x.dtype], x.stride(0), x.shape[0], weight.data.data_ptr(),
+            x.data_ptr(), DTYPE_NUMBERS[x.dtype], x.stride(0), x.shape[0], weight.data.data_ptr(),
             weight.dtype_number, weight.out_features, weight.in_features,
             0 if weight.bias is None else weight.bias.data_ptr(), out.data_ptr(), out.stride(0),
-            _DTYPE_NUMBERS[out.dtype], gated, *weight.int4,
+            DTYPE_NUMBERS[out.dtype], gated, *weight.int4,
         )  # fmt: skip
         return out
 
@@ -289,12 +269,12 @@ class CpuKernels:
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any) -> Tensor:
         """Return rows of the unpacked weight; it must have been packed with `float32_out`, as oneDNN hides its own."""
         storage = packed.storage
-        assert isinstance(storage, _PanelWeight)
+        assert isinstance(storage, PanelWeight)
         assert token_ids.is_contiguous()
         out = self._empty(token_ids.numel(), packed.in_features, dtype=dtype)
         self._calls.embedding(
             token_ids.data_ptr(), token_ids.numel(), storage.data.data_ptr(), storage.dtype_number, packed.out_features,
-            packed.in_features, out.data_ptr(), _DTYPE_NUMBERS[dtype], *storage.int4,
+            packed.in_features, out.data_ptr(), DTYPE_NUMBERS[dtype], *storage.int4,
         )  # fmt: skip
         return out
 
@@ -314,7 +294,7 @@ class CpuKernels:
         out = self._empty(*x.shape, dtype=x.dtype)
         self._calls.rms_norm(
             x.data_ptr(), 0 if residual is None else residual.data_ptr(), weight.data_ptr(),
-            _DTYPE_NUMBERS[weight.dtype], out.data_ptr(), _DTYPE_NUMBERS[x.dtype], x.numel() // size, size, eps,
+            DTYPE_NUMBERS[weight.dtype], out.data_ptr(), DTYPE_NUMBERS[x.dtype], x.numel() // size, size, eps,
             together, x.stride(0) if x.dim() > 1 else size,
         )  # fmt: skip
         return out
@@ -329,7 +309,7 @@ class CpuKernels:
             q.data_ptr(), q.stride()[:2], k.data_ptr(), k.stride()[:2], v.data_ptr(), v.stride()[:2],
             cos_sin.data_ptr(), batch.positions.data_ptr(), batch.slot_mapping.data_ptr(),
             k_cache.data_ptr(), k_cache.stride()[:2], v_cache.data_ptr(), v_cache.stride()[:2],
-            _DTYPE_NUMBERS[k_cache.dtype], _DTYPE_NUMBERS[q.dtype], q.shape[0], q.shape[1], k.shape[1], q.shape[2],
+            DTYPE_NUMBERS[k_cache.dtype], DTYPE_NUMBERS[q.dtype], q.shape[0], q.shape[1], k.shape[1], q.shape[2],
             batch.block_size,
         )  # fmt: skip
 
@@ -345,7 +325,7 @@ class CpuKernels:
         out = self._factor_rows(num_tokens, num_heads * head_dim, q.dtype)
         self._calls.paged_attention(
             q.data_ptr(), q.stride()[:2], k_cache.data_ptr(), k_cache.stride()[:2], v_cache.data_ptr(),
-            v_cache.stride()[:2], _DTYPE_NUMBERS[k_cache.dtype], out.data_ptr(), out.stride(0), _DTYPE_NUMBERS[q.dtype],
+            v_cache.stride()[:2], DTYPE_NUMBERS[k_cache.dtype], out.data_ptr(), out.stride(0), DTYPE_NUMBERS[q.dtype],
             batch.query_start.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.stride(0),
             batch.positions.data_ptr(),
             batch.seq_lens.shape[0], num_heads, k_cache.shape[1], head_dim, batch.block_size, scale, window or 0,
@@ -357,7 +337,7 @@ class CpuKernels:
         assert gate_up.is_contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._empty(rows, size, dtype=gate_up.dtype)
-        self._calls.silu_and_mul(gate_up.data_ptr(), out.data_ptr(), size, _DTYPE_NUMBERS[gate_up.dtype], rows, size)
+        self._calls.silu_and_mul(gate_up.data_ptr(), out.data_ptr(), size, DTYPE_NUMBERS[gate_up.dtype], rows, size)
         return out
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -383,124 +363,3 @@ class CpuKernels:
             values.data_ptr(), values.shape[0], values.shape[1], k, largest.data_ptr(), ids.data_ptr()
         )
         return largest, ids
-
-
-@dataclass(frozen=True, slots=True)
-class _PanelWeight:
-    """Our own layout (csrc/kernels.h): panels of 32 columns, zero padded; the bias in float32, padded likewise."""
-
-    data: Tensor  # uint8
-    dtype_number: int
-    int4: _Int4Format
-    bias: Tensor | None
-    out_features: int
-    in_features: int
-
-    @classmethod
-    def pack(
-        cls, kernels: CpuKernels, weight: Tensor | Sequence[Tensor] | QuantizedWeight, bias: Tensor | None
-    ) -> _PanelWeight:
-        parts: Sequence[Tensor]
-        if not isinstance(weight, (torch.Tensor, Sequence)) and weight.shape[1] > MAX_IN_FEATURES:
-            raise ValueError(f"{weight.shape[1]} input features of integers: sums would not fit, {MAX_IN_FEATURES} do")
-        if isinstance(weight, Sequence):  # each into its own panels, if it fills them
-            is_whole = all(part.shape[0] % _PANEL_COLUMNS == 0 for part in weight[:-1])
-            parts = weight if is_whole else [torch.cat(list(weight))]
-        else:
-            parts = [weight if isinstance(weight, torch.Tensor) else weight.values]
-        scales = multiples = zeros = None
-        int4 = _NO_INT4
-        if isinstance(weight, Int8Weight):
-            scales = weight.scales.contiguous()
-        elif isinstance(weight, Int4Weight):
-            int4 = _Int4Format.of(weight)
-            multiples, scales = weight.whole_scales()  # which the kernels call units
-            zeros = None if weight.zeros is None else weight.zeros.contiguous()
-        out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        columns = -(-out_features // _PANEL_COLUMNS) * _PANEL_COLUMNS
-        number = _DTYPE_NUMBERS[parts[0].dtype]
-        data = kernels.allocate(_packed_bytes(number, out_features, in_features, int4))
-        first = 0
-        for part in parts:
-            values = part.detach() if part.stride(1) == 1 else part.detach().contiguous()
-            assert (values.dtype, values.shape[1]) == (parts[0].dtype, in_features)
-            kernels.kernel_set.pack_weight(
-                values.data_ptr(), number, values.shape[0], in_features, values.stride(0),
-                *(0 if tensor is None else tensor.data_ptr() for tensor in (scales, multiples, zeros)), int4.group_size,
-                data.data_ptr() + _packed_bytes(number, first, in_features, int4),
-            )  # fmt: skip
-            first += values.shape[0]
-        padded = None
-        if bias is not None:
-            padded = torch.zeros(columns)
-            padded[:out_features] = bias.detach()
-        return cls(data, number, int4, padded, out_features, in_features)
-
-    def as_linear(self) -> PackedLinear:
-        num_bytes = self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
-        return PackedLinear(self.out_features, self.in_features, self, self.bias, num_bytes)
-
-
-class _Int4Format(NamedTuple):
-    """How the kernels are told of an int4 weight (csrc/kernels.h)."""
-
-    group_size: int
-    has_zeros: bool
-
-    @classmethod
-    def of(cls, weight: Int4Weight) -> _Int4Format:
-        group_size = min(weight.group_size, weight.shape[1])
-        assert group_size % GROUP_MULTIPLE == 0 or group_size == weight.shape[1]
-        return cls(group_size, weight.zeros is not None)
-
-
-_NO_INT4 = _Int4Format(0, has_zeros=False)
-
-
-def _packed_bytes(dtype_number: int, out_features: int, in_features: int, int4: _Int4Format) -> int:
-    """Bytes of all panels: of each column its values, padded to whole words, its scales and what else belongs to it."""
-    columns = -(-out_features // _PANEL_COLUMNS) * _PANEL_COLUMNS
-    dtype = next(dtype for dtype, number in _DTYPE_NUMBERS.items() if number == dtype_number)
-    if dtype == torch.uint8:
-        groups = -(-in_features // int4.group_size)
-        return columns * (-(-in_features // 8) * 4 + groups * (4 if int4.has_zeros else 2) + 4)  # and a float32 unit
-    if dtype == torch.int8:
-        return columns * (-(-in_features // 4) * 4 + 8)  # a float32 scale, the int32 sum of the column
-    together = 2 if dtype == torch.bfloat16 else 1
-    return columns * -(-in_features // together) * together * dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class _OneDnnWeight:
-    """A weight in oneDNN's blocked layout, through torch: to compare ours with."""
-
-    data: Tensor
-    bias: Tensor | None
-
-    @staticmethod
-    def is_supported() -> bool:
-        """Whether torch has such a product of bfloat16 on this processor: not without AVX-512 or its like."""
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
-
-    @classmethod
-    def pack(cls, weight: Tensor, bias: Tensor | None) -> _OneDnnWeight:
-        return cls(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None), bias)  # noqa: SLF001
-
-    def multiply(self, x: Tensor) -> Tensor:
-        assert x.dtype == torch.bfloat16
-        if x.shape[0] == 1:  # a single row may take another path, with another order of sums
-            return self._multiply(x.expand(2, -1).contiguous())[:1]
-        return self._multiply(x)
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.data, self.bias, "none", [], "")  # noqa: SLF001
-        return out
-
-    def rows_are_independent(self, in_features: int) -> bool:
-        """Whether rows come out the same alone, in small and odd batches, behind others and among 512, here."""
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(512, in_features, generator=generator).to(torch.bfloat16)
-        whole = self.multiply(x)
-        first = [slice(rows) for rows in (1, 2, 3, 5, 7, 8, 9, 32, 65)]
-        last = [slice(-rows, None) for rows in (1, 3, 9, 33)]
-        return all(torch.equal(self.multiply(x[rows]), whole[rows]) for rows in first + last)

@@ -1,0 +1,109 @@
+"""A packed weight, in the layout of csrc/kernels.h."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from octavo.kernels.interface import PackedLinear
+from octavo.kernels.quantization import GROUP_MULTIPLE, MAX_IN_FEATURES, Int4Weight, Int8Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.kernels.cpu import CpuKernels
+    from octavo.kernels.quantization import QuantizedWeight
+
+DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}  # csrc/types.h
+PANEL_COLUMNS = 32  # as in csrc/kernels.h
+
+
+@dataclass(frozen=True, slots=True)
+class PanelWeight:
+    """Our own layout (csrc/kernels.h): panels of 32 columns, zero padded; the bias in float32, padded likewise."""
+
+    data: Tensor  # uint8
+    dtype_number: int
+    int4: Int4Format
+    bias: Tensor | None
+    out_features: int
+    in_features: int
+
+    @classmethod
+    def pack(
+        cls, kernels: CpuKernels, weight: Tensor | Sequence[Tensor] | QuantizedWeight, bias: Tensor | None
+    ) -> PanelWeight:
+        """Pack a weight, or the parts of one. Raises `ValueError` where sums of its integers would not fit 32 bits."""
+        parts: Sequence[Tensor]
+        if not isinstance(weight, (torch.Tensor, Sequence)) and weight.shape[1] > MAX_IN_FEATURES:
+            raise ValueError(f"{weight.shape[1]} input features of integers: sums would not fit, {MAX_IN_FEATURES} do")
+        if isinstance(weight, Sequence):  # each into its own panels, if it fills them
+            is_whole = all(part.shape[0] % PANEL_COLUMNS == 0 for part in weight[:-1])
+            parts = weight if is_whole else [torch.cat(list(weight))]
+        else:
+            parts = [weight if isinstance(weight, torch.Tensor) else weight.values]
+        scales = multiples = zeros = None
+        int4 = _NO_INT4
+        if isinstance(weight, Int8Weight):
+            scales = weight.scales.contiguous()
+        elif isinstance(weight, Int4Weight):
+            int4 = Int4Format.of(weight)
+            multiples, scales = weight.whole_scales()  # which the kernels call units
+            zeros = None if weight.zeros is None else weight.zeros.contiguous()
+        out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        columns = -(-out_features // PANEL_COLUMNS) * PANEL_COLUMNS
+        number = DTYPE_NUMBERS[parts[0].dtype]
+        data = kernels.allocate(packed_bytes(number, out_features, in_features, int4))
+        first = 0
+        for part in parts:
+            values = part.detach() if part.stride(1) == 1 else part.detach().contiguous()
+            assert (values.dtype, values.shape[1]) == (parts[0].dtype, in_features)
+            kernels.kernel_set.pack_weight(
+                values.data_ptr(), number, values.shape[0], in_features, values.stride(0),
+                *(0 if tensor is None else tensor.data_ptr() for tensor in (scales, multiples, zeros)), int4.group_size,
+                data.data_ptr() + packed_bytes(number, first, in_features, int4),
+            )  # fmt: skip
+            first += values.shape[0]
+        padded = None
+        if bias is not None:
+            padded = torch.zeros(columns)
+            padded[:out_features] = bias.detach()
+        return cls(data, number, int4, padded, out_features, in_features)
+
+    def as_linear(self) -> PackedLinear:
+        """Return what callers of the kernels see of it."""
+        num_bytes = self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return PackedLinear(self.out_features, self.in_features, self, self.bias, num_bytes)
+
+
+class Int4Format(NamedTuple):
+    """How the kernels are told of an int4 weight (csrc/kernels.h)."""
+
+    group_size: int
+    has_zeros: bool
+
+    @classmethod
+    def of(cls, weight: Int4Weight) -> Int4Format:
+        """Return that of a weight; a group is no longer than its rows."""
+        group_size = min(weight.group_size, weight.shape[1])
+        assert group_size % GROUP_MULTIPLE == 0 or group_size == weight.shape[1]
+        return cls(group_size, weight.zeros is not None)
+
+
+_NO_INT4 = Int4Format(0, has_zeros=False)
+
+
+def packed_bytes(dtype_number: int, out_features: int, in_features: int, int4: Int4Format) -> int:
+    """Bytes of all panels: of each column its values, padded to whole words, its scales and what else belongs to it."""
+    columns = -(-out_features // PANEL_COLUMNS) * PANEL_COLUMNS
+    dtype = next(dtype for dtype, number in DTYPE_NUMBERS.items() if number == dtype_number)
+    if dtype == torch.uint8:
+        groups = -(-in_features // int4.group_size)
+        return columns * (-(-in_features // 8) * 4 + groups * (4 if int4.has_zeros else 2) + 4)  # and a float32 unit
+    if dtype == torch.int8:
+        return columns * (-(-in_features // 4) * 4 + 8)  # a float32 scale, the int32 sum of the column
+    together = 2 if dtype == torch.bfloat16 else 1
+    return columns * -(-in_features // together) * together * dtype.itemsize
