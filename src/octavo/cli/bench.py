@@ -47,6 +47,30 @@ Only = Annotated[
         show_default=False,
     ),
 ]
+Rate = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001,
+        metavar="PER_SECOND",
+        help="Requests sent a second, at random times. Default: all at once.",
+        show_default=False,
+    ),
+]
+NumPrompts = Annotated[
+    int | None, typer.Option(min=1, help="Requests to send. Default: those of workload B once.", show_default=False)
+]
+MaxConcurrency = Annotated[
+    int | None, typer.Option(min=1, help="Requests under way at once. Default: no limit.", show_default=False)
+]
+ServedModel = Annotated[
+    str | None, typer.Option(help="Name of the model. Default: the first one served.", show_default=False)
+]
+ApiKey = Annotated[
+    str | None, typer.Option(help="Key to send; OCTAVO_API_KEY does the same. Default: none.", show_default=False)
+]
+Shuffle = Annotated[
+    bool, typer.Option(help="Shuffle each prompt's tokens anew in each run: else the server finds them in its cache.")
+]
 Repeat = Annotated[int, typer.Option(min=1, help="Run each this often; medians are reported.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -89,33 +113,12 @@ def latency(
 def serve(
     url: Annotated[str, typer.Argument(metavar="URL", help="Address of a server with OpenAI's API, vLLM's say.")],
     workload: File = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001,
-            metavar="PER_SECOND",
-            help="Requests sent a second, at random times. Default: all at once.",
-            show_default=False,
-        ),
-    ] = None,
-    num_prompts: Annotated[
-        int | None,
-        typer.Option(min=1, help="Requests to send. Default: those of workload B once.", show_default=False),
-    ] = None,
-    max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Requests under way at once. Default: no limit.", show_default=False)
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Name of the model. Default: the first one served.", show_default=False)
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(help="Key to send; OCTAVO_API_KEY does the same. Default: none.", show_default=False),
-    ] = None,
-    shuffle: Annotated[
-        bool,
-        typer.Option(help="Shuffle each prompt's tokens anew in each run: else the server finds them in its cache."),
-    ] = True,
+    rate: Rate = None,
+    num_prompts: NumPrompts = None,
+    max_concurrency: MaxConcurrency = None,
+    model: ServedModel = None,
+    api_key: ApiKey = None,
+    shuffle: Shuffle = True,
     seed: Annotated[int, typer.Option(help="Of the times that the workload file does not tell.")] = 0,
     timeout: Annotated[float, typer.Option(min=0.001, metavar="SECONDS", help="Of one request.")] = 600.0,
     repeat: Repeat = 1,

@@ -75,26 +75,13 @@ def load_model(
     largest ones that are computed together.
     Raises `ModelError`.
     """
-    shapes = architecture.tensor_shapes()
-    source: TensorSource
-    if load_format == "dummy":
-        source = RandomWeights(shapes, _TORCH_DTYPES[dtype], seed)
-    else:
-        files = CheckpointFiles(directory)
-        files.check(architecture.stored_tensors())
-        source = files
+    source = _open_source(directory, architecture, dtype, seed if load_format == "dummy" else None)
     computed = activation_dtype(dtype, device)
     total = replace(architecture, stored=None).weight_bytes(dtype, str(computed).removeprefix("torch."))
     packer = _Packer(
         source, architecture, kernels, _TORCH_DTYPES[dtype], quantization, group_size, computed, device, total, progress
     )
-    kept = None
-    is_rounded = quantization is not None or architecture.stored is not None  # packing alone is as fast as reading
-    if packed_cache is not None and is_rounded and load_format != "dummy" and kernels.layout is not None:
-        formats = (kernels.layout, dtype, quantization, group_size)
-        versions = (ROUNDING_VERSION, READING_VERSION)
-        identity = identify([directory / "config.json", *find_weight_files(directory)], *formats, *versions)
-        kept = KeptWeights(packed_cache, packed_cache.path(directory, *formats), identity, kernels, packer)
+    kept = None if packed_cache is None else _kept_weights(packed_cache, directory, packer, dtype)
     context = ModelContext(
         architecture=architecture,
         kernels=kernels,
@@ -111,6 +98,26 @@ def load_model(
             kept.close()
     return_free_memory()
     return model
+
+
+def _open_source(directory: Path, architecture: Architecture, dtype: str, seed: int | None) -> TensorSource:
+    """Return a checkpoint's files, all of whose tensors are there, or random weights where there is a seed for them."""
+    if seed is not None:
+        return RandomWeights(architecture.tensor_shapes(), _TORCH_DTYPES[dtype], seed)
+    files = CheckpointFiles(directory)
+    files.check(architecture.stored_tensors())
+    return files
+
+
+def _kept_weights(cache: PackedCache, directory: Path, packer: _Packer, dtype: str) -> KeptWeights | None:
+    """Return the weights that are found in a cache, or kept there; None where packing alone is as fast as reading."""
+    is_rounded = packer.quantization is not None or packer.stored is not None
+    if not is_rounded or isinstance(packer.source, RandomWeights) or packer.kernels.layout is None:
+        return None
+    formats = (packer.kernels.layout, dtype, packer.quantization, packer.group_size)
+    versions = (ROUNDING_VERSION, READING_VERSION)
+    identity = identify([directory / "config.json", *find_weight_files(directory)], *formats, *versions)
+    return KeptWeights(cache, cache.path(directory, *formats), identity, packer.kernels, packer)
 
 
 class _Packer:
