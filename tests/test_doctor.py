@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,27 @@ def test_lm_head_is_examined_in_what_it_is_rounded_to(doctor, precision, has_lm_
     for product in report["products"]:
         num_values = product["out_features"] * product["in_features"]
         assert 0.5 < product["bytes_per_s"] * product["seconds"] / num_values < 0.65  # with scales and units
+
+
+def test_what_is_timed_is_what_a_model_calls(doctor, monkeypatch):
+    from octavo.kernels.cpu import CpuKernels
+
+    module, widths = pytest.importorskip("octavo.doctor"), {"linear": set(), "gated_linear": set()}
+    check = module.Check("gate_up", "int8", rows_are_independent=True, threads_are_equal=True, error=0.01)
+    monkeypatch.setattr(module, "_check", lambda name, *_: replace(check, name=name))
+    for call, seen in widths.items():
+        honest = getattr(CpuKernels, call)
+
+        def watch(self, x, packed, honest=honest, seen=seen, **options):
+            seen.add(packed.out_features)
+            return honest(self, x, packed, **options)
+
+        monkeypatch.setattr(CpuKernels, call, watch)
+    status, text, _ = doctor("--json", "--precision", "int8", "--isa", "portable")
+    products = {each["name"]: each["out_features"] for each in json.loads(text)["products"]}
+    assert status == 0
+    assert widths["gated_linear"] == {products.pop("gate_up")}
+    assert widths["linear"] == set(products.values())
 
 
 def test_another_instruction_set_tells_what_is_lost(doctor):

@@ -43,7 +43,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One product of a model, measured. of_limit: the larger of its shares of the arithmetic and of the bandwidth."""
+    """One product of a model, measured as it is served: gate_up with SiLU.
+
+    of_limit: the larger of its shares of the arithmetic, which is that of the product alone, and of the bandwidth.
+    """
 
     name: str
     out_features: int
@@ -87,7 +90,6 @@ class Report:
     instruction_sets: tuple[str, ...]
     isa: str
     num_threads: int
-    products_by: str
     limits: Limits
     best_limits: Limits
     products: list[Product]
@@ -126,7 +128,7 @@ def examine(
         raise ConfigError(str(error)) from None
     best = kernels if isa == "auto" else CpuKernels(num_threads=num_threads)
     before = torch.get_num_threads()
-    torch.set_num_threads(kernels.num_threads if not kernels.has_own_threads else 1)
+    torch.set_num_threads(1)  # or they would spin on the cores that the kernels use
     try:
         progress("limits of the machine")
         limits = kernels.measure_limits()
@@ -150,7 +152,6 @@ def examine(
         instruction_sets=kernels.instruction_sets,
         isa=kernels.isa,
         num_threads=kernels.num_threads,
-        products_by="oneDNN (bfloat16) and octavo" if kernels.uses_onednn else "octavo",
         limits=limits,
         best_limits=best_limits,
         products=products,
@@ -226,6 +227,12 @@ def _measure(
     first = kernels.pack_linear(stored, float32_out=wide)
     others = (kernels.pack_linear(stored, float32_out=wide) for _ in range(_COPIES_BYTES // first.num_bytes - 1))
     copies = itertools.cycle([first, *others])
+
+    def multiply(x: Tensor) -> Tensor:
+        if name == "gate_up":
+            return kernels.gated_linear(x, next(copies))
+        return kernels.linear(x, next(copies), float32_out=wide)
+
     if precision in _DTYPES:
         peak = limits.bfloat16_flops if precision == "bfloat16" else limits.flops
     else:
@@ -236,7 +243,7 @@ def _measure(
         for _ in range(_ROUNDS):
             start = time.perf_counter()
             for _ in range(count):
-                kernels.linear(x, next(copies), float32_out=wide)
+                multiply(x)
             times.append((time.perf_counter() - start) / count)
         seconds = statistics.median(times)
         ops, read = 2 * rows * width * depth / seconds, first.num_bytes / seconds

@@ -102,7 +102,7 @@ def show(report: Report) -> None:
         f"processor  {report.processor}, {report.num_cores} usable cores, {report.free_bytes / 2**30:.1f} GiB free"
     )
     typer.echo(f"versions   Python {report.versions['python']}, torch {report.versions['torch']}")
-    typer.echo(f"kernels    {report.isa} on {report.num_threads} threads, products by {report.products_by}", nl=False)
+    typer.echo(f"kernels    {report.isa} on {report.num_threads} threads", nl=False)
     typer.echo(f" (also here: {', '.join(others)})" if others else "")
     typer.echo(f"limits     {describe(report.limits)}")
     if report.isa != report.instruction_sets[0]:
