@@ -4,9 +4,10 @@
     python benchmarks/products.py --shape qwen2-0.5b --precision int8 --layer down --rows 1 32 512
 
 The others: bf16 is `mkldnn._linear_pointwise` of prepacked weights, or plain `F.linear` on processors for which torch
-has none (no AVX-512 or its like). int8 is `onednn.qlinear_pointwise` of prepacked weights; its activations are given as
-bytes already (unsigned, one scale of all rows), while octavo rounds them row by row within its time. int4 is
-`aten._weight_int4pack_mm_for_cpu`, groups of 32, which multiplies in bfloat16.
+has none (no AVX-512 or its like). fp32 is that product of float32 weights and rows, which octavo is given as well, or
+plain `F.linear` where torch was built without oneDNN. int8 is `onednn.qlinear_pointwise` of prepacked weights; its
+activations are given as bytes already (unsigned, one scale of all rows), while octavo rounds them row by row within its
+time. int4 is `aten._weight_int4pack_mm_for_cpu`, groups of 32, which multiplies in bfloat16.
 
 Each is timed once a round, one right after the other and the other way round in the next; weights are cycled through
 so much memory that no cache keeps them. ratio: the other's time over octavo's, round by round: above 1 octavo is
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
     from octavo.models.architecture import Architecture
 
-PRECISIONS = ("bf16", "int8", "int4")
+PRECISIONS = ("bf16", "fp32", "int8", "int4")
+BYTES_OF_TWO_VALUES = {"bf16": 4, "fp32": 8, "int8": 2, "int4": 1}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 GROUP_SIZE = 32
 COPIES_BYTES = 256 << 20
@@ -55,18 +57,20 @@ def layers(architecture: Architecture) -> dict[str, tuple[int, int]]:
 def octavo_products(
     kernels: CpuKernels, weight: Tensor, precision: str, copies: int
 ) -> list[Callable[[Tensor], Tensor]]:
-    """Pack a weight for octavo, so many times; each takes x bfloat16 [rows, in] to [rows, out]."""
-    rounded = {"bf16": torch.clone, "int8": quantize_int8, "int4": quantize_int4}[precision](weight)
+    """Pack a weight for octavo, so many times; each takes x [rows, in], float32 for fp32, to [rows, out]."""
+    formats = {"bf16": torch.clone, "fp32": torch.Tensor.float, "int8": quantize_int8, "int4": quantize_int4}
+    rounded = formats[precision](weight)
     packed = [kernels.pack_linear(rounded) for _ in range(copies)]
     return [lambda x, each=each: kernels.linear(x, each) for each in packed]
 
 
 def torch_products(weight: Tensor, precision: str, copies: int) -> list[Callable[[Tensor], Tensor]]:
-    """Pack a weight for torch, so many times; each takes x [rows, in], for int8 as bytes, to bfloat16 [rows, out]."""
-    if precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # noqa: SLF001
-        clones = [weight.clone() for _ in range(copies)]
-        return [lambda x, each=each: functional.linear(x, each) for each in clones]
-    if precision == "bf16":
+    """Pack a weight for torch, so many times; each takes x [rows, in] as `rows_for_torch` has it to [rows, out]."""
+    if precision in {"bf16", "fp32"}:
+        weight = weight.float() if precision == "fp32" else weight
+        if not has_onednn(precision):
+            clones = [weight.clone() for _ in range(copies)]
+            return [lambda x, each=each: functional.linear(x, each) for each in clones]
         pack, multiply = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
         whole = [pack(weight, None) for _ in range(copies)]
         return [lambda x, each=each: multiply(x, each, None, "none", [], "") for each in whole]
@@ -86,11 +90,20 @@ def torch_products(weight: Tensor, precision: str, copies: int) -> list[Callable
     return [lambda x, each=each: multiply(x, each, GROUP_SIZE, scales_and_zeros) for each in clones]
 
 
+def has_onednn(precision: str) -> bool:
+    """Whether torch has oneDNN's product of prepacked bfloat16 or float32 weights on this processor."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return precision == "fp32" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
+
+
 X_SCALE, X_ZERO = 1 / 32, 128  # of the bytes that stand for activations of about one
 
 
-def as_bytes(x: Tensor) -> Tensor:
-    """Return activations as oneDNN's int8 product takes them."""
+def rows_for_torch(x: Tensor, precision: str) -> Tensor:
+    """Return activations as torch's product takes them: those of int8 as bytes."""
+    if precision != "int8":
+        return x
     return (x.float() / X_SCALE + X_ZERO).round().clamp(0, 255).to(torch.uint8)
 
 
@@ -135,12 +148,12 @@ def main() -> None:
                 if options.layer and layer not in options.layer:
                     continue
                 weight = torch.randn(width, depth, dtype=torch.bfloat16)
-                copies = max(1, COPIES_BYTES // (weight.nbytes * {"bf16": 4, "int8": 2, "int4": 1}[precision] // 4))
+                copies = max(1, COPIES_BYTES // (weight.numel() * BYTES_OF_TWO_VALUES[precision] // 2))
                 ours = octavo_products(kernels, weight, precision, copies)
                 theirs = torch_products(weight, precision, copies)
                 for rows in options.rows:
-                    x = torch.randn(rows, depth, dtype=torch.bfloat16)
-                    other_x = as_bytes(x) if precision == "int8" else x
+                    x = torch.randn(rows, depth, dtype=torch.float32 if precision == "fp32" else torch.bfloat16)
+                    other_x = rows_for_torch(x, precision)
                     found = in_turns(
                         [lambda f=f, x=x: f(x) for f in ours],
                         [lambda f=f, x=other_x: f(x) for f in theirs],

@@ -133,13 +133,14 @@ def test_a_stopwatch_counts_what_is_within_once(monkeypatch):
     assert watch.lap() == {}
 
 
-@pytest.mark.parametrize(("precision", "error"), [("bf16", 0.01), ("int8", 0.05), ("int4", 0.2)])
+@pytest.mark.parametrize(("precision", "error"), [("bf16", 0.01), ("fp32", 1e-5), ("int8", 0.05), ("int4", 0.2)])
 def test_both_multiply_the_same_weight(precision, error):
-    weight, x = torch.randn(64, 128).bfloat16(), torch.randn(5, 128).bfloat16()
+    weight, x = torch.randn(64, 128).bfloat16(), torch.randn(5, 128)
+    x = x if precision == "fp32" else x.bfloat16()
     expected = x.double() @ weight.double().T
     ours = products.octavo_products(CpuKernels(num_threads=1), weight, precision, 2)
     theirs = products.torch_products(weight, precision, 2)
-    given = products.as_bytes(x) if precision == "int8" else x
+    given = products.rows_for_torch(x, precision)
     for results in ([f(x) for f in ours], [f(given) for f in theirs]):
         assert len(results) == 2
         for result in results:
