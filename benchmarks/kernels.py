@@ -103,7 +103,7 @@ def linear_cases(kernels: Kernels, only: str = "") -> Iterator[Case]:
 def gated_cases(kernels: Kernels, only: str = "") -> Iterator[Case]:
     """The product whose result is gated: gate_up and the gate behind it. only: as in `linear_cases`."""
     weight = torch.randn(2 * INTERMEDIATE, HIDDEN, dtype=torch.bfloat16)
-    for name, rounded in (("gated_linear", torch.clone), ("gated int8", quantize_int8)):
+    for name, rounded in (("gated_linear", torch.clone), ("gated int8", quantize_int8), ("gated int4", quantize_int4)):
         wanted = [rows for rows in (1, 8, 32, 128, 512) if only in f"{name} x{rows}"]
         if not wanted:
             continue
@@ -140,15 +140,16 @@ def torch_cases() -> Iterator[Case]:
 
 
 def attention_cases(kernels: Kernels) -> Iterator[Case]:
-    """Decodes and prompts; flops count what causal attention needs, bytes the KV once."""
-    shapes = {"1 decode, 16384 KV": [(16384, 1)], "32 decodes, 512 KV": [(512, 1)] * 32,
-              "512 prompt": [(512, 512)], "512 of 4096": [(4096, 512)]}  # fmt: skip
-    for name, sequences in shapes.items():
-        batch, blocks = attention_batch(sequences)
+    """Decodes and prompts; flops count what causal attention needs, bytes all KV once, a common prefix too."""
+    shapes = {"1 decode, 16384 KV": ([(16384, 1)], 0), "32 decodes, 512 KV": ([(512, 1)] * 32, 0),
+              "32 decodes, 512 of 576 KV common": ([(576, 1)] * 32, 512),
+              "512 prompt": ([(512, 512)], 0), "512 of 4096": ([(4096, 512)], 0)}  # fmt: skip
+    for name, (sequences, common) in shapes.items():
+        batch, blocks = attention_batch(sequences, common)
         numbers = torch.randn(blocks, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         q = torch.randn(len(batch.positions), HEADS, HEAD_DIM).to(torch.bfloat16)
         seen = int((batch.positions + 1).sum())
-        tokens = sum(length for length, _ in sequences)
+        tokens = sum(length for length, _ in sequences) - common * (len(sequences) - 1)
         for kv, cache, row_bytes in (
             ("", numbers.to(torch.bfloat16), HEAD_DIM * 2),
             (" of int8", int8_cache(numbers), HEAD_DIM + 4),
@@ -173,8 +174,8 @@ def int8_cache(numbers: Tensor) -> Tensor:
     return rows
 
 
-def attention_batch(sequences: list[tuple[int, int]]) -> tuple[AttentionBatch, int]:
-    """A batch of (KV length, query length), blocks one after the other."""
+def attention_batch(sequences: list[tuple[int, int]], common: int = 0) -> tuple[AttentionBatch, int]:
+    """A batch of (KV length, query length), blocks one after the other; all begin with so many tokens of the first."""
     starts, positions, tables, slots, used = [0], [], [], [], 0
     for length, queries in sequences:
         table = torch.arange(used, used + -(-length // BLOCK_SIZE))
@@ -186,6 +187,7 @@ def attention_batch(sequences: list[tuple[int, int]]) -> tuple[AttentionBatch, i
         slots.append(table[where // BLOCK_SIZE] * BLOCK_SIZE + where % BLOCK_SIZE)
     lengths = torch.tensor([length for length, _ in sequences], dtype=torch.int32)
     table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).int()
+    table[:, : common // BLOCK_SIZE] = table[0, : common // BLOCK_SIZE]
     return AttentionBatch(
         torch.tensor(starts, dtype=torch.int32), lengths, table, torch.cat(positions), torch.cat(slots), BLOCK_SIZE
     ), used
@@ -247,11 +249,12 @@ def report(cases: list[Case]) -> None:
     product, read = best["peak: float32 product"], best["peak: read"]
     peak_flops = product.flops / min(product.times)
     peak_bytes = read.num_bytes / min(read.times)
-    print(f"{'case':34} {'backend':10} {'median us':>11} {'GFLOP/s':>9} {'of peak':>8} {'GB/s':>7} {'of peak':>8}")
+    width = max(len(c.name) for c in cases)
+    print(f"{'case':{width}} {'backend':10} {'median us':>11} {'GFLOP/s':>9} {'of peak':>8} {'GB/s':>7} {'of peak':>8}")
     for c in cases:
         seconds = statistics.median(c.times)
         flops, rate = c.flops / seconds, c.num_bytes / seconds
-        print(f"{c.name:34} {c.backend:10} {seconds * 1e6:11.1f} {flops / 1e9:9.1f} {flops / peak_flops:8.1%}"
+        print(f"{c.name:{width}} {c.backend:10} {seconds * 1e6:11.1f} {flops / 1e9:9.1f} {flops / peak_flops:8.1%}"
               f" {rate / 1e9:7.2f} {rate / peak_bytes:8.1%}")  # fmt: skip
 
 

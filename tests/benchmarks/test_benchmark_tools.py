@@ -12,6 +12,7 @@ from octavo import _kernels
 from octavo.assets import built_in_model_path
 from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.quantization import kv_scales
+from octavo.kernels.reference import ReferenceKernels
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -160,6 +161,20 @@ def test_cases_of_an_int8_cache_stand_for_its_numbers():
     for side in (0, 1):
         cache = rows[:, side]
         assert torch.allclose(cache.float() * kv_scales(cache).unsqueeze(-1), numbers[:, side], atol=0.03)
+
+
+def test_sequences_of_a_batch_begin_with_the_first_one_s_blocks():
+    apart, blocks = kernel_cases.attention_batch([(40, 1), (48, 1), (33, 1)])
+    shared, same_blocks = kernel_cases.attention_batch([(40, 1), (48, 1), (33, 1)], 32)
+    assert blocks == same_blocks == 9
+    assert apart.block_tables.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert shared.block_tables.tolist() == [[0, 1, 2], [0, 1, 5], [0, 1, 8]]
+    assert torch.equal(shared.slot_mapping, apart.slot_mapping)
+
+
+def test_gated_products_of_every_precision_are_cases():
+    names = [each.name for each in kernel_cases.gated_cases(ReferenceKernels(), " x1")]
+    assert [name for name in names if name.endswith(" x1")] == ["gated_linear x1", "gated int8 x1", "gated int4 x1"]
 
 
 def test_two_builds_run_in_turns(tmp_path):
