@@ -18,6 +18,7 @@ import torch
 
 from octavo.kernels import AttentionBatch, SamplingRows
 from octavo.kernels.cpu import CpuKernels
+from octavo.kernels.machine import cold_bytes
 from octavo.kernels.quantization import kv_scales, quantize_int4, quantize_int8, quantize_rows
 from octavo.kernels.reference import ReferenceKernels
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 896, 4864, 14, 2, 64, 151936
 BLOCK_SIZE = 16
-COPIES_BYTES = 256 << 20  # weights are cycled through so much memory, as a model's layers would be: no cache keeps them
+COPIES_BYTES = cold_bytes()  # weights are cycled through so much memory: no cache keeps them
 
 
 @dataclass

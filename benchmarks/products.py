@@ -26,6 +26,7 @@ from torch.nn import functional
 from workloads import FOLDER, prepare
 
 from octavo.kernels.cpu import CpuKernels
+from octavo.kernels.machine import cold_bytes
 from octavo.kernels.quantization import quantize_int4, quantize_int8
 from octavo.models.registry import read_architecture
 
@@ -40,7 +41,7 @@ PRECISIONS = ("bf16", "fp32", "int8", "int4")
 BYTES_OF_TWO_VALUES = {"bf16": 4, "fp32": 8, "int8": 2, "int4": 1}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 GROUP_SIZE = 32
-COPIES_BYTES = 256 << 20
+COPIES_BYTES = cold_bytes()  # weights are cycled through so much memory: no cache keeps them
 
 
 def layers(architecture: Architecture) -> dict[str, tuple[int, int]]:

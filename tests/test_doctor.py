@@ -23,7 +23,7 @@ def doctor(monkeypatch):
     """Run it on little memory: (exit status, standard output)."""
     cpu = pytest.importorskip("octavo.kernels.cpu")
     module = pytest.importorskip("octavo.doctor")
-    monkeypatch.setattr(module, "_COPIES_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "cold_bytes", lambda: 1 << 20)
     little = functools.partialmethod(cpu.CpuKernels.measure_limits, num_bytes=1 << 22, rounds=1)
     monkeypatch.setattr(cpu.CpuKernels, "measure_limits", little)
 

@@ -18,7 +18,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.kernels.cpu import CpuKernels
-from octavo.kernels.machine import usable_cores
+from octavo.kernels.machine import cold_bytes, usable_cores
 from octavo.kernels.quantization import quantize_int4, quantize_int8
 from octavo.worker.memory import free_bytes
 
@@ -37,7 +37,6 @@ ROWS = (1, 8, 32, 512)
 _ROUNDS = 7
 _BLOCK_ROWS = 336  # the most of a block that is limited by rows: kBlockRows of csrc/linear.h with AVX-512
 _BLOCKS_BYTES = 1 << 20  # of activations: kNearBytes of csrc/linear_tiles.h, kBlockBytes of csrc/quantized_rows.h
-_COPIES_BYTES = 192 << 20  # weights are cycled through so much memory, as a model's layers are: no cache keeps them
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -113,8 +112,9 @@ def examine(
     precisions: tuple[str, ...],
     progress: Callable[[str], None] = lambda _text: None,
 ) -> Report:
-    """Measure limits and products, and check exactness: 20 s and 1.5 GB with the shapes of a 0.5B model on two cores.
+    """Measure limits and products, and check exactness.
 
+    Takes 20 s and 1.5 GB with the shapes of a 0.5B model on two cores; 1.8 GB where caches are large.
     precisions: dtypes of the weights, "int8", "int4" (without lm_head, which is int8 then) or "int4_all". progress is
     told what is being done. Raises `ConfigError` where there are no compiled kernels, or none for `isa`.
     """
@@ -225,7 +225,7 @@ def _measure(
     weight = torch.randn(width, depth)
     stored, wide = _stored(weight, precision), name == "lm_head"
     first = kernels.pack_linear(stored, float32_out=wide)
-    others = (kernels.pack_linear(stored, float32_out=wide) for _ in range(_COPIES_BYTES // first.num_bytes - 1))
+    others = (kernels.pack_linear(stored, float32_out=wide) for _ in range(cold_bytes() // first.num_bytes - 1))
     copies = itertools.cycle([first, *others])
 
     def multiply(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Threads by physical cores, affinity and quota; pinned where all cores are taken."""
+"""Threads by physical cores, affinity and quota, pinned where all cores are taken; memory by their caches."""
 
 import math
 import os
@@ -70,6 +70,28 @@ def test_a_quota_of_version_1(host, text, quota):
     (folder / "cpu.cfs_quota_us").write_text(text + "\n")
     (folder / "cpu.cfs_period_us").write_text("100000\n")
     assert cpu_quota() == quota
+
+
+@pytest.mark.parametrize(
+    ("caches", "mebibytes", "cold"),
+    [
+        ({}, 0, 192),
+        ({0: ("32768K", "0-3")}, 32, 192),  # cpu 1 tells nothing
+        ({0: ("131072K", "0-3"), 1: ("131072K", "0-3")}, 128, 256),
+        ({0: ("98304K", "0,2"), 1: ("98304K", "1,3")}, 192, 384),  # one for each
+        ({0: ("491520K", "0-3"), 1: ("491520K", "0-3")}, 480, 512),
+        ({0: ("98304K", ""), 1: ("much", "1,3")}, 96, 192),
+    ],
+)
+def test_weights_are_cycled_through_more_memory_than_caches_keep(host, caches, mebibytes, cold):
+    for cpu, (size, shared_by) in caches.items():
+        for other in (cpu, cpu + 2):  # its sibling
+            folder = host / "cpus" / f"cpu{other}" / "cache" / "index3"
+            folder.mkdir(parents=True)
+            (folder / "size").write_text(size + "\n")
+            (folder / "shared_cpu_list").write_text(shared_by + "\n")
+    assert machine.third_level_cache_bytes() == mebibytes << 20
+    assert machine.cold_bytes() == cold << 20
 
 
 def test_openmp_users_are_heard(host, monkeypatch):

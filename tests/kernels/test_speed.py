@@ -14,13 +14,14 @@ import torch
 from kernel_backends import compiled_kernels
 from paged_batches import paged_batch
 
+from octavo.kernels.machine import cold_bytes
 from octavo.kernels.quantization import quantize_int4, quantize_int8
 
 pytestmark = pytest.mark.performance
 ROUNDS = 15  # between two looks at the share
 PATIENCE = 40.0  # seconds that a disturbance may last
 ROUND_WORDS = 1 << 15  # of the register loops
-COPIES_BYTES = 128 << 20  # weights are cycled through so much memory: no cache keeps them
+COPIES_BYTES = cold_bytes()  # weights are cycled through so much memory: no cache keeps them
 
 # What each kind of weight must reach of the register loop at 512 rows: two thirds of what it did when this was written.
 LEAST_SHARES = {

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: its cores, and the cgroups that limit it."""
+"""What this process may use of the machine: its cores, their caches, and the cgroups that limit it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CPUS = Path("/sys/devices/system/cpu")
+_LEAST_COLD_BYTES, _MOST_COLD_BYTES = 192 << 20, 512 << 20
 
 
 def default_num_threads() -> int:
@@ -37,6 +38,27 @@ def usable_cores() -> list[int]:
         siblings = "".join(read_lines(_CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list")).strip()
         cores.setdefault(siblings or str(cpu), cpu)
     return list(cores.values())
+
+
+def cold_bytes() -> int:
+    """Return through how many bytes to cycle so that, as with a model's layers, no cache keeps what comes round again.
+
+    Twice the third-level cache, 192 MiB at least. At most 512 MiB, as memory is not only for measuring: a larger cache
+    is mostly that of a large machine, of which others have their part.
+    """
+    return max(_LEAST_COLD_BYTES, min(2 * third_level_cache_bytes(), _MOST_COLD_BYTES))
+
+
+def third_level_cache_bytes() -> int:
+    """Return the size of the third-level caches of the usable cores, each once; 0 where the system tells none."""
+    sizes: dict[str, int] = {}
+    for cpu in usable_cores():
+        cache = _CPUS / f"cpu{cpu}" / "cache" / "index3"
+        size = "".join(read_lines(cache / "size")).strip()  # "49152K"
+        shared_by = "".join(read_lines(cache / "shared_cpu_list")).strip()
+        if size.endswith("K") and size[:-1].isdigit():
+            sizes[shared_by or str(cpu)] = int(size[:-1]) << 10
+    return sum(sizes.values())
 
 
 def cpu_quota() -> float:
