@@ -178,11 +178,14 @@ def test_compiled_kernels_are_exact(checkpoint, alone, schedule, dtype):
 
 
 @needs_kernels
+@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", MORE_DTYPES)
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
-def test_every_instruction_set_is_exact(checkpoint, alone, isa, dtype):
-    engine = make_engine(checkpoint, dtype, EVERYWHERE, "cpu", isa)
-    assert engine.core.executor.worker.kernels.isa == isa
+def test_every_instruction_set_is_exact(checkpoint, alone, isa, dtype, num_threads):
+    """On one thread and on two, which give what one request alone got on as many as this machine has cores."""
+    engine = make_engine(checkpoint, dtype, replace(EVERYWHERE, num_threads=num_threads), "cpu", isa)
+    kernels = engine.core.executor.worker.kernels
+    assert (kernels.isa, kernels.num_threads) == (isa, num_threads)
     check(engine, EVERYWHERE, alone(checkpoint, dtype, "cpu", isa, NUM_REQUESTS_EVERYWHERE))
 
 

@@ -62,6 +62,18 @@ def test_tasks_of_many_panels(fastest, single_threaded, generator, depth, stored
                 assert torch.equal(kernels.gated_linear(some, packed), expected), (rows, kernels.num_threads)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", [*FORMATS, "float32"])
+def test_threads_do_not_change_a_bit(compiled, generator, stored, dtype):
+    weight = random(generator, 2 * 1056, 96) / 10
+    rounded = FORMATS[stored](weight) if stored in FORMATS else weight
+    sides = [(k, k.pack_linear(rounded)) for k in (compiled, compiled_kernels(compiled.isa, num_threads=1))]
+    assert [k.num_threads for k, _ in sides] == [2, 1]
+    for rows in (1, 5, 40, 300):
+        x = random(generator, rows, 96, dtype=dtype)
+        assert torch.equal(*(k.gated_linear(x, packed) for k, packed in sides)), rows
+
+
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("size", [1024, 1056])
 def test_rows_that_would_share_cache_sets_stand_further_apart(fastest, generator, size, stored):

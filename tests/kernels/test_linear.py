@@ -142,12 +142,15 @@ def test_a_row_does_not_depend_on_its_neighbours_in_wide_layers(fastest, generat
         assert torch.equal(fastest.linear(x[:rows], packed, float32_out=True)[:1], alone), rows
 
 
-def test_threads_do_not_change_a_bit(fastest, single_threaded, generator):
-    weight, bias = random(generator, 333, 500, dtype=torch.bfloat16), random(generator, 333)
+@pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("width", [333, 1056])  # so many that a task has several panels
+def test_threads_do_not_change_a_bit(compiled, generator, width, weight_dtype):
+    weight, bias = random(generator, width, 500, dtype=weight_dtype), random(generator, width)
+    sides = [(k, k.pack_linear(weight, bias)) for k in (compiled, compiled_kernels(compiled.isa, num_threads=1))]
+    assert [k.num_threads for k, _ in sides] == [2, 1]
     for rows, dtype in [(rows, dtype) for rows in (1, 5, 100, 400) for dtype in FLOATS]:
         x = random(generator, rows, 500, dtype=dtype)
-        results = [k.linear(x, k.pack_linear(weight, bias)) for k in (fastest, single_threaded)]
-        assert torch.equal(*results), (rows, dtype)
+        assert torch.equal(*(k.linear(x, packed) for k, packed in sides)), (rows, dtype)
 
 
 def test_instruction_sets_with_fused_products_agree(generator):
