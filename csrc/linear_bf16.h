@@ -56,6 +56,7 @@ void multiply_pairs(const LinearArgs& args, const PairTile& tile, int64_t panel,
   const int64_t bytes = divide_up(args.k, 2) * kPairBytes;
   const char* w = static_cast<const char*>(args.weight) + panel * bytes;
   const char* x = tile.pairs;
+  ahead.ask_rows(P);
   for (int64_t chain = 0; chain < bytes; chain += kChainBytes) {
     Vec sums[P][M][V];
     OCTAVO_UNROLL

@@ -10,6 +10,11 @@
 #include "linear_bf16.h"
 #include "linear_int8.h"
 
+#if defined(OCTAVO_ISA_VNNI) && defined(__GNUC__) && !defined(__clang__)  // else GCC copies a tile's sums in its inner loop
+#pragma GCC push_options
+#pragma GCC optimize("no-tree-coalesce-vars")
+#endif
+
 namespace octavo::OCTAVO_ISA {
 
 // What fits the registers: rows of a tile, accumulators of a tile, and accumulators when rows are few enough to take several
@@ -67,7 +72,9 @@ struct NibbleWeight {
   explicit NibbleWeight(const LinearArgs& args) : NibbleWeight(args.weight, args.int4, args.n, args.k) {}
 
   static constexpr int group_panels(int rows) { return panels_at_once(rows, kNibbleSums); }
-  int64_t panel_steps(int rows) const { return depth / kNibbleDepth * (kPanelVecs / vecs_at_once(rows, kMostNibbleSums)); }
+  int64_t panel_steps(int rows, int64_t /*tiles*/) const {
+    return depth / kNibbleDepth * (kPanelVecs / vecs_at_once(rows, kMostNibbleSums));
+  }
   ByteLayout layout() const { return {depth / 4, 0, kSectionDepth, divide_up(depth, kSectionDepth), -kNibbleCenter}; }
 
   template <int M>
@@ -268,6 +275,7 @@ template <int M, int P>
 void multiply_nibble_panels(const LinearArgs& args, const NibbleWeight& weight, const ByteTile& tile, int64_t panel,
                             Place out, Ahead ahead) {
   constexpr int V = vecs_at_once(M, kMostNibbleSums);
+  ahead.ask_rows(P);
   for (int vec = 0; vec < kPanelVecs; vec += V) {
     LongSums<P * M * V> totals;
     multiply_nibbles<M, P, V>(weight, tile, weight.panels + panel * weight.panel_bytes, vec, ahead, totals);
@@ -290,3 +298,7 @@ void NibbleWeight::multiply(const LinearArgs& args, const NibbleWeight& weight, 
 }
 
 }  // namespace octavo::OCTAVO_ISA
+
+#if defined(OCTAVO_ISA_VNNI) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC pop_options
+#endif

@@ -18,6 +18,9 @@ constexpr int kByteRows = 4, kMostByteSums = 4, kByteSums = 6;
 
 constexpr int64_t kGroupBytes = 4 * kPanelColumns;  // four k of one panel
 
+// With so few tiles a panel has hardly come from memory when it is met, and is asked for all along.
+constexpr int64_t kFewTiles = 12;
+
 OCTAVO_INLINE int64_t byte_groups(int64_t k) { return divide_up(k, 4); }
 
 // A packed int8 weight: panels, then scales and sums of the columns.
@@ -38,7 +41,11 @@ struct ByteWeight {
   explicit ByteWeight(const LinearArgs& args) : ByteWeight(args.weight, args.n, args.k) {}
 
   static constexpr int group_panels(int rows) { return panels_at_once(rows, kByteSums); }
-  int64_t panel_steps(int rows) const { return panel_bytes / kGroupBytes * (kPanelVecs / vecs_at_once(rows, kMostByteSums)); }
+  // Of many tiles each asks for its share at first, and then only computes.
+  int64_t panel_steps(int rows, int64_t tiles) const {
+    if (tiles <= kFewTiles) return panel_bytes / kGroupBytes * (kPanelVecs / vecs_at_once(rows, kMostByteSums));
+    return divide_up(panel_bytes, tiles * Ahead::kAskedBytes);
+  }
   ByteLayout layout() const { return {panel_bytes / kGroupBytes, kByteOffset, 0, 0, 0}; }
 
   template <int M>
@@ -50,8 +57,8 @@ struct ByteWeight {
 template <int V, class Out>
 OCTAVO_INLINE void store_columns(Out* out, const Vec (&value)[V], int64_t count) {
   if (count >= V * kLanes) {
-    OCTAVO_UNROLL
-    for (int v = 0; v < V; ++v) store(out + v * kLanes, value[v]);
+    static_assert(V <= 2);
+    V == 2 ? store_two(out, value[0], value[V - 1]) : store(out, value[0]);
   } else {
     for (int v = 0; v < V; ++v) store_first(out + v * kLanes, value[v], larger(int64_t{0}, count - v * kLanes));
   }
@@ -109,16 +116,19 @@ OCTAVO_INLINE void sum_bytes(const ByteWeight& weight, const ByteTile& tile, con
     }
   }
   const uint8_t* x = tile.bytes;
-  for (int64_t offset = vec * 4 * kLanes; offset < weight.panel_bytes; offset += kGroupBytes) {
+  const int8_t* group = w + vec * 4 * kLanes;
+  const auto add_group = [&](auto asks) __attribute__((always_inline)) {
     IVec columns[P][V];
     OCTAVO_UNROLL
     for (int p = 0; p < P; ++p) {
-      const int8_t* group = w + p * weight.panel_bytes + offset;
+      const int8_t* line = group + p * weight.panel_bytes;
+      if (asks) {
+        OCTAVO_UNROLL
+        for (int v = 0; v < V; ++v) prefetch_l2(line + kPrefetchBytes + v * 64);
+        if (kAsksAhead) ahead.ask(p);
+      }
       OCTAVO_UNROLL
-      for (int line = 0; line < V; ++line) prefetch_l2(group + kPrefetchBytes + line * 64);
-      if (kAsksAhead) ahead.ask(p);
-      OCTAVO_UNROLL
-      for (int v = 0; v < V; ++v) columns[p][v] = load_int(group + v * 4 * kLanes);
+      for (int v = 0; v < V; ++v) columns[p][v] = load_int(line + v * 4 * kLanes);
     }
     OCTAVO_UNROLL
     for (int m = 0; m < M; ++m) {
@@ -131,9 +141,20 @@ OCTAVO_INLINE void sum_bytes(const ByteWeight& weight, const ByteTile& tile, con
         for (int v = 0; v < V; ++v) sums[p][m][v] = add_byte_products(sums[p][m][v], four, columns[p][v]);
       }
     }
-    if (kAsksAhead) ahead.step();
+    if (asks && kAsksAhead) ahead.step();
     x += M * 4;
+    group += kGroupBytes;
+  };
+  const int8_t* const end = group + weight.panel_bytes;
+  const int8_t* const asked = group + ahead.take_steps(weight.panel_bytes / kGroupBytes) * kGroupBytes;
+  const int64_t apart = (end - asked) / (kGroupBytes * 2 * M) * kGroupBytes;  // from a row of results to the next
+  if (apart == 0) ahead.ask_rows(P);
+  while (group != asked) add_group(std::true_type());
+  while (ahead.rows() > 0) {
+    ahead.ask_row(P);
+    for (const int8_t* next = group + apart; group != next;) add_group(std::false_type());
   }
+  while (group != end) add_group(std::false_type());
   OCTAVO_UNROLL
   for (int p = 0; p < P; ++p) {
     OCTAVO_UNROLL

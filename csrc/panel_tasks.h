@@ -12,24 +12,36 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// The memory of the panels that a thread takes next, asked for while it multiplies the present ones: then they come from
-// its cache, however little a tile of rows has to compute. Each of several tiles asks for its share of every panel.
+// What a tile of rows asks for while it is multiplied: the panels that its thread takes next, which then come from its cache,
+// however little the tile has to compute, and the memory that its results are about to be written to. Each of several tiles
+// asks for its share of every panel.
 class Ahead {
  public:
+  static constexpr int64_t kAskedBytes = 128;  // by a step, at most
+
   // next: the first of these panels, of `bytes` each; a tile asks `steps` times. here: the first of the present ones, which
   // is asked for where there is no next (null).
   Ahead(const void* next, const void* here, int64_t bytes, int64_t steps, int64_t tile, int64_t tiles)
       : line_(static_cast<const char*>(next == nullptr ? here : next) + (next == nullptr ? 0 : bytes / tiles * tile)),
         step_(next == nullptr ? 0 : divide_up(bytes, steps * tiles)),
-        panel_(next == nullptr ? 0 : bytes) {}
+        panel_(next == nullptr ? 0 : bytes),
+        steps_(steps) {}
 
   // The memory from `line` on, for `ask_lines`.
-  explicit Ahead(const char* line) : line_(line), step_(0), panel_(0) {}
+  explicit Ahead(const char* line) : line_(line), step_(0), panel_(0), steps_(0) {}
+
+  // And so many rows of results, of `bytes` a panel; the first ones are written to `out`.
+  void set_results(Place out, int64_t rows, int64_t bytes) {
+    results_ = out;
+    rows_ = rows;
+    row_bytes_ = bytes;
+  }
 
   // For the panels from the i-th of the next task on.
   Ahead from(int64_t i) const {
     Ahead other = *this;
     other.line_ += i * panel_;
+    other.results_.data += i * row_bytes_;
     return other;
   }
 
@@ -40,6 +52,25 @@ class Ahead {
   }
   OCTAVO_INLINE void step() { line_ += step_; }
 
+  // How many of the next `count` steps are to ask: the first ones, which count as taken.
+  int64_t take_steps(int64_t count) {
+    const int64_t taken = smaller(count, steps_);
+    steps_ -= taken;
+    return taken;
+  }
+
+  // Asks for the next row of results, of so many panels.
+  OCTAVO_INLINE void ask_row(int panels) {
+    for (int64_t i = 0; i < panels * row_bytes_; i += 64) prefetch_l2(results_.data + i);
+    results_.data += results_.row_bytes;
+    --rows_;
+  }
+  int64_t rows() const { return rows_; }
+  // All of them at once.
+  void ask_rows(int panels) {
+    while (rows_ > 0) ask_row(panels);
+  }
+
   // Asks for the next `count` lines of one panel.
   OCTAVO_INLINE void ask_lines(int64_t count) {
     for (int64_t i = 0; i < count; ++i, line_ += 64) prefetch_l2(line_);
@@ -49,6 +80,10 @@ class Ahead {
   const char* line_;
   int64_t step_;
   int64_t panel_;
+  int64_t steps_;
+  Place results_{nullptr, 0};
+  int64_t rows_ = 0;
+  int64_t row_bytes_ = 0;
 };
 
 // Whether rows so few that they take several panels at once ask ahead: AVX2 reads faster without.
@@ -151,23 +186,20 @@ void multiply_block(ThreadPool& pool, const LinearArgs& args, const BlockOfRows&
       return place_of(args, block.first + tile * block.tile_rows, first * kPanelColumns);
     };
     // shift: from the panels of the result to those of the weight
-    const auto multiply_tile_of = [&](int64_t tile, int64_t shift, Place place) {
+    const auto multiply_tile_of = [&](int64_t tile, int64_t shift, bool makes_results, Place place) {
       const char* next = following < tasks ? weight.at(following * group + shift) : nullptr;
-      multiply(tile, first + shift, count, place,
-               Ahead(next, weight.at(first + shift), weight.bytes, weight.steps, tile, tiles));
+      Ahead ahead(next, weight.at(first + shift), weight.bytes, weight.steps, tile, tiles);
+      if (makes_results) ahead.set_results(out_of(tile), block.rows_of(tile), bytes_of_result(args, kPanelColumns));
+      multiply(tile, first + shift, count, place, ahead);
     };
     if (!args.gated) {
-      for (int64_t tile = 0; tile < tiles; ++tile) {
-        prefetch_output(args, out_of(tile), block.rows_of(tile), count);
-        multiply_tile_of(tile, 0, out_of(tile));
-      }
+      for (int64_t tile = 0; tile < tiles; ++tile) multiply_tile_of(tile, 0, true, out_of(tile));
       return;
     }
     const GatedPanels gated(pool.local(thread), block, count * kPanelColumns);
-    for (int64_t tile = 0; tile < tiles; ++tile) multiply_tile_of(tile, 0, gated.gates(tile));
+    for (int64_t tile = 0; tile < tiles; ++tile) multiply_tile_of(tile, 0, false, gated.gates(tile));
     for (int64_t tile = 0; tile < tiles; ++tile) {
-      prefetch_output(args, out_of(tile), block.rows_of(tile), count);
-      multiply_tile_of(tile, panels, gated.ups());
+      multiply_tile_of(tile, panels, true, gated.ups());
       gated.write(tile, out_of(tile));
     }
   });

@@ -148,8 +148,9 @@ struct TileFunctions {
 // The product with a weight of integers, in blocks of rows that stay in cache, each of tiles of nearly equal height.
 //
 // Weight: kRows, the tallest tile; group_panels(rows), panels that a tile of so many rows takes at once; layout(), of the
-// rows it wants; panels, panel_bytes and panel_steps(rows), how often a tile asks for memory ahead; multiply<M>(args, weight,
-// tile, first, count, out, ahead), panels first .. first + count for a tile of M rows, written to `out`.
+// rows it wants; panels, panel_bytes and panel_steps(rows, tiles), how often one of so many tiles of so many rows asks for
+// memory ahead; multiply<M>(args, weight, tile, first, count, out, ahead), panels first .. first + count for a tile of M rows,
+// written to `out`.
 template <class Weight>
 void linear_of_integers(ThreadPool& pool, const LinearArgs& args) {
   if (args.rows == 0) return;
@@ -161,7 +162,7 @@ void linear_of_integers(ThreadPool& pool, const LinearArgs& args) {
   const int64_t blocks = divide_up(args.rows, most_rows), block_rows = divide_up(args.rows, blocks);
   const int64_t tile_rows = divide_up(block_rows, divide_up(block_rows, int64_t{Weight::kRows}));
   const PanelMemory panels{reinterpret_cast<const char*>(weight.panels), weight.panel_bytes,
-                           weight.panel_steps(static_cast<int>(tile_rows))};
+                           weight.panel_steps(static_cast<int>(tile_rows), divide_up(block_rows, tile_rows))};
   const int64_t bytes_size = divide_up(block_rows * row_bytes, 64) * 64;
   auto* bytes = static_cast<uint8_t*>(
       pool.shared(static_cast<size_t>(bytes_size + block_rows * 4 * (1 + layout.groups))));

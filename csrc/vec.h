@@ -52,6 +52,13 @@ OCTAVO_INLINE void store_first(T* p, Vec v, int64_t n) {
   std::memcpy(static_cast<void*>(p), buffer, static_cast<size_t>(n) * sizeof(T));
 }
 
+// a, and b behind it.
+template <class T>
+OCTAVO_INLINE void store_two(T* p, Vec a, Vec b) {
+  store(p, a);
+  store(p + kLanes, b);
+}
+
 template <class T>
 OCTAVO_INLINE T smaller(T a, T b) {
   return b < a ? b : a;

@@ -165,13 +165,22 @@ OCTAVO_INLINE Vec load(const int8_t* p) {
 }
 
 OCTAVO_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
-OCTAVO_INLINE void store(bf16* p, Vec a) {  // to nearest even; a NaN stays a quiet NaN
+// Each lane as bfloat16 in its upper half: to nearest even; a NaN stays a quiet NaN.
+OCTAVO_INLINE IVec round_to_bf16(Vec a) {
   const __m512i raw = _mm512_castps_si512(a.v);
-  const __m512i lowest_kept = _mm512_and_si512(_mm512_srli_epi32(raw, 16), _mm512_set1_epi32(1));
-  const __m512i rounded = _mm512_add_epi32(raw, _mm512_add_epi32(lowest_kept, _mm512_set1_epi32(0x7FFF)));
-  const __m512i quiet = _mm512_or_si512(raw, _mm512_set1_epi32(0x00400000));
-  const __m512i result = _mm512_mask_blend_epi32(is_nan(a), rounded, quiet);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(result, 16)));
+  const __m512i more = _mm512_add_epi32(raw, _mm512_set1_epi32(0x7FFF));
+  const Mask is_odd = _mm512_test_epi32_mask(raw, _mm512_set1_epi32(0x10000));
+  const __m512i rounded = _mm512_mask_add_epi32(more, is_odd, more, _mm512_set1_epi32(1));
+  return {_mm512_mask_or_epi32(rounded, is_nan(a), raw, _mm512_set1_epi32(0x00400000))};
+}
+OCTAVO_INLINE void store(bf16* p, Vec a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(round_to_bf16(a).v, 16)));
+}
+// a, and b behind it.
+OCTAVO_INLINE void store_two(bf16* p, Vec a, Vec b) {
+  const __m512i upper_halves = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25,
+                                                23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+  _mm512_storeu_si512(p, _mm512_permutex2var_epi16(round_to_bf16(a).v, upper_halves, round_to_bf16(b).v));
 }
 OCTAVO_INLINE void store(f16* p, Vec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
