@@ -136,27 +136,26 @@ inline void linear_of_pairs(ThreadPool& pool, const LinearArgs& args) {
   if (args.rows == 0) return;
   static constexpr PairFunctions kMultiply;
   const int64_t pairs = divide_up(args.k, 2), panels = divide_up(args.n, kPanelColumns);
-  const int64_t most_rows = larger(int64_t{kPairRows}, kBlockBytes / (4 * pairs) / kPairRows * kPairRows);
-  const int64_t blocks = divide_up(args.rows, most_rows), block_rows = divide_up(args.rows, blocks);
-  const int64_t tiles = divide_up(block_rows, kPairRows), tile_rows = divide_up(block_rows, tiles);
-  const bool packs = args.k % 2 != 0 || (tiles > 1 && panels > kFewPanels);
+  const int64_t most_rows = larger(int64_t{1}, kBlockBytes / (4 * pairs) / kPairRows) * kPairRows;
+  const int64_t block_rows = rows_of_a_block(args.rows, most_rows, kPairRows);
+  const bool packs = args.k % 2 != 0 || (block_rows > kPairRows && panels > kFewPanels);
   const PanelMemory weight{static_cast<const char*>(args.weight), pairs * kPairBytes, pairs};
   auto* words = static_cast<uint32_t*>(pool.shared(packs ? static_cast<size_t>(block_rows * pairs) * sizeof(uint32_t) : 1));
   for (int64_t first = 0; first < args.rows; first += block_rows) {
-    const BlockOfRows block{first, smaller(block_rows, args.rows - first), tile_rows};
+    const BlockOfRows block(first, smaller(block_rows, args.rows - first), kPairRows);
     if (packs) {
       parallel(pool, block.tiles(), [&](int64_t tile, int) {
-        const int64_t row = tile * tile_rows;
+        const int64_t row = tile * block.tile_rows;
         pack_pairs(args, block.rows_of(tile), first + row, words + row * pairs);
       });
     }
     const auto tile_at = [&](int64_t tile) {
-      const int64_t row = tile * tile_rows;
+      const int64_t row = tile * block.tile_rows;
       if (packs) return PairTile{reinterpret_cast<const char*>(words + row * pairs), 4, 4 * block.rows_of(tile)};
       const bf16* x = static_cast<const bf16*>(args.x) + (first + row) * args.x_stride;
       return PairTile{reinterpret_cast<const char*>(x), 2 * args.x_stride, 4};
     };
-    multiply_block(pool, args, block, weight, panels_at_once(static_cast<int>(tile_rows), kPairSums),
+    multiply_block(pool, args, block, weight, panels_at_once(static_cast<int>(block.tile_rows), kPairSums),
                    [&](int64_t tile, int64_t panel, int64_t count, Place out, const Ahead& ahead) {
                      kMultiply.of_rows[block.rows_of(tile)](args, tile_at(tile), panel, count, out, ahead);
                    });

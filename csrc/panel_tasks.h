@@ -117,11 +117,21 @@ void for_each_panel(const LinearArgs& args, int64_t count, Place out, const Ahea
   if constexpr (kMost > 1) take(std::integral_constant<int, 1>());
 }
 
-// Rows that meet a panel while they stay in a cache: tiles of nearly equal height.
+// Into how many rows at a time a product's are taken: into blocks of at most `most`, and whole tiles of `tallest` rows, for one
+// that is lower takes as long.
+inline int64_t rows_of_a_block(int64_t rows, int64_t most, int64_t tallest) {
+  if (rows <= most) return rows;
+  return divide_up(divide_up(rows, divide_up(rows, most)), tallest) * tallest;
+}
+
+// Rows that meet a panel while they stay in a cache: as few tiles as there can be, of nearly equal height.
 struct BlockOfRows {
   int64_t first;  // of the result
   int64_t rows;
   int64_t tile_rows;
+
+  BlockOfRows(int64_t first, int64_t rows, int64_t tallest)
+      : first(first), rows(rows), tile_rows(divide_up(rows, divide_up(rows, tallest))) {}
 
   int64_t tiles() const { return divide_up(rows, tile_rows); }
   int64_t rows_of(int64_t tile) const { return smaller(tile_rows, rows - tile * tile_rows); }

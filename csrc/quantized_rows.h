@@ -158,26 +158,25 @@ void linear_of_integers(ThreadPool& pool, const LinearArgs& args) {
   const Weight weight(args);
   const ByteLayout layout = weight.layout();
   const int64_t row_bytes = layout.words * 4;
-  const int64_t most_rows = larger(int64_t{Weight::kRows}, kBlockBytes / row_bytes / Weight::kRows * Weight::kRows);
-  const int64_t blocks = divide_up(args.rows, most_rows), block_rows = divide_up(args.rows, blocks);
-  const int64_t tile_rows = divide_up(block_rows, divide_up(block_rows, int64_t{Weight::kRows}));
-  const PanelMemory panels{reinterpret_cast<const char*>(weight.panels), weight.panel_bytes,
-                           weight.panel_steps(static_cast<int>(tile_rows), divide_up(block_rows, tile_rows))};
+  const int64_t most_rows = larger(int64_t{1}, kBlockBytes / row_bytes / Weight::kRows) * Weight::kRows;
+  const int64_t block_rows = rows_of_a_block(args.rows, most_rows, Weight::kRows);
   const int64_t bytes_size = divide_up(block_rows * row_bytes, 64) * 64;
   auto* bytes = static_cast<uint8_t*>(
       pool.shared(static_cast<size_t>(bytes_size + block_rows * 4 * (1 + layout.groups))));
   auto* scales = reinterpret_cast<float*>(bytes + bytes_size);
   auto* sums = reinterpret_cast<int32_t*>(scales + block_rows);
   for (int64_t first = 0; first < args.rows; first += block_rows) {
-    const BlockOfRows block{first, smaller(block_rows, args.rows - first), tile_rows};
+    const BlockOfRows block(first, smaller(block_rows, args.rows - first), Weight::kRows);
+    const PanelMemory panels{reinterpret_cast<const char*>(weight.panels), weight.panel_bytes,
+                             weight.panel_steps(static_cast<int>(block.tile_rows), block.tiles())};
     const auto tile_at = [&](int64_t tile) {
-      const int64_t row = tile * tile_rows;
+      const int64_t row = tile * block.tile_rows;
       return ByteTile{bytes + row * row_bytes, scales + row, sums + row * layout.groups, first + row};
     };
     parallel(pool, block.tiles(), [&](int64_t tile, int) {
       quantize_rows(args, layout, block.rows_of(tile), tile_at(tile));
     });
-    multiply_block(pool, args, block, panels, Weight::group_panels(static_cast<int>(tile_rows)),
+    multiply_block(pool, args, block, panels, Weight::group_panels(static_cast<int>(block.tile_rows)),
                    [&](int64_t tile, int64_t panel, int64_t count, Place out, const Ahead& ahead) {
                      kMultiply.of_rows[block.rows_of(tile)](args, weight, tile_at(tile), panel, count, out, ahead);
                    });
