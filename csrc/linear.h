@@ -144,16 +144,17 @@ struct PanelFunctions {
 };
 
 constexpr PanelFunctions<0, 1> kMultiplyPacked;
+constexpr PanelFunctions<1, kChainDepth> kMultiplySlices;
 
-// kBlockTilePanels of them, `panel_stride` apart, times M packed rows.
+// kBlockTilePanels of them, `panel_stride` apart, times M rows of a slice.
 template <int M>
 void multiply_block_tile(const float* a, const float* w, int64_t panel_stride, int64_t k, float* c, int64_t c_stride,
                          Chain chain, const void* ahead) {
   if constexpr (kBlockTilePanels == 1) {
-    multiply_panel<M, 0, 1>(a, w, k, c, c_stride, chain, ahead);
+    multiply_panel<M, 1, kChainDepth>(a, w, k, c, c_stride, chain, ahead);
   } else {
-    multiply_tile<M, kBlockTilePanels, kPanelColumns / kLanes, M, 1>(a, w, panel_stride, k, c, c_stride, chain,
-                                                                     static_cast<const char*>(ahead));
+    multiply_tile<M, kBlockTilePanels, kPanelColumns / kLanes, 1, kChainDepth>(a, w, panel_stride, k, c, c_stride, chain,
+                                                                               static_cast<const char*>(ahead));
   }
 }
 
@@ -353,12 +354,27 @@ OCTAVO_INLINE void unpack_panel(const W* w, int64_t depth, float* out) {
 }
 
 struct RowBlock {
-  const float* packed;  // tiles of [depth][tile_rows], the last one narrower
+  const float* slices;  // [ceil(depth / kChainDepth)][rows][kChainDepth]
   int64_t first;
   int64_t rows;
   int64_t tile_rows;
   int64_t depth;
 };
+
+// Rows first .. last of a block, from row `block_first` of x on, as float32 in its slices. What is behind the last k is zero up
+// to `depth`.
+template <class X>
+void widen_rows(const LinearArgs& args, const RowBlock& block, int64_t first, int64_t last, float* slices) {
+  for (int64_t row = first; row < last; ++row) {
+    const X* x = static_cast<const X*>(args.x) + (block.first + row) * args.x_stride;
+    for (int64_t k = 0; k < block.depth; k += kChainDepth) {
+      float* out = slices + (k / kChainDepth * block.rows + row) * kChainDepth;
+      for (int64_t i = k; i < smaller(k + kChainDepth, block.depth); i += kLanes, out += kLanes) {
+        store(out, load_first(x + i, larger(int64_t{0}, args.k - i)));
+      }
+    }
+  }
+}
 
 // Columns of panels first .. first + count for all rows of a block: one chain of several panels, which stay in L1, for one tile
 // of rows after the other.
@@ -382,14 +398,14 @@ void multiply_group(const LinearArgs& args, const RowBlock& block, int64_t first
       const float* w = kUnpacks ? unpacked : reinterpret_cast<const float*>(source);
       for (int64_t row = 0, tile = 0; row < block.rows; row += block.tile_rows, ++tile) {
         const int64_t rows = smaller(block.tile_rows, block.rows - row);
-        const float* a = block.packed + row * block.depth + k * rows;
+        const float* a = block.slices + (k / kChainDepth * block.rows + row) * kChainDepth;
         const void* ahead = tile < kBlockTilePanels ? static_cast<const void*>(next + tile * size) : a;
         float* out = sums + row * stride + panel * kPanelColumns;
         const Chain chain = k == 0 ? Chain::kFresh : Chain::kAdded;
         if (here == kBlockTilePanels) {
           kMultiplyBlockTile.of_rows[rows](a, w, unpacked_size, depth, out, stride, chain, ahead);
         } else {
-          kMultiplyPacked.of_rows[rows](a, w, depth, out, stride, chain, ahead);
+          kMultiplySlices.of_rows[rows](a, w, depth, out, stride, chain, ahead);
         }
       }
     }
@@ -415,16 +431,15 @@ void linear_many(ThreadPool& pool, const LinearArgs& args) {
   const int64_t most_rows = smaller(args.rows, kBlockRows);
   const int64_t tile_panels = divide_up(panels, int64_t{kBlockTilePanels});
   const int64_t group = kBlockTilePanels * panels_of_a_task(tile_panels, pool.num_threads(), kMaxGroupPanels / kBlockTilePanels);
-  auto* packed = static_cast<float*>(pool.shared(static_cast<size_t>(most_rows * depth) * sizeof(float)));
+  const int64_t row_size = divide_up(depth, kChainDepth) * kChainDepth;
+  auto* slices = static_cast<float*>(pool.shared(static_cast<size_t>(most_rows * row_size) * sizeof(float)));
   pool.reserve_local(static_cast<size_t>(kPanelColumns * (kBlockTilePanels * kChainDepth + most_rows * group)) * sizeof(float));
   for (int64_t first = 0; first < args.rows; first += kBlockRows) {
     const int64_t rows = smaller(kBlockRows, args.rows - first);
     const int64_t tile_rows = divide_up(rows, divide_up(rows, int64_t{kBlockTileRows}));  // tiles are nearly equally high
-    const RowBlock block{packed, first, rows, tile_rows, depth};
-    parallel(pool, divide_up(rows, tile_rows), [&](int64_t tile, int) {
-      const int64_t row = tile * tile_rows;
-      pack_rows(args, first + row, smaller(tile_rows, rows - row), depth, packed + row * depth);
-    });
+    const RowBlock block{slices, first, rows, tile_rows, depth};
+    const auto widen = args.x_dtype == DType::kFloat32 ? widen_rows<float> : widen_rows<bf16>;
+    parallel_ranges(pool, rows, kTileRows, [&](int64_t begin, int64_t end) { widen(args, block, begin, end, slices); });
     parallel(pool, divide_up(panels, group), [&](int64_t task, int thread) {
       const int64_t panel = task * group;
       multiply_group<W>(args, block, panel, smaller(group, panels - panel), static_cast<float*>(pool.local(thread)));
