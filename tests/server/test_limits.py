@@ -390,7 +390,24 @@ def test_a_trickle_behind_an_answer_ends_the_connection() -> None:
             trickle(sock)
 
 
-def test_s9_a_body_that_trickles_is_cut_off() -> None:
+def test_s9_a_body_is_cut_off_while_it_streams_in() -> None:
+    """Its size is not looked at once all of it has been read: the answer is there before the body has an end."""
+    request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    with run_server(max_body_bytes=10_000) as running, connect(running) as sock:
+        sock.sendall(request + (b"3e8\r\n" + b" " * 1000 + b"\r\n") * 11)
+        answer = sock.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b"request_too_large" in answer
+        check_serves(running)
+
+
+def test_s9_a_body_that_says_it_is_too_large_is_not_read() -> None:
+    with run_server(max_body_bytes=10_000) as running, connect(running) as sock:
+        sock.sendall(head(COMPLETIONS, 10_001))
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+
+
+def test_s8_a_body_that_trickles_is_cut_off() -> None:
     with run_server(body_timeout_s=0.4) as running, connect(running) as sock:
         sock.sendall(head(COMPLETIONS, 1000) + b'{"prompt": ')
         answer = sock.recv(1 << 16)
