@@ -33,6 +33,11 @@ def wait_until(condition: Callable[[], Any], what: str) -> Any:
     raise TimeoutError(f"waited {DEADLINE_S} s in vain until {what}")
 
 
+def ask_as_written(http: httpx.Client, path: str, method: str = "GET", **request: Any) -> httpx.Response:
+    """Ask for a path exactly as it stands: httpx itself resolves `..`, `//` and whatever else is odd before it asks."""
+    return http.request(method, "/", extensions={"target": path.encode()}, **request)
+
+
 @dataclass
 class Running:
     """A server that runs."""

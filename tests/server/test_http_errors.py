@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from fakes import FakeExecutor, answer_text
-from running import run_server, wait_until
+from running import ask_as_written, run_server, wait_until
 
 from octavo.config import ServerConfig
 from octavo.engine.llm_engine import Engine
@@ -325,7 +325,7 @@ def test_every_route_but_health_asks_for_the_key(keyed: Running, headers: dict[s
             ("GET", "/v1/../v1/models"),
             ("OPTIONS", "/v1/models"),
         ]:
-            response = http.request(method, path, headers=headers)
+            response = ask_as_written(http, path, method, headers=headers)
             check_error(response, 401, None, "invalid_api_key")
             assert response.headers["www-authenticate"] == "Bearer"
         assert http.get("/health", headers=headers).status_code == 200

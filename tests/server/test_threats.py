@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import math
 import socket
 import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import pytest
 from fakes import TEXT, FakeChatTemplate, FakeExecutor, answer_text, make_engine
-from running import run_server, wait_until
+from running import ask_as_written, run_server, wait_until
 
 from octavo.engine.stop_strings import find_stop
 from octavo.errors import ModelError
@@ -265,7 +267,30 @@ def test_s22_names_are_names_and_no_paths(shared: Running, name: str) -> None:
             response = http.post(path, json={"model": name, **body})
             assert response.status_code == 404
             assert "root:" not in response.text
-        assert http.get("/v1/models/../../../etc/passwd").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/models/../../../etc/passwd",
+        "/v1/models/../../../../../../../../../../etc/passwd",
+        "/v1/models/%2e%2e/%2e%2e/%2e%2e/etc/passwd",
+        "/v1/models/..%2f..%2f..%2fetc%2fpasswd",
+        "/v1/models//etc/passwd",
+        "/v1/models/fake%00",
+        "/../../../etc/passwd",
+        "//etc/passwd",
+    ],
+)
+def test_s22_paths_lead_to_no_file(shared: Running, path: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="octavo.audit")
+    with shared.http() as http:
+        response = ask_as_written(http, path)
+    assert response.status_code == 404
+    assert list(response.json()) == ["error"]
+    assert "root:" not in response.text
+    wait_until(lambda: caplog.records, "it is written down")
+    assert [json.loads(record.message)["path"] for record in caplog.records] == [unquote(path)]
 
 
 def test_f27_overload_leaves_nobody_without_an_answer() -> None:
