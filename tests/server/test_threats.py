@@ -111,11 +111,27 @@ def test_s10_huge_counts_are_refused(shared: Running, path: str, fields: dict[st
 def test_s14_a_request_brings_no_template(shared: Running, fields: dict[str, Any]) -> None:
     with shared.http() as http:
         for path in (CHAT, "/tokenize"):
-            if path == "/tokenize" and "chat_template" in fields:
-                continue  # which it does not know, and does not look at
             response = http.post(path, json={"messages": [USER], "max_tokens": 1, **fields})
             assert response.status_code == 400
             assert response.json()["error"]["param"] in fields
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "hello"}),
+        ("/v1/responses", {"input": "hello", "max_output_tokens": 1}),
+        ("/v1/responses/input_tokens", {"input": "hello"}),
+        ("/v1/messages", {"model": "fake", "messages": [USER], "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"model": "fake", "messages": [USER]}),
+    ],
+)
+def test_s14_no_other_route_passes_over_a_template(shared: Running, path: str, body: dict[str, Any]) -> None:
+    with shared.http() as http:
+        assert http.post(path, json={**body, "chat_template": None}).status_code == 200
+        response = http.post(path, json={**body, "chat_template": "{{ 1 }}"})
+        assert response.status_code == 400
+        assert "chat_template" in response.json()["error"]["message"]
 
 
 def work(size: int) -> dict[str, Callable[[], object]]:

@@ -40,6 +40,7 @@ _SPELLED = {"prompt": "messages", "structured_outputs": "tools", "stop": "stop_s
 _FORMAT = "output_config.format"
 # What would change the answer, and the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "chat_template": (None,),
     "compaction": (None,),
     "container": (None,),
     "context_management": (None,),

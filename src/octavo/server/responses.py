@@ -49,6 +49,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "access_programs": (None,),
     "background": (None, False),
     "background_options": (None,),
+    "chat_template": (None,),
     "context_management": (None, []),
     "conversation": (None,),
     "image": (None, {}, {"context_compression": "auto"}, {"context_compression": "disabled"}),
