@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from fakes import FakeExecutor, answer_text
-from running import DEADLINE_S, run_server, wait_until
+from running import DEADLINE_S, connect, read_all, run_server, wait_until
 
 from octavo.config import ServerConfig
 from octavo.server import connection
@@ -27,26 +27,6 @@ if TYPE_CHECKING:
     from running import Running
 
 COMPLETIONS = "/v1/completions"
-
-
-def connect(running: Running, *, receive_bytes: int | None = None) -> socket.socket:
-    host, _, port = running.url.removeprefix("http://").partition(":")
-    sock = socket.socket()
-    if receive_bytes is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-    sock.settimeout(DEADLINE_S)
-    sock.connect((host, int(port)))
-    return sock
-
-
-def read_all(sock: socket.socket) -> bytes:
-    data = b""
-    try:
-        while piece := sock.recv(1 << 16):
-            data += piece
-    except ConnectionResetError:
-        return data
-    return data
 
 
 def head(path: str, num_bytes: int, key: str = "") -> bytes:
