@@ -9,6 +9,8 @@
 #   make guard                          has a kernel become slow? shares of what the machine gives in the same run
 #   make quality                        what rounding costs the built-in model: right answers and KL divergence, in bounds
 #   make mutants                        faults put back on purpose: is each of them seen?
+#   make figures SCALE=0.1 FIGURES="5 8"  what is promised of the server, on the real command: a line each
+#   make fuzz CASES=10000               made-up requests of schemathesis: no answer of 5xx, the same engine
 
 PYTHON ?= python3
 VENV := .venv
@@ -25,8 +27,12 @@ STEPS ?= 200000
 SEED ?= 0
 SEEDS ?= 1
 JOBS ?= 1
+SCALE ?= 1
+FIGURES ?= all
+CASES ?= 1000
+SCHEMATHESIS ?= $(VENV)/schemathesis/bin/schemathesis
 
-.PHONY: demo serve test test-all simulate mutants guard quality lint format bench clean
+.PHONY: demo serve test test-all simulate mutants figures fuzz guard quality lint format bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -59,6 +65,17 @@ simulate: $(DEV_STAMP)
 
 mutants: $(DEV_STAMP)
 	cd tests && ../$(BIN)/python -m simulation.mutants
+
+figures: $(DEV_STAMP)
+	$(BIN)/python tests/system/figures_api.py $(FIGURES) --scale $(SCALE)
+
+# In an environment of its own: what it needs is nothing of octavo's.
+$(SCHEMATHESIS): | $(BIN)/python
+	$(PYTHON) -m venv $(VENV)/schemathesis
+	$(VENV)/schemathesis/bin/python -m pip install --quiet --disable-pip-version-check schemathesis
+
+fuzz: $(DEV_STAMP) $(SCHEMATHESIS)
+	$(BIN)/python tests/system/fuzz_api.py --cases $(CASES) --seed $(SEED) --schemathesis $(SCHEMATHESIS)
 
 guard: $(DEV_STAMP)
 	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -m performance tests/kernels/test_speed.py

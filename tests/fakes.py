@@ -179,7 +179,8 @@ class FakeExecutor:
 
     def _advance(self, request_id: str, row: _Row, count: int, result: ModelOutput) -> None:
         start, end = row.num_computed_tokens, row.num_computed_tokens + count
-        assert end <= len(row.token_ids), "more was scheduled than there is"
+        if end > len(row.token_ids):
+            raise AssertionError("more was scheduled than there is")
         params, num_prompt = row.data.sampling_params, row.data.num_prompt_tokens
         if params.prompt_logprobs is not None:
             scored = row.token_ids[start + 1 : min(end + 1, num_prompt)]
@@ -205,7 +206,8 @@ class FakeExecutor:
         if self.fail_next and self._num_tokens:
             self.fail_next = False
             raise ExecutionError("secret/path/of/the/kernel broke")
-        assert self._result is not None
+        if self._result is None:
+            raise AssertionError("nothing was submitted")
         return self._result
 
     def shutdown(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from octavo.cli.chat import _read_line
 from octavo.cli.command import LazyCommand
 from octavo.cli.engine_options import EngineOptions, parse_size
 from octavo.cli.workloads import make_workloads, read_workloads
-from octavo.config import SchedulingPolicy
+from octavo.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, SchedulingPolicy, ServerConfig
 from octavo.engine.input_processor import InputProcessor
 from octavo.errors import ConfigError
 from octavo.server.tenants import Tenant, add_key
@@ -671,9 +672,40 @@ def test_options_come_from_a_file_the_environment_and_the_command_line(tmp_path:
         assert line in result.output
 
 
+def test_every_value_is_shown_as_it_is_resolved(tmp_path: Path) -> None:
+    """Also those that nobody gave, and those that follow from others: a server's limits, its policy with keys."""
+    keys = tmp_path / "keys.toml"
+    add_key(keys, Tenant(name="alice"))
+    names = ("--allowed-origin", "http://a", "--allowed-origin", "http://b")
+    text = f'max-num-seqs = 8\napi-keys = "{keys}"\nssl-certfile = "none.pem"\nssl-keyfile = "none.pem"\n'
+    lines = serve_with(tmp_path, text, *names).output.splitlines()
+    shown = {part: line for line in lines for part, _, rest in [line.partition(": ")] if "=" in rest}
+    for part, config in (
+        ("server", ServerConfig),
+        ("model", ModelConfig),
+        ("cache", CacheConfig),
+        ("scheduler", SchedulerConfig),
+        ("device", DeviceConfig),
+    ):
+        values = [value.partition("=")[0] for value in shown[part].partition(": ")[2].split(", ")]
+        assert values == [field.name for field in dataclasses.fields(config)]
+    for value in (
+        "max_open_requests=1032",  # 8 that run, and as many that wait as may by default
+        "max_waiting_tokens=1048576",
+        "request_timeout_s=1800.0",
+        "allowed_origins=[http://a http://b]",
+        "api_key=None",
+    ):
+        assert f" {value}," in shown["server"]
+    for value in ("max_num_seqs=8", "policy=fair", "preemption=auto"):
+        assert f" {value}," in shown["scheduler"]
+
+
 def test_a_secret_is_not_shown(tmp_path: Path) -> None:
-    result = serve_with(tmp_path, 'api-key = "hush"', "--ssl-certfile", "none.pem")
+    result = serve_with(tmp_path, 'api-key = "hush"', "--ssl-certfile", "none.pem", "--ssl-keyfile", "none.pem")
     assert result.exit_code == 1
+    assert "api_key = ...  (file)" in result.output
+    assert " api_key=...," in result.output
     assert "hush" not in result.output
 
 

@@ -83,7 +83,8 @@ class Core:
         scheduled = self.scheduler.schedule()
         for output in self.scheduler.update_from_output(scheduled, self.compute(scheduled)):
             if output.finish_reason is not None:
-                assert output.request_id not in self.finished
+                if output.request_id in self.finished:
+                    raise AssertionError(f"{output.request_id} ended twice")
                 self.finished[output.request_id] = output.finish_reason
         return scheduled
 

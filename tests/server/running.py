@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -31,6 +32,33 @@ def wait_until(condition: Callable[[], Any], what: str) -> Any:
             return result
         time.sleep(0.005)
     raise TimeoutError(f"waited {DEADLINE_S} s in vain until {what}")
+
+
+def ask_as_written(http: httpx.Client, path: str, method: str = "GET", **request: Any) -> httpx.Response:
+    """Ask for a path exactly as it stands: httpx itself resolves `..`, `//` and whatever else is odd before it asks."""
+    return http.request(method, "/", extensions={"target": path.encode()}, **request)
+
+
+def connect(running: Running, *, receive_bytes: int | None = None) -> socket.socket:
+    """Open a connection on which nothing is sent yet; receive_bytes: how much of its answers waits to be read."""
+    host, _, port = running.url.removeprefix("http://").partition(":")
+    sock = socket.socket()
+    if receive_bytes is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    sock.settimeout(DEADLINE_S)
+    sock.connect((host, int(port)))
+    return sock
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Read until the connection ends."""
+    data = b""
+    try:
+        while piece := sock.recv(1 << 16):
+            data += piece
+    except ConnectionResetError:
+        return data
+    return data
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from fakes import FakeExecutor
-from running import run_server, wait_until
+from running import ask_as_written, run_server, wait_until
 
 from octavo.server.dashboard import feed
 from octavo.server.tenants import Tenant, add_key
@@ -121,11 +121,22 @@ def test_s21_dns_rebinding_reaches_nothing() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["../auth.py", "..%2fauth.py", "%2e%2e/auth.py", "uPlot.LICENSE", "nothing.js", "main.js%00", "main.js/"],
+    [
+        "../auth.py",
+        "../../auth.py",
+        "/../auth.py",
+        "..%2fauth.py",
+        "%2e%2e/auth.py",
+        "..\\auth.py",
+        "uPlot.LICENSE",
+        "nothing.js",
+        "main.js%00",
+        "main.js/",
+    ],
 )
 def test_s22_no_name_leads_out_of_the_page(shared: Running, name: str) -> None:
     with shared.http() as http:
-        answer = http.get(f"/dashboard/{name}", follow_redirects=False)
+        answer = ask_as_written(http, f"/dashboard/{name}", follow_redirects=False)
         assert answer.status_code in {307, 404}, answer.text
         assert "import" not in answer.text
 

@@ -82,7 +82,7 @@ def leave_while_waiting(running: Running, route: str, body: dict[str, Any], read
     client.close()
 
 
-def test_an_abort_takes_at_most_two_steps() -> None:
+def test_f22_an_abort_takes_at_most_two_steps() -> None:
     executor = FakeExecutor(STEP_S)
     with run_server(executor) as running, running.http() as http:
         with http.stream("POST", "/v1/completions", json={"prompt": "hello", **ENDLESS, "stream": True}) as stream:

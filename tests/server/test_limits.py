@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import socket
 import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from fakes import FakeExecutor, answer_text
-from running import DEADLINE_S, run_server, wait_until
+from running import DEADLINE_S, connect, read_all, run_server, wait_until
 
 from octavo.config import ServerConfig
 from octavo.server import connection
@@ -22,31 +24,12 @@ from octavo.server.connection import MAX_HEADER_BYTES
 from octavo.server.tenants import Tenant, add_key
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from running import Running
 
 COMPLETIONS = "/v1/completions"
-
-
-def connect(running: Running, *, receive_bytes: int | None = None) -> socket.socket:
-    host, _, port = running.url.removeprefix("http://").partition(":")
-    sock = socket.socket()
-    if receive_bytes is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-    sock.settimeout(DEADLINE_S)
-    sock.connect((host, int(port)))
-    return sock
-
-
-def read_all(sock: socket.socket) -> bytes:
-    data = b""
-    try:
-        while piece := sock.recv(1 << 16):
-            data += piece
-    except ConnectionResetError:
-        return data
-    return data
 
 
 def head(path: str, num_bytes: int, key: str = "") -> bytes:
@@ -67,30 +50,90 @@ def check_serves(running: Running) -> None:
     assert answer["choices"][0]["text"] == answer_text(5, 0, 5)
 
 
-def flood_in_one_header(sock: socket.socket) -> None:
-    sock.sendall(b"GET /version HTTP/1.1\r\nX-Flood: ")
-    for _ in range(100):
-        sock.sendall(b"a" * 10_000)
+@contextlib.contextmanager
+def flat_memory(most_bytes: int, kept_bytes: int) -> Iterator[None]:
+    """Hold what is allocated meanwhile in this process, server and client, to so many bytes at once and in the end."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert peak < most_bytes, f"{peak} bytes at once"
+    assert kept < kept_bytes, f"{kept} bytes were kept"
 
 
-def flood_in_many_headers(sock: socket.socket) -> None:
-    sock.sendall(b"GET /version HTTP/1.1\r\n" + b"X-Flood: aaaaaaaaaaaaaaaaaaaa\r\n" * 5000 + b"\r\n")
+FLOODS = {
+    "in one header": b"GET /version HTTP/1.1\r\nX-Flood: " + b"a" * MAX_HEADER_BYTES,
+    "in many headers": b"GET /version HTTP/1.1\r\n" + b"X-Flood: aaaaaaaaaaaaaaaaaaaa\r\n" * 5000,
+    "in many names": b"GET /version HTTP/1.1\r\n" + b"".join(b"X-%d: a\r\n" % number for number in range(10_000)),
+    "in the path": b"GET /" + b"a" * MAX_HEADER_BYTES,
+}
 
 
-def flood_in_the_path(sock: socket.socket) -> None:
-    sock.sendall(b"GET /" + b"a" * (MAX_HEADER_BYTES + 1) + b" HTTP/1.1\r\n\r\n")
+@pytest.mark.parametrize("name", FLOODS)
+def test_s8_headers_without_end_are_cut_off(shared: Running, name: str) -> None:
+    """One byte more than there may be is all that is sent: of what is not read a reset would overtake the answer."""
+    size = MAX_HEADER_BYTES + 1
+    pieces = [FLOODS[name][start : min(start + 8192, size)] for start in range(0, size, 8192)]
+    assert sum(map(len, pieces)) == size
 
-
-@pytest.mark.parametrize("flood", [flood_in_one_header, flood_in_many_headers, flood_in_the_path])
-def test_s8_headers_without_end_are_cut_off(shared: Running, flood) -> None:
-    with connect(shared) as sock:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            flood(sock)
-        answer = read_all(sock)
-    if answer or flood is not flood_in_one_header:  # that one sends on, and a reset may overtake the answer
+    def flood() -> None:
+        with connect(shared) as sock:
+            for piece in pieces:
+                sock.sendall(piece)
+            answer = read_all(sock)
         assert answer.startswith(b"HTTP/1.1 431 ")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+    flood()  # what is allocated but once
+    with flat_memory(most_bytes=24 * MAX_HEADER_BYTES, kept_bytes=MAX_HEADER_BYTES):
+        for _ in range(30):
+            flood()
     check_serves(shared)
+
+
+def test_s8_who_sends_headers_on_and_on_is_cut_off(shared: Running) -> None:
+    def flood(sock: socket.socket) -> None:
+        sock.sendall(b"GET /version HTTP/1.1\r\nX-Flood: ")
+        for _ in range(10_000):
+            sock.sendall(b"a" * 10_000)
+
+    with (
+        connect(shared) as sock,
+        flat_memory(most_bytes=24 * MAX_HEADER_BYTES, kept_bytes=MAX_HEADER_BYTES),
+        pytest.raises((BrokenPipeError, ConnectionResetError)),
+    ):
+        flood(sock)
+    check_serves(shared)
+
+
+def test_s8_complete_headers_that_are_too_large_are_refused(shared: Running) -> None:
+    with connect(shared) as sock:
+        for piece in (b"GET /version HTTP/1.1\r\nX-Flood: ", b"a" * 60_000, b"a" * 6000 + b"\r\n\r\n"):
+            sock.sendall(piece)
+        assert read_all(sock).startswith(b"HTTP/1.1 431 ")
+    check_serves(shared)
+
+
+def test_s8_a_body_in_millions_of_chunks_costs_what_its_bytes_do() -> None:
+    chunks = b"1\r\na\r\n" * 10_000
+    request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    with run_server(max_body_bytes=1 << 20) as running, connect(running) as sock:
+        check_serves(running)
+        sent = 0
+        with flat_memory(most_bytes=6 << 20, kept_bytes=1 << 19):
+            sock.sendall(request)
+            for _ in range(104):
+                sock.sendall(chunks)
+                sent += 10_000
+            assert sent <= 1 << 20  # which may come
+            sock.sendall(b"1\r\na\r\n" * ((1 << 20) + 1 - sent))
+            assert sock.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+        check_serves(running)
 
 
 def test_large_but_lawful_headers_are_taken(shared: Running) -> None:
@@ -105,11 +148,13 @@ def test_s8_trailers_are_not_kept(shared: Running) -> None:
     with connect(shared) as sock:
         sock.sendall(request + f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n")
         wait_until(lambda: shared.server.server_state.connections, "it is connected")
-        for _ in range(20):
-            sock.sendall(b"a: b\r\n" * 5000)
-        kept = [len(each.headers or ()) for each in list(shared.server.server_state.connections)]
-        sock.sendall(b"\r\n")
-        answer = read_all(sock)
+        trailers = b"a: b\r\n" * 5000
+        with flat_memory(most_bytes=16 * MAX_HEADER_BYTES, kept_bytes=MAX_HEADER_BYTES):
+            for _ in range(200):
+                sock.sendall(trailers)
+            kept = [len(each.headers or ()) for each in list(shared.server.server_state.connections)]
+            sock.sendall(b"\r\n")
+            answer = read_all(sock)
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert max(kept) < 10
     check_serves(shared)
@@ -390,7 +435,24 @@ def test_a_trickle_behind_an_answer_ends_the_connection() -> None:
             trickle(sock)
 
 
-def test_s9_a_body_that_trickles_is_cut_off() -> None:
+def test_s9_a_body_is_cut_off_while_it_streams_in() -> None:
+    """Its size is not looked at once all of it has been read: the answer is there before the body has an end."""
+    request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    with run_server(max_body_bytes=10_000) as running, connect(running) as sock:
+        sock.sendall(request + (b"3e8\r\n" + b" " * 1000 + b"\r\n") * 11)
+        answer = sock.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b"request_too_large" in answer
+        check_serves(running)
+
+
+def test_s9_a_body_that_says_it_is_too_large_is_not_read() -> None:
+    with run_server(max_body_bytes=10_000) as running, connect(running) as sock:
+        sock.sendall(head(COMPLETIONS, 10_001))
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+
+
+def test_s8_a_body_that_trickles_is_cut_off() -> None:
     with run_server(body_timeout_s=0.4) as running, connect(running) as sock:
         sock.sendall(head(COMPLETIONS, 1000) + b'{"prompt": ')
         answer = sock.recv(1 << 16)

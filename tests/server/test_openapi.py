@@ -9,10 +9,14 @@ import jsonschema
 import pytest
 from fakes import FakeChatTemplate, FakeExecutor
 from fastapi.routing import APIRoute
-from running import run_server
+from running import connect, read_all, run_server
+
+from octavo.server.connection import MAX_HEADER_BYTES
+from octavo.server.tenants import Tenant, add_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from running import Running
 
@@ -133,6 +137,39 @@ def test_answers_of_the_other_routes(running: Running, document: dict[str, Any])
         missing = http.get("/v1/models/other")
         schema = document["paths"]["/v1/models/{model}"]["get"]["responses"]["404"]["content"]["application/json"]
         check(document, schema["schema"], missing.json())
+
+
+def test_what_is_refused_before_any_route_is_described(document: dict[str, Any]) -> None:
+    """A page of another origin, a method that is none of the route's, another Host, headers without end."""
+    with run_server(allowed_hosts=("127.0.0.1",)) as running, running.http() as http:
+        for path, methods in document["paths"].items():
+            ((method, operation),) = methods.items()
+            asked = path.replace("{model}", "fake")
+            refused = [
+                (answer.status_code, answer.json())
+                for answer in (
+                    http.request(method, asked, headers={"Origin": "http://evil.example"}),
+                    http.request("PUT", asked),
+                    http.request(method, asked, headers={"Host": "evil.example"}),
+                )
+            ]
+            with connect(running) as sock:
+                flood = f"{method.upper()} {asked} HTTP/1.1\r\nX-Flood: ".encode()
+                sock.sendall(flood + b"a" * (MAX_HEADER_BYTES + 1 - len(flood)))  # all of it is read
+                head, _, body = read_all(sock).partition(b"\r\n\r\n")
+                refused.append((int(head.split()[1]), json.loads(body)))
+            assert [status for status, _ in refused] == [403, 405, 421, 431], path
+            for status, told in refused:
+                check(document, operation["responses"][str(status)]["content"]["application/json"]["schema"], told)
+
+
+def test_a_key_that_may_not_read_the_metrics_is_described(document: dict[str, Any], tmp_path: Path) -> None:
+    key = add_key(path := tmp_path / "keys.toml", Tenant(name="bob"))
+    with run_server(api_keys_file=path) as running, running.http() as http:
+        refused = http.get("/metrics", headers={"x-api-key": key})
+    assert refused.status_code == 403
+    schema = document["paths"]["/metrics"]["get"]["responses"]["403"]["content"]["application/json"]["schema"]
+    check(document, schema, refused.json())
 
 
 def test_keys_are_described_where_they_are_asked_for(document: dict[str, Any]) -> None:

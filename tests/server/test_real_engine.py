@@ -408,6 +408,56 @@ def test_embeddings_that_are_refused(served: running.Running, body: dict[str, An
         assert response.json()["error"]["param"] == parameter
 
 
+def asked(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text * 3}], "max_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("path", "streamed", "body"),
+    [
+        ("/v1/chat/completions", None, {**asked("What does a chat cost? "), "ignore_eos": True}),
+        ("/v1/responses", None, {"input": "And a response? " * 4, "max_output_tokens": 9, "ignore_eos": True}),
+        ("/v1/messages", None, {**asked("And what does a message? "), "model": "tiny", "temperature": 0}),
+        (
+            "/generate",
+            "/generate_stream",
+            {"inputs": "Is anything free? " * 4, "parameters": {"max_new_tokens": 9, "details": True}},
+        ),
+        ("/v1/embeddings", None, {"input": ["Not even a vector? " * 4, "No."]}),
+    ],
+)
+def test_a_receipt_stands_in_the_usage_of_every_api(
+    served: running.Running, path: str, streamed: str | None, body: dict[str, Any]
+) -> None:
+    """A second asking finds the first one's prompt, and its stream has the same receipt."""
+    receipts = []
+    with served.http() as http:
+        for is_second in (False, True):
+            told = http.post(path, json=body).json()
+            usage = told.get("usage") or told["details"]
+            receipts.append(usage["receipt"])
+            assert receipts[-1].keys() == {"computed_tokens", "recomputed_tokens", "wasted_tokens"}
+            num_cached = cached_tokens(usage)
+            if num_cached is not None:
+                assert (num_cached > 0) is is_second
+                num_prompt = usage.get("prompt_tokens", usage.get("input_tokens"))
+                num_prompt += num_cached if "cache_read_input_tokens" in usage else 0
+                num_output = usage.get("completion_tokens", usage.get("output_tokens", 1))
+                assert receipts[-1]["computed_tokens"] == num_prompt - num_cached + num_output - 1
+        assert 0 < receipts[1]["computed_tokens"] < receipts[0]["computed_tokens"]
+        if path != "/v1/embeddings":
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+            events = http.post(streamed or path, json={**body, **options}).text
+            assert f'"receipt":{json.dumps(receipts[1], separators=(",", ":"))}' in events
+            assert events.count('"receipt"') == 1
+
+
+def cached_tokens(usage: dict[str, Any]) -> int | None:
+    """What an API tells of the prefix cache, whose names differ."""
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    return usage.get("cache_read_input_tokens") if details is None else details["cached_tokens"]
+
+
 def test_a_receipt_tells_what_was_computed(served: running.Running) -> None:
     body = {"prompt": "What does it cost? " * 3, "max_tokens": 9, "ignore_eos": True}
     with served.http() as http:

@@ -531,10 +531,14 @@ class World:
         elif kind is events.BlockEvicted:
             totals.evictions += 1
         elif kind is events.DraftsVerified:
-            self.tracked[event.request_id].features.add("speculation")
-            assert 0 <= event.num_accepted <= event.num_drafted, event
+            self._check_drafts(event)
         elif kind is events.KVLoadEnded and event.outcome == "done":
             self.tracked[event.request_id].features.add("remote")
+
+    def _check_drafts(self, event: events.DraftsVerified) -> None:
+        self.tracked[event.request_id].features.add("speculation")
+        if not 0 <= event.num_accepted <= event.num_drafted:
+            raise SimulationError(f"more drafts were accepted than there were: {event}")
 
     def _check_victim(self, request_id: str) -> None:
         """16: the least important falls, never the most important, nobody more often than agreed."""

@@ -227,7 +227,8 @@ def decoded(backend: tokenizers.Tokenizer, prompt: list[int], tokens: list[int],
     """Return the text of tokens behind a prompt that ends with a character, as the library decodes them at once."""
     before: str = backend.decode(prompt, skip_special_tokens=skip)
     text: str = backend.decode(prompt + tokens, skip_special_tokens=skip)
-    assert text.startswith(before)
+    if not text.startswith(before):
+        raise AssertionError(f"the text of a prompt changes with what follows: {before!r}, {text!r}")
     return text[len(before) :]
 
 

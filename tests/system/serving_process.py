@@ -62,7 +62,8 @@ class Served:
     def wait_until(self, condition, seconds: float) -> None:
         start = time.monotonic()
         self._wait(condition)
-        assert time.monotonic() - start < seconds
+        if (took := time.monotonic() - start) >= seconds:
+            raise AssertionError(f"it took {took:.1f} s, which may be {seconds:g}")
 
     @property
     def engine(self) -> psutil.Process:
@@ -122,4 +123,5 @@ class Stream:
 
     def ended_within(self, seconds: float) -> None:
         self._thread.join(seconds)
-        assert not self._thread.is_alive()
+        if self._thread.is_alive():
+            raise AssertionError(f"the stream has not ended within {seconds:g} s")

@@ -109,6 +109,36 @@ def test_s12_what_is_no_grammar_is_refused_and_the_processes_live(served, struct
     assert served.engine.pid == engine
 
 
+EMPTY_OR_BAD = [
+    ("/v1/completions", {"prompt": ""}, "prompt"),
+    ("/v1/completions", {"prompt": []}, "prompt"),
+    ("/v1/completions", {"prompt": [[1, 2], []]}, "prompt"),
+    ("/v1/completions", {"prompt": [-1]}, "prompt"),
+    ("/v1/completions", {"prompt": [1, 2**31]}, "prompt"),
+    ("/v1/completions", {"prompt": [2**63]}, "prompt"),
+    ("/v1/completions", {"prompt": "a", "stop_token_ids": [2**31]}, "stop_token_ids"),
+    ("/v1/completions", {"prompt": "a", "allowed_token_ids": [-1]}, "allowed_token_ids"),
+    ("/v1/completions", {"prompt": "a", "logit_bias": {"2147483648": 1}}, "logit_bias"),
+    ("/v1/chat/completions", {"messages": []}, "messages"),
+    ("/v1/responses", {"input": []}, "input"),
+    ("/v1/embeddings", {"input": ""}, "input"),
+    ("/v1/embeddings", {"input": [[-1]]}, "input"),
+    ("/detokenize", {"tokens": [2**31]}, "tokens[0]"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "parameter"), EMPTY_OR_BAD)
+def test_s12_an_empty_prompt_and_bad_token_ids_are_refused_and_the_processes_live(served, path, body, parameter):
+    server, engine = served.process.pid, served.engine
+    started = engine.create_time()
+    for stream in (False, True):
+        response = served.http.post(path, json={**body, "stream": stream})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == parameter
+    assert served.answer() == "12 + 30 = 42"
+    assert (served.process.pid, served.engine.pid, served.engine.create_time()) == (server, engine.pid, started)
+
+
 @pytest.mark.parametrize("depth", [4000, 4900])
 def test_s13_a_long_chain_of_rules_takes_no_process_down(served, depth):
     """It was a stack overflow, which no handler sees."""

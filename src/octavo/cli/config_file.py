@@ -6,10 +6,14 @@ The command line counts most, then the environment, then the file, then the defa
 from __future__ import annotations
 
 import tomllib
+from dataclasses import fields
 from pathlib import Path  # noqa: TC003 - typer reads the types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from octavo.config import EngineConfig, ServerConfig
 
 _SECRET = {"api_key"}
 _NO_SETTINGS = {"config", "help", "debug"}
@@ -57,5 +61,26 @@ def describe_settings(context: typer.Context) -> list[str]:
     return lines
 
 
+def describe_configuration(server: ServerConfig, engine: EngineConfig) -> list[str]:
+    """Say every value that a server runs with, a line for each part of the configuration.
+
+    None is what has no limit, is not asked for, or is found when the model is loaded. Secrets are named, not shown.
+    """
+    parts: dict[str, Any] = {
+        "server": server,
+        "model": engine.model,
+        "cache": engine.cache,
+        "scheduler": engine.scheduler,
+        "device": engine.device,
+    }
+    return [f"{name}: " + ", ".join(_values(part)) for name, part in parts.items()]
+
+
+def _values(part: Any) -> list[str]:
+    return [f"{each.name}={_shown(each.name, getattr(part, each.name))}" for each in fields(part)]
+
+
 def _shown(name: str, value: Any) -> str:
-    return "..." if name in _SECRET else str(value)
+    if name in _SECRET and value is not None:
+        return "..."
+    return "[" + " ".join(map(str, value)) + "]" if isinstance(value, tuple) else str(value)

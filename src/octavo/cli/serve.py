@@ -12,7 +12,7 @@ import typer
 
 from octavo import logs
 from octavo.cli.command import command
-from octavo.cli.config_file import describe_settings, read_defaults
+from octavo.cli.config_file import describe_configuration, describe_settings, read_defaults
 from octavo.cli.engine_options import EngineOptions, parse_size
 from octavo.config import (
     DEFAULT_MAX_BODY_BYTES,
@@ -341,7 +341,7 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
     # What can go wrong without the model is found before it is loaded.
     logs.configure(config.log_level.upper(), server.log_format, audit_file=server.audit_log)
     say = logger.info if server.log_format == "json" else partial(typer.secho, err=True)
-    for line in describe_settings(context):
+    for line in (*describe_settings(context), *describe_configuration(config, engine.config())):
         say(line)
     check_binding(server.host, config, insecure=server.insecure)
     check_files(config)

@@ -169,9 +169,7 @@ class UsageCounter:
         if output.finished and output.metrics is not None and output.request_id not in self._ended:
             self._ended.add(output.request_id)
             self.metrics.append(output.metrics)
-            self._receipt.computed_tokens += output.metrics.num_computed_tokens
-            self._receipt.recomputed_tokens += output.metrics.num_recomputed_tokens
-            self._receipt.wasted_tokens += output.metrics.num_wasted_tokens
+            self._receipt.add(output.metrics)
         for completion in completions:
             self._num_completion_tokens += len(completion.token_ids)
             if completion.finish_reason is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, TypeVar
+import json
+import math
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
@@ -94,7 +96,9 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
     try:
         values = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
+        name = _not_finite(body)
+        message = f"the body is not valid JSON: {error}"
+        raise RequestError(message if name is None else f"{name}: {message}", parameter=name) from None
     if not isinstance(values, dict):
         raise RequestError(f"the body must be a JSON object, got {type(values).__name__}")
     for name, value in values.items():
@@ -106,6 +110,25 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         name = field_name(first["loc"])
         raise RequestError(f"{name}: {first['msg']}", parameter=name) from None
+
+
+def _not_finite(body: bytes) -> str | None:
+    """Return the first field that holds NaN, Infinity or 1e999, which Python's JSON knows; None where none does."""
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    for name, value in values.items() if isinstance(values, dict) else ():
+        left: list[Any] = [value]
+        while left:
+            match left.pop():
+                case float() as number if not math.isfinite(number):
+                    return str(name)
+                case dict() as inner:
+                    left += inner.values()
+                case list() as inner:
+                    left += inner
+    return None
 
 
 def field_name(location: tuple[int | str, ...]) -> str:

@@ -6,7 +6,7 @@ import base64
 import uuid
 from typing import TYPE_CHECKING, Any, Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from pydantic import BaseModel, ConfigDict
 
 from octavo.engine.embedding import embedding
@@ -16,6 +16,7 @@ from octavo.server.answering import Job, answer_whole, read_timeout
 from octavo.server.body import look_at
 from octavo.server.completions import read_prompts
 from octavo.server.openai_requests import HARMLESS, Priority, check_extra
+from octavo.server.openai_responses import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads the types
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,10 +62,12 @@ class Embedding(Struct):
 
 
 class EmbeddingUsage(Struct):
-    """Token counts over all inputs."""
+    """Token counts over all inputs. receipt: octavo's own."""
 
     prompt_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    receipt: Receipt | UnsetType = UNSET
 
 
 class EmbeddingList(Struct):
@@ -111,7 +114,8 @@ class EmbeddingReply:
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> EmbeddingList:
         """Return all vectors."""
         data = [Embedding(index, self._spell(output)) for index, output in enumerate(outputs)]
-        return EmbeddingList(data, self._job.model, EmbeddingUsage(usage.prompt_tokens, usage.prompt_tokens))
+        counts = EmbeddingUsage(usage.prompt_tokens, usage.prompt_tokens, usage.prompt_tokens_details, usage.receipt)
+        return EmbeddingList(data, self._job.model, counts)
 
     def _spell(self, output: RequestOutput) -> list[float] | str:
         vector = embedding(output, num_dimensions=self._request.dimensions)

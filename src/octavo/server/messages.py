@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
@@ -18,6 +18,7 @@ from octavo.server.body import look_at
 from octavo.server.chat import render
 from octavo.server.conversation import effort_options, parse_arguments, read_text, read_text_part
 from octavo.server.openai_requests import ANTHROPIC_HARMLESS, Strings, check_extra
+from octavo.server.openai_responses import PromptTokensDetails, Receipt, Usage
 from octavo.server.sampling import read_response_format
 from octavo.server.tools import Toolbox, read_function
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams, StructuredOutputsParams
     from octavo.server.errors import HttpError
-    from octavo.server.openai_responses import Usage
     from octavo.server.parts import Part
     from octavo.server.service import Service
     from octavo.server.tool_formats import ToolFormat
@@ -40,6 +40,7 @@ _SPELLED = {"prompt": "messages", "structured_outputs": "tools", "stop": "stop_s
 _FORMAT = "output_config.format"
 # What would change the answer, and the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "chat_template": (None,),
     "compaction": (None,),
     "container": (None,),
     "context_management": (None,),
@@ -79,12 +80,13 @@ class MessagesRequest(CountTokensRequest):
 
 
 class MessageUsage(Struct):
-    """Token counts; those of the prompt that were found in the prefix cache stand apart."""
+    """Token counts; those of the prompt that were found in the prefix cache stand apart. receipt: octavo's own."""
 
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
+    receipt: Receipt | UnsetType = UNSET
 
 
 class Message(Struct):
@@ -310,8 +312,9 @@ class MessageReply:
         events = b""
         if news.is_first:
             output = news.output
-            usage = _usage_of(len(output.prompt_token_ids), output.num_cached_tokens, 0)
-            message = Message(self._job.request_id, self._job.model, [], None, None, usage)
+            num_tokens = len(output.prompt_token_ids)
+            usage = Usage(num_tokens, 0, num_tokens, PromptTokensDetails(output.num_cached_tokens))
+            message = Message(self._job.request_id, self._job.model, [], None, None, _usage_of(usage))
             events += _event("message_start", message=message)
         for part in self._reader.read(news.completion):
             if self._block is None or not _goes_on(self._block, part):
@@ -327,8 +330,7 @@ class MessageReply:
 
     def end(self, usage: Usage) -> bytes:
         """Return the last events: why it ended, and the counts."""
-        counts = _usage_of(usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
-        return _event("message_delta", delta=self._end, usage=counts) + _event("message_stop")
+        return _event("message_delta", delta=self._end, usage=_usage_of(usage)) + _event("message_stop")
 
     def error(self, error: HttpError) -> bytes:
         """Return the event of an error."""
@@ -345,9 +347,8 @@ class MessageReply:
                 blocks[-1]["input"] = parse_arguments(part.text)
             elif part.kind != "call":
                 blocks[-1][_TEXT_KEYS[part.kind]] += part.text
-        counts = _usage_of(usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
         ending = _ending(completion, has_calls=self._has_calls)
-        return Message(self._job.request_id, self._job.model, blocks, **ending, usage=counts)
+        return Message(self._job.request_id, self._job.model, blocks, **ending, usage=_usage_of(usage))
 
     def _new_block(self, part: Part) -> dict[str, Any]:
         if part.kind == "reasoning":
@@ -393,8 +394,9 @@ def _ending(completion: CompletionOutput, *, has_calls: bool) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def _usage_of(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> MessageUsage:
-    return MessageUsage(num_prompt_tokens - num_cached_tokens, num_output_tokens, num_cached_tokens)
+def _usage_of(usage: Usage) -> MessageUsage:
+    num_cached = usage.prompt_tokens_details.cached_tokens
+    return MessageUsage(usage.prompt_tokens - num_cached, usage.completion_tokens, num_cached, receipt=usage.receipt)
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from msgspec import UNSET, Struct, UnsetType
+
+if TYPE_CHECKING:
+    from octavo.outputs import RequestMetrics
 
 
 class PromptTokensDetails(Struct):
@@ -28,6 +31,12 @@ class Receipt(Struct):
     computed_tokens: int = 0
     recomputed_tokens: int = 0
     wasted_tokens: int = 0
+
+    def add(self, metrics: RequestMetrics) -> None:
+        """Add what a request cost that has ended."""
+        self.computed_tokens += metrics.num_computed_tokens
+        self.recomputed_tokens += metrics.num_recomputed_tokens
+        self.wasted_tokens += metrics.num_wasted_tokens
 
 
 class Usage(Struct):

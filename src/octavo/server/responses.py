@@ -9,7 +9,7 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
 from octavo.errors import RequestError
@@ -25,6 +25,7 @@ from octavo.server.openai_requests import (
     SamplingFields,
     check_extra,
 )
+from octavo.server.openai_responses import Receipt  # noqa: TC001 - msgspec reads the types of fields
 from octavo.server.sampling import read_logit_bias, read_response_format
 from octavo.server.tools import Toolbox, read_choice, read_function
 
@@ -48,6 +49,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "access_programs": (None,),
     "background": (None, False),
     "background_options": (None,),
+    "chat_template": (None,),
     "context_management": (None, []),
     "conversation": (None,),
     "image": (None, {}, {"context_compression": "auto"}, {"context_compression": "disabled"}),
@@ -111,13 +113,14 @@ class OutputTokensDetails(Struct):
 
 
 class ResponseUsage(Struct):
-    """Token counts."""
+    """Token counts. receipt: octavo's own."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
+    receipt: Receipt | UnsetType = UNSET
 
 
 class ResponseObject(Struct):
@@ -420,6 +423,7 @@ class ResponseReply:
             usage.completion_tokens,
             OutputTokensDetails(self._reader.num_reasoning_tokens),
             usage.total_tokens,
+            usage.receipt,
         )
 
     # --- items

@@ -20,6 +20,7 @@ from octavo.server.answering import Job, News, answer, encoder, event, read_time
 from octavo.server.body import body_of
 from octavo.server.errors import ErrorResponse, HttpError
 from octavo.server.openai_requests import Strings  # noqa: TC001 - pydantic reads the types of fields
+from octavo.server.openai_responses import Receipt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,7 +111,7 @@ class PrefillToken(Struct):
 
 
 class Details(Struct):
-    """What is told beside the text."""
+    """What is told beside the text. receipt: octavo's own."""
 
     finish_reason: str
     generated_tokens: int
@@ -118,6 +119,7 @@ class Details(Struct):
     prefill: list[PrefillToken]
     tokens: list[Token]
     top_tokens: list[list[Token]] | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET
 
 
 class Generated(Struct):
@@ -128,12 +130,13 @@ class Generated(Struct):
 
 
 class StreamDetails(Struct):
-    """What is told beside the text, in a stream's last event."""
+    """What is told beside the text, in a stream's last event. receipt: octavo's own."""
 
     finish_reason: str
     generated_tokens: int
     input_length: int
     seed: int | None
+    receipt: Receipt | UnsetType = UNSET
 
 
 class StreamEvent(Struct):
@@ -302,13 +305,16 @@ class GenerateReply:
             result.details = StreamDetails(
                 _finish_reason(completion), self._num_tokens, len(news.output.prompt_token_ids), self._wanted.seed
             )
+            if news.output.metrics is not None:
+                result.details.receipt = Receipt()
+                result.details.receipt.add(news.output.metrics)
         return result
 
     def end(self, _usage: Usage) -> bytes:
         """The last token's event is the last one."""
         return b""
 
-    def whole(self, outputs: Sequence[RequestOutput], _usage: Usage) -> Generated:
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Generated:
         """Return the whole answer."""
         (output,) = outputs
         (completion,) = output.outputs
@@ -320,6 +326,7 @@ class GenerateReply:
                 self._wanted.seed,
                 self._prefill(output),
                 self._tokens(completion),
+                receipt=usage.receipt,
             )
             if self._wanted.top_n_tokens:
                 generated.details.top_tokens = [self._best(entry) for entry in completion.logprobs or []]

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from octavo.errors import RequestError
 from octavo.server.answering import encoder
 from octavo.server.conversation import read_messages, template_options
-from octavo.server.openai_requests import TokenIds  # noqa: TC001 - pydantic reads the types of fields
+from octavo.server.openai_requests import HARMLESS, TokenIds, check_extra
 from octavo.server.openai_responses import Detokenized, Tokenized
 from octavo.server.tools import read_chat_tools
 
@@ -25,10 +25,14 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 
+# What would change the tokens, and the values that change nothing: the template is the server's.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"chat_template": (None,)}
+
+
 class TokenizeRequest(BaseModel):
     """A text, or a conversation as the chat template spells it. Text gets the tokenizer's special tokens by default."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
     prompt: str | None = None
@@ -53,6 +57,7 @@ class DetokenizeRequest(BaseModel):
 async def tokenize(service: Service, http_request: Request, request: TokenizeRequest) -> Response:
     """Return the token ids of a text or a conversation."""
     service.check_model(request.model)
+    check_extra(request.model_extra, _UNSUPPORTED, HARMLESS)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give prompt or messages, one of them", parameter="prompt")
     if request.messages is not None and request.add_special_tokens:

@@ -1,0 +1,44 @@
+"""The suite holds under `python -O`, which drops `assert`: pytest keeps those of test files, helpers raise."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+HELPERS = sorted(path for path in TESTS.rglob("*.py") if not path.name.startswith("test_"))
+# Without a cache: tests of another process may use it. pytest warns of -O itself, and warnings are errors here.
+PYTEST = ("-O", "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestConfigWarning")
+
+
+@pytest.mark.parametrize("path", HELPERS, ids=lambda path: str(path.relative_to(TESTS)))
+def test_s4_helpers_raise_and_assert_nothing(path: Path) -> None:
+    lines = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)]
+    assert not lines, f"{path.name} asserts in lines {lines}, which python -O drops: raise AssertionError"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    command = [sys.executable, *PYTEST, *arguments]
+    return subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_s4_asserts_of_test_files_count_under_python_O(tmp_path: Path) -> None:  # noqa: N802 - the option's name
+    """Else whatever passes there would say nothing."""
+    path = tmp_path / "test_wrong.py"
+    path.write_text("def test_optimised():\n    if __debug__:\n        raise RuntimeError\n    assert 1 == 2\n")
+    done = run(f"--rootdir={tmp_path}", str(path))
+    assert done.returncode == 1
+    assert "assert 1 == 2" in done.stdout
+
+
+def test_s4_guards_hold_under_python_O() -> None:  # noqa: N802 - the option's name
+    """What refuses hostile files, keys and requests is no `assert` that -O would drop."""
+    done = run("tests/server/test_threats.py", "-k", "s4 or s7 or s10 or s14 or s22")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
