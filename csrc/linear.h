@@ -361,8 +361,7 @@ struct RowBlock {
   int64_t depth;
 };
 
-// Rows first .. last of a block, from row `block_first` of x on, as float32 in its slices. What is behind the last k is zero up
-// to `depth`.
+// Rows first .. last of a block as float32 in its slices. What is behind the last k is zero up to `depth`.
 template <class X>
 void widen_rows(const LinearArgs& args, const RowBlock& block, int64_t first, int64_t last, float* slices) {
   for (int64_t row = first; row < last; ++row) {
