@@ -112,7 +112,7 @@ def _open_source(directory: Path, architecture: Architecture, dtype: str, seed: 
 def _kept_weights(cache: PackedCache, directory: Path, packer: _Packer, dtype: str) -> KeptWeights | None:
     """Return the weights that are found in a cache, or kept there; None where packing alone is as fast as reading."""
     is_rounded = packer.quantization is not None or packer.stored is not None
-    if not is_rounded or isinstance(packer.source, RandomWeights) or packer.kernels.layout is None:
+    if not is_rounded or not isinstance(packer.source, CheckpointFiles) or packer.kernels.layout is None:
         return None
     formats = (packer.kernels.layout, dtype, packer.quantization, packer.group_size)
     versions = (ROUNDING_VERSION, READING_VERSION)
