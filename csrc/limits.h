@@ -64,19 +64,25 @@ inline int64_t spin_bytes(ThreadPool& pool, int64_t rounds) {
 #if defined(OCTAVO_ISA_AMX)
   return spin_tiles<ByteTiles>(pool, rounds / 4, 4 * kStepWords);
 #else
-  pool.reserve_local(sizeof(uint32_t) * 2 * kLanes);
+#if defined(OCTAVO_ISA_VNNI)
+  constexpr int kFactors = 1;
+#else
+  constexpr int kFactors = kChains;  // a compiler makes equal products once, where they are not part of the sum's instruction
+#endif
+  pool.reserve_local(sizeof(uint32_t) * (kFactors + 1) * kLanes);
   parallel(pool, kPieces * pool.num_threads(), [&](int64_t, int thread) {
     auto* out = static_cast<uint32_t*>(pool.local(thread));
-    store_int(out, splat_int(static_cast<uint32_t>(rounds) & 0x7F7F7F7Fu));
-    store_int(out + kLanes, splat_int(static_cast<uint32_t>(rounds) & 0x3F3F3F3Fu));
+    for (int i = 0; i <= kFactors; ++i) {
+      store_int(out + i * kLanes, splat_int((static_cast<uint32_t>(rounds) + static_cast<uint32_t>(i)) & 0x7F7F7F7Fu));
+    }
     const IVec w = splat_int(0x01020304u);
     IVec sums[kChains];
     OCTAVO_UNROLL
     for (int i = 0; i < kChains; ++i) sums[i] = splat_int(static_cast<uint32_t>(i));
     for (int64_t round = 0; round < rounds; ++round) {
-      const IVec x = load_int(out + round % 2 * kLanes);  // a product of constants would be taken out of the loop
+      const uint32_t* x = out + round % 2 * kLanes;  // a product of constants would be taken out of the loop
       OCTAVO_UNROLL
-      for (int i = 0; i < kChains; ++i) sums[i] = add_byte_products(sums[i], x, w);
+      for (int i = 0; i < kChains; ++i) sums[i] = add_byte_products(sums[i], load_int(x + i % kFactors * kLanes), w);
     }
     OCTAVO_UNROLL
     for (int i = 1; i < kChains; ++i) sums[0] = sums[0] + sums[i];

@@ -29,7 +29,7 @@ LEAST_SHARES = {
     "avx512_bf16": {"bf16": 0.6, "int8": 0.52, "int4": 0.31},
     "avx512_vnni": {"bf16": 0.52, "int8": 0.48, "int4": 0.31},
     "avx512": {"bf16": 0.5},
-    "avx2": {"bf16": 0.57, "int8": 0.48, "int4": 0.52},
+    "avx2": {"bf16": 0.57, "int8": 0.55, "int4": 0.52},
 }
 LEAST_BANDWIDTH = {"bf16": 0.6, "int8": 0.6, "int4": 0.5}  # of the streaming read, at one row
 # What 8 and 32 rows must reach by tiles of the speed of one row, whose time goes into reading the weight: half of what
