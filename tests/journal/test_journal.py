@@ -13,7 +13,7 @@ from kernels_available import COMPILED
 from octavo import CacheConfig, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import EngineConfig, kernels_required
 from octavo.errors import ConfigError
-from octavo.events import StepScheduled
+from octavo.events import RequestQueued, StepScheduled
 from octavo.journal.explain import explain, intervals
 from octavo.journal.format import Pseudonyms, decode_tokens, encode_tokens, read_journal
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
@@ -306,6 +306,19 @@ def test_explains_a_queue_behind_a_long_prompt(make_core):
     assert "queued behind 1 other" in text
     assert "the step's tokens were given away" in text
     assert "of 80 computed tokens went to long" in text
+
+
+def test_explains_the_time_before_the_queue(make_core):
+    ticks = itertools.count(10)
+    core = make_core(clock=lambda: float(next(ticks)))
+    core.add("late", 5, max_tokens=3, arrival_time=7.5)
+    core.run()
+    log = core.log.events
+    queued, last = core.log.of_type(RequestQueued)[0], log[-1].time
+    result = explain(log, "late")
+    assert result.seconds["on its way to the queue"] == queued.time - 7.5 > 0
+    assert result.wall_s == last - 7.5
+    assert intervals(log, last)["late"] == result.intervals
 
 
 def test_explains_that_all_seats_were_taken(make_core):

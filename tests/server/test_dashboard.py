@@ -157,6 +157,7 @@ def test_the_feed_tells_what_happens(shared: Running) -> None:
         told = other.get(f"/dashboard/requests/{given['id']}").json()
         assert told["ending"] == "ended with 'length' after 4 tokens"
         assert {each["phase"] for each in told["sums"]} <= {
+            "on its way to the queue",
             "waiting in the queue",
             "computing the prompt",
             "generating",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 
 import psutil
 import pytest
@@ -35,6 +36,19 @@ def test_figure_4_an_engine_that_dies_or_freezes(served, kind):
     assert served.engine.pid != engine.pid
     assert served.answer() == "12 + 30 = 42"
     assert not psutil.pid_exists(engine.pid)
+
+
+def test_s2_both_processes_listen_on_the_api_port_alone():
+    with serve("--host", "0.0.0.0", key="a-key", OCTAVO_API_KEY="a-key") as served:
+        served.answer()
+        processes = [psutil.Process(served.process.pid), served.engine]
+        listening = [
+            (each.laddr.ip, each.laddr.port)
+            for process in processes
+            for each in process.net_connections(kind="inet")
+            if each.status == psutil.CONN_LISTEN or each.type == socket.SOCK_DGRAM
+        ]
+        assert listening == [("0.0.0.0", served.http.base_url.port)]
 
 
 def test_f25_a_killed_server_leaves_no_engine_behind(served):

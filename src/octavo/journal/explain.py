@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
     from octavo.events import Event
 
+ARRIVING = "on its way to the queue"
 QUEUED = "waiting in the queue"
 PARKED = "waiting for a block that another request computed"
 LOADING = "waiting for KV from outside"
 PROMPT = "computing the prompt"
 GENERATING = "generating"
 PREEMPTED = "preempted, waiting to go on"
-PHASES = (QUEUED, PARKED, LOADING, PROMPT, GENERATING, PREEMPTED)
+PHASES = (ARRIVING, QUEUED, PARKED, LOADING, PROMPT, GENERATING, PREEMPTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +206,7 @@ class _Teller:
         """Follow what happens to it."""
         reasons = self.result.reasons
         if isinstance(event, events.RequestQueued):
+            self.enter(ARRIVING, event.arrival_time)
             self.enter(QUEUED, event.time)
         elif isinstance(event, events.RequestParked):
             self.enter(PARKED, event.time)

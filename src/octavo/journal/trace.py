@@ -17,7 +17,9 @@ _FIRST_LANE = 100  # Perfetto puts thread 0, and a thread numbered like its proc
 def chrome_trace(replay: Replay) -> dict[str, Any]:
     """Return the timeline of a replay as the object that the file holds."""
     stream = replay.log.events
-    origin = stream[0].time if stream else 0.0
+    lives = intervals(stream, replay.end_time)
+    starts = [life[0].start for life in lives.values() if life]
+    origin = min([stream[0].time, *starts]) if stream else 0.0  # a request arrives before its first event
 
     def microseconds(time: float) -> int:
         return round(1e6 * (time - origin))
@@ -51,7 +53,7 @@ def chrome_trace(replay: Replay) -> dict[str, Any]:
             name = f"step {begun.step}: {begun.num_tokens} tokens"
             out.append(span(_BATCH, _BATCH, name, begun.time, event.time, tokens=dict(begun.num_scheduled_tokens)))
             begun = None
-    for lane, (request_id, life) in enumerate(intervals(stream, replay.end_time).items(), _FIRST_LANE):
+    for lane, (request_id, life) in enumerate(lives.items(), _FIRST_LANE):
         label = {"name": f"request {request_id}"}
         out.append({"ph": "M", "pid": _REQUESTS, "tid": lane, "name": "thread_name", "args": label})
         out += [span(_REQUESTS, lane, each.phase, each.start, each.end) for each in life]

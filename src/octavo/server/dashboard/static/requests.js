@@ -4,6 +4,7 @@ import { count, duration } from "./format.js";
 import { requestColor } from "./theme.js";
 
 const PHASE_COLORS = {
+  "on its way to the queue": "#8a8f98",
   "waiting in the queue": "#b08d00",
   "waiting for a block that another request computed": "#a0663c",
   "waiting for KV from outside": "#8a6fd1",
