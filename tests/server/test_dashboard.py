@@ -16,6 +16,7 @@ import pytest
 from fakes import FakeExecutor
 from running import ask_as_written, run_server, wait_until
 
+from octavo.journal.explain import PHASES
 from octavo.server.dashboard import feed
 from octavo.server.tenants import Tenant, add_key
 
@@ -139,6 +140,13 @@ def test_s22_no_name_leads_out_of_the_page(shared: Running, name: str) -> None:
         answer = ask_as_written(http, f"/dashboard/{name}", follow_redirects=False)
         assert answer.status_code in {307, 404}, answer.text
         assert "import" not in answer.text
+
+
+def test_every_phase_of_an_explanation_has_a_colour() -> None:
+    script = (STATIC / "requests.js").read_text()
+    colours = script.partition("PHASE_COLORS = {")[2].partition("};")[0]
+    named = {line.strip().partition(":")[0].strip('"') for line in colours.strip().splitlines()}
+    assert named == set(PHASES)
 
 
 def test_the_feed_tells_what_happens(shared: Running) -> None:
