@@ -183,6 +183,34 @@ def test_a_click_explains_a_request(browser: Browser, served: Served) -> None:
         assert not page.locator("#explanation").is_visible()
 
 
+def test_a_slow_click_and_the_keyboard_hit_a_row_whose_neighbours_change(browser: Browser, served: Served) -> None:
+    with opened(browser, served) as page:
+        until(page, "document.getElementById('state').textContent === 'ready'")
+        page.evaluate("""async () => {
+            const { RequestTable } = await import("/dashboard/requests.js");
+            const made = document.createElement("table");
+            document.body.prepend(made);
+            const table = new RequestTable(made.createTBody(), document.createElement("p"));
+            window.list = (...ids) => table.update(ids.map((id) => ({ id, number: Number(id.slice(1)), state: "x" })));
+            window.listed = () => [...table.body.rows].map((row) => row.dataset.id);
+        }""")
+        page.evaluate("list('r1', 'r2')")
+        page.locator("tr[data-id=r1] button").hover()
+        page.mouse.down()
+        page.evaluate("list('r3', 'r2', 'r1')")
+        assert page.evaluate("listed()") == ["r1", "r2"]
+        page.mouse.up()
+        assert page.locator("#explanation-title").inner_text() == "r1"
+        page.keyboard.press("Escape")
+        page.evaluate("list('r3', 'r2', 'r1')")
+        assert page.evaluate("listed()") == ["r3", "r2", "r1"]
+        page.locator("tr[data-id=r2] button").focus()
+        page.evaluate("list('r2', 'r3', 'r1')")
+        assert page.evaluate("listed()") == ["r2", "r3", "r1"]
+        page.keyboard.press("Enter")
+        assert page.locator("#explanation-title").inner_text() == "r2"
+
+
 def test_a_conversation(browser: Browser, served: Served) -> None:
     with opened(browser, served) as page:
         until(page, "document.getElementById('state').textContent === 'ready'")

@@ -26,12 +26,18 @@ export function isLive(state) {
   return ["waiting", "prompt", "generating", "preempted"].includes(state);
 }
 
-/** Rows stay where they are while their request does, so that a click hits what was aimed at. */
+/**
+ * Rows stay where they are while their request does, and all of them while a button or finger is down, so that a click
+ * hits what was aimed at: a browser takes no click from a row that moved between press and release.
+ */
 export class RequestTable {
   constructor(body, empty) {
     this.body = body;
     this.empty = empty;
     this.rows = new Map();
+    this.isPressed = false;
+    body.addEventListener("pointerdown", () => (this.isPressed = true));
+    for (const over of ["pointerup", "pointercancel"]) addEventListener(over, () => (this.isPressed = false));
     body.addEventListener("click", (event) => {
       const row = event.target.closest("tr");
       if (row) explain(row.dataset.id);
@@ -44,6 +50,8 @@ export class RequestTable {
   }
 
   update(requests) {
+    if (this.isPressed) return;
+    const focused = document.activeElement;
     const present = new Set(requests.map((request) => request.number));
     for (const [number, row] of this.rows) {
       if (present.has(number)) continue;
@@ -55,6 +63,7 @@ export class RequestTable {
       this.fill(row, request);
       if (this.body.children[place] !== row) this.body.insertBefore(row, this.body.children[place] ?? null);
     });
+    if (focused !== document.activeElement && this.body.contains(focused)) focused.focus({ preventScroll: true });
     this.empty.hidden = requests.length > 0;
   }
 
