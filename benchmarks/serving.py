@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from comparison.engines import ENGINES, Engine
 from workloads import FOLDER, prepare
 
-from octavo.config import DEFAULT_MIXED_STEP_MS
+from octavo.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MIXED_STEP_MS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -149,7 +149,9 @@ def run_pairs(arguments: argparse.Namespace, octavo: Engine, checkpoint: Path, w
         limits = ["--max-model-len", "2048", "--max-num-seqs", "64", "--kv-cache-memory-bytes", f"{arguments.kv_gib}G"]
         offline = [sys.executable, "-m", "octavo", "bench", "throughput", str(checkpoint), *rounded, *limits]
         offline += ["--workload", str(workloads), "--only", "B", "--repeat", "1", "--json"]
-        offline += ["--mixed-step-ms", f"{DEFAULT_MIXED_STEP_MS:g}"]  # as the server
+        # A step takes what it takes in the server, or steps of other sizes would be compared.
+        offline += ["--mixed-step-ms", f"{DEFAULT_MIXED_STEP_MS:g}"]
+        offline += ["--max-num-batched-tokens", str(DEFAULT_MAX_NUM_BATCHED_TOKENS)]
         environment = octavo.environment(THREADS, arguments.kv_gib << 30)
         for number in range(arguments.pairs):
             result = subprocess.run(
