@@ -55,7 +55,10 @@ class _NoDetokenizer:
 
 @dataclass(slots=True)
 class _Stream:
-    """One of the n outputs while it grows. `shown` counts what DELTA outputs have delivered."""
+    """One of the n outputs while it grows. `shown` counts what DELTA outputs have delivered.
+
+    logprobs: of those that are not delivered yet, as they are many times as large as their tokens.
+    """
 
     index: int
     detokenizer: Detokenizer
@@ -275,12 +278,15 @@ class OutputProcessor:
         first_char, first_token = (stream.num_shown_chars, stream.num_shown_tokens) if delta else (0, 0)
         end = max(end, stream.num_shown_chars)
         stream.num_shown_chars, stream.num_shown_tokens = end, len(stream.token_ids)
+        logprobs = stream.logprobs
+        if logprobs is not None:
+            stream.logprobs = [] if delta else [*logprobs]
         return CompletionOutput(
             index=stream.index,
             text=stream.text[first_char:end],
             token_ids=stream.token_ids[first_token:],
             cumulative_logprob=None if stream.logprobs is None else stream.cumulative_logprob,
-            logprobs=None if stream.logprobs is None else stream.logprobs[first_token:],
+            logprobs=logprobs,
             finish_reason=stream.finish_reason,
             stop_reason=stream.stop_reason,
         )

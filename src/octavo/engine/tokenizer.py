@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
@@ -20,6 +21,7 @@ _ADDED_TOKEN_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
 _MAX_CONTEXT_TOKENS = 8
+_NUM_REMEMBERED = 1 << 14  # texts of tokens: some 2 MB
 
 
 class Tokenizer:
@@ -27,6 +29,7 @@ class Tokenizer:
 
     special_tokens  text by key of tokenizer_config.json ("bos_token", ...), for chat templates
     eos_token_id    the tokenizer's own; config.json and generation_config.json may name more
+    decode_token    returns the text of one token alone, special ones included; "" for an unknown id
     """
 
     __slots__ = (
@@ -36,6 +39,7 @@ class Tokenizer:
         "_special_ids",
         "backend",
         "bos_token_id",
+        "decode_token",
         "eos_token_id",
         "pad_token_id",
         "special_tokens",
@@ -49,6 +53,7 @@ class Tokenizer:
         backend.no_padding()  # some files carry the settings of a training run
         backend.no_truncation()
         self.backend = backend
+        self.decode_token = lru_cache(_NUM_REMEMBERED)(self._decode_token)
         self.special_tokens = _read_special_tokens(config)
         _mark_special(backend, self.special_tokens.values())
         self.bos_token_id = self._special_id("bos_token")
@@ -113,8 +118,7 @@ class Tokenizer:
         """Return how the vocabulary spells a token; "" for an id that has no token."""
         return self.backend.id_to_token(token_id) or ""
 
-    def decode_token(self, token_id: int) -> str:
-        """Return the text of one token alone, special ones included; "" for an unknown id."""
+    def _decode_token(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)
 
     def incremental_detokenizer(
