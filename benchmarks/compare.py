@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from comparison.engines import ENGINES, PRECISIONS, Engine
 from comparison.limits import Work, best_possible
 from comparison.measuring import RunError, measure, measure_limits
-from comparison.report import best_peers, draw, ratios, table
+from comparison.report import best_peers, draw, folder_of_pictures, ratios, table
 from workloads import FOLDER, prepare
 
 from octavo.doctor import processor_name
@@ -217,7 +217,9 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=int, default=3, help="of every engine's KV cache (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds of one job (default: %(default)s)")
     parser.add_argument("--home", type=Path, default=FOLDER / "compare", help="environments, results (%(default)s)")
-    parser.add_argument("--pictures", type=Path, help="folder for plots, PNG and SVG; needs matplotlib (default: none)")
+    parser.add_argument(
+        "--pictures", type=folder_of_pictures, help="folder for plots, PNG and SVG; needs matplotlib (default: none)"
+    )
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--again", action="store_true", help="measure all of every round, also what is there")
     arguments = parser.parse_args()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from comparison.report import save_picture
+from comparison.report import folder_of_pictures, save_picture
 from workloads import prepare
 
 from octavo import LLM, SamplingParams
@@ -170,7 +170,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a checkpoint directory (default: qwen2-0.5b, made if missing)")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the weights (default: as stored)")
-    parser.add_argument("--pictures", type=Path, help="folder for plots, PNG and SVG; needs matplotlib (default: none)")
+    parser.add_argument(
+        "--pictures", type=folder_of_pictures, help="folder for plots, PNG and SVG; needs matplotlib (default: none)"
+    )
     arguments = parser.parse_args()
     model = arguments.model or prepare("qwen2-0.5b")[0]
     llm = LLM(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from comparison.engines import ENGINES, PRECISIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
 WORKLOADS = {"A": "tok/s", "B": "s", "C": "tok/s", "D off": "s", "D on": "s"}
 _TITLES = {
@@ -210,6 +212,13 @@ def draw(records: list[dict[str, Any]], best: dict[str, dict[str, float]], targe
     axes[0].legend(fontsize=8)
     save_picture(grid, target)
     plt.close(grid)
+
+
+def folder_of_pictures(text: str) -> Path:
+    """Read the option that asks for plots; hours of measuring are not lost for want of what draws them."""
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("plots need matplotlib, which is not installed")
+    return Path(text)
 
 
 def save_picture(grid: Any, target: Path) -> None:

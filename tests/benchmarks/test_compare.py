@@ -15,7 +15,7 @@ from octavo.models.registry import read_architecture
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from compare import Results, jobs, measure_round  # noqa: E402
+from compare import Results, jobs, main, measure_round  # noqa: E402
 from comparison.engines import ENGINES, LlamaCpp, Octavo, Transformers, read_llama_bench  # noqa: E402
 from comparison.limits import Work, best_possible  # noqa: E402
 from comparison.measuring import RunError, measure  # noqa: E402
@@ -299,6 +299,14 @@ def test_a_picture_keeps_the_dot_of_its_name(tmp_path):
     best = {"int8": {"A": 42.0, "B": 2.5, "C": 1000.0, "D off": 4.0, "D on": 1.0}}
     draw(RECORDS, best, tmp_path / "compare-qwen2-0.5b")
     assert {path.name for path in tmp_path.iterdir()} == {"compare-qwen2-0.5b.png", "compare-qwen2-0.5b.svg"}
+
+
+def test_pictures_that_cannot_be_drawn_are_refused_before_anything_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr("comparison.report.find_spec", {}.get)
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--pictures", "folder"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--pictures: plots need matplotlib" in capsys.readouterr().err
 
 
 def test_pictures_are_written_beside_their_target(tmp_path):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 from fakes import EOS, TEXT, ByteTokenizer, FakeExecutor, answer_text, make_engine
 
@@ -73,6 +75,28 @@ def test_max_tokens_none_goes_to_the_models_limit():
     output = make_engine(max_model_len=40).generate("hello", SamplingParams(max_tokens=None, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 35
     assert output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_logprobs_of_every_kind_of_output_and_none_kept_that_were_sent(kind):
+    engine, params = make_engine(), SamplingParams(max_tokens=9, n=2, logprobs=2, output_kind=kind)
+    engine.add_request("a", "hello", params)
+    sent, counts = [[], []], []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            for index, completion in enumerate(output.outputs):
+                counts.append(len(completion.logprobs))
+                so_far = sent[index] if kind is RequestOutputKind.DELTA else []
+                sent[index] = [*so_far, *zip(completion.token_ids, completion.logprobs, strict=True)]
+        if kind is RequestOutputKind.DELTA and engine.has_unfinished_requests():
+            held = {sys.getrefcount(pair[1]) for pair in sent[0][:-1]}
+            assert held <= {2}, "its pair and this call hold it, and nothing of the engine"
+    assert [len(each) for each in sent] == [9, 9]
+    for token_id, entry in (pair for each in sent for pair in each):
+        assert entry[token_id].rank == 1
+        assert len(entry) == 2
+    assert kind is not RequestOutputKind.DELTA or max(counts) == 1
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
