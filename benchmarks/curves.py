@@ -20,7 +20,7 @@ from comparison.report import folder_of_pictures, save_picture
 from workloads import prepare
 
 from octavo import LLM, SamplingParams
-from octavo.config import QUANTIZATIONS
+from octavo.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, QUANTIZATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -183,7 +183,8 @@ def main() -> None:
         max_num_seqs=max(REQUESTS),
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
-        mixed_step_ms=None,  # as a server has it
+        max_num_batched_tokens=DEFAULT_MAX_NUM_BATCHED_TOKENS,  # this and what prompts take beside answers: as a server
+        mixed_step_ms=None,
     )
     client = Client(llm.llm_engine)
     client.add(512, 8)

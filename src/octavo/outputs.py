@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import msgspec
-
 from octavo.model_output import TokenLogprobs  # noqa: TC001 - read at run time where outputs cross processes
 
 # The `error` of requests that these ended.
@@ -14,11 +12,9 @@ NOTHING_ALLOWED = "what the request allows (allowed_token_ids, a grammar, min_to
 GRAMMAR_EXCEEDED = "the grammar takes more than one may, or leaves no token to go on with"
 
 
-class Logprob(msgspec.Struct, frozen=True, gc=False):
-    """Log probability of one token at one position, from the model's own logits (before temperature and filters).
-
-    Many are made, and each is of no interest to Python's garbage collector.
-    """
+@dataclass(slots=True)  # frozen, it would take twice as long to make: there is one for each alternative
+class Logprob:
+    """Log probability of one token at one position, from the model's own logits (before temperature and filters)."""
 
     logprob: float
     rank: int | None = None

@@ -48,6 +48,7 @@ COMPLETIONS = "/v1/completions"
 TOKENS = 512  # of an answer: the built-in model is so fast that shorter ones would measure clients and not the engine
 GENERATED = "octavo:generation_tokens_total"
 IN_FLIGHT_S = 0.1  # so long may figures be on their way from the engine
+MAX_GIVEN = 600  # tokens for a slow reader: what its connection and the server hold until it is cut off, and some
 SHORT_TOKENS = 8
 SHORT = {"prompt": "Once upon a time", "max_tokens": SHORT_TOKENS, "temperature": 0.0}
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "temperature": 0.0, "stream": True}
@@ -394,6 +395,7 @@ def figure_7(scale: float, spread_s: float = 4.0) -> str:
             grown = max(grown, rss_mb(served) - memory)
             num_others = SHORT_TOKENS * len(attacked)
             given.append(round((num_generated(served) - before - num_others) / readers))
+            check(1 <= given[-1] <= MAX_GIVEN, f"a slow reader was given {given[-1]} tokens before it was cut off")
             under += attacked
             calm += await _during(observer, where, lambda over: [_read(where, over, given[-1]) for _ in range(readers)])
         return calm, under, grown

@@ -202,8 +202,22 @@ def test_a_slow_click_and_the_keyboard_hit_a_row_whose_neighbours_change(browser
         page.mouse.up()
         assert page.locator("#explanation-title").inner_text() == "r1"
         page.keyboard.press("Escape")
-        page.evaluate("list('r3', 'r2', 'r1')")
+        moved = "list('r3', 'r2', 'r1'), listed().join() === 'r3,r2,r1'"
+        until(page, moved)
+        page.locator("tr[data-id=r3] button").hover()
+        page.mouse.down(button="right")
+        page.evaluate("list('r2', 'r3', 'r1')")
+        assert page.evaluate("listed()") == ["r2", "r3", "r1"], "only what can be a click holds rows"
+        page.mouse.up(button="right")
+        until(page, moved)
+        page.locator("tr[data-id=r2] button").focus()
+        page.keyboard.down(" ")
+        page.evaluate("list('r2', 'r3', 'r1')")
         assert page.evaluate("listed()") == ["r3", "r2", "r1"]
+        page.keyboard.up(" ")
+        assert page.locator("#explanation-title").inner_text() == "r2"
+        page.keyboard.press("Escape")
+        until(page, moved)
         page.locator("tr[data-id=r2] button").focus()
         page.evaluate("list('r2', 'r3', 'r1')")
         assert page.evaluate("listed()") == ["r2", "r3", "r1"]

@@ -57,7 +57,7 @@ class _NoDetokenizer:
 class _Stream:
     """One of the n outputs while it grows. `shown` counts what DELTA outputs have delivered.
 
-    logprobs: of those that are not delivered yet, as they are many times as large as their tokens.
+    logprobs: of DELTA outputs only what is not delivered yet: they are many times as large as their tokens.
     """
 
     index: int
@@ -279,8 +279,10 @@ class OutputProcessor:
         end = max(end, stream.num_shown_chars)
         stream.num_shown_chars, stream.num_shown_tokens = end, len(stream.token_ids)
         logprobs = stream.logprobs
-        if logprobs is not None:
-            stream.logprobs = [] if delta else [*logprobs]
+        if logprobs is not None and delta:
+            stream.logprobs = []
+        elif logprobs is not None and stream.finish_reason is None:
+            logprobs = [*logprobs]
         return CompletionOutput(
             index=stream.index,
             text=stream.text[first_char:end],

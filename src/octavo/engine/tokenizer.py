@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
@@ -29,7 +28,6 @@ class Tokenizer:
 
     special_tokens  text by key of tokenizer_config.json ("bos_token", ...), for chat templates
     eos_token_id    the tokenizer's own; config.json and generation_config.json may name more
-    decode_token    returns the text of one token alone, special ones included; "" for an unknown id
     """
 
     __slots__ = (
@@ -37,9 +35,9 @@ class Tokenizer:
         "_byte_ids",
         "_longest_token_chars",
         "_special_ids",
+        "_texts",
         "backend",
         "bos_token_id",
-        "decode_token",
         "eos_token_id",
         "pad_token_id",
         "special_tokens",
@@ -53,7 +51,7 @@ class Tokenizer:
         backend.no_padding()  # some files carry the settings of a training run
         backend.no_truncation()
         self.backend = backend
-        self.decode_token = lru_cache(_NUM_REMEMBERED)(self._decode_token)
+        self._texts: dict[int, str] = {}
         self.special_tokens = _read_special_tokens(config)
         _mark_special(backend, self.special_tokens.values())
         self.bos_token_id = self._special_id("bos_token")
@@ -118,8 +116,14 @@ class Tokenizer:
         """Return how the vocabulary spells a token; "" for an id that has no token."""
         return self.backend.id_to_token(token_id) or ""
 
-    def _decode_token(self, token_id: int) -> str:
-        return self.decode([token_id], skip_special_tokens=False)
+    def decode_token(self, token_id: int) -> str:
+        """Return the text of one token alone, special ones included; "" for an unknown id."""
+        text = self._texts.get(token_id)
+        if text is None:
+            if len(self._texts) >= _NUM_REMEMBERED:
+                self._texts.clear()
+            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
 
     def incremental_detokenizer(
         self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True

@@ -12,6 +12,7 @@ const PHASE_COLORS = {
   generating: "#2a9d6f",
   "preempted, waiting to go on": "#d1495b",
 };
+const CLICK_MS = 50;
 const dialog = document.getElementById("explanation");
 
 function element(kind, text, className) {
@@ -27,7 +28,7 @@ export function isLive(state) {
 }
 
 /**
- * Rows stay where they are while their request does, and all of them while a button or finger is down, so that a click
+ * Rows stay where they are while their request does, and all of them while a button, a finger or the space bar is down, so that a click
  * hits what was aimed at: a browser takes no click from a row that moved between press and release.
  */
 export class RequestTable {
@@ -36,15 +37,24 @@ export class RequestTable {
     this.empty = empty;
     this.rows = new Map();
     this.isPressed = false;
-    body.addEventListener("pointerdown", () => (this.isPressed = true));
-    for (const over of ["pointerup", "pointercancel"]) addEventListener(over, () => (this.isPressed = false));
+    body.addEventListener("pointerdown", (event) => this.press(event.isPrimary && event.button === 0 && !event.ctrlKey));
+    body.addEventListener("keydown", (event) => this.press(event.key === " "));
+    // After a touch the click comes on its own, a moment behind the release.
+    for (const over of ["pointerup", "keyup"]) addEventListener(over, () => setTimeout(() => this.press(false), CLICK_MS));
+    for (const over of ["pointercancel", "contextmenu", "blur"]) addEventListener(over, () => this.press(false));
     body.addEventListener("click", (event) => {
       const row = event.target.closest("tr");
       if (row) explain(row.dataset.id);
     });
   }
 
+  /** Hold the rows still, or let them move again. */
+  press(isPressed) {
+    this.isPressed = isPressed;
+  }
+
   clear() {
+    this.press(false);
     this.rows.clear();
     this.body.replaceChildren();
   }
