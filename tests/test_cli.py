@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import re
@@ -78,6 +79,20 @@ def test_nothing_heavy_is_imported(code: str) -> None:
     heavy = {"torch", "numpy", "transformers", "tokenizers", "safetensors", "fastapi", "uvicorn", "jinja2"}
     out = python(f"{code}\nimport sys; print('LOADED', sorted({heavy!r} & set(sys.modules)))")
     assert out.splitlines()[-1] == "LOADED []"
+
+
+def test_what_only_a_server_installs_is_needed_by_none_but_a_server() -> None:
+    extra = [need for need in importlib.metadata.requires("octavo") or [] if 'extra == "server"' in need]
+    names = {re.split(r"[^\w.-]", need)[0].lower().replace("_", "-") for need in extra}
+    modules = {
+        module
+        for module, owners in importlib.metadata.packages_distributions().items()
+        if names & {owner.lower().replace("_", "-") for owner in owners}
+    }
+    assert {"fastapi", "msgspec", "zmq"} <= modules
+    code = f"import sys; sys.modules.update(dict.fromkeys({modules!r}))  # to import them fails\n"
+    code += "from octavo.cli import app; app(['generate', '--prompt', 'What is 12 + 30?'], standalone_mode=False)"
+    assert "42" in python(code)
 
 
 def test_help_imports_no_rich() -> None:
