@@ -259,6 +259,14 @@ def test_special_tokens(tokenizer):
     assert tokenizer.decode_token(tokenizer.vocab_size + 5) == ""
 
 
+def test_few_texts_of_single_tokens_are_remembered(tokenizer, monkeypatch):
+    monkeypatch.setattr("octavo.engine.tokenizer._NUM_REMEMBERED", 3)
+    ids = [*range(10), *range(5), 3, 3]
+    for token_id in ids:
+        assert tokenizer.decode_token(token_id) == tokenizer.decode([token_id], skip_special_tokens=False)
+        assert len(tokenizer._texts) <= 3
+
+
 def test_training_settings_of_the_file_are_dropped():
     backend = byte_level()
     backend.enable_truncation(3)
