@@ -1,6 +1,7 @@
 """The tokens of octavo are those of transformers: random weights, float32, greedy, many prompts at once."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -69,12 +70,14 @@ def load_oracle(path):
 @torch.inference_mode()
 def greedy(model, prompt):
     """Generate one by one with transformers' own KV cache; asserts that no choice is close."""
+    is_renamed = "cache" in inspect.signature(model.forward).parameters  # since transformers 5.24
+    name = "cache" if is_renamed else "past_key_values"
     ids, cache, tokens = torch.tensor([prompt]), None, []
     for _ in range(NUM_TOKENS):
-        output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = model(input_ids=ids, **{name: cache}, use_cache=True, logits_to_keep=1)
         best = output.logits[0, -1].topk(2)
         assert (best.values[0] - best.values[1]).item() > MIN_GAP
-        cache, ids = output.past_key_values, best.indices[None, :1]
+        cache, ids = output[name], best.indices[None, :1]
         tokens.append(best.indices[0].item())
     return tokens
 
