@@ -28,8 +28,8 @@ export function isLive(state) {
 }
 
 /**
- * Rows stay where they are while their request does, and all of them while a button, a finger or the space bar is down, so that a click
- * hits what was aimed at: a browser takes no click from a row that moved between press and release.
+ * Rows stay where they are while their request does, and all of them while a button, a finger or the space bar is
+ * down, so that a click hits what was aimed at: a browser takes no click from a row that moved between press and release.
  */
 export class RequestTable {
   constructor(body, empty) {
