@@ -462,7 +462,7 @@ def test_s8_a_body_that_trickles_is_cut_off() -> None:
 
 
 def test_f23_a_stream_that_nobody_reads_ends_and_costs_no_memory() -> None:
-    """Four answers at once: they fill the megabytes that the system keeps for a connection four times as soon."""
+    """Four answers at once, whose outputs are counted together."""
     executor = FakeExecutor(step_s=0.0005)
     options = {"max_model_len": 200_000, "num_blocks": 13_000}
     body = json.dumps({"prompt": "hello", "max_tokens": 50_000, "n": 4, "ignore_eos": True, "stream": True}).encode()
@@ -477,6 +477,21 @@ def test_f23_a_stream_that_nobody_reads_ends_and_costs_no_memory() -> None:
             answer = read_all(sock)
         assert b"read_too_slowly" in answer  # what was held back has come in the end, with its reason
         wait_until(lambda: running.server._service.admission.streams.num_held == 0, "its place is given back")
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_NOTSENT_LOWAT"), reason="the system cannot be told to hold less")
+def test_f23_a_stream_that_nobody_reads_is_not_computed_for_the_systems_buffers() -> None:
+    """An ordinary connection: the system would take some 4 MB of it, all of this answer and more."""
+    executor = FakeExecutor(step_s=0.0002)
+    options = {"max_model_len": 20_000, "num_blocks": 2_000}
+    body = json.dumps({"prompt": "hello", "max_tokens": 15_000, "ignore_eos": True, "stream": True}).encode()
+    limits = {"max_unread_outputs": 50, "keep_alive_timeout_s": 1.0}
+    with run_server(executor, engine_options=options, **limits) as running, connect(running) as sock:
+        sock.sendall(head(COMPLETIONS, len(body)) + body)
+        assert sock.recv(20).startswith(b"HTTP/1.1 200")
+        wait_until(lambda: running.num_unfinished == 0, "it is ended")
+        assert executor.num_steps < 5_000  # of which the client's own side holds some hundreds
+        assert b"read_too_slowly" in read_all(sock)
 
 
 def test_f23_the_connection_of_who_never_reads_ends() -> None:

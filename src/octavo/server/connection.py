@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_CONNECTIONS = 8192
+MAX_UNSENT_BYTES = 16 << 10  # of a connection, twice: what the system holds, and what waits for it; then answers wait
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -51,6 +52,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Begin to wait for the first headers; one connection too many is told so, and closed."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         if len(self.connections) > MAX_CONNECTIONS:
             self._refuse(HttpError(503, "too many connections", "server_error", code="too_many_connections"))
             transport.close()

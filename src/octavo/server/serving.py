@@ -18,7 +18,7 @@ import uvicorn
 from octavo.errors import ConfigError
 from octavo.server.app import create_app
 from octavo.server.audit import tell_no_request
-from octavo.server.connection import MAX_CONNECTIONS, BoundedHttpProtocol
+from octavo.server.connection import MAX_CONNECTIONS, MAX_UNSENT_BYTES, BoundedHttpProtocol
 from octavo.server.service import Service
 from octavo.server.tenants import Keyring
 
@@ -127,8 +127,11 @@ def listen(host: str, port: int, *, idle_timeout_s: float = 60.0) -> socket.sock
         sock = socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot listen on {host}, port {port}: {error}") from None
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted connections have it, too; closing one waits for its reader else
+    # accepted connections have these, too
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # closing one waits for its reader else
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * idle_timeout_s))
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # the system would take megabytes of a stream that nobody reads
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
     return sock
 
 
