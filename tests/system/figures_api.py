@@ -441,7 +441,8 @@ async def _read_slowly(where: tuple[str, int], over: asyncio.Event, ends: Counte
             await asyncio.sleep(0.25)
         while b"data: [DONE]" not in last and (piece := await connection.read(1 << 16)):
             last = last[-1000:] + piece
-    ends["read_too_slowly" if b'"code":"read_too_slowly"' in last else "unexpected"] += 1
+    reason = re.search(rb'"(?:code|finish_reason)":"(\w+)"', last)
+    ends[reason[1].decode() if reason else "unexpected"] += 1
 
 
 async def _read(where: tuple[str, int], over: asyncio.Event) -> None:
