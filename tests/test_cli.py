@@ -73,6 +73,7 @@ def python(code: str) -> str:
         "from octavo.cli import app; app(['--help'], standalone_mode=False)",
         "from octavo.cli import app; app(['serve', '--help'], standalone_mode=False)",
         "from octavo.cli import app; app(['models'], standalone_mode=False)",
+        "import octavo.server.listening",
     ],
 )
 def test_nothing_heavy_is_imported(code: str) -> None:
@@ -93,6 +94,14 @@ def test_what_only_a_server_installs_is_needed_by_none_but_a_server() -> None:
     code = f"import sys; sys.modules.update(dict.fromkeys({modules!r}))  # to import them fails\n"
     code += "from octavo.cli import app; app(['generate', '--prompt', 'What is 12 + 30?'], standalone_mode=False)"
     assert "42" in python(code)
+
+
+@pytest.mark.parametrize("module", ["zmq", "fastapi"])  # before the engine is started, and while it loads
+def test_serve_says_what_is_not_installed(module: str) -> None:
+    code = f"import sys; sys.modules[{module!r}] = None\nfrom octavo.cli import app; app(['serve', '--port', '0'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert f"octavo serve needs {module}: pip install 'octavo[server]'" in done.stderr
 
 
 def test_help_imports_no_rich() -> None:
@@ -544,7 +553,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What SIGHUP does whenever a model is loaded; it never is."""
     seen: list[Any] = []
 
-    def launch(_options: EngineOptions) -> Any:
+    def launch(_options: EngineOptions, **_others: Any) -> Any:
         seen.append(signal.getsignal(signal.SIGHUP))
         raise ConfigError("no model here")
 

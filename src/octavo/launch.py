@@ -48,10 +48,16 @@ class Checkpoint:
         return cls(directory, architecture, resolve_max_model_len(config, architecture))
 
 
-def launch_engine(config: EngineConfig, *, progress: Callable[[int, int], None] | None = None) -> RemoteEngine:
+def launch_engine(
+    config: EngineConfig,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> RemoteEngine:
     """Start a process for the engine's core, and return when it is ready; text is prepared for here meanwhile.
 
-    progress(done, total) is told of packed bytes of weights. Raises `ConfigError` and `ModelError`.
+    progress(done, total) is told of packed bytes of weights. meanwhile: what else there is to do while the process
+    loads; what it raises ends that. Raises `ConfigError` and `ModelError`.
     """
     from octavo.engine.remote_engine import RemoteEngine  # noqa: PLC0415 - needs zmq and msgspec, which only servers do
 
@@ -60,7 +66,13 @@ def launch_engine(config: EngineConfig, *, progress: Callable[[int, int], None] 
     command = [sys.executable, "-P", "-m", "octavo.engine_main"]
     if config.model.model is not None:  # what a hub id means may change before the process is started again
         config = replace(config, model=replace(config.model, model=str(checkpoint.directory)))
-    engine = RemoteEngine(command, config, lambda: make_processors(asked, checkpoint), time.monotonic)
+
+    def prepare() -> tuple[InputProcessor, OutputProcessor]:
+        if meanwhile is not None:
+            meanwhile()
+        return make_processors(asked, checkpoint)
+
+    engine = RemoteEngine(command, config, prepare, time.monotonic)
     engine.start(progress)
     return engine
 

@@ -14,7 +14,8 @@ from fakes import FakeExecutor, make_engine
 
 from octavo.config import ServerConfig
 from octavo.engine.async_llm import AsyncLLM
-from octavo.server.serving import GracefulServer, listen, make_server
+from octavo.server.listening import listen
+from octavo.server.serving import GracefulServer, make_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

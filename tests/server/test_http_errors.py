@@ -25,8 +25,8 @@ from octavo.errors import (
     RequestError,
 )
 from octavo.server.errors import to_http
+from octavo.server.listening import check_binding, listen
 from octavo.server.service import MAX_FAILED_STARTS
-from octavo.server.serving import check_binding, listen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -404,7 +404,7 @@ def test_connections_outlive_those_of_a_proxy_by_default() -> None:
 
 def test_open_files_are_allowed_as_far_as_the_system_lets() -> None:
     code = (
-        "import resource\nfrom octavo.server.serving import allow_open_files\n"
+        "import resource\nfrom octavo.server.listening import allow_open_files\n"
         "for soft, hard in ((300, 2000), (300, 600)):\n"
         "    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))\n"
         "    allow_open_files(1000)\n"

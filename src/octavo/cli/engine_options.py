@@ -34,6 +34,8 @@ from octavo.config import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from octavo.engine.llm_engine import Engine
     from octavo.engine.remote_engine import RemoteEngine
 
@@ -517,14 +519,14 @@ class EngineOptions:
             device=DeviceConfig(device=self.device, kernels=self.kernels, isa=self.isa, num_threads=self.num_threads),
         )
 
-    def launch(self) -> RemoteEngine:
-        """Load the model in a process of its own. Raises `ConfigError` and `ModelError`."""
+    def launch(self, meanwhile: Callable[[], None] | None = None) -> RemoteEngine:
+        """Load the model in a process of its own, as `octavo.launch.launch_engine`."""
         from octavo.launch import launch_engine
         from octavo.progress import LoadingProgress
 
         config = self.config()
         with LoadingProgress() as progress:
-            return launch_engine(config, progress=progress)
+            return launch_engine(config, progress=progress, meanwhile=meanwhile)
 
     def build(self) -> Engine:
         """Load the model, with a progress bar where somebody watches. Raises `ConfigError` and `ModelError`."""

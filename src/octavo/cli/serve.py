@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
@@ -268,8 +269,7 @@ class ServerOptions:
 
     def server_config(self, max_open_requests: int, max_waiting_tokens: int) -> ServerConfig:
         """Build the configuration. Raises `ConfigError`."""
-        from octavo.server.origins import LOOPBACK_NAMES
-        from octavo.server.serving import is_loopback
+        from octavo.server.listening import LOOPBACK_NAMES, is_loopback
 
         if self.log_level not in _LEVELS:
             raise ConfigError(f"log level must be one of {', '.join(_LEVELS)}, got {self.log_level!r}")
@@ -316,19 +316,9 @@ class ServerOptions:
 )
 def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) -> None:
     """Serve a model through the OpenAI API."""
-    try:
-        import octavo.engine.remote_engine  # noqa: F401 - imports zmq and msgspec
-        from octavo.server.serving import (  # imports fastapi
-            allow_open_files,
-            check_binding,
-            check_files,
-            hold_hang_up,
-            listen,
-            make_server,
-        )
-    except ImportError as error:
-        raise ConfigError(f"octavo serve needs {error.name}: pip install 'octavo[server]'") from error
+    _import_or_tell("octavo.engine.remote_engine")  # needs zmq and msgspec
     from octavo.engine.async_llm import AsyncLLM
+    from octavo.server.listening import allow_open_files, check_binding, check_files, hold_hang_up, listen
 
     waiting, tokens = _limits(engine)
     config = server.server_config(engine.max_num_seqs + waiting, tokens)
@@ -348,8 +338,11 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
     hold_hang_up(config)
     allow_open_files()
     with listen(server.host, server.port, idle_timeout_s=config.idle_timeout_s) as sock:
-        llm = AsyncLLM(engine.launch(), max_unread_outputs=config.max_unread_outputs)
+        launched = engine.launch(meanwhile=partial(_import_or_tell, "octavo.server.serving"))  # needs fastapi
+        llm = AsyncLLM(launched, max_unread_outputs=config.max_unread_outputs)
         try:
+            from octavo.server.serving import make_server
+
             with made_to_stay():
                 http = make_server(llm, config)
             host = f"[{server.host}]" if ":" in server.host else server.host
@@ -363,6 +356,14 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
                 http.run(sockets=[sock])
         finally:
             llm.shutdown()
+
+
+def _import_or_tell(module: str) -> None:
+    """Import what a server needs. Raises `ConfigError`, which says how to get what is missing."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"octavo serve needs {error.name}: pip install 'octavo[server]'") from error
 
 
 def _limits(engine: EngineOptions) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from octavo.server.errors import HttpError, note_error
+from octavo.server.listening import MAX_CONNECTIONS, MAX_UNSENT_BYTES
 
 if TYPE_CHECKING:
     import asyncio
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from octavo.server.cutting import Cut, Cutter
 
 MAX_HEADER_BYTES = 64 << 10
-MAX_CONNECTIONS = 8192
-MAX_UNSENT_BYTES = 16 << 10  # of a connection, twice: what the system holds, and what waits for it; then answers wait
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):

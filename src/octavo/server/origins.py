@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
-
 
 class OriginMiddleware:
     """Answers 403 to a page of an unknown origin, and 421 under a name that is not the server's.
