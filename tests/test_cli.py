@@ -96,12 +96,35 @@ def test_what_only_a_server_installs_is_needed_by_none_but_a_server() -> None:
     assert "42" in python(code)
 
 
-@pytest.mark.parametrize("module", ["zmq", "fastapi"])  # before the engine is started, and while it loads
-def test_serve_says_what_is_not_installed(module: str) -> None:
-    code = f"import sys; sys.modules[{module!r}] = None\nfrom octavo.cli import app; app(['serve', '--port', '0'])"
+@pytest.mark.parametrize("module", ["zmq", "fastapi"])
+def test_serve_says_what_is_not_installed_before_the_engine_starts(module: str) -> None:
+    code = (
+        f"import sys; sys.modules[{module!r}] = None\nfrom octavo.cli.engine_options import EngineOptions\n"
+        "EngineOptions.launch = lambda *_, **__: print('launched')\n"
+        "from octavo.cli import app; app(['serve', '--port', '0'])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert f"octavo serve needs {module}: pip install 'octavo[server]'" in done.stderr
+    assert not done.stdout
+
+
+def test_the_application_is_imported_while_the_engine_loads() -> None:
+    code = """
+import sys
+from octavo.cli import app
+from octavo.cli.engine_options import EngineOptions
+from octavo.errors import ConfigError
+def launch(options, meanwhile):
+    print("before", *{"fastapi", "uvicorn", "starlette"} & set(sys.modules))
+    meanwhile()
+    print("then", "octavo.server.serving" in sys.modules)
+    raise ConfigError("no model here")
+EngineOptions.launch = launch
+app(["serve", "--port", "0"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines() == ["before", "then True"], done.stderr
 
 
 def test_help_imports_no_rich() -> None:

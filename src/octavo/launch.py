@@ -52,7 +52,7 @@ def launch_engine(
     config: EngineConfig,
     *,
     progress: Callable[[int, int], None] | None = None,
-    meanwhile: Callable[[], None] | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> RemoteEngine:
     """Start a process for the engine's core, and return when it is ready; text is prepared for here meanwhile.
 

@@ -519,8 +519,8 @@ class EngineOptions:
             device=DeviceConfig(device=self.device, kernels=self.kernels, isa=self.isa, num_threads=self.num_threads),
         )
 
-    def launch(self, meanwhile: Callable[[], None] | None = None) -> RemoteEngine:
-        """Load the model in a process of its own, as `octavo.launch.launch_engine`."""
+    def launch(self, meanwhile: Callable[[], object] | None = None) -> RemoteEngine:
+        """Load the model in a process of its own, and do something meanwhile. Raises `ConfigError` and `ModelError`."""
         from octavo.launch import launch_engine
         from octavo.progress import LoadingProgress
 

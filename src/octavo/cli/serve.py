@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +37,7 @@ _PANEL = "Server"
 _ACCESS = "Access"
 _LIMITS = "Limits"
 _DEFAULT = ServerConfig()
+_PACKAGES = ("zmq", "msgspec", "fastapi", "uvicorn", "httptools")  # that only a server needs
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -316,7 +318,7 @@ class ServerOptions:
 )
 def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) -> None:
     """Serve a model through the OpenAI API."""
-    _import_or_tell("octavo.engine.remote_engine")  # needs zmq and msgspec
+    _check_installed()
     from octavo.engine.async_llm import AsyncLLM
     from octavo.server.listening import allow_open_files, check_binding, check_files, hold_hang_up, listen
 
@@ -338,7 +340,7 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
     hold_hang_up(config)
     allow_open_files()
     with listen(server.host, server.port, idle_timeout_s=config.idle_timeout_s) as sock:
-        launched = engine.launch(meanwhile=partial(_import_or_tell, "octavo.server.serving"))  # needs fastapi
+        launched = engine.launch(meanwhile=partial(importlib.import_module, "octavo.server.serving"))  # takes a second
         llm = AsyncLLM(launched, max_unread_outputs=config.max_unread_outputs)
         try:
             from octavo.server.serving import make_server
@@ -358,12 +360,11 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
             llm.shutdown()
 
 
-def _import_or_tell(module: str) -> None:
-    """Import what a server needs. Raises `ConfigError`, which says how to get what is missing."""
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"octavo serve needs {error.name}: pip install 'octavo[server]'") from error
+def _check_installed() -> None:
+    """Raise `ConfigError`, which says how to get what is missing; imports nothing."""
+    for name in _PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"octavo serve needs {name}: pip install 'octavo[server]'")
 
 
 def _limits(engine: EngineOptions) -> tuple[int, int]:

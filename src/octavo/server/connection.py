@@ -24,10 +24,11 @@ MAX_HEADER_BYTES = 64 << 10
 class BoundedHttpProtocol(HttpToolsProtocol):
     """Ends a connection whose headers do not come within `header_timeout_s`; answers 431 to those too large.
 
-    They have to from their first byte on; between two requests it may be idle for `keep_alive_timeout_s`. on_refused:
-    hears of what is answered and was no request, with the client's address. A client may send requests without waiting
-    for answers (pipelining): they are answered one after another, and while one is, one more is read, so that a client
-    who leaves meanwhile is noticed.
+    They have to from their first byte on; between two requests it may be idle for `keep_alive_timeout_s`. Where answers
+    wait for their reader, `MAX_UNSENT_BYTES` have to be taken within each `idle_timeout_s`, as a stream that has ended
+    keeps its place until it is sent. on_refused: hears of what is answered and was no request, with the client's
+    address. A client may send requests without waiting for answers (pipelining): they are answered one after another,
+    and while one is, one more is read, so that a client who leaves meanwhile is noticed.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         *arguments: Any,
         header_timeout_s: float,
         keep_alive_timeout_s: float,
+        idle_timeout_s: float,
         cutter: Cutter,
         on_refused: Callable[[tuple[str, int] | None, HttpError], None],
         **options: Any,
@@ -42,8 +44,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self._cutter = cutter
         self._header_timeout_s, self._keep_alive_timeout_s = header_timeout_s, keep_alive_timeout_s
+        self._idle_timeout_s = idle_timeout_s
         self._on_refused = on_refused
         self._timer: Cut | None = None
+        self._reader_timer: Cut | None = None  # while answers wait for who reads them
         self._answered: RequestResponseCycle | None = None  # is now, or was last; `cycle` is what came last
         self._num_header_bytes = 0
         self._is_in_body = self._came_further = self._is_too_large = False
@@ -60,10 +64,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing more is waited for."""
         self._stop_waiting()
+        self._stop_watching_reader()
         super().connection_lost(exc)
         if self._answered is not None and not self._answered.response_complete:  # uvicorn tells only what came last
             self._answered.disconnected = True
             self._answered.message_event.set()
+
+    def pause_writing(self) -> None:
+        """Let answers wait, but not for ever."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """Go on: the reader has taken what waited."""
+        self._stop_watching_reader()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         """Read on; headers that are not complete yet are counted."""
@@ -143,3 +158,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _watch_reader(self) -> None:
+        waiting = self.transport.get_write_buffer_size()
+
+        def look() -> None:
+            if waiting - self.transport.get_write_buffer_size() < MAX_UNSENT_BYTES:
+                self.transport.abort()  # closing would wait for the same reader
+            else:
+                self._watch_reader()
+
+        self._reader_timer = self._cutter.call_later(self._idle_timeout_s, look)
+
+    def _stop_watching_reader(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_CONNECTIONS = 8192
-MAX_UNSENT_BYTES = 16 << 10  # of a connection, twice: what the system holds, and what waits for it; then answers wait
+# Of a connection: so much of its answers waits in the system, about, and as much in this process; then answers wait.
+MAX_UNSENT_BYTES = 16 << 10
 _OWN_FILES = 256  # open besides connections: of libraries, of the engine's sockets, of a request that reads one
 
 
@@ -66,7 +67,7 @@ def hears_hang_up(config: ServerConfig) -> bool:
 
 def is_loopback(host: str) -> bool:
     """Tell whether only this machine can reach an address."""
-    if host == "localhost":
+    if host in LOOPBACK_NAMES:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -77,7 +78,8 @@ def is_loopback(host: str) -> bool:
 def listen(host: str, port: int, *, idle_timeout_s: float = 60.0) -> socket.socket:
     """Bind an address; connections wait there until a server takes the socket. Raises `ConfigError`.
 
-    idle_timeout_s: so long may a client take nothing of what was sent to it; then its connection ends.
+    idle_timeout_s: so long may a client take nothing of what was sent to it; then its connection ends. The system is
+    told to take little of what a client does not read, where it can be (Linux): it would take megabytes.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

@@ -75,6 +75,7 @@ def make_server(llm: AsyncLLM, config: ServerConfig) -> GracefulServer:
         BoundedHttpProtocol,
         header_timeout_s=config.body_timeout_s,
         keep_alive_timeout_s=config.keep_alive_timeout_s,
+        idle_timeout_s=config.idle_timeout_s,
         cutter=service.cutter,
         on_refused=partial(tell_no_request, service.metrics),
     )
