@@ -324,10 +324,11 @@ class ServerConfig:
     output was told yet (of answers that are not streamed: until their end); more are refused with 429.
     request_timeout_s: the longest that a request may take, also where its X-Request-Timeout asks for more.
     body_timeout_s: within this time a request's headers, and then its body, have to arrive. idle_timeout_s: so long may
-    a client take nothing of what is sent to it. keep_alive_timeout_s: so long may a connection be idle between two
-    requests; longer than whatever stands before the server keeps one. max_unread_outputs: outputs of a stream that wait
-    for a client who reads too slowly; one more ends it. max_request_logprobs: n x tokens x (logprobs + 1) of a request,
-    over all prompts; one that could bring more is refused.
+    a client take nothing of what is sent to it, or less than 16 KiB of an answer that waits for it.
+    keep_alive_timeout_s: so long may a connection be idle between two requests; longer than whatever stands before the
+    server keeps one. max_unread_outputs: outputs of a stream that wait for a client who reads too slowly; one more ends
+    it. max_request_logprobs: n x tokens x (logprobs + 1) of a request, over all prompts; one that could bring more is
+    refused.
     grace_s: when the server is told to stop, how long open requests may go on.
     stream_keep_alive_s: a stream that has told nothing for so long sends a comment.
     tool_call_parser, reasoning_parser: how the model writes calls of tools, and its reasoning; "auto" looks at its chat

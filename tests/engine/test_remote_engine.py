@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -357,22 +358,22 @@ def test_s4_a_module_in_the_current_directory_is_not_imported(monkeypatch, tmp_p
 
 
 def test_what_fails_while_the_process_loads_ends_it(monkeypatch):
-    started = []
+    start_process, started = subprocess.Popen, queue.SimpleQueue()
+    processes = []
 
     def popen(*arguments, **options):
-        started.append(subprocess.Popen(*arguments, **options))
-        return started[-1]
+        process = start_process(*arguments, **options)
+        started.put(process)
+        return process
 
     def fail():
-        while not started:
-            time.sleep(0.01)
+        processes.append(started.get(timeout=20))
         raise RuntimeError("nothing to serve it with")
 
     monkeypatch.setattr(remote_engine.subprocess, "Popen", popen)
     with pytest.raises(RuntimeError, match="nothing to serve it with"):
         launch_engine(EngineConfig(cache=CacheConfig(num_gpu_blocks=16)), meanwhile=fail)
-    (process,) = started
-    assert process.poll() is not None
+    assert processes[0].poll() is not None
 
 
 def test_f26_a_signal_to_all_processes_leaves_the_engine_to_its_server():

@@ -446,9 +446,9 @@ async def _read_slowly(where: tuple[str, int], over: asyncio.Event, ends: Counte
 
 
 async def _read(where: tuple[str, int], over: asyncio.Event) -> None:
-    """Read as many tokens as come for a slow reader before it is cut off."""
+    """Read as many tokens as are computed for a slow reader before it is cut off."""
     async with NarrowConnection(where) as connection:
-        await connection.send(COMPLETIONS, {**LONG, "max_tokens": 300, "logprobs": 5})
+        await connection.send(COMPLETIONS, {**LONG, "max_tokens": 120, "logprobs": 5})
         while b"data: [DONE]" not in await connection.read(1 << 16):
             pass
     await over.wait()

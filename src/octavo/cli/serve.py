@@ -240,7 +240,8 @@ class ServerOptions:
             min=0.001,
             metavar="SECONDS",
             rich_help_panel=_LIMITS,
-            help="So long may a client take nothing of what is sent to it; then its connection ends.",
+            help="So long may a client take nothing of what is sent to it, or less than 16 KiB of what waits for it; "
+            "then its connection ends.",
         ),
     ] = _DEFAULT.idle_timeout_s
     keep_alive_timeout: Annotated[
