@@ -122,7 +122,7 @@ def test_connections_that_are_cut_off_in_one_moment_are_so_in_turns(
 
 
 def test_an_answer_that_is_not_read_ends_its_connection_though_it_is_finished() -> None:
-    """Within the time in which a client may take nothing, however long it may be idle; all of it is on its way."""
+    """Within the time in which a client may take nothing, however long it may be idle."""
     options = {"max_model_len": 200_000, "num_blocks": 13_000}
     body = json.dumps({"prompt": "hello", "max_tokens": 20_000, "ignore_eos": True}).encode()
     limits = {"keep_alive_timeout_s": 600.0, "idle_timeout_s": 0.5}

@@ -21,6 +21,7 @@ from octavo.config import ServerConfig
 from octavo.server import connection
 from octavo.server.body import FREE_BYTES
 from octavo.server.connection import MAX_HEADER_BYTES
+from octavo.server.listening import bytes_taken, listen
 from octavo.server.tenants import Tenant, add_key
 
 if TYPE_CHECKING:
@@ -495,6 +496,24 @@ def test_f23_a_stream_that_nobody_reads_is_not_computed_for_the_systems_buffers(
         wait_until(lambda: running.num_unfinished == 0, "it is ended")
         assert executor.num_steps < 350
         assert b"read_too_slowly" in read_all(sock)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not say")
+def test_what_a_client_has_taken_is_what_arrived_and_not_what_waits() -> None:
+    with listen("127.0.0.1", 0) as door, socket.create_connection(door.getsockname()) as client:
+        server, _ = door.accept()
+        with server:
+            server.sendall(b"x" * 5000)
+            wait_until(lambda: bytes_taken(server) == 5000, "it has arrived")
+            server.setblocking(False)
+            sent = 5000
+            with contextlib.suppress(BlockingIOError):
+                while sent < 1 << 28:
+                    sent += server.send(b"x" * 5000)
+            assert 5000 < (bytes_taken(server) or 0) < sent
+            client.settimeout(DEADLINE_S)
+            while sent > 0:
+                sent -= len(client.recv(1 << 16))
 
 
 @pytest.fixture

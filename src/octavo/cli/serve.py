@@ -37,7 +37,7 @@ _PANEL = "Server"
 _ACCESS = "Access"
 _LIMITS = "Limits"
 _DEFAULT = ServerConfig()
-_PACKAGES = ("zmq", "msgspec", "fastapi", "uvicorn", "httptools")  # that only a server needs
+_PACKAGES = ("zmq", "msgspec", "fastapi", "uvicorn", "httptools", "prometheus_client")  # that only a server needs
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -341,7 +341,7 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
     hold_hang_up(config)
     allow_open_files()
     with listen(server.host, server.port, idle_timeout_s=config.idle_timeout_s) as sock:
-        launched = engine.launch(meanwhile=partial(importlib.import_module, "octavo.server.serving"))  # takes a second
+        launched = engine.launch(meanwhile=partial(importlib.import_module, "octavo.server.serving"))
         llm = AsyncLLM(launched, max_unread_outputs=config.max_unread_outputs)
         try:
             from octavo.server.serving import make_server

@@ -8,7 +8,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from octavo.server.errors import HttpError, note_error
-from octavo.server.listening import MAX_CONNECTIONS, MAX_UNSENT_BYTES
+from octavo.server.listening import MAX_CONNECTIONS, MAX_UNSENT_BYTES, bytes_taken
 
 if TYPE_CHECKING:
     import asyncio
@@ -160,10 +160,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _watch_reader(self) -> None:
-        waiting = self.transport.get_write_buffer_size()
+        before = bytes_taken(self.transport.get_extra_info("socket"))
+        if before is None:
+            return
 
         def look() -> None:
-            if waiting - self.transport.get_write_buffer_size() < MAX_UNSENT_BYTES:
+            taken = bytes_taken(self.transport.get_extra_info("socket"))
+            if taken is not None and taken - before < MAX_UNSENT_BYTES:
                 self.transport.abort()  # closing would wait for the same reader
             else:
                 self._watch_reader()

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_CONNECTIONS = 8192
-# Of a connection: so much of its answers waits in the system, about, and as much in this process; then answers wait.
+# Answers wait for their reader once so much of them is unsent in the system or a little more, and so much here.
 MAX_UNSENT_BYTES = 16 << 10
+_TCP_INFO_BYTES = 128  # up to tcpi_bytes_acked
 _OWN_FILES = 256  # open besides connections: of libraries, of the engine's sockets, of a request that reads one
 
 
@@ -92,6 +93,18 @@ def listen(host: str, port: int, *, idle_timeout_s: float = 60.0) -> socket.sock
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # the system would take megabytes of a stream that nobody reads
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
     return sock
+
+
+def bytes_taken(sock: socket.socket) -> int | None:
+    """Return how much of what was sent on a connection has arrived, TLS and all; None where the system does not say.
+
+    tcpi_bytes_acked of Linux's tcp_info (linux/tcp.h): what waits in this process says nothing of it under TLS, whose
+    layers have buffers of their own.
+    """
+    if sys.platform != "linux":
+        return None
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    return int.from_bytes(info[-8:], sys.byteorder) if len(info) == _TCP_INFO_BYTES else None
 
 
 def allow_open_files(num_connections: int = MAX_CONNECTIONS) -> None:
