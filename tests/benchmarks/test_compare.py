@@ -233,7 +233,9 @@ def test_results_of_before_runs_were_named_are_read(path):
     assert {r["engine"] for r in results.jobs()} > {"octavo"}
     assert results.limits().keys() == LIMITS.keys()
     assert len(ratios(results.jobs()).splitlines()) > 2
-    assert "| octavo (bf16) |" in table(results.jobs(), "bf16", dict.fromkeys(WORKLOADS, 1.0))
+    for precision in {r["precision"] for r in results.jobs()}:
+        rows = table(results.jobs(), precision, dict.fromkeys(WORKLOADS, 1.0))
+        assert f"| octavo ({ENGINES[0].precisions[precision]}) |" in rows
 
 
 def test_a_job_measured_again_before_runs_were_named_is_of_another_run(tmp_path):
