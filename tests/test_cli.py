@@ -613,21 +613,10 @@ def test_sighup_does_nothing_while_the_model_is_loaded(loads: list[Any], tmp_pat
     assert loads == [signal.SIG_IGN]
 
 
-SERVE = """
-import sys
-sys.path.insert(0, {tests!r})
-from fakes import make_engine, FakeExecutor
-from octavo.cli import app
-from octavo.cli.engine_options import EngineOptions
-EngineOptions.build = lambda options: make_engine(FakeExecutor(step_s=0.02))
-app(["serve", "--port", "0", "--log-level", "warning", "--shutdown-timeout", "0", "--served-model-name", "fake"])
-"""
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_serve_ends_by_itself(number: signal.Signals) -> None:
-    code = SERVE.format(tests=str(Path(__file__).parent))
-    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "octavo", "serve", "--port", "0", "--shutdown-timeout", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             lines = iter(process.stderr.readline, "")  # settings that are no defaults come first
             url = next(filter(None, (re.search(r"http://127\.0\.0\.1:\d+/v1", line) for line in lines)), None)
