@@ -5,17 +5,23 @@
 
 namespace octavo::OCTAVO_ISA {
 
-// e^x within about one unit in the last place, for N vectors side by side, so that their chains overlap; 0 and inf where
-// float32 has no better, NaN for NaN, exactly 1 at 0.
+// Powers of e below this are taken for 0. Just above the least normal number: where a processor leaves underflow to microcode
+// (Intel's do), each vector that holds one would cost 200 cycles, and whatever a mask left out is one.
+constexpr float kLeastExponent = -87.33f;
+
+// e^x within about one unit in the last place, for N vectors side by side, so that their chains overlap; 0 below
+// kLeastExponent, inf where float32 has no better, NaN for NaN, exactly 1 at 0.
 // Reduction by ln 2 in two parts, then the polynomial of Cephes' expf (Moshier).
 template <int N>
 OCTAVO_INLINE void exp(Vec (&x)[N]) {
   constexpr float kTerms[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+  Mask vanishes[N];
   IVec n[N];
   Vec r[N], p[N];
   OCTAVO_UNROLL
   for (int i = 0; i < N; ++i) {
-    x[i] = min(splat(90.0f), max(splat(-105.0f), x[i]));
+    vanishes[i] = less(x[i], splat(kLeastExponent));
+    x[i] = min(splat(90.0f), max(splat(kLeastExponent), x[i]));
     n[i] = to_int(x[i] * splat(1.44269504088896341f));
   }
   OCTAVO_UNROLL
@@ -31,18 +37,23 @@ OCTAVO_INLINE void exp(Vec (&x)[N]) {
     for (int i = 0; i < N; ++i) p[i] = fma(p[i], r[i], splat(kTerms[term]));
   }
   OCTAVO_UNROLL
-  for (int i = 0; i < N; ++i) x[i] = times_power_of_two(fma(p[i], r[i] * r[i], r[i]) + splat(1.0f), n[i]);
+  for (int i = 0; i < N; ++i) {
+    const Vec power = times_power_of_two(fma(p[i], r[i] * r[i], r[i]) + splat(1.0f), n[i]);
+    x[i] = select(vanishes[i], splat(0.0f), power);
+  }
 }
 
 #if defined(OCTAVO_ISA_AVX512)
 // e^x to within 2^-17 of it, for N vectors side by side: enough for what is rounded to bfloat16. 2^n times 2^r, a polynomial in
-// r of least relative error; exactly 1 at 0, 0 at -inf.
+// r of least relative error; exactly 1 at 0, and 0 from where `exp` is.
 template <int N>
 OCTAVO_INLINE void coarse_exp(Vec (&x)[N]) {
   constexpr float kTerms[] = {5.5906426e-2f, 2.4024099e-1f, 6.9312418e-1f, 1.0f};
+  Mask remains[N];
   Vec r[N], p[N];
   OCTAVO_UNROLL
   for (int i = 0; i < N; ++i) {
+    remains[i] = not_less(x[i], splat(kLeastExponent));
     x[i] = x[i] * splat(1.44269504088896341f);
     r[i] = fraction(x[i]);
     p[i] = splat(9.582853e-3f);
@@ -53,7 +64,7 @@ OCTAVO_INLINE void coarse_exp(Vec (&x)[N]) {
     for (int i = 0; i < N; ++i) p[i] = fma(p[i], r[i], splat(term));
   }
   OCTAVO_UNROLL
-  for (int i = 0; i < N; ++i) x[i] = times_power_of_two(p[i], x[i] - r[i]);
+  for (int i = 0; i < N; ++i) x[i] = times_power_of_two(remains[i], p[i], x[i] - r[i]);
 }
 #endif
 

@@ -138,10 +138,11 @@ OCTAVO_INLINE Vec times_power_of_two(Vec a, IVec n) { return {_mm512_scalef_ps(a
 
 // a less the nearest whole number; 0 of an infinity.
 OCTAVO_INLINE Vec fraction(Vec a) { return {_mm512_reduce_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-// a * 2^n for whole numbers n, -inf among them.
-OCTAVO_INLINE Vec times_power_of_two(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+// a * 2^n for whole numbers n, -inf among them; 0 in the lanes that are not of m, where nothing is computed.
+OCTAVO_INLINE Vec times_power_of_two(Mask m, Vec a, Vec n) { return {_mm512_maskz_scalef_ps(m, a.v, n.v)}; }
 
 OCTAVO_INLINE Mask less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
+OCTAVO_INLINE Mask not_less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NLT_UQ); }  // also where one is NaN
 OCTAVO_INLINE Mask less_equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ); }
 OCTAVO_INLINE Mask equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
 OCTAVO_INLINE Mask is_nan(Vec a) { return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q); }
