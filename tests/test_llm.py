@@ -29,6 +29,7 @@ from octavo import (
 )
 from octavo.compatibility import ACCEPTED_ARGUMENTS
 from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.sampling_params import RequestOutputKind
 
 README = Path(__file__).parents[1] / "README.md"
 TEMPLATE = (
@@ -256,6 +257,28 @@ def test_llm_engine_as_written(checkpoint):
         steps += 1
     assert 3 <= steps <= 4
     engine.abort_request("mine")
+
+
+def test_a_batch_keeps_what_came_of_requests_of_others(checkpoint):
+    engine = LLMEngine(
+        model_config=ModelConfig(model=str(checkpoint)), scheduler_config=SchedulerConfig(max_num_seqs=4), device=None
+    )
+    short = SamplingParams(max_tokens=3, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    engine.add_request("mine", "c", short)
+    engine.generate_batch(["a", "b"], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert engine.has_unfinished_requests()
+    mine = []
+    while engine.has_unfinished_requests():
+        mine += engine.step()
+    assert {output.request_id for output in mine} == {"mine"}
+    assert [output.finished for output in mine] == [False, False, True]
+    assert sum(len(output.outputs[0].token_ids) for output in mine) == 3
+
+
+def test_a_batch_with_a_wrong_number_of_priorities_is_refused(checkpoint):
+    llm = LLM(model=str(checkpoint), max_model_len=64)
+    with pytest.raises(RequestError, match="2 prompts but 1 priorities"):
+        llm.generate(["a", "b"], priority=[1], use_tqdm=False)
 
 
 def test_eos_ids_outside_the_vocabulary_are_passed_over(checkpoint, tmp_path, caplog):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import huggingface_hub
 import pytest
@@ -11,10 +12,16 @@ from fakes import EOS, FakeExecutor, answer_text, answer_token
 from huggingface_hub.errors import GenerationError, OverloadedError, ValidationError
 from running import run_server
 
+from octavo.outputs import CompletionOutput, Logprob, RequestOutput
+from octavo.server.answering import News
+from octavo.server.tgi import GenerateParameters, GenerateReply
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from running import Running
+
+    from octavo.server.service import Service
 
 WHOLE = answer_text(5)
 
@@ -65,6 +72,32 @@ def test_a_stream_is_the_whole_answer(client: huggingface_hub.InferenceClient, m
     assert events[-1].token.special == (events[-1].token.id == EOS)
     plain = client.text_generation("hello", max_new_tokens=max_new_tokens, stream=True)
     assert "".join(plain) == whole.generated_text
+
+
+def test_steps_that_come_together_have_an_event_for_each_token() -> None:
+    """The engine's process may be ahead of the server: one output then brings tokens of several steps."""
+    tokenizer = SimpleNamespace(token=str, is_special=lambda token_id: token_id == EOS)
+    service = SimpleNamespace(
+        llm=SimpleNamespace(engine=SimpleNamespace(input_processor=SimpleNamespace(tokenizer=tokenizer)))
+    )
+    reply = GenerateReply(cast("Service", service), GenerateParameters(top_n_tokens=1), "")
+
+    def told(text: str, token_ids: list[int], finish_reason: str | None = None) -> list[dict[str, Any]]:
+        logprobs = [{token_id: Logprob(-token_id, 1)} for token_id in token_ids]
+        completion = CompletionOutput(0, text, token_ids, logprobs=logprobs, finish_reason=finish_reason)
+        output = RequestOutput("0", None, [1, 2], [completion], finished=completion.finished)
+        events = reply.news(News(0, is_first=False, completion=completion, output=output), None).decode()
+        return [json.loads(line.removeprefix("data: ")) for line in events.split("\n\n") if line]
+
+    events = [*told("ab", [7]), *told("cde", [8, 9, 10]), *told("f", [11, EOS], "stop")]
+    assert [event["index"] for event in events] == [1, 2, 3, 4, 5, 6]
+    assert [event["token"]["id"] for event in events] == [7, 8, 9, 10, 11, EOS]
+    assert [event["token"]["logprob"] for event in events] == [-7, -8, -9, -10, -11, -EOS]
+    assert [event["top_tokens"][0]["id"] for event in events] == [7, 8, 9, 10, 11, EOS]
+    assert [event["token"]["text"] for event in events] == ["ab", "", "", "cde", "f", ""]
+    assert [event["generated_text"] for event in events] == [None] * 5 + ["abcdef"]
+    assert events[-1]["details"]["generated_tokens"] == 6
+    assert told("", [], "abort")[0]["index"] == 6
 
 
 def test_a_prompt_can_be_cut(shared: Running) -> None:

@@ -48,6 +48,7 @@ class Engine:
         self._post: Post = lambda function: function()
         self._preparing: dict[int, Accept] = {}
         self._undelivered: list[EngineCoreOutput] = []
+        self._put_by: list[RequestOutput] = []  # of requests that others added, while a batch was run
         self._num_generated_ids = 0
         self._lookout: Lookout | None = None
         self._watch_with: Callable[[Glimpse], None] = lambda _glimpse: None
@@ -183,7 +184,14 @@ class Engine:
             self._undelivered += self.core.scheduler.finish_requests(stream_ids, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> list[RequestOutput]:
-        """Do one step; return an output for every request that has news."""
+        """Do one step; return an output for every request that has news.
+
+        What `generate_batch` put by comes first, without a step.
+        """
+        put_by, self._put_by = self._put_by, []
+        return put_by or self._step()
+
+    def _step(self) -> list[RequestOutput]:
         news = self._undelivered
         self._undelivered = []
         processed = self.output_processor.process(news + self.core.step())
@@ -194,7 +202,7 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether another `step` has something to do or to tell."""
-        return bool(self._undelivered) or self.core.has_work()
+        return bool(self._undelivered or self._put_by) or self.core.has_work()
 
     def check_when_idle(self) -> None:
         """Check the core's invariants in an idle moment; a breach is logged, its blocks are not used again."""
@@ -215,7 +223,8 @@ class Engine:
     ) -> dict[str, RequestOutput]:
         """Answer all prompts together; return the last output of each by request id, in the order of the prompts.
 
-        on_output sees every output as it comes. Requests added before by others go on beside these.
+        on_output sees every output of theirs as it comes. Requests added before by others go on beside these; their
+        outputs are put by for the next `step`.
         When one prompt cannot be served none is: the others are aborted and the error is raised.
         """
         if params is None or isinstance(params, SamplingParams):
@@ -223,6 +232,8 @@ class Engine:
         if len(params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(params)} sampling_params", parameter="sampling_params")
         priorities = priorities or [0] * len(prompts)
+        if len(priorities) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(priorities)} priorities", parameter="priority")
         results: dict[str, RequestOutput | None] = {}
         try:
             for prompt, prompt_params, priority in zip(prompts, params, priorities, strict=True):
@@ -238,8 +249,9 @@ class Engine:
     def _run(self, results: dict[str, RequestOutput | None], on_output: Callable[[RequestOutput], None] | None) -> None:
         num_open = len(results)
         while num_open:
-            for output in self.step():
+            for output in self._step():
                 if output.request_id not in results:
+                    self._put_by.append(output)
                     continue
                 if on_output is not None:
                     on_output(output)

@@ -287,28 +287,31 @@ class GenerateReply:
         self._num_tokens = 0
 
     def news(self, news: News, _usage: Usage | None) -> bytes:
-        """Return one event for a token; the last one has the text and why it ended."""
-        self._text += news.completion.text
-        self._num_tokens += len(news.completion.token_ids)
-        return event(self._event(news))
-
-    def _event(self, news: News) -> StreamEvent:
+        """Return an event for each token, of several the last that clients show with the text of all."""
         completion = news.completion
-        tokens = self._tokens(completion)
-        token = tokens[-1] if tokens else Token(0, "", None, special=True)  # an end without a token: an abort, say
-        token.text = completion.text
-        result = StreamEvent(self._num_tokens, token)
-        if self._wanted.top_n_tokens and completion.logprobs:
-            result.top_tokens = self._best(completion.logprobs[-1])
+        self._text += completion.text
+        tokens = self._tokens(completion) or [Token(0, "", None, special=True)]  # an end without a token: an abort, say
+        events = []
+        for position, token in enumerate(tokens):
+            token.text = ""
+            events.append(StreamEvent(self._num_tokens + min(position + 1, len(completion.token_ids)), token))
+            if self._wanted.top_n_tokens and completion.logprobs:
+                events[-1].top_tokens = self._best(completion.logprobs[position])
+        self._num_tokens += len(completion.token_ids)
+        shown = next((each for each in reversed(events) if not each.token.special), events[-1])
+        shown.token.text = completion.text
         if completion.finished:
-            result.generated_text = self._prefix + self._text
-            result.details = StreamDetails(
-                _finish_reason(completion), self._num_tokens, len(news.output.prompt_token_ids), self._wanted.seed
-            )
-            if news.output.metrics is not None:
-                result.details.receipt = Receipt()
-                result.details.receipt.add(news.output.metrics)
-        return result
+            self._finish(events[-1], news)
+        return b"".join(map(event, events))
+
+    def _finish(self, last: StreamEvent, news: News) -> None:
+        last.generated_text = self._prefix + self._text
+        last.details = StreamDetails(
+            _finish_reason(news.completion), self._num_tokens, len(news.output.prompt_token_ids), self._wanted.seed
+        )
+        if news.output.metrics is not None:
+            last.details.receipt = Receipt()
+            last.details.receipt.add(news.output.metrics)
 
     def end(self, _usage: Usage) -> bytes:
         """The last token's event is the last one."""
