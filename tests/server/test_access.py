@@ -8,6 +8,7 @@ import logging
 import re
 import socket
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,23 @@ def test_a_prompt_counts_for_its_key_though_nobody_waits_for_the_answer(tenants:
     with tenants.http() as http:
         response = http.post(COMPLETIONS, json=BODY, headers=bearer(KEYS["tokens"]))
     assert (response.status_code, response.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+
+
+def test_an_answer_counts_for_its_key_though_nobody_waits_for_it(tmp_path: Path) -> None:
+    """A whole answer was counted when it was there: who left before had it computed for nothing."""
+    path = tmp_path / "keys.toml"
+    key = bearer(add_key(path, Tenant(name="hasty", tokens_per_minute=20)))
+    with run_server(FakeExecutor(step_s=0.01), api_keys_file=path) as running, running.http() as http:
+        body = {"prompt": "hello", "max_tokens": 4000, "ignore_eos": True}
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(COMPLETIONS, json=body, headers=key, timeout=0.6)
+
+        def account() -> Any:
+            return running.server._service.admission._accounts["hasty"].tokens
+
+        wait_until(lambda: account().wait_s(1, time.monotonic()) > 0, "it is in debt")
+        response = http.post(COMPLETIONS, json={**body, "max_tokens": 1}, headers=key)
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "rate_limit_exceeded")
 
 
 def test_tokens_are_counted_by_key(tenants: Running) -> None:
@@ -427,6 +445,20 @@ def send_raw(running: Running, data: bytes, *, behind: bytes | None = None) -> b
             sock.recv(1 << 16)
         sock.sendall(data)
         return sock.recv(1 << 16)
+
+
+def test_a_whole_answer_that_is_cut_off_is_written_down_with_its_cost(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="octavo.audit")
+    with run_server(FakeExecutor(step_s=0.01)) as running, running.http() as http:
+        body = {"prompt": "hello", "max_tokens": 4000, "ignore_eos": True}
+        assert http.post(COMPLETIONS, json=body, headers={"X-Request-Timeout": "0.5"}).status_code == 504
+        wait_until(lambda: audited(caplog), "it is written down")
+    (line,) = audited(caplog)
+    assert (line["status"], line["error"], line["model"]) == (504, "request_timeout", "fake")
+    assert line["id"].startswith("cmpl-")
+    assert line["prompt_tokens"] == 5
+    assert line["completion_tokens"] > 5
+    assert line["computed_tokens"] >= line["completion_tokens"]
 
 
 def test_each_refusal_is_counted_once_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -130,7 +130,9 @@ def test_a_request_that_fails_in_mid_answer_is_told(collector: Collector) -> Non
             executor.fail_next = True
             assert any('"error"' in line for line in lines)
         http.post("/v1/completions", json=BODY)
-    failed, whole = collector.named("llm_request")
+    unbegun, failed, whole = collector.named("llm_request")
+    assert (values(unbegun)["http.response.status_code"], unbegun.status.code) == (500, 2)
+    assert values(unbegun)["gen_ai.request.id"].startswith("cmpl-")
     assert values(failed)["http.response.status_code"] == values(whole)["http.response.status_code"] == 200
     assert (failed.status.code, values(failed)["error.type"]) == (2, "internal_server_error")
     assert (whole.status.code, "error.type" in values(whole)) == (0, False)

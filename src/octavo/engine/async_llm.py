@@ -30,10 +30,13 @@ class _Stream:
     """Where the outputs of one request arrive, on the event loop of its reader.
 
     num_delivered is counted by the engine's thread alone, num_read by the reader's. deadline: on the loop's clock.
+    on_unread: hears of the outputs that nobody reads any more.
     """
 
-    def __init__(self, deadline: float | None) -> None:
+    def __init__(self, deadline: float | None, on_unread: Callable[[RequestOutput], None] | None) -> None:
         self.loop = asyncio.get_running_loop()
+        self._on_unread = on_unread
+        self._has_reader = True
         self.accepted: asyncio.Future[None] = self.loop.create_future()
         self.is_left = False  # before it was accepted; known to the engine's thread alone
         self.num_delivered = self.num_read = 0
@@ -44,6 +47,9 @@ class _Stream:
 
     def put(self, output: RequestOutput | OctavoError) -> None:
         """Add what the reader hears next."""
+        if not self._has_reader:
+            self._tell_unread(output)
+            return
         self._outputs.append(output)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -63,8 +69,15 @@ class _Stream:
 
     def leave(self) -> None:
         """Nobody reads any more."""
+        self._has_reader = False
         if self._timer is not None:
             self._timer.cancel()
+        while self._outputs:
+            self._tell_unread(self._outputs.popleft())
+
+    def _tell_unread(self, output: RequestOutput | OctavoError) -> None:
+        if self._on_unread is not None and not isinstance(output, OctavoError):
+            self._on_unread(output)
 
     def _expire(self) -> None:
         error = DeadlineError(DEADLINE_PASSED)
@@ -115,11 +128,13 @@ class AsyncLLM:
         tenant_weight: float = 1.0,
         timeout_s: float | None = None,
         on_processed: Callable[[ProcessedInput], Awaitable[None]] | None = None,
+        on_unread: Callable[[RequestOutput], None] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request until it is finished; leaving the loop early aborts it.
 
         The arguments are those of `octavo.engine.llm_engine.Engine.add_request`. on_processed sees the request before
-        it is sent, when its tokens are known, and may let it wait; what it raises is the request's end.
+        it is sent, when its tokens are known, and may let it wait; what it raises is the request's end. on_unread hears
+        of outputs that came when the loop had been left, the last one among them: what the request cost, say.
         Raises `RequestError` when it cannot be served, `EngineDeadError` when the engine stops meanwhile, and
         `SlowReaderError` when too many outputs were not read.
         """
@@ -138,7 +153,7 @@ class AsyncLLM:
         )
         if on_processed is not None:
             await on_processed(processed)
-        stream = _Stream(deadline)
+        stream = _Stream(deadline, on_unread)
         finished = False
         try:
             self._post(lambda: self._add(processed, stream))
@@ -232,8 +247,7 @@ class AsyncLLM:
         if stream in self._submitted and request_id not in self._streams:  # what is prepared for it need not be
             self.engine.abort_request(request_id)
         if self._streams.get(request_id) is stream:
-            del self._streams[request_id]
-            self.engine.abort_request(request_id)
+            self.engine.abort_request(request_id)  # its last output is still delivered
 
     def _lose(self, request_id: str, error: OctavoError) -> None:
         stream = self._streams.pop(request_id, None)

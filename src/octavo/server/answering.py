@@ -220,21 +220,19 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
     """
     if not job.stream:
         return await answer_whole(service, http_request, job, reply)
-    news = _news(service, job)
-    first = await _begun(http_request, news, service.config.stream_keep_alive_s)
     usage = UsageCounter()
     note(http_request, job, usage)
+    news = _news(service, job, usage)
+    first = await _begun(http_request, news, service.config.stream_keep_alive_s)
     events = _events(_chain(first, news), http_request.scope["state"], job, reply, usage)
     return EventStream(events, first, news, job.place, service.config.stream_keep_alive_s)
 
 
 async def answer_whole(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
     """Answer a job when all of its outputs are there; when the client leaves, its requests are aborted."""
-    outputs = await unless_disconnected(http_request, _whole(service, job))
     usage = UsageCounter()
-    for output in outputs:
-        usage.add(output, output.outputs)
     note(http_request, job, usage)
+    outputs = await unless_disconnected(http_request, _whole(service, job, usage))
     size = sum(num_entries(output, output.outputs, with_prompt=True) for output in outputs)
     content = await beside(size, lambda: encoder.encode(reply.whole(outputs, usage.usage())))
     return Response(content, media_type="application/json")
@@ -353,15 +351,19 @@ async def _next(news: AsyncGenerator[News, None]) -> News:
     return await anext(news)
 
 
-async def _whole(service: Service, job: Job) -> list[RequestOutput]:
-    async with aclosing(_outputs(service, job)) as stream:
-        outputs = {index: output async for index, output in stream}
+async def _whole(service: Service, job: Job, usage: UsageCounter) -> list[RequestOutput]:
+    outputs = {}
+    async with aclosing(_outputs(service, job, usage)) as stream:
+        async for index, output in stream:
+            outputs[index] = output
+            usage.add(output, output.outputs)
     return [outputs[index] for index in range(len(job.prompts))]
 
 
-async def _outputs(service: Service, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def _outputs(service: Service, job: Job, usage: UsageCounter) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Outputs of all prompts as they come, with the prompt's index; as many at once as the job's place has streams for.
 
+    usage: counts what came of one that failed; who reads the others counts those.
     Raises `ExecutionError` for one that failed, `DeadlineError` for one that took too long, `RequestError` for one
     whose grammar did, `AuthenticationError` or `ServerClosingError` for one that ends with its key or with the server.
     """
@@ -385,8 +387,8 @@ async def _outputs(service: Service, job: Job) -> AsyncGenerator[tuple[int, Requ
         async with aclosing(merge(streams, at_once=job.place.num_streams // job.params.n)) as merged:
             async for index, output in merged:
                 if output.error is not None:
+                    usage.add(output, output.outputs)
                     raise _error_of(output.error)
-                job.place.charge(sum(len(completion.token_ids) for completion in output.outputs))
                 yield index, output
 
 
@@ -401,11 +403,11 @@ def _error_of(message: str) -> OctavoError:
     return ExecutionError(message)
 
 
-async def _news(service: Service, job: Job) -> AsyncGenerator[News, None]:
+async def _news(service: Service, job: Job, usage: UsageCounter) -> AsyncGenerator[News, None]:
     """Yield what changed, choice by choice; each ends once."""
     seen: set[int] = set()
     ended: set[int] = set()
-    async with aclosing(_outputs(service, job)) as stream:
+    async with aclosing(_outputs(service, job, usage)) as stream:
         async for index, output in stream:
             for completion in output.outputs:
                 choice = index * job.params.n + completion.index

@@ -193,6 +193,9 @@ class Service:
             if opened.cut_off is not None:  # since it began; the engine never heard of it
                 raise opened.cut_off
 
+        def charge(output: RequestOutput) -> None:
+            place.charge(sum(len(completion.token_ids) for completion in output.outputs))
+
         opened = self._open[request_id] = _Open(tenant)
         try:
             outputs = self.llm.generate(
@@ -205,9 +208,11 @@ class Service:
                 tenant_weight=tenant.weight,
                 timeout_s=timeout_s,
                 on_processed=take_room,
+                on_unread=charge,  # who leaves has had it computed
             )
             async with aclosing(outputs) as stream:  # type: ignore[type-var]  # an async generator, by its protocol
                 async for output in stream:
+                    charge(output)
                     if any(completion.finish_reason == "abort" for completion in output.outputs):
                         assert opened.cut_off is not None, "an open request was aborted, and nobody said why"
                         raise opened.cut_off
