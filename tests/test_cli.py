@@ -606,6 +606,15 @@ def test_serve_reads_its_files_before_the_model(loads: list[Any], tmp_path: Path
     assert not loads
 
 
+@pytest.mark.parametrize("option", ["--max-num-waiting", "--max-num-waiting-tokens"])
+def test_serve_refuses_limits_that_no_engine_takes(loads: list[Any], option: str) -> None:
+    """A server counts those itself: it took 60 places less than none from those of --max-num-seqs."""
+    result = run("serve", "--port", "0", f"{option}=-60")
+    assert result.exit_code != 0
+    assert option.removeprefix("--").replace("-", "_") in result.stderr.replace("-", "_")
+    assert not loads
+
+
 def test_sighup_does_nothing_while_the_model_is_loaded(loads: list[Any], tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     add_key(keys, Tenant(name="alice"))
@@ -731,7 +740,7 @@ def test_every_value_is_shown_as_it_is_resolved(tmp_path: Path) -> None:
         assert values == [field.name for field in dataclasses.fields(config)]
     for value in (
         "max_open_requests=1032",  # 8 that run, and as many that wait as may by default
-        "max_waiting_tokens=1048576",
+        "max_num_waiting_tokens=1048576",
         "request_timeout_s=1800.0",
         "allowed_origins=[http://a http://b]",
         "api_key=None",

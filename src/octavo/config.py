@@ -1,7 +1,7 @@
 """Small frozen configurations, one per room; each class takes only the one it needs.
 
 What a user leaves open is None or "auto" here and is resolved once, in `build.py`, before the engine exists.
-This is the only module that reads the environment.
+This is the only module that reads settings from the environment.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ class ServerConfig:
 
     served_model_names: names that clients use; () for the model's own. api_key: one key for everybody, api_keys_file:
     a file with a key for each tenant (`octavo.server.tenants`); neither: nobody is asked.
-    max_open_requests: output streams that may run and wait, max_waiting_tokens: tokens of prompts of which no
+    max_open_requests: output streams that may run and wait, max_num_waiting_tokens: tokens of prompts of which no
     output was told yet (of answers that are not streamed: until their end); more are refused with 429.
     request_timeout_s: the longest that a request may take, also where its X-Request-Timeout asks for more.
     body_timeout_s: within this time a request's headers, and then its body, have to arrive. idle_timeout_s: so long may
@@ -345,7 +345,7 @@ class ServerConfig:
     api_keys_file: Path | None = None
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_open_requests: int | None = DEFAULT_MAX_NUM_SEQS + DEFAULT_MAX_NUM_WAITING
-    max_waiting_tokens: int | None = DEFAULT_MAX_NUM_WAITING_TOKENS
+    max_num_waiting_tokens: int | None = DEFAULT_MAX_NUM_WAITING_TOKENS
     request_timeout_s: float = 1800.0
     body_timeout_s: float = 30.0
     idle_timeout_s: float = 60.0
@@ -369,7 +369,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_unread_outputs", "max_request_logprobs"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("max_open_requests", "max_waiting_tokens"):
+        for name in ("max_open_requests", "max_num_waiting_tokens"):
             _at_least(name, getattr(self, name), 1, may_be_none=True)
         for name in ("request_timeout_s", "body_timeout_s", "idle_timeout_s", "grace_s"):
             _not_negative(name, getattr(self, name))
@@ -418,6 +418,12 @@ def cache_directory() -> Path:
 def kernels_required() -> bool:
     """Whether a missing compiled extension is an error (OCTAVO_REQUIRE_KERNELS=1) and not a warning."""
     return os.environ.get("OCTAVO_REQUIRE_KERNELS", "0") not in {"", "0"}
+
+
+def threads_from_environment() -> int | None:
+    """Return how many threads shall compute (the first number of OMP_NUM_THREADS), or None where it says nothing."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(asked) if asked.isdigit() and int(asked) else None
 
 
 def api_key_from_environment() -> str | None:

@@ -239,6 +239,12 @@ def test_a_quantized_copy_gives_the_tokens_of_rounding_at_load(
     assert torch.equal(prompt_logits(rounded, PROMPT), prompt_logits(now, PROMPT))
 
 
+def test_groups_are_refused_where_there_are_none(tmp_path):
+    with pytest.raises(ModelError, match="group_size is of int4"):
+        quantize_checkpoint(plain_checkpoint(tmp_path / "plain"), tmp_path / "rounded", "int8", group_size=128)
+    assert not (tmp_path / "rounded").exists()
+
+
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_what_was_read_does_not_change_with_the_file(precision, tmp_path, prompt_logits):
     quantize_checkpoint(plain_checkpoint(tmp_path / "plain"), tmp_path / "rounded", precision)

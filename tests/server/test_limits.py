@@ -297,7 +297,7 @@ def test_requests_count_though_their_bodies_never_come(tmp_path: Path) -> None:
 def test_many_prompts_are_served_with_few_places_one_after_another() -> None:
     """More than there are places, and more tokens than may wait: in time all of them fit."""
     prompts = [f"hello {number}" for number in range(50)]
-    options: dict[str, Any] = {"max_open_requests": 9, "max_waiting_tokens": 40}
+    options: dict[str, Any] = {"max_open_requests": 9, "max_num_waiting_tokens": 40}
     with run_server(FakeExecutor(step_s=0.001), **options) as running, running.http() as http:
         admission = running.server._service.admission
         held, take = list[tuple[int, int]](), admission.waiting_tokens.take
@@ -342,7 +342,7 @@ def test_what_can_never_fit_is_the_request_s_own_fault(
     fields: dict[str, Any], parameter: str, limit: str, stream: bool
 ) -> None:
     """A 429 would make every client try again, for ever in vain."""
-    with run_server(max_open_requests=8, max_waiting_tokens=100) as running, running.http() as http:
+    with run_server(max_open_requests=8, max_num_waiting_tokens=100) as running, running.http() as http:
         response = http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 2, "stream": stream, **fields})
         assert (response.status_code, response.json()["error"]["param"]) == (400, parameter)
         assert limit in response.json()["error"]["message"]
@@ -350,7 +350,7 @@ def test_what_can_never_fit_is_the_request_s_own_fault(
 
 
 def test_a_prompt_waits_once_for_all_its_answers() -> None:
-    with run_server(max_waiting_tokens=100) as running, running.http() as http:
+    with run_server(max_num_waiting_tokens=100) as running, running.http() as http:
         response = http.post(COMPLETIONS, json={"prompt": "x" * 90, "n": 4, "max_tokens": 2})
     assert response.status_code == 200
 

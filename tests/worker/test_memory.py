@@ -13,7 +13,7 @@ from octavo.errors import ConfigError
 from octavo.llm import LLMEngine
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
-from octavo.worker import memory
+from octavo.worker import memory, worker
 from octavo.worker.memory import activation_bytes, block_bytes, decide_num_blocks
 from octavo.worker.probe import kept_result, probe_file, probe_largest_batch
 
@@ -106,6 +106,23 @@ def test_probe_runs_once_and_is_kept(checkpoint, tmp_path, monkeypatch):
     stamp = path.stat().st_mtime_ns
     assert build().core.scheduler.kv_cache_manager.pool.num_blocks == first
     assert path.stat().st_mtime_ns == stamp
+
+
+def test_a_largest_step_that_does_not_fit_is_refused_not_served(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def fits_half(_runner, num_tokens, _num_seqs):
+        if num_tokens > 64:
+            raise MemoryError
+        return 0.5
+
+    monkeypatch.setattr(worker, "warm_up", fits_half)
+    with pytest.raises(ConfigError, match="a step of 128 tokens does not fit .* 64 do: lower max_num_batched_tokens"):
+        LLMEngine(
+            ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=256),
+            CacheConfig(probe_largest_batch=True),
+            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=128),
+        )
 
 
 def test_probe_sees_what_a_step_takes(tmp_path):

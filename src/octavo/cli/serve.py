@@ -270,7 +270,7 @@ class ServerOptions:
         ),
     ] = _DEFAULT.max_request_logprobs
 
-    def server_config(self, max_open_requests: int, max_waiting_tokens: int) -> ServerConfig:
+    def server_config(self, max_open_requests: int, max_num_waiting_tokens: int) -> ServerConfig:
         """Build the configuration. Raises `ConfigError`."""
         from octavo.server.listening import LOOPBACK_NAMES, is_loopback
 
@@ -288,7 +288,7 @@ class ServerOptions:
             api_keys_file=self.api_keys,
             max_body_bytes=self.max_body_bytes,
             max_open_requests=max_open_requests,
-            max_waiting_tokens=max_waiting_tokens,
+            max_num_waiting_tokens=max_num_waiting_tokens,
             request_timeout_s=self.request_timeout,
             body_timeout_s=self.body_timeout,
             idle_timeout_s=self.idle_timeout,
@@ -369,7 +369,11 @@ def _check_installed() -> None:
 
 
 def _limits(engine: EngineOptions) -> tuple[int, int]:
-    """Return how many requests, and how many tokens of theirs, may wait: a server's defaults are finite."""
+    """Return how many requests, and how many tokens of theirs, may wait: a server's defaults are finite.
+
+    Raises `ConfigError` for what no engine takes.
+    """
+    engine.config()
     waiting, tokens = engine.max_num_waiting, engine.max_num_waiting_tokens
     return (
         DEFAULT_MAX_NUM_WAITING if waiting is None else waiting,

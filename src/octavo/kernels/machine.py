@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octavo.config import threads_from_environment
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -21,10 +23,7 @@ def default_num_threads() -> int:
 
     Where a cgroup grants less time than these would take, no more than it grants: more would be throttled together.
     """
-    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if asked.isdigit() and int(asked):
-        return int(asked)
-    return max(int(min(cpu_quota(), len(usable_cores()))), 1)
+    return threads_from_environment() or max(int(min(cpu_quota(), len(usable_cores()))), 1)
 
 
 def usable_cores() -> list[int]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.errors import ModelError
 from octavo.kernels.quantization import GROUP_MULTIPLE, quantize_int4, quantize_int8
 from octavo.models.architecture import is_vocabulary
@@ -41,7 +42,7 @@ def quantize_checkpoint(
     destination: Path,
     precision: str,
     *,
-    group_size: int = GROUP_MULTIPLE,
+    group_size: int = DEFAULT_GROUP_SIZE,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> int:
@@ -56,6 +57,8 @@ def quantize_checkpoint(
         raise ModelError(f"{source} is quantized already ({architecture.stored.layout})")
     if group_size % GROUP_MULTIPLE or group_size < 1:
         raise ModelError(f"group_size must be a multiple of {GROUP_MULTIPLE}, got {group_size}")
+    if precision == "int8" and group_size != DEFAULT_GROUP_SIZE:
+        raise ModelError(f"group_size is of int4; int8 has one scale for each output feature, got {group_size}")
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ModelError(f"{destination} exists already; name a new directory")
     files = CheckpointFiles(source)

@@ -264,20 +264,22 @@ class Place:
 class Admission:
     """Counts what is open; belongs to the event loop.
 
-    streams: outputs that may run and wait, in all; waiting_tokens: tokens of prompts of which nothing is generated yet,
-    and `line` who waits for room among them; body_bytes: of bodies that arrive. What a request can never have is a
+    streams: outputs that may run and wait, in all; waiting_tokens: tokens of prompts of which no output was told
+    yet, and `line` who waits for room among them; body_bytes: of bodies that arrive. What a request can never have is a
     `RequestError`, what it may have later a `QueueFullError` with the seconds to wait.
     """
 
     def __init__(
         self,
         max_open: int | None,
-        max_waiting_tokens: int | None = None,
+        max_num_waiting_tokens: int | None = None,
         max_body_bytes: int | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.streams, self.waiting_tokens, self.body_bytes = map(Pool, (max_open, max_waiting_tokens, max_body_bytes))
+        self.streams, self.waiting_tokens, self.body_bytes = map(
+            Pool, (max_open, max_num_waiting_tokens, max_body_bytes)
+        )
         self.line = Line(self.waiting_tokens)
         self._clock = clock
         self._accounts: dict[str, _Account] = {}

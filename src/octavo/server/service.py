@@ -65,7 +65,7 @@ class Service:
         self.config = config or ServerConfig()
         self.model_names = self.config.served_model_names or (self.model_info.name,)
         self.admission = Admission(
-            self.config.max_open_requests, self.config.max_waiting_tokens, _BODIES * self.config.max_body_bytes
+            self.config.max_open_requests, self.config.max_num_waiting_tokens, _BODIES * self.config.max_body_bytes
         )
         self.cutter = Cutter()
         self.metrics = Metrics(self)

@@ -163,7 +163,14 @@ class Worker:
             runner = self._make_runner(tokens // cache_config.block_size + seqs)
             result = probe_largest_batch(lambda count: warm_up(runner, count, seqs), tokens, self.device, path)
         logger.info("largest step: %s (%s)", result, path)
-        kv_bytes = result.max_batch_prefill_tokens * self.model.architecture.kv_bytes_per_token(self.kv_dtype)
+        if result.max_batch_prefill_tokens < limits[0]:
+            raise ConfigError(
+                f"a step of {limits[0]} tokens does not fit into the free memory; {result.max_batch_prefill_tokens} "
+                "do: lower max_num_batched_tokens to that"
+            )
+        if self.device.type != "cpu":
+            return result.peak_bytes  # the probe's KV was there before
+        kv_bytes = limits[0] * self.model.architecture.kv_bytes_per_token(self.kv_dtype)  # whose pages the step touches
         return max(result.peak_bytes - kv_bytes, 0)
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
