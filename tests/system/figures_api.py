@@ -699,8 +699,15 @@ def figure_9(scale: float) -> str:
         return 3600 * statistics.linear_regression(times, list(values)).slope
 
     grown = slope(map(sum, sizes))
+
+    def thirds(values: tuple[float, ...]) -> str:
+        """How it goes on: a leak grows in each of them, what still fills in the first."""
+        third = len(values) // 3
+        return ", ".join(f"{statistics.median(values[i * third : (i + 1) * third]):.1f}" for i in range(3))
+
     apart = ", ".join(
-        f"{name} {min(values):.1f} to {max(values):.1f} MB ({slope(values):+.1f} an hour)"
+        f"{name} {min(values):.1f} to {max(values):.1f} MB ({slope(values):+.1f} an hour; medians of thirds "
+        f"{thirds(values)})"
         for name, values in zip(names, zip(*sizes, strict=True), strict=True)
     )
     line = (

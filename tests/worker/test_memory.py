@@ -117,7 +117,7 @@ def test_a_largest_step_that_does_not_fit_is_refused_not_served(checkpoint, tmp_
         return 0.5
 
     monkeypatch.setattr(worker, "warm_up", fits_half)
-    with pytest.raises(ConfigError, match="a step of 128 tokens does not fit .* 64 do: lower max_num_batched_tokens"):
+    with pytest.raises(ConfigError, match=r"a step of 128 tokens does not fit .* 64 do: lower max_num_batched_tokens"):
         LLMEngine(
             ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=256),
             CacheConfig(probe_largest_batch=True),
