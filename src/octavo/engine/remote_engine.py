@@ -362,7 +362,7 @@ class RemoteEngine:
             if self._is_closing.is_set() and time.monotonic() > self._closes_at:
                 return "was stopped"
             reason = life.why_over
-            has_last_words = has_news and life.process.poll() is not None
+            has_last_words = life.process.poll() is not None and bool(life.news.poll(0))  # said since it was asked, too
             if reason is not None and not has_last_words:
                 return reason
 
