@@ -275,6 +275,30 @@ def test_a_batch_keeps_what_came_of_requests_of_others(checkpoint):
     assert sum(len(output.outputs[0].token_ids) for output in mine) == 3
 
 
+def test_a_batch_that_is_given_up_leaves_nothing(checkpoint):
+    engine = LLMEngine(
+        model_config=ModelConfig(model=str(checkpoint)), scheduler_config=SchedulerConfig(max_num_seqs=4), device=None
+    )
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+
+    def fail(_output):
+        raise ZeroDivisionError
+
+    engine.add_request("mine", "c", params)
+    with pytest.raises(RequestError):
+        engine.generate_batch(["a", "b", {"prompt_token_ids": []}], params)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate_batch(["a", "b"], params, on_output=fail)
+    engine.generate_batch(["a"], params)
+    told = []
+    while engine.has_unfinished_requests():
+        told += engine.step()
+    assert {output.request_id for output in told} == {"mine"}
+    assert [output.finished for output in told].count(True) == 1
+    assert len(told[-1].outputs[0].token_ids) == 3
+    assert not engine._given_up
+
+
 def test_a_batch_with_a_wrong_number_of_priorities_is_refused(checkpoint):
     llm = LLM(model=str(checkpoint), max_model_len=64)
     with pytest.raises(RequestError, match="2 prompts but 1 priorities"):

@@ -4,13 +4,13 @@ import asyncio
 import threading
 
 import pytest
-from fakes import FakeExecutor, answer_text, make_engine
+from fakes import FakeExecutor, answer_text, answer_token, make_engine
 from streams import collect, run
 
 from octavo.engine import async_llm
 from octavo.engine.async_llm import AsyncLLM
-from octavo.errors import EngineDeadError, RequestError
-from octavo.sampling_params import SamplingParams
+from octavo.errors import EngineDeadError, RequestError, SlowReaderError
+from octavo.sampling_params import RequestOutputKind, SamplingParams
 
 
 @pytest.fixture
@@ -52,6 +52,36 @@ def test_f22_leaving_a_stream_aborts_its_request(llm):
         assert await llm.call(lambda engine: engine.core.scheduler.get_num_unfinished_requests()) == 0
 
     run(main())
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "reads nothing"])
+def test_what_nobody_reads_is_told_of_all_the_same(leaves):
+    """Each token once: to the reader, or as one that nobody read."""
+    made = AsyncLLM(make_engine(FakeExecutor(step_s=0.001)), max_unread_outputs=20)
+
+    async def main():
+        unread = []
+        params = SamplingParams(max_tokens=None, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+        stream = made.generate("hello", params, "a", on_unread=unread.append)
+        read = [await anext(stream)]
+        if leaves:
+            await stream.aclose()
+        else:
+            await until_free_blocks(made, 256)  # it was ended
+            with pytest.raises(SlowReaderError):
+                read += [output async for output in stream]
+        while not any(output.finished for output in unread):  # noqa: ASYNC110 - nobody tells of it but this
+            await asyncio.sleep(0.001)
+        tokens = [token for output in read + unread for token in output.outputs[0].token_ids]
+        assert [output.finished for output in unread].count(True) == 1
+        return tokens
+
+    try:
+        tokens = run(main())
+    finally:
+        made.shutdown()
+    assert len(tokens) > 20 or leaves
+    assert tokens == [answer_token(5, 0, index) for index in range(len(tokens))]
 
 
 def test_cancelling_a_reader_aborts_its_request(llm):

@@ -10,6 +10,8 @@ import socket
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -22,6 +24,8 @@ from running import DEADLINE_S, ask_as_written, run_server, wait_until
 from octavo import logs
 from octavo.config import ServerConfig
 from octavo.errors import ConfigError
+from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.server.answering import UsageCounter
 from octavo.server.app import create_app
 from octavo.server.errors import CLIENT_LEFT
 from octavo.server.service import Service
@@ -459,6 +463,35 @@ def test_a_whole_answer_that_is_cut_off_is_written_down_with_its_cost(caplog: py
     assert line["prompt_tokens"] == 5
     assert line["completion_tokens"] > 5
     assert line["computed_tokens"] >= line["completion_tokens"]
+
+
+def test_a_whole_answer_that_the_server_ends_is_written_down_with_its_cost(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="octavo.audit")
+    executor = FakeExecutor(step_s=0.01)
+    with run_server(executor) as running, running.http() as http, ThreadPoolExecutor(1) as pool:
+        body = {"prompt": "hello", "max_tokens": 4000, "ignore_eos": True}
+        answer = pool.submit(http.post, COMPLETIONS, json=body)
+        service, loop = running.server._service, running.server.servers[0].get_loop()
+        wait_until(lambda: service._open, "it runs")
+        time.sleep(0.2)
+        asyncio.run_coroutine_threadsafe(service.drain(0.0), loop)
+        assert answer.result(DEADLINE_S).status_code == 503
+        wait_until(lambda: [line for line in audited(caplog) if "error" in line], "it is written down")
+    (line,) = [line for line in audited(caplog) if "error" in line]
+    assert (line["error"], line["prompt_tokens"]) == ("server_closing", 5)
+    assert line["completion_tokens"] > 5
+
+
+def test_what_ended_is_counted_once() -> None:
+    """Each output of a request with several choices tells again of those that ended before."""
+    counter = UsageCounter()
+    ended = CompletionOutput(0, "", [1], finish_reason="stop")
+    for tokens, reason in (([2], None), ([], "error")):
+        output = RequestOutput("0", None, [1, 2], [ended, CompletionOutput(1, "", tokens, finish_reason=reason)], False)
+        counter.add(output, output.outputs)
+        ended = replace(ended, token_ids=[])
+    assert counter.summary()["finish_reasons"] == ["stop", "error"]
+    assert counter.summary()["completion_tokens"] == 2
 
 
 def test_each_refusal_is_counted_once_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -38,7 +38,7 @@ class _Stream:
         self._on_unread = on_unread
         self._has_reader = True
         self.accepted: asyncio.Future[None] = self.loop.create_future()
-        self.is_left = False  # before it was accepted; known to the engine's thread alone
+        self.is_left = False  # or ended as it was read too slowly; known to the engine's thread alone
         self.num_delivered = self.num_read = 0
         self._outputs: deque[RequestOutput | OctavoError] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -63,15 +63,19 @@ class _Stream:
         return self._outputs.popleft()
 
     def end(self, error: OctavoError) -> None:
-        """Drop what nobody has read, and let the reader hear why."""
-        self._outputs.clear()
+        """Drop what nobody has read, and what follows, and let the reader hear why."""
+        self._drop_unread()
         self.put(error)
+        self._has_reader = False
 
     def leave(self) -> None:
         """Nobody reads any more."""
         self._has_reader = False
         if self._timer is not None:
             self._timer.cancel()
+        self._drop_unread()
+
+    def _drop_unread(self) -> None:
         while self._outputs:
             self._tell_unread(self._outputs.popleft())
 
@@ -262,18 +266,18 @@ class AsyncLLM:
             if stream is None:
                 continue
             stream.num_delivered += 1
-            if self._max_unread is not None and stream.num_delivered - stream.num_read > self._max_unread:
-                self._end_slow(output, stream, self._max_unread)
-                continue
             if output.finished:
                 del self._streams[output.request_id]
+            num_unread = stream.num_delivered - stream.num_read
+            if self._max_unread is not None and num_unread > self._max_unread and not stream.is_left:
+                self._end_slow(output, stream, self._max_unread)
             batches.setdefault(stream.loop, []).append((stream, output))
         for loop, batch in batches.items():
             _call_soon(loop, _put_all, batch)
 
     def _end_slow(self, output: RequestOutput, stream: _Stream, limit: int) -> None:
-        """End a request for nobody; what lies there is dropped, as memory is what it costs."""
-        del self._streams[output.request_id]
+        """End a request for nobody; what lies there and what follows is dropped, as memory is what it costs."""
+        stream.is_left = True
         if not output.finished:
             self.engine.abort_request(output.request_id)
         error = SlowReaderError(f"more than {limit} outputs of this request were not read in time; it was ended")

@@ -49,6 +49,7 @@ class Engine:
         self._preparing: dict[int, Accept] = {}
         self._undelivered: list[EngineCoreOutput] = []
         self._put_by: list[RequestOutput] = []  # of requests that others added, while a batch was run
+        self._given_up: set[str] = set()  # of a batch that failed: its requests end unheard
         self._num_generated_ids = 0
         self._lookout: Lookout | None = None
         self._watch_with: Callable[[Glimpse], None] = lambda _glimpse: None
@@ -186,19 +187,23 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Do one step; return an output for every request that has news.
 
-        What `generate_batch` put by comes first, without a step.
+        What `generate_batch` put by comes first.
         """
         put_by, self._put_by = self._put_by, []
-        return put_by or self._step()
+        return put_by + self._step()
 
     def _step(self) -> list[RequestOutput]:
+        """Do one step; nobody hears of the requests of a batch that was given up."""
         news = self._undelivered
         self._undelivered = []
         processed = self.output_processor.process(news + self.core.step())
         self.core.scheduler.finish_requests(processed.streams_to_stop, RequestStatus.FINISHED_STOPPED)
         if self._lookout is not None and (self._lookout.is_due or not self.core.has_work()):
             self._show()
-        return processed.request_outputs
+        told = [output for output in processed.request_outputs if output.request_id not in self._given_up]
+        if len(told) < len(processed.request_outputs):
+            self._given_up -= {output.request_id for output in processed.request_outputs if output.finished}
+        return told
 
     def has_unfinished_requests(self) -> bool:
         """Whether another `step` has something to do or to tell."""
@@ -243,15 +248,17 @@ class Engine:
             self._run(results, on_output)
         except BaseException:  # an interrupt as well: nothing may stay behind
             self.abort_request(results)
+            self._given_up.update(request_id for request_id in results if request_id in self.output_processor)
             raise
         return {request_id: output for request_id, output in results.items() if output is not None}
 
     def _run(self, results: dict[str, RequestOutput | None], on_output: Callable[[RequestOutput], None] | None) -> None:
         num_open = len(results)
         while num_open:
-            for output in self._step():
+            outputs = self._step()
+            self._put_by += [output for output in outputs if output.request_id not in results]
+            for output in outputs:
                 if output.request_id not in results:
-                    self._put_by.append(output)
                     continue
                 if on_output is not None:
                     on_output(output)

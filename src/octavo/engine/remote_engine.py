@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _POLL_MS = 250
+_LAST_WORDS_MS = 100  # so long may what a dead process said be on its way
 _STOP_S = 5.0
 _STANDARD_ERROR = 2
 _MAX_PENDING = 4096
@@ -362,7 +363,7 @@ class RemoteEngine:
             if self._is_closing.is_set() and time.monotonic() > self._closes_at:
                 return "was stopped"
             reason = life.why_over
-            has_last_words = life.process.poll() is not None and bool(life.news.poll(0))  # said since it was asked, too
+            has_last_words = life.process.poll() is not None and bool(life.news.poll(_LAST_WORDS_MS))
             if reason is not None and not has_last_words:
                 return reason
 

@@ -160,6 +160,7 @@ class UsageCounter:
         self._num_completion_tokens = 0
         self._receipt = Receipt()
         self._ended: set[str] = set()
+        self._ended_choices: set[tuple[str, int]] = set()
         self.metrics: list[RequestMetrics] = []
         self.finish_reasons: list[str] = []
 
@@ -172,11 +173,15 @@ class UsageCounter:
             self._receipt.add(output.metrics)
         for completion in completions:
             self._num_completion_tokens += len(completion.token_ids)
-            if completion.finish_reason is not None:
+            choice = output.request_id, completion.index
+            if completion.finish_reason is not None and choice not in self._ended_choices:
+                self._ended_choices.add(choice)
                 self.finish_reasons.append(completion.finish_reason)
 
     def summary(self) -> dict[str, Any]:
-        """Return the counts so far, for a log."""
+        """Return the counts so far, for a log; none where nothing was heard of."""
+        if not self._prompts:
+            return {}
         usage = self.usage()
         return {
             "prompt_tokens": usage.prompt_tokens,
@@ -363,7 +368,7 @@ async def _whole(service: Service, job: Job, usage: UsageCounter) -> list[Reques
 async def _outputs(service: Service, job: Job, usage: UsageCounter) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Outputs of all prompts as they come, with the prompt's index; as many at once as the job's place has streams for.
 
-    usage: counts what came of one that failed; who reads the others counts those.
+    usage: counts what came last of one that failed or was cut off; who reads the others counts those.
     Raises `ExecutionError` for one that failed, `DeadlineError` for one that took too long, `RequestError` for one
     whose grammar did, `AuthenticationError` or `ServerClosingError` for one that ends with its key or with the server.
     """
@@ -381,6 +386,7 @@ async def _outputs(service: Service, job: Job, usage: UsageCounter) -> AsyncGene
                 cache_salt=job.cache_salt,
                 deadline=deadline,
                 check=logprobs.check,
+                untold=lambda output: usage.add(output, output.outputs),
             )
             for index, prompt in enumerate(job.prompts)
         ]

@@ -163,10 +163,12 @@ class Service:
         cache_salt: str | None,
         deadline: float,
         check: Callable[[ProcessedInput], None],
+        untold: Callable[[RequestOutput], None],
     ) -> AsyncIterator[RequestOutput]:
         """Yield a request's outputs; closing the iterator aborts it.
 
-        deadline: on the clock of the event loop. check refuses the request when its tokens are known.
+        deadline: on the clock of the event loop. check refuses the request when its tokens are known. untold hears of
+        outputs that are not yielded: of a request that is cut off.
         Raises `AuthenticationError` or `ServerClosingError` for one that ends with its key or with the server.
         """
         if self._is_ending:  # its place was taken before the door was closed, so until then it may begin
@@ -215,6 +217,7 @@ class Service:
                     charge(output)
                     if any(completion.finish_reason == "abort" for completion in output.outputs):
                         assert opened.cut_off is not None, "an open request was aborted, and nobody said why"
+                        untold(output)
                         raise opened.cut_off
                     place.release_tokens(num_waiting)
                     num_waiting = 0

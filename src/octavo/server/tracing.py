@@ -1,7 +1,7 @@
 """Requests as OpenTelemetry spans, sent to a collector. Names are vLLM's where there is such a span or attribute.
 
-Each answered request is a span `llm_request`, below the client's own where it sends a `traceparent`, with a child for
-each part of its life: `queue`, `prefill`, `decode`. No text goes with it.
+Each request that was let in, also one that then fails, is a span `llm_request`, below the client's own where it sends a
+`traceparent`, with a child for each part of its life: `queue`, `prefill`, `decode`. No text goes with it.
 """
 
 from __future__ import annotations
@@ -86,11 +86,14 @@ def _attributes(
         "http.request.header.x-request-id": request_id,
         "gen_ai.request.id": details.get("id", ""),
         "gen_ai.response.model": details.get("model", ""),
-        "gen_ai.usage.prompt_tokens": counts["prompt_tokens"],
-        "gen_ai.usage.cached_tokens": counts["cached_tokens"],
-        "gen_ai.usage.completion_tokens": counts["completion_tokens"],
-        "gen_ai.response.finish_reasons": counts["finish_reasons"],
     }
+    if counts:
+        attributes |= {
+            "gen_ai.usage.prompt_tokens": counts["prompt_tokens"],
+            "gen_ai.usage.cached_tokens": counts["cached_tokens"],
+            "gen_ai.usage.completion_tokens": counts["completion_tokens"],
+            "gen_ai.response.finish_reasons": counts["finish_reasons"],
+        }
     metrics = usage.metrics
     first = [each.first_token_time for each in metrics if each.first_token_time is not None]
     if first:

@@ -158,7 +158,7 @@ class Worker:
         formats = (self.dtype, self.kv_dtype, self.quantization)
         path = probe_file(directory.resolve(), *formats, self.device, self.kernels.name, *limits)
         result = kept_result(path)
-        if result is None:
+        if result is None or result.max_batch_prefill_tokens < limits[0]:  # memory may be free that was not then
             tokens, seqs = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
             runner = self._make_runner(tokens // cache_config.block_size + seqs)
             result = probe_largest_batch(lambda count: warm_up(runner, count, seqs), tokens, self.device, path)
