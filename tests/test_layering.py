@@ -127,3 +127,14 @@ def test_no_function_over_60_lines():
                 documented = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
                 docstring = (node.body[0].end_lineno or 0) - node.body[0].lineno + 1 if documented else 0
                 assert length - signature - docstring <= 60, f"{path}: {node.name} has {length} lines"
+
+
+def test_settings_are_read_from_the_environment_in_one_place():
+    """Another module only hands the environment on, to the engine process."""
+    readers = {
+        str(path.relative_to(SOURCE))
+        for _, path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv"}
+    }
+    assert readers == {"config.py", "engine/remote_engine.py"}
