@@ -606,12 +606,11 @@ def test_serve_reads_its_files_before_the_model(loads: list[Any], tmp_path: Path
     assert not loads
 
 
-@pytest.mark.parametrize("option", ["--max-num-waiting", "--max-num-waiting-tokens"])
-def test_serve_refuses_limits_that_no_engine_takes(loads: list[Any], option: str) -> None:
-    """A server counts those itself: it took 60 places less than none from those of --max-num-seqs."""
-    result = run("serve", "--port", "0", f"{option}=-60")
-    assert result.exit_code != 0
-    assert option.removeprefix("--").replace("-", "_") in result.stderr.replace("-", "_")
+def test_serve_refuses_a_limit_that_no_engine_takes(loads: list[Any]) -> None:
+    """A server counts those who wait itself: it took 60 places from those of --max-num-seqs."""
+    result = run("serve", "--port", "0", "--max-num-waiting=-60")
+    assert result.exit_code == 1
+    assert "max_num_waiting" in result.stderr
     assert not loads
 
 

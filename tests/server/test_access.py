@@ -472,8 +472,7 @@ def test_a_whole_answer_that_the_server_ends_is_written_down_with_its_cost(caplo
         body = {"prompt": "hello", "max_tokens": 4000, "ignore_eos": True}
         answer = pool.submit(http.post, COMPLETIONS, json=body)
         service, loop = running.server._service, running.server.servers[0].get_loop()
-        wait_until(lambda: service._open, "it runs")
-        time.sleep(0.2)
+        wait_until(lambda: executor.num_steps > 20, "it runs")
         asyncio.run_coroutine_threadsafe(service.drain(0.0), loop)
         assert answer.result(DEADLINE_S).status_code == 503
         wait_until(lambda: [line for line in audited(caplog) if "error" in line], "it is written down")

@@ -38,7 +38,7 @@ class _Stream:
         self._on_unread = on_unread
         self._has_reader = True
         self.accepted: asyncio.Future[None] = self.loop.create_future()
-        self.is_left = False  # or ended as it was read too slowly; known to the engine's thread alone
+        self.is_left = False  # nobody is to read it any more; known to the engine's thread alone
         self.num_delivered = self.num_read = 0
         self._outputs: deque[RequestOutput | OctavoError] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -138,7 +138,7 @@ class AsyncLLM:
 
         The arguments are those of `octavo.engine.llm_engine.Engine.add_request`. on_processed sees the request before
         it is sent, when its tokens are known, and may let it wait; what it raises is the request's end. on_unread hears
-        of outputs that came when the loop had been left, the last one among them: what the request cost, say.
+        of each output that the loop was not told of, as it was left or too slow: what the request cost, say.
         Raises `RequestError` when it cannot be served, `EngineDeadError` when the engine stops meanwhile, and
         `SlowReaderError` when too many outputs were not read.
         """

@@ -200,10 +200,12 @@ class Engine:
         self.core.scheduler.finish_requests(processed.streams_to_stop, RequestStatus.FINISHED_STOPPED)
         if self._lookout is not None and (self._lookout.is_due or not self.core.has_work()):
             self._show()
-        told = [output for output in processed.request_outputs if output.request_id not in self._given_up]
-        if len(told) < len(processed.request_outputs):
-            self._given_up -= {output.request_id for output in processed.request_outputs if output.finished}
-        return told
+        outputs = processed.request_outputs
+        if self._given_up:
+            ended = {output.request_id for output in outputs if output.finished}
+            outputs = [output for output in outputs if output.request_id not in self._given_up]
+            self._given_up -= ended
+        return outputs
 
     def has_unfinished_requests(self) -> bool:
         """Whether another `step` has something to do or to tell."""

@@ -363,8 +363,7 @@ class RemoteEngine:
             if self._is_closing.is_set() and time.monotonic() > self._closes_at:
                 return "was stopped"
             reason = life.why_over
-            has_last_words = life.process.poll() is not None and bool(life.news.poll(_LAST_WORDS_MS))
-            if reason is not None and not has_last_words:
+            if reason is not None and (life.process.poll() is None or not life.news.poll(_LAST_WORDS_MS)):
                 return reason
 
     def _hear(self, life: _Life, data: bytes) -> None:

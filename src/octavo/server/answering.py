@@ -173,10 +173,11 @@ class UsageCounter:
             self._receipt.add(output.metrics)
         for completion in completions:
             self._num_completion_tokens += len(completion.token_ids)
-            choice = output.request_id, completion.index
-            if completion.finish_reason is not None and choice not in self._ended_choices:
-                self._ended_choices.add(choice)
-                self.finish_reasons.append(completion.finish_reason)
+            if completion.finish_reason is not None:
+                choice = output.request_id, completion.index
+                if choice not in self._ended_choices:
+                    self._ended_choices.add(choice)
+                    self.finish_reasons.append(completion.finish_reason)
 
     def summary(self) -> dict[str, Any]:
         """Return the counts so far, for a log; none where nothing was heard of."""

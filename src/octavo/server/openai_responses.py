@@ -25,8 +25,8 @@ class CompletionTokensDetails(Struct):
 class Receipt(Struct):
     """What a request cost, in positions that the model computed; cached ones are none of them.
 
-    recomputed: of them those that a preemption had lost. wasted: tokens that came with those
-    of the answer, but behind a stop string. What is computed until the engine hears of an end is in none of these.
+    recomputed: of them those that a preemption had lost. wasted: tokens that came with those of
+    the answer, but behind a stop string. What is computed until the engine hears of an end is in none of these.
     """
 
     computed_tokens: int = 0

@@ -154,23 +154,22 @@ class Worker:
     def _step_bytes(self, directory: Path) -> int:
         """Return what the largest step takes besides weights and KV: from a kept probe, or from running one now."""
         max_model_len, cache_config, scheduler_config = self._limits
-        limits = (scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs, max_model_len)
+        tokens, seqs = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
         formats = (self.dtype, self.kv_dtype, self.quantization)
-        path = probe_file(directory.resolve(), *formats, self.device, self.kernels.name, *limits)
+        path = probe_file(directory.resolve(), *formats, self.device, self.kernels.name, tokens, seqs, max_model_len)
         result = kept_result(path)
-        if result is None or result.max_batch_prefill_tokens < limits[0]:  # memory may be free that was not then
-            tokens, seqs = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
+        if result is None or result.max_batch_prefill_tokens < tokens:  # memory may be free that was not then
             runner = self._make_runner(tokens // cache_config.block_size + seqs)
             result = probe_largest_batch(lambda count: warm_up(runner, count, seqs), tokens, self.device, path)
         logger.info("largest step: %s (%s)", result, path)
-        if result.max_batch_prefill_tokens < limits[0]:
+        if result.max_batch_prefill_tokens < tokens:
             raise ConfigError(
-                f"a step of {limits[0]} tokens does not fit into the free memory; {result.max_batch_prefill_tokens} "
+                f"a step of {tokens} tokens does not fit into the free memory; {result.max_batch_prefill_tokens} "
                 "do: lower max_num_batched_tokens to that"
             )
         if self.device.type != "cpu":
             return result.peak_bytes  # the probe's KV was there before
-        kv_bytes = limits[0] * self.model.architecture.kv_bytes_per_token(self.kv_dtype)  # whose pages the step touches
+        kv_bytes = tokens * self.model.architecture.kv_bytes_per_token(self.kv_dtype)  # whose pages the step touches
         return max(result.peak_bytes - kv_bytes, 0)
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
