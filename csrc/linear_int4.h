@@ -18,19 +18,20 @@
 namespace octavo::OCTAVO_ISA {
 
 // What fits the registers: rows of a tile, accumulators of a tile, and accumulators when rows are few enough to take several
-// panels at once. And whether a section is unrolled.
+// panels at once. Whether a section is unrolled; and whether a single row takes both halves of a vector at once, which leaves
+// registers enough for one panel.
 #if defined(OCTAVO_ISA_VNNI)
 constexpr int kNibbleRows = 12, kMostNibbleSums = 24, kNibbleSums = 8;
-constexpr bool kUnrollsSections = false;
+constexpr bool kUnrollsSections = false, kTakesBothHalves = false;
 #elif defined(OCTAVO_ISA_AVX512)
 constexpr int kNibbleRows = 6, kMostNibbleSums = 12, kNibbleSums = 8;
-constexpr bool kUnrollsSections = false;
+constexpr bool kUnrollsSections = false, kTakesBothHalves = false;
 #elif defined(OCTAVO_ISA_AVX2)
-constexpr int kNibbleRows = 4, kMostNibbleSums = 4, kNibbleSums = 6;
-constexpr bool kUnrollsSections = true;
+constexpr int kNibbleRows = 4, kMostNibbleSums = 4, kNibbleSums = 2;
+constexpr bool kUnrollsSections = true, kTakesBothHalves = true;
 #else
 constexpr int kNibbleRows = 2, kMostNibbleSums = 1, kNibbleSums = 2;
-constexpr bool kUnrollsSections = false;
+constexpr bool kUnrollsSections = false, kTakesBothHalves = false;
 #endif
 
 constexpr int64_t kNibbleDepth = 8;                  // k of one line of a column: two words of four
@@ -94,6 +95,19 @@ OCTAVO_INLINE IVec load_factors(const uint8_t* words) {
   return kSumsNibblesInHalves ? factors | shift_left<16>(factors) : factors;
 }
 
+// The halves from bit kShift on of each byte.
+template <int kShift>
+OCTAVO_INLINE IVec nibbles(IVec bytes) {
+  return (kShift == 0 ? bytes : shift_right<kShift>(bytes)) & splat_int(0x0F0F0F0Fu);
+}
+
+// Four k of a row, in every lane.
+OCTAVO_INLINE IVec load_four(const uint8_t* x) {
+  uint32_t word;
+  std::memcpy(&word, x, 4);
+  return splat_int(word);
+}
+
 // The halves from bit kShift on of V vectors of P panels, times four k of M rows.
 template <int M, int P, int V, int kShift>
 OCTAVO_INLINE void multiply_half(const uint8_t* w, int64_t panel_bytes, const uint8_t* x, IVec (&sums)[P][M][V]) {
@@ -101,21 +115,36 @@ OCTAVO_INLINE void multiply_half(const uint8_t* w, int64_t panel_bytes, const ui
   OCTAVO_UNROLL
   for (int p = 0; p < P; ++p) {
     OCTAVO_UNROLL
-    for (int v = 0; v < V; ++v) {
-      const IVec raw = load_int(w + p * panel_bytes + v * 4 * kLanes);
-      columns[p][v] = (kShift == 0 ? raw : shift_right<kShift>(raw)) & splat_int(0x0F0F0F0Fu);
-    }
+    for (int v = 0; v < V; ++v) columns[p][v] = nibbles<kShift>(load_int(w + p * panel_bytes + v * 4 * kLanes));
   }
   OCTAVO_UNROLL
   for (int m = 0; m < M; ++m) {
-    uint32_t word;
-    std::memcpy(&word, x + m * 4, 4);
-    const IVec four = splat_int(word);
+    const IVec four = load_four(x + m * 4);
     OCTAVO_UNROLL
     for (int p = 0; p < P; ++p) {
       OCTAVO_UNROLL
       for (int v = 0; v < V; ++v) sums[p][m][v] = add_nibble_products(sums[p][m][v], columns[p][v], four);
     }
+  }
+}
+
+// Both halves of V vectors of P panels, times eight k of M rows.
+template <int M, int P, int V>
+OCTAVO_INLINE void multiply_line(const uint8_t* w, int64_t panel_bytes, const uint8_t* x, IVec (&sums)[P][M][V]) {
+  if constexpr (M == 1 && kTakesBothHalves) {
+    const IVec lower = load_four(x), upper = load_four(x + 4);
+    OCTAVO_UNROLL
+    for (int p = 0; p < P; ++p) {
+      OCTAVO_UNROLL
+      for (int v = 0; v < V; ++v) {
+        const IVec bytes = load_int(w + p * panel_bytes + v * 4 * kLanes);
+        const IVec sum = add_nibble_products(sums[p][0][v], nibbles<0>(bytes), lower);
+        sums[p][0][v] = add_nibble_products(sum, nibbles<4>(bytes), upper);
+      }
+    }
+  } else {
+    multiply_half<M, P, V, 0>(w, panel_bytes, x, sums);
+    multiply_half<M, P, V, 4>(w, panel_bytes, x + M * 4, sums);
   }
 }
 
@@ -185,7 +214,7 @@ OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& 
         for (int m = 0; m < M; ++m) sums[p][m][v] = first_sum(row_sums[m]);
       }
     }
-    const auto multiply_line = [&]() __attribute__((always_inline)) {
+    const auto take_line = [&]() __attribute__((always_inline)) {
       OCTAVO_UNROLL
       for (int p = 0; p < P; ++p) {
         OCTAVO_UNROLL
@@ -194,19 +223,18 @@ OCTAVO_INLINE void multiply_nibbles(const NibbleWeight& weight, const ByteTile& 
         }
         if (kAsksAhead) ahead.ask(p);
       }
-      multiply_half<M, P, V, 0>(w + vec * 4 * kLanes, weight.panel_bytes, x, sums);
-      multiply_half<M, P, V, 4>(w + vec * 4 * kLanes, weight.panel_bytes, x + M * 4, sums);
+      multiply_line<M, P, V>(w + vec * 4 * kLanes, weight.panel_bytes, x, sums);
       if (kAsksAhead) ahead.step();
       x += M * 8;
       w += kNibbleBytes;
     };
     if (kUnrollsSections && weight.depth - k >= kSectionDepth) {
       OCTAVO_UNROLL
-      for (int64_t line = 0; line < kSectionDepth; line += kNibbleDepth) multiply_line();
+      for (int64_t line = 0; line < kSectionDepth; line += kNibbleDepth) take_line();
     } else {
       const uint8_t* end = w + smaller(weight.depth - k, kSectionDepth) / kNibbleDepth * kNibbleBytes;
       do {  // at least once: then GCC keeps one copy of the sums
-        multiply_line();
+        take_line();
       } while (w != end);
     }
     asm volatile("" : : "r"(&totals) : "memory");  // or GCC keeps the totals in registers, and spills the sums in the loop
