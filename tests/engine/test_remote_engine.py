@@ -25,7 +25,7 @@ from octavo.config import CacheConfig, EngineConfig
 from octavo.engine import messages, remote_engine
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.remote_engine import RemoteEngine
-from octavo.engine.vitals import Patience
+from octavo.engine.vitals import Patience, Vitals
 from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError, QueueFullError, RequestError
 from octavo.launch import launch_engine
 from octavo.sampling_params import RequestOutputKind, SamplingParams
@@ -450,6 +450,20 @@ def test_what_keeps_it_from_starting_is_raised(options, error, text):
     if error is ConfigError:
         assert progress == [(1, 2)]
     assert engine.pid is None
+    engine.shutdown()
+
+
+def test_last_words_are_heard_however_late_their_listener_looks(monkeypatch):
+    engine = make_remote(fail=True)
+    look = Vitals.look
+
+    def look_late(vitals, now):
+        engine._life.process.wait(30)  # it says why it fails, and ends, since the listener asked for news
+        look(vitals, now)
+
+    monkeypatch.setattr(Vitals, "look", look_late)
+    with pytest.raises(ConfigError, match="nothing of this fits"):
+        engine.start()
     engine.shutdown()
 
 
