@@ -6,14 +6,17 @@ import contextlib
 import gc
 import json
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
 import tracemalloc
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from certificates import make_certificate
 from fakes import FakeExecutor, answer_text
 from running import DEADLINE_S, connect, read_all, run_server, wait_until
 
@@ -25,7 +28,7 @@ from octavo.server.listening import bytes_taken, listen
 from octavo.server.tenants import Tenant, add_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from running import Running
@@ -522,17 +525,38 @@ def patient_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(socket, "TCP_USER_TIMEOUT", raising=False)
 
 
+@dataclass
+class Transport:
+    """How answers reach a client: what a server is started with, and what a connected socket is wrapped in."""
+
+    options: dict[str, Any]
+    wrap: Callable[[socket.socket], socket.socket]
+
+
+@pytest.fixture(params=["plain", "TLS"])
+def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
+    if request.param == "plain":
+        return Transport({}, lambda sock: sock)
+    certificate, private_key = make_certificate(tmp_path)
+    context = ssl.create_default_context(cafile=certificate)
+    options = {"ssl_certfile": certificate, "ssl_keyfile": private_key}
+    return Transport(options, lambda sock: context.wrap_socket(sock, server_hostname="127.0.0.1"))
+
+
 @pytest.mark.usefixtures("patient_system")
-def test_f23_who_takes_next_to_nothing_of_an_answer_keeps_no_place_for_it() -> None:
+def test_f23_who_takes_next_to_nothing_of_an_answer_keeps_no_place_for_it(transport: Transport) -> None:
     """10 KB a second of 600, where 16 have to be taken: there is no output too many, and no second of silence."""
     options = {"max_model_len": 5_000, "num_blocks": 400}
     body = json.dumps({"prompt": "hello", "max_tokens": 3_000, "ignore_eos": True, "stream": True}).encode()
-    limits = {"max_unread_outputs": 10_000, "idle_timeout_s": 1.0}
-    with run_server(engine_options=options, **limits) as running, connect(running, receive_bytes=4096) as sock:
+    limits = {"max_unread_outputs": 10_000, "idle_timeout_s": 1.0, **transport.options}
+    with (
+        run_server(engine_options=options, **limits) as running,
+        transport.wrap(connect(running, receive_bytes=4096)) as sock,
+    ):
         sock.sendall(head(COMPLETIONS, len(body)) + body)
         streams, deadline = running.server._service.admission.streams, time.monotonic() + DEADLINE_S
         wait_until(lambda: streams.num_held == 1, "it has a place")
-        with contextlib.suppress(ConnectionResetError):
+        with contextlib.suppress(ConnectionResetError, ssl.SSLEOFError):
             while streams.num_held:
                 assert time.monotonic() < deadline
                 sock.recv(1000)
@@ -542,13 +566,13 @@ def test_f23_who_takes_next_to_nothing_of_an_answer_keeps_no_place_for_it() -> N
 
 
 @pytest.mark.usefixtures("patient_system")
-def test_who_takes_an_answer_steadily_is_not_cut_off() -> None:
+def test_who_takes_an_answer_steadily_is_not_cut_off(transport: Transport) -> None:
     """However large it is, and however long that takes: some 100 KB a second, where 16 have to be taken."""
     options = {"max_model_len": 5_000, "num_blocks": 400}
     body = json.dumps({"prompt": "hello", "max_tokens": 3_000, "ignore_eos": True, "logprobs": 5}).encode()
     with (
-        run_server(engine_options=options, idle_timeout_s=1.0) as running,
-        connect(running, receive_bytes=16_384) as sock,
+        run_server(engine_options=options, idle_timeout_s=1.0, **transport.options) as running,
+        transport.wrap(connect(running, receive_bytes=16_384)) as sock,
     ):
         sock.sendall(head(COMPLETIONS, len(body)) + body)
         answer = sock.recv(10_000)

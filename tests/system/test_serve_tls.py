@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import socket
 import ssl
-import subprocess
 import time
 
 import httpx
 import pytest
+from certificates import make_certificate
 from serving_process import DEADLINE_S, STORY, Stream, serve
 
 KEY = "a-key-that-nobody-else-may-read"
@@ -18,17 +17,7 @@ KEY = "a-key-that-nobody-else-may-read"
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """A certificate of 127.0.0.1 that is its own authority, and its key, as options."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl that could make a certificate")
-    folder = tmp_path_factory.mktemp("tls")
-    files = {"-out": str(folder / "cert.pem"), "-keyout": str(folder / "key.pem")}
-    kind = ("-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=octavo-test")
-    extension = ("-addext", "subjectAltName=IP:127.0.0.1")
-    given = [part for pair in files.items() for part in pair]
-    subprocess.run([openssl, "req", *kind, *extension, *given], check=True, capture_output=True)
-    return files["-out"], files["-keyout"]
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture(scope="module")
