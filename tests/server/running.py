@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from octavo.engine.llm_engine import Engine
 
 DEADLINE_S = 20
+# Of a client that threads share. httpcore's pool else closes idle connections that it has given to a request already
+# (github.com/encode/httpcore/issues/1110): surplus ones, those that stand in the way of another, and expired ones.
+ALL_KEPT = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> Any:
@@ -82,7 +85,7 @@ class Running:
         return self.engine.core.scheduler.get_num_unfinished_requests()
 
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=DEADLINE_S, trust_env=False)
+        return httpx.Client(base_url=self.url, timeout=DEADLINE_S, trust_env=False, limits=ALL_KEPT)
 
 
 @contextlib.contextmanager

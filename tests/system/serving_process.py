@@ -35,7 +35,9 @@ class Served:
             lambda: next(filter(None, (re.search(r"at (http\S+)/v1", line) for line in self.log)), None)
         )
         verify = True if certificate is None else ssl.create_default_context(cafile=certificate)
-        self.http = httpx.Client(base_url=address[1], timeout=DEADLINE_S, trust_env=False, verify=verify)
+        # threads share it: httpcore's pool else closes connections that it has given to a request (its issue 1110)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
+        self.http = httpx.Client(base_url=address[1], timeout=DEADLINE_S, trust_env=False, verify=verify, limits=limits)
         if key is not None:
             self.http.headers["Authorization"] = f"Bearer {key}"
         self._wait(self.is_ready)
