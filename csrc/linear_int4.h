@@ -18,8 +18,8 @@
 namespace octavo::OCTAVO_ISA {
 
 // What fits the registers: rows of a tile, accumulators of a tile, and accumulators when rows are few enough to take several
-// panels at once. Whether a section is unrolled; and whether a single row takes both halves of a vector at once, which leaves
-// registers enough for one panel.
+// panels at once (with AVX2 never: a vector is two registers there). Whether a section is unrolled; and whether a single row
+// takes both halves of a vector as it is read, which leaves registers enough for one panel.
 #if defined(OCTAVO_ISA_VNNI)
 constexpr int kNibbleRows = 12, kMostNibbleSums = 24, kNibbleSums = 8;
 constexpr bool kUnrollsSections = false, kTakesBothHalves = false;

@@ -462,6 +462,7 @@ def test_last_words_are_heard_however_late_their_listener_looks(monkeypatch):
         look(vitals, now)
 
     monkeypatch.setattr(Vitals, "look", look_late)
+    monkeypatch.setattr(remote_engine, "_POLL_MS", 1)  # it has said nothing yet when it is asked
     with pytest.raises(ConfigError, match="nothing of this fits"):
         engine.start()
     engine.shutdown()

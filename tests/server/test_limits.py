@@ -525,6 +525,19 @@ def patient_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(socket, "TCP_USER_TIMEOUT", raising=False)
 
 
+def count_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[None]:
+    """Return a list that has an entry for each call of a method from now on."""
+    calls: list[None] = []
+    method = getattr(owner, name)
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(None)
+        return method(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, counted)
+    return calls
+
+
 @dataclass
 class Transport:
     """How answers reach a client: what a server is started with, and what a connected socket is wrapped in."""
@@ -543,6 +556,14 @@ def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
     return Transport(options, lambda sock: context.wrap_socket(sock, server_hostname="127.0.0.1"))
 
 
+def take(sock: socket.socket, num_bytes: int) -> bytes:
+    """Read so many bytes, fewer at the end of the connection; TLS gives those of one record at a time."""
+    data = b""
+    while len(data) < num_bytes and (piece := sock.recv(num_bytes - len(data))):
+        data += piece
+    return data
+
+
 @pytest.mark.usefixtures("patient_system")
 def test_f23_who_takes_next_to_nothing_of_an_answer_keeps_no_place_for_it(transport: Transport) -> None:
     """10 KB a second of 600, where 16 have to be taken: there is no output too many, and no second of silence."""
@@ -556,18 +577,19 @@ def test_f23_who_takes_next_to_nothing_of_an_answer_keeps_no_place_for_it(transp
         sock.sendall(head(COMPLETIONS, len(body)) + body)
         streams, deadline = running.server._service.admission.streams, time.monotonic() + DEADLINE_S
         wait_until(lambda: streams.num_held == 1, "it has a place")
-        with contextlib.suppress(ConnectionResetError, ssl.SSLEOFError):
+        with contextlib.suppress(ConnectionResetError):
             while streams.num_held:
                 assert time.monotonic() < deadline
-                sock.recv(1000)
+                take(sock, 1000)
                 time.sleep(0.1)
         wait_until(lambda: not streams.num_held, "its place is given back")
         assert running.num_unfinished == 0
 
 
 @pytest.mark.usefixtures("patient_system")
-def test_who_takes_an_answer_steadily_is_not_cut_off(transport: Transport) -> None:
+def test_who_takes_an_answer_steadily_is_not_cut_off(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
     """However large it is, and however long that takes: some 100 KB a second, where 16 have to be taken."""
+    looks = count_calls(monkeypatch, connection.BoundedHttpProtocol, "_watch_reader")
     options = {"max_model_len": 5_000, "num_blocks": 400}
     body = json.dumps({"prompt": "hello", "max_tokens": 3_000, "ignore_eos": True, "logprobs": 5}).encode()
     with (
@@ -580,9 +602,33 @@ def test_who_takes_an_answer_steadily_is_not_cut_off(transport: Transport) -> No
         assert size > 150_000
         while len(answer) < size:
             time.sleep(0.1)
-            piece = sock.recv(10_000)
+            piece = take(sock, min(10_000, size - len(answer)))
             assert piece
             answer += piece
+    assert looks  # somebody would have cut it off
+
+
+def test_a_whole_answer_is_over_when_it_has_been_taken(transport: Transport) -> None:
+    """Until then its connection is not idle: one that is, is closed, whatever its client has not taken yet."""
+    options = {"max_model_len": 5_000, "num_blocks": 400}
+    body = json.dumps({"prompt": "hello", "max_tokens": 4_500, "ignore_eos": True, "logprobs": 5}).encode()
+    limits = {"keep_alive_timeout_s": 0.1, **transport.options}
+    with (
+        run_server(engine_options=options, **limits) as running,
+        transport.wrap(connect(running, receive_bytes=16_384)) as sock,
+    ):
+        sock.sendall(head(COMPLETIONS, len(body)) + body)
+        answer = sock.recv(1_000)
+        size = len(answer.partition(b"\r\n\r\n")[0]) + 4 + int(answer.partition(b"content-length: ")[2].split()[0])
+        [protocol] = running.server.server_state.connections
+        wait_until(lambda: protocol.flow.write_paused, "it waits for its reader")
+        time.sleep(0.5)
+        assert not protocol._answered.response_complete
+        assert not protocol.transport.is_closing()
+        answer += take(sock, size - len(answer))
+        assert len(answer) == size
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 4_500
+        assert sock.recv(1) == b""  # it was idle, and is closed
 
 
 def test_f23_the_connection_of_who_never_reads_ends() -> None:

@@ -18,6 +18,7 @@ from octavo.server.auth import ApiKeyMiddleware
 from octavo.server.body import body_of
 from octavo.server.chat import create_chat_completion
 from octavo.server.completions import create_completion
+from octavo.server.connection import PacedAnswers
 from octavo.server.dashboard.routes import add_dashboard
 from octavo.server.embeddings import EmbeddingRequest, create_embeddings
 from octavo.server.errors import NotAllowedError, add_error_handlers
@@ -69,6 +70,7 @@ def create_app(service: Service) -> FastAPI:
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(AuditMiddleware, metrics=service.metrics, tracing=service.tracing)
+    app.add_middleware(PacedAnswers)
     return app
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
     from octavo.server.cutting import Cut, Cutter
@@ -177,3 +178,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._reader_timer is not None:
             self._reader_timer.cancel()
             self._reader_timer = None
+
+
+class PacedAnswers:
+    """Sends a large body in pieces, each when those before it have been taken.
+
+    An answer is over when next to all of it has arrived: only then does its connection count as idle, which may be
+    closed. TLS takes all of one piece at once, and its connection never says that anything waits for the reader.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on, in pieces of at most `MAX_UNSENT_BYTES`."""
+
+        async def send_paced(message: Message) -> None:
+            body = message.get("body", b"")
+            last = max(len(body) - 1, 0) // MAX_UNSENT_BYTES * MAX_UNSENT_BYTES
+            for start in range(0, last, MAX_UNSENT_BYTES):
+                piece = body[start : start + MAX_UNSENT_BYTES]
+                await send({"type": message["type"], "body": piece, "more_body": True})
+            await send(message if last == 0 else {**message, "body": body[last:]})
+
+        await self.app(scope, receive, send_paced)
