@@ -69,8 +69,8 @@ def create_app(service: Service) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(AuditMiddleware, metrics=service.metrics, tracing=service.tracing)
     app.add_middleware(PacedAnswers)
+    app.add_middleware(AuditMiddleware, metrics=service.metrics, tracing=service.tracing)
     return app
 
 

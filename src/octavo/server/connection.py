@@ -1,4 +1,7 @@
-"""A client's connection, bounded before there is a request: uvicorn itself waits for headers for ever, however long."""
+"""A client's connection, bounded before there is a request, and answered no faster than its client reads.
+
+uvicorn itself waits for headers for ever, however long, and writes an answer's body at once, however large.
+"""
 
 from __future__ import annotations
 
