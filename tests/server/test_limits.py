@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import json
@@ -24,7 +25,7 @@ from octavo.config import ServerConfig
 from octavo.server import connection
 from octavo.server.body import FREE_BYTES
 from octavo.server.connection import MAX_HEADER_BYTES
-from octavo.server.listening import bytes_taken, listen
+from octavo.server.listening import MAX_UNSENT_BYTES, bytes_taken, listen
 from octavo.server.tenants import Tenant, add_key
 
 if TYPE_CHECKING:
@@ -629,6 +630,32 @@ def test_a_whole_answer_is_over_when_it_has_been_taken(transport: Transport) -> 
         assert len(answer) == size
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 4_500
         assert sock.recv(1) == b""  # it was idle, and is closed
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, MAX_UNSENT_BYTES, MAX_UNSENT_BYTES + 1, 3 * MAX_UNSENT_BYTES])
+def test_whole_answers_are_cut_into_pieces_and_events_are_not(num_bytes: int) -> None:
+    """A comment that a stream sends to be kept open may come between two of its messages."""
+    body = bytes(number % 251 for number in range(num_bytes))
+    given = [
+        {"type": "http.response.start", "status": 200, "headers": []},
+        {"type": "http.response.body", "body": body, "more_body": True},
+        {"type": "http.response.body", "body": body},
+    ]
+    sent: list[Any] = []
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        for message in given:
+            await send(message)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(connection.PacedAnswers(app)({"type": "http"}, send, send))
+    assert sent[:2] == given[:2]
+    pieces = sent[2:]
+    assert b"".join(piece["body"] for piece in pieces) == body
+    assert all(len(piece["body"]) <= MAX_UNSENT_BYTES for piece in pieces)
+    assert [piece.get("more_body", False) for piece in pieces] == [True] * (len(pieces) - 1) + [False]
 
 
 def test_f23_the_connection_of_who_never_reads_ends() -> None:

@@ -184,24 +184,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class PacedAnswers:
-    """Sends a large body in pieces, each when those before it have been taken.
+    """Sends the body of a whole answer in pieces, each when those before it have been taken.
 
     An answer is over when next to all of it has arrived: only then does its connection count as idle, which may be
     closed. TLS takes all of one piece at once, and its connection never says that anything waits for the reader.
+    Events of a stream, behind which more follows, go out as they are: comments come between them, not into one.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on, in pieces of at most `MAX_UNSENT_BYTES`."""
+        """Pass everything on, the end of an answer in pieces of at most `MAX_UNSENT_BYTES`."""
 
         async def send_paced(message: Message) -> None:
             body = message.get("body", b"")
-            last = max(len(body) - 1, 0) // MAX_UNSENT_BYTES * MAX_UNSENT_BYTES
-            for start in range(0, last, MAX_UNSENT_BYTES):
-                piece = body[start : start + MAX_UNSENT_BYTES]
-                await send({"type": message["type"], "body": piece, "more_body": True})
-            await send(message if last == 0 else {**message, "body": body[last:]})
+            if len(body) > MAX_UNSENT_BYTES and not message.get("more_body", False):
+                last = (len(body) - 1) // MAX_UNSENT_BYTES * MAX_UNSENT_BYTES
+                for start in range(0, last, MAX_UNSENT_BYTES):
+                    piece = body[start : start + MAX_UNSENT_BYTES]
+                    await send({"type": message["type"], "body": piece, "more_body": True})
+                message = {**message, "body": body[last:]}
+            await send(message)
 
         await self.app(scope, receive, send_paced)
