@@ -310,3 +310,12 @@ def test_a_template_file_that_is_not_text(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(ModelError, match=r"chat_template\.jinja is not UTF-8"):
         ChatTemplate.from_directory(tmp_path)
+
+
+def test_a_message_that_is_nested_too_deep_is_refused(tmp_path):
+    deep = []
+    for _ in range(900):  # less than a body's decoder takes
+        deep = [deep]
+    write(tmp_path, {"chat_template": "{{ messages[0].content }}"})
+    with pytest.raises(RequestError, match="refused the conversation: maximum recursion depth"):
+        ChatTemplate.from_directory(tmp_path).render([{**USER, "x": deep}])

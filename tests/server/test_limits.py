@@ -179,6 +179,32 @@ def test_one_answer_for_a_body_that_nobody_wanted(size: int) -> None:
     assert rest.startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+@pytest.mark.parametrize("num_bytes", [1, 10_000])
+def test_who_asks_for_another_protocol_is_answered_by_this_one(shared: Running, protocol: str, num_bytes: int) -> None:
+    """As the JDK's client asks with each request over plain HTTP. Bytes come together, or each alone."""
+    body = json.dumps({"prompt": "hello", "max_tokens": 5}).encode()
+    extra = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n\r\n"
+    request = head(COMPLETIONS, len(body)).removesuffix(b"\r\n") + extra.encode() + body
+    last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with connect(shared) as sock:
+        sent = request + request + last
+        for start in range(0, len(sent), num_bytes):
+            sock.sendall(sent[start : start + num_bytes])
+        answers = read_all(sock)
+    assert answers.count(b"HTTP/1.1 200 ") == 3
+    assert answers.count(b'"text":"') == 2
+    check_serves(shared)
+
+
+def test_s8_headers_that_ask_for_another_protocol_have_a_limit_too(shared: Running) -> None:
+    with connect(shared) as sock:
+        sock.sendall(head(COMPLETIONS, 10).removesuffix(b"\r\n") + b"Connection: Upgrade\r\nUpgrade: h2c\r\n")
+        sock.sendall(b"x: " + b"a" * MAX_HEADER_BYTES + b"\r\n\r\n")
+        assert read_all(sock).startswith(b"HTTP/1.1 431 ")
+    check_serves(shared)
+
+
 def test_a_pipelined_request_has_all_its_time() -> None:
     executor = FakeExecutor(step_s=0.03)
     body = json.dumps({"prompt": "hello", "max_tokens": 40, "ignore_eos": True}).encode()

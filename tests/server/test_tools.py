@@ -288,8 +288,10 @@ def test_a_chunk_tells_of_each_call_once(client: openai.OpenAI) -> None:
         assert len({call.index for call in calls}) == len(calls)
 
 
-def test_llama_calls_one_tool_unless_several_are_asked_for() -> None:
-    answer = '{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}'
+@pytest.mark.parametrize("between", ["; ", " ; ", "\n;\n"])
+def test_llama_calls_one_tool_unless_several_are_asked_for(between: str) -> None:
+    call = '{"name": "now", "parameters": {}}'
+    answer = f"{call}{between}{call}"
     engine = {"chat_template": FakeChatTemplate("<|python_tag|>")}
     with run_server(FakeExecutor(answer=answer), engine_options=engine) as running, running.http() as http:
         for options, count in (({}, 1), ({"parallel_tool_calls": True}, 2)):

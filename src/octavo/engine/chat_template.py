@@ -94,10 +94,10 @@ class ChatTemplate:
                 parameter="continue_final_message",
             )
         compiled = self._find(chat_template, has_tools=tools is not None)
-        chat = _read_messages(messages, keep_parts=compiled.reads_parts)
-        if continue_final_message:
-            _tag_final_message(chat)
         try:
+            chat = _read_messages(messages, keep_parts=compiled.reads_parts)
+            if continue_final_message:
+                _tag_final_message(chat)
             text = compiled.template.render(
                 **{**self._special_tokens, **_plain(chat_template_kwargs)},
                 messages=chat,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -32,7 +33,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     wait for their reader, `MAX_UNSENT_BYTES` have to be taken within each `idle_timeout_s`, as a stream that has ended
     keeps its place until it is sent. on_refused: hears of what is answered and was no request, with the client's
     address. A client may send requests without waiting for answers (pipelining): they are answered one after another,
-    and while one is, one more is read, so that a client who leaves meanwhile is noticed.
+    and while one is, one more is read, so that a client who leaves meanwhile is noticed. Who asks for another protocol
+    (h2c, as Java's client does; WebSocket) is answered by this one, as RFC 9110, section 7.8, allows.
     """
 
     def __init__(
@@ -87,7 +89,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Read on; headers that are not complete yet are counted."""
         self._came_further = False
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if not (self._is_in_body or self._came_further or self.transport.is_closing()):
             if not self._num_header_bytes and self._timer is not None and self.cycle is not None:
                 self._wait(self._header_timeout_s)  # it was idle
@@ -96,6 +99,29 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._is_too_large = True
                 self.send_400_response("")
 
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._asks_to_upgrade:
+                self._parse_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("")
+
+    @property
+    def _asks_to_upgrade(self) -> bool:
+        """Whether the parser takes what follows these headers for another protocol, and so skips the body."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"  # which has none
+
+    def _parse_without_upgrade(self, rest: bytes) -> None:
+        """Read the same headers anew, without the one that asks, and what came behind them."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        head = b"\r\n".join([method + b" " + self.url + b" HTTP/" + version, *lines, b"", b""])
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self._parse(head + rest)
+
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header; those behind a body (trailers) say nothing that is heard."""
         if not self._is_in_body:
@@ -103,6 +129,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Let the request begin."""
+        if self._asks_to_upgrade:
+            return
         self._stop_waiting()
         self._is_in_body = self._came_further = True
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
@@ -116,6 +144,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """What follows are the next headers."""
+        if self._asks_to_upgrade:
+            return
         super().on_message_complete()
         self._is_in_body, self._came_further = False, True
         self._num_header_bytes = 0

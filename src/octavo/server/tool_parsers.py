@@ -296,7 +296,8 @@ class LlamaParser(ToolParser):
         yield from self._skip_space()
         yield from self._takes(self.opener)
         while (yield from self._skip_space()) == "{" and (yield from self._call()):
-            self._position += (yield from self._skip_space()) == ";"
+            if (yield from self._skip_space()) == ";":
+                self._position += 1
             yield from self._skip_space()
             self._drop()
         yield from self._rest_is_content()
