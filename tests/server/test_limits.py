@@ -197,6 +197,16 @@ def test_who_asks_for_another_protocol_is_answered_by_this_one(shared: Running, 
     check_serves(shared)
 
 
+def test_s8_thousands_who_ask_for_another_protocol_at_once(shared: Running) -> None:
+    """Pipelined, they come to the parser in one piece."""
+    asking = b"GET /version HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n"
+    last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with connect(shared) as sock:
+        sock.sendall(asking * 2000 + last)
+        assert read_all(sock).count(b"HTTP/1.1 200 ") == 2001
+    check_serves(shared)
+
+
 def test_s8_headers_that_ask_for_another_protocol_have_a_limit_too(shared: Running) -> None:
     with connect(shared) as sock:
         sock.sendall(head(COMPLETIONS, 10).removesuffix(b"\r\n") + b"Connection: Upgrade\r\nUpgrade: h2c\r\n")

@@ -94,10 +94,10 @@ class ChatTemplate:
                 parameter="continue_final_message",
             )
         compiled = self._find(chat_template, has_tools=tools is not None)
+        chat = _read_messages(messages, keep_parts=compiled.reads_parts)
+        if continue_final_message:
+            _tag_final_message(chat)
         try:
-            chat = _read_messages(messages, keep_parts=compiled.reads_parts)
-            if continue_final_message:
-                _tag_final_message(chat)
             text = compiled.template.render(
                 **{**self._special_tokens, **_plain(chat_template_kwargs)},
                 messages=chat,
@@ -251,12 +251,19 @@ def _part_text(part: Any, index: int) -> str:
 
 def _plain(value: Any) -> Any:
     """Rebuild data from JSON types, so that a template gets no object with methods that do something."""
+    try:
+        return _rebuilt(value)
+    except RecursionError:
+        raise RequestError("the conversation holds data that is nested too deep", parameter="messages") from None
+
+
+def _rebuilt(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _rebuilt(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [_plain(item) for item in value]
+        return [_rebuilt(item) for item in value]
     raise RequestError(f"a {type(value).__name__} cannot stand in a conversation; JSON types can", parameter="messages")
 
 

@@ -100,12 +100,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self.send_400_response("")
 
     def _parse(self, data: bytes) -> None:
+        """Parse; where the parser stops at an upgrade, begin that request anew without it and go on behind."""
+        rest = memoryview(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            if self._asks_to_upgrade:
-                self._parse_without_upgrade(data[upgrade.args[0] :])
+            while True:
+                try:
+                    self.parser.feed_data(rest)
+                except httptools.HttpParserUpgrade as upgrade:
+                    if not self._asks_to_upgrade:
+                        return
+                    rest = rest[upgrade.args[0] :]
+                    self._begin_without_upgrade()
+                else:
+                    return
         except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
             self.send_400_response("")
 
     @property
@@ -113,14 +122,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Whether the parser takes what follows these headers for another protocol, and so skips the body."""
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"  # which has none
 
-    def _parse_without_upgrade(self, rest: bytes) -> None:
-        """Read the same headers anew, without the one that asks, and what came behind them."""
+    def _begin_without_upgrade(self) -> None:
+        """Parse the same headers once more, without the one that asks."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
-        head = b"\r\n".join([method + b" " + self.url + b" HTTP/" + version, *lines, b"", b""])
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
-        self._parse(head + rest)
+        self.parser.feed_data(b"\r\n".join([method + b" " + self.url + b" HTTP/" + version, *lines, b"", b""]))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header; those behind a body (trailers) say nothing that is heard."""
