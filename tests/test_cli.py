@@ -720,6 +720,23 @@ def test_options_come_from_a_file_the_environment_and_the_command_line(tmp_path:
         assert line in result.output
 
 
+def test_a_model_on_the_command_line_counts_more_than_one_of_a_file_or_the_environment(tmp_path: Path) -> None:
+    positional, option = str(tmp_path / "positional"), str(tmp_path / "option")
+    for named in ([positional], ["--model", positional]):
+        for text, environment in (
+            (f'model = "{option}"', {}),
+            ("", {"OCTAVO_SERVE_MODEL": option}),
+        ):
+            result = serve_with(tmp_path, text, *named, **environment)
+            assert result.exit_code == 1, result.output
+            assert f" model={positional}," in result.output
+            assert option not in result.output
+    for text, environment in ((f'model = "{option}"', {}), ("", {"OCTAVO_SERVE_MODEL": option})):
+        assert f" model={option}," in serve_with(tmp_path, text, **environment).output
+    result = serve_with(tmp_path, "", positional, "--model", option)
+    assert (result.exit_code, "two models are named" in result.output) == (2, True)
+
+
 def test_every_value_is_shown_as_it_is_resolved(tmp_path: Path) -> None:
     """Also those that nobody gave, and those that follow from others: a server's limits, its policy with keys."""
     keys = tmp_path / "keys.toml"

@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, RequestError
 from octavo.sampling_params import POOLING
 
 if TYPE_CHECKING:
@@ -297,7 +297,9 @@ class ModelInfo:
     """What the engine must know of a loaded model without seeing a tensor.
 
     generation_defaults: sampling parameters from the checkpoint's generation_config.json, by SamplingParams' names.
-    pooling: how the checkpoint wants hidden states to become an embedding, "last" or "mean". hidden_size: of it.
+    pooling: how the checkpoint wants hidden states to become an embedding, "last" or "mean". pooling_problem: why
+    octavo cannot do as it wants, or None. hidden_size: of an embedding.
+    has_head: False for a checkpoint without lm_head, which gives embeddings and no tokens.
     """
 
     name: str
@@ -306,7 +308,17 @@ class ModelInfo:
     eos_token_ids: frozenset[int] = frozenset()
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     pooling: str = "last"
+    pooling_problem: str | None = None
+    has_head: bool = True
     hidden_size: int = 1
+
+    def choose_pooling(self, asked: str | None = None) -> str:
+        """Return how to make an embedding: as asked, None for as the checkpoint wants. Raises `RequestError`."""
+        if asked is None and self.pooling_problem is not None:
+            raise RequestError(
+                f"{self.pooling_problem}; where a pooling is chosen (--pooling), that one is taken alone"
+            )
+        return self.pooling if asked is None else asked
 
 
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")

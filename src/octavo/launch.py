@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from octavo.assets import BUILT_IN_MODEL, built_in_model_path
 from octavo.config import EngineConfig, ModelConfig, ModelInfo
 from octavo.engine.chat_template import ChatTemplate
-from octavo.engine.generation_config import read_generation_defaults, read_json_object
+from octavo.engine.embedding_config import read_embedding_config
+from octavo.engine.generation_config import read_generation_defaults
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.tokenizer import Tokenizer
@@ -43,7 +44,9 @@ class Checkpoint:
     @classmethod
     def find(cls, config: ModelConfig) -> Checkpoint:
         """Look at the files. Raises `ConfigError` and `ModelError`."""
-        directory = built_in_model_path() if config.model is None else resolve_model_path(config.model)
+        directory = built_in_model_path()
+        if config.model is not None:
+            directory = resolve_model_path(config.model, weights=config.load_format != "dummy")
         architecture = read_architecture(directory)
         return cls(directory, architecture, resolve_max_model_len(config, architecture))
 
@@ -82,7 +85,7 @@ def make_processors(config: ModelConfig, checkpoint: Checkpoint) -> tuple[InputP
     tokenizer = template = None
     if not config.skip_tokenizer_init:
         tokenizer = _read_tokenizer(config, checkpoint)
-        template = _chat_template(config, checkpoint.directory, tokenizer)
+        template = _chat_template(config, checkpoint, tokenizer)
     info = _model_info(config, checkpoint, tokenizer)
     return InputProcessor(tokenizer, info, config.seed, template), OutputProcessor(tokenizer, time.monotonic)
 
@@ -100,9 +103,11 @@ def make_grammars(config: ModelConfig, checkpoint: Checkpoint) -> GrammarCompile
 
 
 def _read_tokenizer(config: ModelConfig, checkpoint: Checkpoint) -> Tokenizer:
-    return Tokenizer.from_directory(
-        checkpoint.directory if config.tokenizer is None else resolve_model_path(config.tokenizer)
-    )
+    return Tokenizer.from_directory(_tokenizer_directory(config, checkpoint))
+
+
+def _tokenizer_directory(config: ModelConfig, checkpoint: Checkpoint) -> Path:
+    return checkpoint.directory if config.tokenizer is None else resolve_model_path(config.tokenizer, weights=False)
 
 
 def resolve_max_model_len(model_config: ModelConfig, architecture: Architecture) -> int:
@@ -125,28 +130,18 @@ def _model_info(model_config: ModelConfig, checkpoint: Checkpoint, tokenizer: To
         raise ModelError(
             f"{directory / 'generation_config.json'}: {error}; mend it, or ignore it with generation_config='vllm'"
         ) from error
+    embeddings = read_embedding_config(directory)
     return ModelInfo(
         name=name,
         vocab_size=architecture.vocab_size,
         max_model_len=checkpoint.max_model_len,
         eos_token_ids=_eos_token_ids(checkpoint, tokenizer),
         generation_defaults=defaults,
-        pooling=read_pooling(directory),
+        pooling=embeddings.pooling,
+        pooling_problem=embeddings.problem,
+        has_head=architecture.has_head,
         hidden_size=architecture.hidden_size,
     )
-
-
-def read_pooling(directory: Path) -> str:
-    """Return how a checkpoint makes embeddings, as sentence-transformers writes it: "mean", or else "last"."""
-    path = directory / "1_Pooling" / "config.json"
-    modes = [
-        name for name, value in read_json_object(path).items() if name.startswith("pooling_mode_") and value is True
-    ]
-    known = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
-    if len(modes) > 1 or not known.keys() >= {*modes}:
-        logger.warning("%s asks for %s; octavo takes the last state or the mean, and the last here", path, modes)
-        return "last"
-    return known[modes[0]] if modes else "last"
 
 
 def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
@@ -161,11 +156,12 @@ def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> froze
     return frozenset(eos - outside)
 
 
-def _chat_template(model_config: ModelConfig, directory: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Read the template of the user's choice (a file, or the text itself), else the checkpoint's."""
-    chosen = model_config.chat_template
+def _chat_template(config: ModelConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Read the template of the user's choice (a file, or the text itself), else the tokenizer's or the checkpoint's."""
+    chosen = config.chat_template
     if chosen is None:
-        return ChatTemplate.from_directory(directory, tokenizer.special_tokens)
+        own = ChatTemplate.from_directory(_tokenizer_directory(config, checkpoint), tokenizer.special_tokens)
+        return own or ChatTemplate.from_directory(checkpoint.directory, tokenizer.special_tokens)
     looks_like_text = "{" in chosen or "\n" in chosen
     if not looks_like_text and not Path(chosen).is_file():
         raise ConfigError(f"chat_template {chosen!r} is neither a file nor the text of a template")

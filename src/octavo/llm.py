@@ -282,7 +282,7 @@ class LLM:
         pooling: "last" or "mean" of the hidden states behind the final norm; None for what the checkpoint asks for.
         normalize: to length 1.
         """
-        kind = self.llm_engine.input_processor.model_info.pooling if pooling is None else pooling
+        kind = self.llm_engine.input_processor.model_info.choose_pooling(pooling)
         params = SamplingParams(max_tokens=1, temperature=0.0, pooling=kind, detokenize=False)
         return [
             EmbeddingRequestOutput(

@@ -290,6 +290,22 @@ def test_from_directory_equals_transformers(tmp_path):
             assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("has_decoder", [False, True])
+def test_special_tokens_of_older_checkpoints_are_those_of_transformers(has_decoder, tmp_path):
+    """Their special_tokens_map.json says what tokenizer_config.json may not; newer ones have only the latter."""
+    from transformers import AutoTokenizer
+
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<unk>"}
+    if has_decoder:
+        config["added_tokens_decoder"] = {"1": {"content": "<s>", "special": True}}
+    stood = {"bos_token": "<s>", "eos_token": {"content": "<|im_end|>", "lstrip": False}, "pad_token": "</s>"}
+    write(tmp_path, config=config, special_tokens_map=stood)
+    oracle, tokenizer = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.from_directory(tmp_path)
+    assert tokenizer.special_tokens == oracle.special_tokens_map
+    assert tokenizer.eos_token_id == oracle.eos_token_id
+    assert (tokenizer.eos_token_id is None) == has_decoder
+
+
 def test_tokens_that_only_the_config_names(tmp_path):
     size = byte_level().get_vocab_size()
     added = {str(size): {"content": "<tool>", "special": True}, "1": {"content": "<s>", "special": True}}

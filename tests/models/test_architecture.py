@@ -160,6 +160,8 @@ def test_context_length(tmp_path):
         ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping"]),
         ({"attention_sinks": True}, ["attention_sinks"]),
         ({"num_experts": 8}, ["num_experts"]),
+        ({"is_causal": False}, ["is_causal"]),
+        ({"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
         ({"use_sliding_window": True, "layer_types": ["full_attention"]}, ["layer_types", "2"]),
         ({"layer_types": ["full_attention", "chunked_attention"]}, ["chunked_attention"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "use_sliding_window"]),

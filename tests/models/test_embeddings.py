@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ import safetensors.torch
 import torch
 from transformers import AutoModel
 
-from octavo import LLM, RequestError, SamplingParams
-from octavo.launch import read_pooling
+from octavo import LLM, ModelError, RequestError, SamplingParams
+from octavo.models.quantize_checkpoint import quantize_checkpoint
 from octavo.models.random_weights import tiny_config, write_checkpoint
 
 PROMPTS = [[5, 9, 300, 7], [11] * 40, list(range(2, 120)), [3]]
@@ -60,21 +61,49 @@ def test_a_checkpoint_that_was_saved_without_its_head(checkpoint, tmp_path):
         assert one.tolist() == other.tolist()
 
 
-@pytest.mark.parametrize(
-    ("modes", "expected"),
-    [
-        ({}, "last"),
-        ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, "last"),
-        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, "mean"),
-        ({"pooling_mode_cls_token": True}, "last"),
-        ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "last"),
-    ],
-)
-def test_what_sentence_transformers_writes(tmp_path, modes, expected):
-    if modes:
-        (tmp_path / "1_Pooling").mkdir()
-        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 8, **modes}))
-    assert read_pooling(tmp_path) == expected
+def without_head(checkpoint, directory, *, prefix):
+    """Write a checkpoint anew as models of embeddings are saved whose config.json does not tie the weights."""
+    shutil.copytree(checkpoint, directory)
+    config = json.loads((checkpoint / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = safetensors.torch.load_file(checkpoint / "model.safetensors")
+    named = {prefix + name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    safetensors.torch.save_file(named, directory / "model.safetensors")
+    return directory
+
+
+def test_untied_and_without_a_head_gives_embeddings_and_no_tokens(checkpoint, tmp_path):
+    """As Qwen3-Embedding-8B is, whose smaller sisters are tied."""
+    llm = make(without_head(checkpoint, tmp_path / "bare", prefix=""))
+    for one, other in zip(embed(make(checkpoint)), embed(llm), strict=True):
+        assert one.tolist() == other.tolist()
+    with pytest.raises(RequestError, match="no lm_head"):
+        llm.generate([{"prompt_token_ids": PROMPTS[0]}], use_tqdm=False)
+    assert embed(llm), "it goes on"
+
+
+def test_a_head_that_got_lost_is_missed_where_nothing_says_that_it_is_for_embeddings(checkpoint, tmp_path):
+    named = without_head(checkpoint, tmp_path / "named", prefix="model.")
+    with pytest.raises(ModelError, match=r"lm_head\.weight missing"):
+        make(named)
+    (named / "modules.json").write_text("[]")
+    assert embed(make(named))[0].tolist() == embed(make(checkpoint))[0].tolist()
+
+
+def test_a_quantized_copy_makes_embeddings_as_its_source(checkpoint, tmp_path):
+    source = without_head(checkpoint, tmp_path / "bare", prefix="")
+    (source / "modules.json").write_text(
+        json.dumps([{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}])
+    )
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
+    quantize_checkpoint(source, tmp_path / "rounded", "int8")
+    copy = make(tmp_path / "rounded")
+    chosen, mean, last = embed(copy), embed(copy, pooling="mean"), embed(copy, pooling="last")
+    assert chosen[0].tolist() == mean[0].tolist()
+    assert chosen[0].tolist() != last[0].tolist()
+    with pytest.raises(RequestError, match="no lm_head"):
+        copy.generate([{"prompt_token_ids": PROMPTS[0]}], use_tqdm=False)
 
 
 def test_what_is_refused():

@@ -252,6 +252,15 @@ def test_tied_checkpoint_may_carry_its_lm_head(tmp_path):
     load(path)
 
 
+def test_another_lm_head_in_a_tied_checkpoint_is_not_dropped(tmp_path):
+    path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM", tie_word_embeddings=True))
+    tensors = load_file(path / "model.safetensors")
+    for other in (tensors["model.embed_tokens.weight"].flip(0), torch.zeros(3)):
+        save_file(tensors | {"lm_head.weight": other.contiguous()}, path / "model.safetensors")
+        with pytest.raises(ModelError, match=r"lm_head\.weight is another matrix .* tie_word_embeddings"):
+            load(path)
+
+
 @pytest.mark.parametrize("kept", [0, 5, 300, -1])
 def test_truncated_file(kept, tmp_path):
     path = write_checkpoint(tmp_path, tiny_config("LlamaForCausalLM"))
@@ -347,6 +356,9 @@ def test_hub_download_takes_no_weights_for_other_programs(monkeypatch, tmp_path)
     patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
     assert list(hub.utils.filter_repo_objects([*kept, *others, "model.bin"], **patterns)) == kept
     assert asked["revision"] == "v2"
+    resolve_model_path("some-owner/some-model", weights=False)
+    patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
+    assert list(hub.utils.filter_repo_objects([*kept, *others], **patterns)) == [kept[0], kept[2]]
 
 
 @pytest.mark.parametrize("error", [httpx.ProxyError("no way\nthrough"), httpx.InvalidURL("no way"), OSError("no way")])

@@ -21,7 +21,7 @@ from running import ask_as_written, run_server, wait_until
 
 from octavo.engine.stop_strings import find_stop
 from octavo.errors import ModelError
-from octavo.models.checkpoint import find_weight_files
+from octavo.models.weight_files import find_weight_files
 from octavo.sampling_params import SamplingParams
 from octavo.server.body import parse
 from octavo.server.conversation import read_messages
@@ -49,7 +49,7 @@ def test_s4_weights_that_could_run_code_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="safetensors"):
         find_weight_files(tmp_path)
     refusal = (
-        "from pathlib import Path\nfrom octavo.models.checkpoint import find_weight_files\n"
+        "from pathlib import Path\nfrom octavo.models.weight_files import find_weight_files\n"
         "from octavo.errors import ModelError\n"
         f"try: find_weight_files(Path({str(tmp_path)!r}))\nexcept ModelError: print('refused')"
     )

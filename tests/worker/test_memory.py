@@ -108,6 +108,13 @@ def test_probe_runs_once_and_is_kept(checkpoint, tmp_path, monkeypatch):
     assert path.stat().st_mtime_ns == stamp
 
 
+def test_a_probe_whose_result_cannot_be_kept_serves_all_the_same(tmp_path, caplog):
+    (tmp_path / "octavo").write_text("no folder")
+    found = probe_largest_batch(lambda _num_tokens: 0.5, 128, torch.device("cpu"), tmp_path / "octavo" / "probe.json")
+    assert found.max_batch_prefill_tokens == 128
+    assert "cannot be written" in caplog.text
+
+
 def test_a_largest_step_that_does_not_fit_is_refused_not_served(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 

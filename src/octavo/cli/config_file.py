@@ -56,7 +56,9 @@ def describe_settings(context: typer.Context) -> list[str]:
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
-        if source is not None and source.name in _SOURCES and name not in _NO_SETTINGS:
+        if source is None or name in _NO_SETTINGS or context.params[name] is None:
+            continue
+        if source.name in _SOURCES:
             lines.append(f"{name} = {_shown(name, context.params[name])}  ({_SOURCES[source.name]})")
     return lines
 

@@ -72,7 +72,8 @@ def doctor(
     from octavo.models.model_path import resolve_model_path
     from octavo.models.registry import read_architecture
 
-    architecture = read_architecture(built_in_model_path() if model is None else resolve_model_path(model))
+    directory = built_in_model_path() if model is None else resolve_model_path(model, weights=False)
+    architecture = read_architecture(directory)
     report = examine(
         architecture,
         isa=isa,  # type: ignore[arg-type]  # checked above

@@ -75,6 +75,13 @@ def parse_size(text: str | int) -> int:
     return int(float(number) * base ** " kmgt".index(unit.lower() or " "))
 
 
+def _unless_named_before(context: typer.Context, model: str | None) -> str | None:
+    """Let MODEL on the command line count more than a model of the environment or of a file."""
+    source = context.get_parameter_source("model")
+    is_weaker = source is not None and source.name != "COMMANDLINE"
+    return None if is_weaker and context.params.get("model_argument") is not None else model
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """What `EngineConfig` is made of."""
@@ -94,6 +101,7 @@ class EngineOptions:
             rich_help_panel=_MODEL,
             help="The same as MODEL, as an option. Default: the built-in model.",
             show_default=False,
+            callback=_unless_named_before,
         ),
     ] = None
     tokenizer: Annotated[
@@ -465,7 +473,7 @@ class EngineOptions:
 
     @property
     def chosen_model(self) -> str | None:
-        """The model, whichever way it was named; None for the built-in one."""
+        """The model, whichever way it was named; None for the built-in one. Raises `typer.BadParameter` for two."""
         if self.model_argument is not None and self.model is not None and self.model_argument != self.model:
             raise typer.BadParameter(f"two models are named: {self.model_argument} and --model {self.model}")
         return self.model_argument if self.model is None else self.model

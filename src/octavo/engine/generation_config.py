@@ -51,16 +51,21 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
     )
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, empty where there is no such file. Raises `ModelError` for a broken one."""
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds, None where there is no such file. Raises `ModelError` for a broken one."""
     try:
-        values = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except FileNotFoundError:
-        return {}
+        return None
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON ({error}); download it again") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, empty where there is no such file. Raises `ModelError` for a broken one."""
+    values = read_json(path) if path.exists() else {}
     if not isinstance(values, dict):
         raise ModelError(f"{path} holds a JSON {type(values).__name__} where an object was expected")
     return values

@@ -155,6 +155,8 @@ class InputProcessor:
         Raises `RequestError` with the field's name.
         """
         params = replace(params) if params is not None else self.default_sampling_params()  # checked anew, and ours
+        if params.pooling is None and not self.model_info.has_head:
+            raise RequestError("this checkpoint has no lm_head.weight: it gives embeddings, and no tokens")
         check_salt(cache_salt)
         _check_timeout(timeout_s)
         _check_weight(tenant_weight)

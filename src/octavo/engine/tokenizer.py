@@ -78,6 +78,8 @@ class Tokenizer:
             raise ModelError(f"{path} is not a tokenizer that octavo can read ({error}); download it again") from error
         config_path = directory / "tokenizer_config.json"
         config = read_json_object(config_path)
+        if "added_tokens_decoder" not in config:  # an older checkpoint: what is special stands in a file of its own
+            config |= read_json_object(directory / "special_tokens_map.json")
         _add_tokens(backend, config, config_path)
         return cls(backend, config)
 

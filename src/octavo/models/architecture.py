@@ -27,6 +27,7 @@ class Architecture:
     dtype           of the checkpoint as its config says ("float32", "bfloat16" or "float16")
     eos_token_ids   as config.json says; generation_config.json and the tokenizer may add to them
     stored          how weights are stored that are integers already, or None
+    has_head        False for a model of embeddings that was saved without lm_head; the weights are tied then
     """
 
     name: str
@@ -50,6 +51,7 @@ class Architecture:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     stored: StoredQuantization | None = None
+    has_head: bool = True
 
     @property
     def max_context_tokens(self) -> int:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from octavo.errors import ModelError
-from octavo.models.config_file import ConfigFile
 from octavo.models.process_memory import forget_pages, return_free_memory
+from octavo.models.weight_files import BARE_EMBEDDING, find_weight_files, some
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from torch import Tensor
 
     from octavo.models.stored_quantization import StoredTensor
 
 _RESIDENT_BYTES = 32 << 20  # of pages of files that are kept in memory, besides the last tensor
-_PREFIX, _BARE_NAME = "model.", "embed_tokens.weight"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_PREFIX = "model."
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Tensors that some checkpoints carry and that are computed anew here.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
 
@@ -49,25 +49,25 @@ class CheckpointFiles:
                         f"{path}: {name} stands in {self._file_of[name][0].name}, too; remove the file that is too much"
                     )
                 self._file_of[name] = (path, file)
-        self._left_out = _PREFIX if _BARE_NAME in self._file_of else ""
+        self._left_out = _PREFIX if BARE_EMBEDDING in self._file_of else ""
         if self._left_out:
             self._file_of = {self._left_out + name: where for name, where in self._file_of.items()}
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
         """Raise unless the files hold exactly the tensors of `expected`; known leftovers are ignored.
 
-        A checkpoint with tied embeddings may carry an lm_head.weight as well: it is the same matrix.
+        A checkpoint with tied embeddings may carry an lm_head.weight as well: it must be the same matrix.
         """
         missing = [name for name, each in expected.items() if not each.is_optional and name not in self._file_of]
         if missing:
             raise ModelError(
-                f"{self.directory}: {_some(missing)} missing from the weights though config.json asks for it; "
+                f"{self.directory}: {some(missing)} missing from the weights though config.json asks for it; "
                 "the download is incomplete or config.json belongs to another model"
             )
         extra = [name for name in self._file_of if name not in expected and not _IGNORED.search(name)]
-        if unexpected := [name for name in extra if name != "lm_head.weight"]:
+        if unexpected := [name for name in extra if name != _HEAD]:
             raise ModelError(
-                f"{self.directory}: {_some(unexpected)} in the weights though config.json does not ask for it; "
+                f"{self.directory}: {some(unexpected)} in the weights though config.json does not ask for it; "
                 "octavo would ignore it and give wrong tokens"
             )
         for name, (shape, dtypes, _) in expected.items():
@@ -86,6 +86,20 @@ class CheckpointFiles:
                     f"{path}: {name} is stored as {stored.get_dtype()}, but {', '.join(dtypes)} is expected; quantized "
                     "weights need their quantization_config in config.json"
                 )
+
+        if _HEAD in extra and not self._is_tied():
+            raise ModelError(
+                f"{self._file_of[_HEAD][0]}: lm_head.weight is another matrix than the embeddings, though config.json "
+                "says tie_word_embeddings; set that to false"
+            )
+
+    def _is_tied(self) -> bool:
+        import torch  # noqa: PLC0415 - slow to import, and here only few checkpoints need it
+
+        head, embeddings = self.tensor(_HEAD), self.find(_EMBEDDING)
+        is_tied = embeddings is not None and head.dtype == embeddings.dtype and torch.equal(head, embeddings)
+        self.release()
+        return is_tied
 
     def find(self, name: str) -> Tensor | None:
         """Return a tensor as `tensor` does, or None where there is none of that name."""
@@ -111,39 +125,6 @@ class CheckpointFiles:
         return_free_memory()
 
 
-def find_weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint: model.safetensors, or those of its index, or all there are."""
-    single = directory / "model.safetensors"
-    if single.is_file():
-        return [single]
-    index_path = directory / "model.safetensors.index.json"
-    if index_path.is_file():
-        return _indexed_files(index_path)
-    if found := sorted(directory.glob("*.safetensors")):
-        return found
-    pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
-    if pickles:
-        raise ModelError(
-            f"{directory} holds weights as {_some(pickles)} only; octavo reads safetensors, because a pickle can run "
-            "code when it is loaded. Convert it with transformers: from_pretrained(...).save_pretrained(...)"
-        )
-    raise ModelError(f"{directory} holds no *.safetensors weights; download the checkpoint again")
-
-
-def _indexed_files(index_path: Path) -> list[Path]:
-    index = ConfigFile.read(index_path)
-    weight_map = index.section("weight_map")
-    if weight_map is None or not all(isinstance(name, str) for name in weight_map.values.values()):
-        raise index.error("weight_map", "must map tensor names to file names")
-    names = sorted(set(weight_map.values.values()))
-    for name in names:
-        if Path(name).name != name:
-            raise ModelError(f"{index_path}: {name!r} is not a plain file name")
-        if not (index_path.parent / name).is_file():
-            raise ModelError(f"{index_path.parent}: {name} is missing, one of {len(names)} files in {index_path.name}")
-    return [index_path.parent / name for name in names]
-
-
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
@@ -151,8 +132,3 @@ def _open(path: Path) -> Any:
         raise ModelError(
             f"{path} is truncated or not a safetensors file ({error}; {path.stat().st_size} bytes); download it again"
         ) from error
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -34,6 +34,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "per_layer_config": (None, {}),
     "block_configs": (None, []),
     "is_encoder_decoder": (None, False),
+    "is_causal": (None, True),
+    "use_bidirectional_attention": (None, False),
 }
 
 

@@ -12,7 +12,7 @@ from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.errors import ModelError
 from octavo.kernels.quantization import ROUNDING_VERSION, fuse_quantized
 from octavo.models.architecture import is_norm, rounded_bits
-from octavo.models.checkpoint import CheckpointFiles, find_weight_files
+from octavo.models.checkpoint import CheckpointFiles
 from octavo.models.layers import CausalLM, ModelContext
 from octavo.models.packed_cache import KeptWeights, PackedCache, identify
 from octavo.models.process_memory import return_free_memory
@@ -20,6 +20,7 @@ from octavo.models.quantized_weights import READING_VERSION, read_quantized
 from octavo.models.random_weights import RandomWeights
 from octavo.models.registry import find_family
 from octavo.models.rope import make_cos_sin
+from octavo.models.weight_files import find_weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -8,13 +8,17 @@ from pathlib import Path
 from octavo.errors import ModelError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "additional_chat_templates/*.jinja"]
+_HUB_FILES = ["*.json", "*.jinja", "additional_chat_templates/*.jinja"]
+_WEIGHTS = "*.safetensors"
 # Weights for other programs: Mistral's own layout, exports in subdirectories.
 _HUB_LEFT_OUT = ["consolidated*.safetensors", "*/*.safetensors"]
 
 
-def resolve_model_path(model: str | Path, revision: str | None = None) -> Path:
-    """Return the directory of a checkpoint; a hub id is downloaded first, or found in huggingface_hub's cache."""
+def resolve_model_path(model: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
+    """Return the directory of a checkpoint; a hub id is downloaded first, or found in huggingface_hub's cache.
+
+    weights: False for a download without them, where only what stands beside them is read.
+    """
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -30,9 +34,8 @@ def resolve_model_path(model: str | Path, revision: str | None = None) -> Path:
             "needed: pip install 'octavo[hub]'"
         ) from error
     try:
-        return Path(
-            snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_LEFT_OUT)
-        )
+        files = [*_HUB_FILES, _WEIGHTS] if weights else _HUB_FILES
+        return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=_HUB_LEFT_OUT))
     except Exception as error:
         # Its versions stand on requests, httpx or httpx2, and let the exceptions of each through.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -7,6 +7,7 @@ stay as they are.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 PRECISIONS = ("int8", "int4")
 MAX_SHARD_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
+_MODULE_FOLDER = re.compile(r"\d+_\w+")  # of sentence-transformers: 1_Pooling
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", ".tiktoken")  # .model: SentencePiece's
 
 
@@ -109,13 +111,13 @@ def _write_weights(
 
 
 def _copy_the_rest(source: Path, directory: Path) -> None:
-    """Copy tokenizer, chat templates, generation_config.json, licence and notes; weights in any layout stay behind."""
+    """Copy tokenizer, chat templates, how embeddings are made, licence and notes; weights in any layout stay behind."""
     for path in source.iterdir():
         is_text = path.suffix in _TEXT_SUFFIXES or path.name.startswith(("LICENSE", "NOTICE", "USE_POLICY"))
         if path.is_file() and is_text and path.name != "config.json" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, directory / path.name)
-    if (templates := source / "additional_chat_templates").is_dir():
-        shutil.copytree(templates, directory / templates.name)
+        elif path.is_dir() and (path.name == "additional_chat_templates" or _MODULE_FOLDER.fullmatch(path.name)):
+            shutil.copytree(path, directory / path.name)
 
 
 class _ShardWriter:

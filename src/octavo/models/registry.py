@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
 from octavo.models.config_file import ConfigFile
+from octavo.models.weight_files import was_saved_without_head
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,5 +49,8 @@ def read_architecture(directory: Path) -> Architecture:
         raise config.error("architectures", f"must name the model's class; octavo serves {known}")
     for name in names:
         if name in FAMILIES:
-            return find_family(name).read_architecture(config, name)
+            architecture = find_family(name).read_architecture(config, name)
+            if not architecture.tie_word_embeddings and was_saved_without_head(directory):
+                architecture = replace(architecture, tie_word_embeddings=True, has_head=False)
+            return architecture
     raise config.error("architectures", f"unknown architecture; octavo serves {known}")

@@ -88,7 +88,8 @@ async def create_embeddings(service: Service, http_request: Request, request: Em
     if request.dimensions is not None and not 0 < request.dimensions <= size:
         raise RequestError(f"dimensions must be 1 to {size}, this model's", parameter="dimensions")
     timeout_s = read_timeout(http_request, service.config.request_timeout_s)
-    params = SamplingParams(max_tokens=1, temperature=0.0, pooling=service.pooling, detokenize=False)
+    pooling = service.model_info.choose_pooling(None if service.config.pooling == "auto" else service.config.pooling)
+    params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling, detokenize=False)
     with service.enter(http_request, len(prompts), at_least=1) as place:
         job = Job(
             request_id=f"embd-{uuid.uuid4().hex}",

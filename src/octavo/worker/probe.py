@@ -79,10 +79,17 @@ def probe_largest_batch(
             num_tokens //= 2
             continue
         result = ProbeResult(num_tokens, max(_peak(device) - before, 0), seconds)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(result)) + "\n")
+        _keep(result, path)
         return result
     raise ConfigError("not even a step of one token fits into the free memory")
+
+
+def _keep(result: ProbeResult, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(result)) + "\n")
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): the next start measures again", path, error.strerror)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -1,0 +1,72 @@
+"""How a checkpoint makes embeddings, as sentence-transformers writes it: `modules.json` and the modules' folders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from octavo.engine.generation_config import read_json, read_json_object
+from octavo.errors import ModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_MODULES, _USUAL_POOLING = "modules.json", "1_Pooling"
+_KINDS = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
+_OWN = "sentence_transformers."  # else a class of the checkpoint's own code
+_COMPUTED = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingConfig:
+    """How hidden states become an embedding.
+
+    pooling  "last" or "mean"
+    problem  why octavo cannot compute the embeddings that the checkpoint was made for, or None
+    """
+
+    pooling: str = "last"
+    problem: str | None = None
+
+
+def read_embedding_config(directory: Path) -> EmbeddingConfig:
+    """Read what follows the transformer; a checkpoint without such files gets its last state. Raises `ModelError`."""
+    folder = directory / _USUAL_POOLING
+    for name, module in _read_modules(directory / _MODULES):
+        kind = name.rpartition(".")[2]
+        if not name.startswith(_OWN) or kind not in _COMPUTED:
+            return EmbeddingConfig(problem=f"{directory / _MODULES} asks for {name}, which octavo does not compute")
+        if kind == "Pooling":
+            folder = directory / module
+    path = folder / "config.json"
+    modes = _read_modes(path, read_json_object(path))
+    if len(modes) > 1 or not _KINDS.keys() >= {*modes}:
+        return EmbeddingConfig(
+            problem=f"{path} asks for {' and '.join(modes)}; octavo takes the last state or the mean"
+        )
+    return EmbeddingConfig(_KINDS[modes[0]] if modes else "last")
+
+
+def _read_modules(path: Path) -> list[tuple[str, str]]:
+    """Return the class and the folder of every module, in their order; none where there is no such file."""
+    modules = read_json(path)
+    if modules is None:
+        return []
+    if not isinstance(modules, list) or not all(
+        isinstance(each, dict) and isinstance(each.get("type"), str) and isinstance(each.get("path", ""), str)
+        for each in modules
+    ):
+        raise ModelError(f"{path} must list modules with a type and a path each; download it again")
+    return [(each["type"], each.get("path", "")) for each in modules]
+
+
+def _read_modes(path: Path, values: dict[str, Any]) -> list[str]:
+    """Return the poolings that are asked for: a flag each, or in newer files by name."""
+    named = values.get("pooling_mode")
+    if named is None:
+        flags = (name for name, value in values.items() if name.startswith("pooling_mode_") and value is True)
+        return [name.removeprefix("pooling_mode_") for name in flags]
+    names = named if isinstance(named, list) else [named]
+    if not all(isinstance(name, str) for name in names):
+        raise ModelError(f"{path}: pooling_mode = {named!r} must be a name or a list of them")
+    return names

@@ -1,0 +1,68 @@
+"""The files of a checkpoint's weights, and what their headers alone say. No torch here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from octavo.errors import ModelError
+from octavo.models.config_file import ConfigFile
+
+BARE_EMBEDDING = "embed_tokens.weight"  # in files whose names stand without "model."
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def find_weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint: model.safetensors, or those of its index, or all there are."""
+    single = directory / "model.safetensors"
+    if single.is_file():
+        return [single]
+    index_path = directory / "model.safetensors.index.json"
+    if index_path.is_file():
+        return _indexed_files(index_path)
+    if found := sorted(directory.glob("*.safetensors")):
+        return found
+    pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
+    if pickles:
+        raise ModelError(
+            f"{directory} holds weights as {some(pickles)} only; octavo reads safetensors, because a pickle can run "
+            "code when it is loaded. Convert it with transformers: from_pretrained(...).save_pretrained(...)"
+        )
+    raise ModelError(f"{directory} holds no *.safetensors weights; download the checkpoint again")
+
+
+def _indexed_files(index_path: Path) -> list[Path]:
+    index = ConfigFile.read(index_path)
+    weight_map = index.section("weight_map")
+    if weight_map is None or not all(isinstance(name, str) for name in weight_map.values.values()):
+        raise index.error("weight_map", "must map tensor names to file names")
+    names = sorted(set(weight_map.values.values()))
+    for name in names:
+        if Path(name).name != name:
+            raise ModelError(f"{index_path}: {name!r} is not a plain file name")
+        if not (index_path.parent / name).is_file():
+            raise ModelError(f"{index_path.parent}: {name} is missing, one of {len(names)} files in {index_path.name}")
+    return [index_path.parent / name for name in names]
+
+
+def was_saved_without_head(directory: Path) -> bool:
+    """Whether this is a model of embeddings, by its names or sentence-transformers' files, that has no lm_head.
+
+    Broken files are no such model: who loads them says what is wrong with them.
+    """
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only checkpoints of untied weights need it
+
+    try:
+        names: set[str] = set()
+        for path in find_weight_files(directory):
+            with safe_open(path, framework="numpy") as file:
+                names.update(file.keys())
+    except (ModelError, SafetensorError, OSError):
+        return False
+    is_for_embeddings = BARE_EMBEDDING in names or (directory / "modules.json").is_file()
+    return is_for_embeddings and not any(name.startswith("lm_head.") for name in names)
+
+
+def some(names: list[str]) -> str:
+    """Return the first of these names, and how many more there are."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

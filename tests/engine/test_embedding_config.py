@@ -1,0 +1,110 @@
+"""How a checkpoint makes embeddings is read as sentence-transformers writes it, in its older and its newer form."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from octavo import LLM, RequestError
+from octavo.engine.embedding_config import EmbeddingConfig, read_embedding_config
+from octavo.errors import ModelError
+from octavo.models.random_weights import tiny_config, write_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OWN = "sentence_transformers.models."
+USUAL = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+
+
+def write(directory: Path, modules: list[tuple[str, str]], pooling: dict[str, Any], folder: str = "1_Pooling") -> None:
+    listed = [
+        {"idx": index, "name": str(index), "path": path, "type": kind} for index, (kind, path) in enumerate(modules)
+    ]
+    if listed:
+        (directory / "modules.json").write_text(json.dumps(listed))
+    (directory / folder).mkdir(parents=True)
+    (directory / folder / "config.json").write_text(json.dumps({"word_embedding_dimension": 8, **pooling}))
+
+
+@pytest.mark.parametrize(
+    ("pooling", "expected"),
+    [
+        ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, "last"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, "mean"),
+        ({"pooling_mode": "lasttoken", "include_prompt": True}, "last"),
+        ({"pooling_mode": "mean", "embedding_dimension": 8}, "mean"),
+        ({"pooling_mode": ["mean"]}, "mean"),
+        ({}, "last"),
+    ],
+)
+@pytest.mark.parametrize("has_modules", [True, False])
+def test_poolings(tmp_path: Path, pooling: dict[str, Any], expected: str, has_modules: bool) -> None:
+    write(tmp_path, [(OWN + kind, path) for kind, path in USUAL] if has_modules else [], pooling)
+    assert read_embedding_config(tmp_path) == EmbeddingConfig(expected)
+
+
+def test_a_checkpoint_that_says_nothing_gets_its_last_state(tmp_path: Path) -> None:
+    assert read_embedding_config(tmp_path) == EmbeddingConfig("last")
+
+
+def test_the_folder_is_the_one_that_modules_json_names(tmp_path: Path) -> None:
+    kinds = [
+        ("sentence_transformers.base.modules.transformer.Transformer", ""),
+        ("sentence_transformers.sentence_transformer.modules.pooling.Pooling", "pooling"),
+    ]
+    write(tmp_path, kinds, {"pooling_mode": "mean"}, folder="pooling")
+    assert read_embedding_config(tmp_path).pooling == "mean"
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling", "problem"),
+    [
+        ([], {"pooling_mode_cls_token": True}, "cls_token"),
+        ([], {"pooling_mode": "weightedmean"}, "weightedmean"),
+        ([], {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "mean_tokens and max_tokens"),
+        ([], {"pooling_mode": ["mean", "max"]}, "mean and max"),
+        ([(OWN + "Transformer", ""), (OWN + "Pooling", "1_Pooling"), (OWN + "Dense", "2_Dense")], {}, "Dense"),
+        ([("modeling_own.Transformer", ""), (OWN + "Pooling", "1_Pooling")], {}, "modeling_own.Transformer"),
+    ],
+)
+def test_what_octavo_does_not_compute_is_a_problem(
+    tmp_path: Path, modules: list[tuple[str, str]], pooling: dict[str, Any], problem: str
+) -> None:
+    write(tmp_path, modules, pooling)
+    found = read_embedding_config(tmp_path).problem
+    assert found is not None
+    assert problem in found
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("modules.json", "{}"),
+        ("modules.json", '[{"path": ""}]'),
+        ("modules.json", "[1]"),
+        ("1_Pooling/config.json", '{"pooling_mode": 1}'),
+        ("1_Pooling/config.json", '{"pooling_mode": [null]}'),
+        ("1_Pooling/config.json", "[]"),
+        ("1_Pooling/config.json", "{"),
+    ],
+)
+def test_broken_files_are_errors_that_name_them(tmp_path: Path, name: str, text: str) -> None:
+    write(tmp_path, [(OWN + kind, path) for kind, path in USUAL], {})
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ModelError, match=name):
+        read_embedding_config(tmp_path)
+
+
+def test_a_vector_is_refused_where_it_would_be_another_than_the_checkpoints(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "tiny", tiny_config("Qwen3ForCausalLM", vocab_size=400), std=0.1)
+    kinds = [*((OWN + kind, path) for kind, path in USUAL), (OWN + "Dense", "3_Dense")]
+    write(checkpoint, kinds, {"pooling_mode": "mean"})
+    llm = LLM(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=64, num_gpu_blocks_override=16)
+    prompt = {"prompt_token_ids": [5, 9, 300]}
+    with pytest.raises(RequestError, match="Dense"):
+        llm.embed(prompt, use_tqdm=False)
+    assert len(llm.embed(prompt, use_tqdm=False, pooling="mean")) == 1
+    assert len(llm.generate([prompt], use_tqdm=False)) == 1, "its tokens are its own all the same"
