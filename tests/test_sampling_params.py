@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from octavo.errors import RequestError
@@ -31,10 +32,14 @@ def test_defaults_are_vllms():
         ("repetition_penalty", [0.0, -1.0, math.nan]),
         ("logprobs", [-1, 21, 1.0]),
         ("prompt_logprobs", [-1, 21]),
-        ("stop", ["", ["a", ""], ["x" * 1025], [3], ["a"] * 65]),
-        ("stop_token_ids", [[-1], [1.5]]),
-        ("logit_bias", [{-1: 0.0}, {1: math.nan}, {1: 101.0}]),
-        ("allowed_token_ids", [[], [-4]]),
+        ("stop", ["", ["a", ""], ["x" * 1025], [3], ["a"] * 65, 3]),
+        ("stop_token_ids", [[-1], [1.5], 7]),
+        ("logit_bias", [{-1: 0.0}, {1: math.nan}, {1: 101.0}, [7]]),
+        ("allowed_token_ids", [[], [-4], 7]),
+        ("ignore_eos", [None, 1, "yes"]),
+        ("detokenize", [None, 0]),
+        ("skip_special_tokens", [None, 1]),
+        ("include_stop_str_in_output", [None, 1]),
     ],
 )
 def test_out_of_range_is_refused_with_the_fields_name(field, values):
@@ -43,6 +48,33 @@ def test_out_of_range_is_refused_with_the_fields_name(field, values):
             SamplingParams(**{field: value})
         assert caught.value.parameter == field
         assert field in str(caught.value)
+
+
+def test_numbers_of_numpy_are_pythons_from_then_on():
+    params = SamplingParams(
+        n=np.int64(2),
+        max_tokens=np.int32(5),
+        temperature=np.float32(0.5),
+        top_p=np.float64(0.9),
+        seed=np.uint64(2**64 - 1),
+        stop_token_ids=np.array([3, 4]),
+        allowed_token_ids=(np.int64(5),),
+        logit_bias={np.int64(7): np.float16(1.5)},
+    )
+    assert params == SamplingParams(
+        n=2,
+        max_tokens=5,
+        temperature=0.5,
+        top_p=0.9,
+        seed=2**64 - 1,
+        stop_token_ids=[3, 4],
+        allowed_token_ids=[5],
+        logit_bias={7: 1.5},
+    )
+    assert {type(value) for value in (params.n, params.max_tokens, params.seed, *params.stop_token_ids)} == {int}
+    assert {type(value) for value in (params.temperature, params.top_p, *params.logit_bias.values())} == {float}
+    with pytest.raises(RequestError, match="temperature"):
+        SamplingParams(temperature=np.float64("nan"))
 
 
 def test_edges_are_accepted():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from json import dumps
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 from octavo.errors import RequestError
@@ -106,8 +107,8 @@ class SamplingParams:
     form the answer must have; it ends where that does. pooling: "last" or "mean" asks for the hidden states of the
     prompt as one vector, beside the one token that max_tokens must allow.
 
-    Raises `RequestError` for a value out of range. Fields may be changed until the request is sent: the engine checks
-    them anew and keeps a copy.
+    Numbers may be numpy's. Raises `RequestError` for a value out of range. Fields may be changed until the request is
+    sent: the engine checks them anew and keeps a copy.
     """
 
     n: int = 1
@@ -156,6 +157,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _check_int(name, value, 0, MAX_LOGPROBS)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                _refuse(name, getattr(self, name), "true or false")
         self._check_lists()
         if self.pooling is not None:
             if self.pooling not in POOLING:
@@ -166,11 +170,22 @@ class SamplingParams:
             self._check_structure(self.structured_outputs)
 
     def _normalize(self) -> None:
+        for name in _NUMBERS:
+            setattr(self, name, _plain(getattr(self, name)))
         if self.seed == -1:
             self.seed = None
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        self.stop = list(stop) if stop else []
-        self.stop_token_ids = list(self.stop_token_ids or [])
+        self.stop = _listed("stop", stop, "strings")
+        self.stop_token_ids = [
+            _plain(token_id) for token_id in _listed("stop_token_ids", self.stop_token_ids, "token ids")
+        ]
+        if self.allowed_token_ids is not None:
+            allowed = _listed("allowed_token_ids", self.allowed_token_ids, "token ids")
+            self.allowed_token_ids = [_plain(token_id) for token_id in allowed]
+        if self.logit_bias:
+            if not isinstance(self.logit_bias, dict):
+                _refuse("logit_bias", self.logit_bias, "a dictionary of token ids and numbers")
+            self.logit_bias = {_plain(token_id): _plain(bias) for token_id, bias in self.logit_bias.items()}
         if self.top_k == -1:
             self.top_k = 0
         if isinstance(self.temperature, (int, float)) and 0 < self.temperature < _SAMPLING_EPS:
@@ -225,6 +240,41 @@ class SamplingParams:
             if name not in known:
                 raise RequestError(f"unknown sampling parameter {name!r}", parameter=name)
         return cls(**{name: value for name, value in values.items() if value is not None or name in keep_none})
+
+
+_NUMBERS = (
+    "n",
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logprobs",
+    "prompt_logprobs",
+)
+_FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
+
+
+def _plain(value: Any) -> Any:
+    """Make a number of another library one of Python's, which alone can be sent to another process."""
+    if type(value) in (int, float, bool):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
+
+
+def _listed(name: str, values: Any, of: str) -> list[Any]:
+    """Return a list of what can be gone through, empty for None."""
+    try:
+        return [] if values is None else list(values)
+    except TypeError:
+        _refuse(name, values, f"a list of {of}")
 
 
 def _refuse(name: str, value: object, allowed: str) -> NoReturn:

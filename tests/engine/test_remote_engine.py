@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
 import zmq
@@ -119,6 +120,27 @@ def test_refusals_reach_their_caller_alone():
         assert await good == whole
 
     with running(step_s=0.002, max_num_seqs=1, max_num_waiting=3) as llm:
+        run(main(llm))
+
+
+def test_what_cannot_be_sent_is_refused_and_nobody_else_hears_of_it():
+    async def main(llm):
+        whole = await collect(llm, "hello", "alone", max_tokens=200)
+        good = asyncio.create_task(collect(llm, "hello", "good", max_tokens=200))
+        await asyncio.sleep(0.02)
+        for priority in (2**63, -(2**64), 0.5, None):
+            with pytest.raises(RequestError, match="priority must be"):
+                [_ async for _ in llm.generate("hello", SamplingParams(), "p", priority=priority)]
+        with pytest.raises(RequestError, match="cannot be sent"):
+            await collect(llm, "hello", "s", stop=["\ud800"])
+        with pytest.raises(RequestError, match="cannot be sent"):
+            await collect(llm, "hello", "\ud800")
+        assert await collect(llm, "hello", "numpy", max_tokens=np.int64(200), temperature=np.float32(0)) == whole
+        stream = llm.generate("hello", SamplingParams(max_tokens=1), "w", priority=np.int8(3), timeout_s=np.float64(9))
+        assert [output.finished async for output in stream][-1]
+        assert await good == whole
+
+    with running(step_s=0.001) as llm:
         run(main(llm))
 
 

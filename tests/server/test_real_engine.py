@@ -381,6 +381,8 @@ def test_embeddings_are_those_computed_offline(client: openai.OpenAI, offline: L
         assert [list(each) for each in got] == expected
         assert [each.index for each in result.data] == [0, 1, 2]
         assert result.usage.prompt_tokens == result.usage.total_tokens == sum(len(text.encode()) for text in texts)
+    raw = client.post("/embeddings", body={"input": texts, "encoding_format": None}, cast_to=object)
+    assert [each["embedding"] for each in raw["data"]] == expected  # type: ignore[index]
     one = client.embeddings.create(model="tiny", input=list(b"a"), dimensions=5)
     assert len(one.data[0].embedding) == 5
     assert abs(sum(value * value for value in one.data[0].embedding) - 1) < 1e-5

@@ -14,7 +14,7 @@ from running import run_server
 
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.server.answering import News
-from octavo.server.tgi import GenerateParameters, GenerateReply
+from octavo.server.tgi import GenerateParameters, GenerateReply, _params
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,6 +51,60 @@ def test_details(client: huggingface_hub.InferenceClient) -> None:
     assert details.top_tokens[0][0]["id"] == details.tokens[0]["id"]
 
 
+def test_token_texts_of_a_whole_answer_are_its_text(shared: Running) -> None:
+    """Also where characters are of several tokens; a hidden one is spelled beside it."""
+    body = {"inputs": "h\u00e9llo", "parameters": {"max_new_tokens": 2000, "details": True}}
+    with shared.http() as http:
+        answer = http.post("/generate", json=body).json()
+    tokens = answer["details"]["tokens"]
+    assert "".join(token["text"] for token in tokens if not token["special"]) == answer["generated_text"]
+    assert any(token["text"] == "" for token in tokens), "a part of a character"
+    assert (tokens[-1]["text"], tokens[-1]["special"]) == ("<eos>", True)
+
+
+def test_what_the_prompt_was_is_a_detail(shared: Running) -> None:
+    """Asked for alone, too."""
+    body = {"inputs": "hi", "parameters": {"max_new_tokens": 2, "decoder_input_details": True}}
+    with shared.http() as http:
+        prefill = http.post("/generate", json=body).json()["details"]["prefill"]
+    assert [(token["id"], token["text"]) for token in prefill] == [(ord("h"), "h"), (ord("i"), "i")]
+
+
+def test_conversations_as_huggingface_hub_asks_for_them(client: huggingface_hub.InferenceClient) -> None:
+    """It names no model where it was given an address, and has a spelling of its own for a schema."""
+    messages = [{"role": "user", "content": "hello"}]
+    answer = client.chat_completion(messages, max_tokens=8)
+    assert answer.model == "fake"
+    assert client.chat_completion(messages, model="tgi", max_tokens=8).choices == answer.choices
+    streamed = client.chat_completion(messages, max_tokens=8, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == answer.choices[0].message.content
+
+
+def test_the_root_answers_with_a_list(shared: Running) -> None:
+    body = {"inputs": "hello", "parameters": {"max_new_tokens": 4}}
+    with shared.http() as http:
+        assert http.post("/", json=body).json() == [http.post("/generate", json=body).json()]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "samples"),
+    [
+        ({}, False),
+        ({"temperature": 1.0}, False),
+        ({"temperature": 1.0, "top_p": 1.0, "do_sample": False}, False),
+        ({"temperature": 0.7}, True),
+        ({"top_k": 5}, True),
+        ({"top_p": 0.9}, True),
+        ({"do_sample": True}, True),
+        ({"do_sample": True, "temperature": 0.5}, True),
+    ],
+)
+def test_what_is_sampled(parameters: dict[str, Any], samples: bool) -> None:
+    """As TGI has it: do_sample, or what changes the distribution."""
+    params = _params(GenerateParameters(**parameters), stream=False)
+    assert params.temperature == (parameters.get("temperature", 1.0) if samples else 0.0)
+
+
 def test_why_it_ended(client: huggingface_hub.InferenceClient) -> None:
     assert client.text_generation("hello", max_new_tokens=2000, details=True).details.finish_reason == "eos_token"
     stopped = client.text_generation("hello", max_new_tokens=2000, details=True, stop=["fox"])
@@ -77,9 +131,8 @@ def test_a_stream_is_the_whole_answer(client: huggingface_hub.InferenceClient, m
 def test_steps_that_come_together_have_an_event_for_each_token() -> None:
     """The engine's process may be ahead of the server: one output then brings tokens of several steps."""
     tokenizer = SimpleNamespace(token=str, is_special=lambda token_id: token_id == EOS)
-    service = SimpleNamespace(
-        llm=SimpleNamespace(engine=SimpleNamespace(input_processor=SimpleNamespace(tokenizer=tokenizer)))
-    )
+    engine = SimpleNamespace(input_processor=SimpleNamespace(tokenizer=tokenizer), output_processor=None)
+    service = SimpleNamespace(llm=SimpleNamespace(engine=engine))
     reply = GenerateReply(cast("Service", service), GenerateParameters(top_n_tokens=1), "")
 
     def told(text: str, token_ids: list[int], finish_reason: str | None = None) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ def http(shared: Running) -> Iterator[httpx.Client]:
 def test_a_text(http: httpx.Client) -> None:
     answer = http.post("/tokenize", json={"model": "fake", "prompt": "狐!"}).json()
     assert answer == {"count": 4, "max_model_len": 2048, "tokens": [231, 139, 144, 33]}
+    assert "token_strs" not in http.post("/tokenize", json={"prompt": "a", "return_token_strs": None}).json()
     answer = http.post("/tokenize", json={"prompt": "a", "return_token_strs": True}).json()
     assert answer["token_strs"] == ["<97>"]
     assert http.post("/detokenize", json={"tokens": [231, 139, 144, 33, 256]}).json() == {"prompt": "狐!<eos>"}

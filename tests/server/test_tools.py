@@ -90,6 +90,18 @@ def test_calls_whole_and_streamed(client: openai.OpenAI) -> None:
     assert streamed["chunks"] > 20, "arguments come as they are written"
 
 
+def test_reasoning_can_be_left_out(client: openai.OpenAI) -> None:
+    """As vLLM does with include_reasoning; the rest is the same."""
+    asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "tools": [WEATHER, NOW]}
+    body = {"include_reasoning": False}
+    message = client.chat.completions.create(**asked, extra_body=body).choices[0].message
+    assert not getattr(message, "reasoning_content", None)
+    assert message.content == "I look."
+    assert len(message.tool_calls or []) == 2
+    streamed = assemble(client.chat.completions.create(**asked, stream=True, extra_body=body))
+    assert (streamed["content"], streamed["reasoning"], len(streamed["calls"])) == ("I look.", None, 2)
+
+
 def test_without_tools_it_is_text(client: openai.OpenAI) -> None:
     for options in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
         choice = client.chat.completions.create(model="fake", messages=MESSAGES, **options).choices[0]  # type: ignore[call-overload]
@@ -212,6 +224,8 @@ def test_the_form_is_found_in_the_template() -> None:
 
     assert isinstance(find("a <tool_call> b").tools, HermesFormat)
     assert isinstance(find("<|python_tag|>").tools, LlamaFormat)
+    shown = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
+    assert isinstance(find(shown).tools, LlamaFormat), "Llama 3.2"
     assert isinstance(find("[TOOL_CALLS] [ARGS]").tools, NamedMistralFormat)
     assert find("<tool_call> <function=").tools is None
     assert isinstance(find("<tool_call> <function=", "hermes").tools, HermesFormat)

@@ -160,6 +160,7 @@ class InputProcessor:
         check_salt(cache_salt)
         _check_timeout(timeout_s)
         _check_weight(tenant_weight)
+        priority = _whole_priority(priority)
         self._check_structure(params)
         text, token_ids = self._read_prompt(prompt)
         # The scheduler refuses it, too: but not before it is copied for n outputs, or sent to another process.
@@ -180,8 +181,8 @@ class InputProcessor:
                 stop_token_ids=eos_ids | frozenset(params.stop_token_ids),
                 cache_salt=cache_salt,
                 tenant=tenant,
-                tenant_weight=tenant_weight,
-                deadline=None if timeout_s is None else arrival_time + timeout_s,
+                tenant_weight=float(tenant_weight),
+                deadline=None if timeout_s is None else arrival_time + float(timeout_s),
             )
             for index in range(params.n)
         ]
@@ -266,6 +267,17 @@ def _check_weight(weight: object) -> None:
     """A weight is a number above zero."""
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
         raise RequestError(f"tenant_weight must be a number above 0, got {weight!r}", parameter="tenant_weight")
+
+
+def _whole_priority(priority: Any) -> int:
+    """Take any whole number of 64 bits in, numpy's too."""
+    try:
+        value = operator.index(priority)
+    except TypeError:
+        value = 2**63
+    if not -(2**63) <= value < 2**63:
+        raise RequestError(f"priority must be a whole number of 64 bits, got {priority!r:.100}", parameter="priority")
+    return value
 
 
 def draw_seed(engine_seed: int, arrival: int) -> int:

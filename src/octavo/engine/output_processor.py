@@ -151,6 +151,16 @@ class OutputProcessor:
         detokenizer = self._tokenizer.incremental_detokenizer([], skip_special_tokens=skip_special_tokens)
         return detokenizer.add(token_ids) + detokenizer.finish()
 
+    def pieces(self, prompt_token_ids: list[int], token_ids: list[int]) -> list[str]:
+        """Return what each token adds to the text behind a prompt: "" for one that is hidden or ends no character."""
+        if self._tokenizer is None:
+            return [""] * len(token_ids)
+        detokenizer = self._tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=True)
+        pieces = [detokenizer.add([token_id]) for token_id in token_ids]
+        if rest := detokenizer.finish():
+            pieces[-1] += rest
+        return pieces
+
     def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> Detokenizer:
         if self._tokenizer is None or not params.detokenize:
             return _NoDetokenizer()

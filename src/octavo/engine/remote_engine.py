@@ -176,10 +176,16 @@ class RemoteEngine:
             accept(QueueFullError(f"{_MAX_PENDING} requests have been sent to the engine, which has not answered yet"))
         elif request_id in self._pending or request_id in self.output_processor:
             accept(RequestError(f"request id {request_id!r} is in use", parameter="request_id"))
-        elif not self._send(messages.Add.of(request_id, processed.streams)):
-            accept(EngineRestartingError("the engine is being started again", retry_after_s=self.retry_after_s))
         else:
-            self._pending[request_id] = processed, accept
+            try:
+                message = messages.encode(messages.Add.of(request_id, processed.streams))
+            except (TypeError, ValueError, OverflowError) as error:  # a text that is not valid Unicode, say
+                accept(RequestError(f"the request cannot be sent to the engine: {error}"))
+                return
+            if self._send(message):
+                self._pending[request_id] = processed, accept
+            else:
+                accept(EngineRestartingError("the engine is being started again", retry_after_s=self.retry_after_s))
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests; each gets its last output, with finish_reason "abort". Unknown ids are passed over."""
@@ -206,11 +212,11 @@ class RemoteEngine:
     def watch(self, listener: Callable[[Glimpse], None] | None) -> None:
         """Let a listener hear what happens from now on, on this thread, or nobody; also in later processes."""
         self._watch_with = listener
-        self._send(messages.Watch(listener is not None))
+        self._send(messages.encode(messages.Watch(listener is not None)))
 
     def shutdown(self) -> None:
         """Ask the process to end, and see to it that it does."""
-        self._closes_at = time.monotonic() + (_STOP_S if self._send(messages.Stop()) else 0.0)
+        self._closes_at = time.monotonic() + (_STOP_S if self._send(messages.encode(messages.Stop())) else 0.0)
         self._is_closing.set()
         if self._watcher.is_alive():
             self._watcher.join()
@@ -220,14 +226,14 @@ class RemoteEngine:
 
     def _finish(self, stream_ids: list[str], status: RequestStatus) -> None:
         if stream_ids:
-            self._send(messages.Finish(stream_ids, status))
+            self._send(messages.encode(messages.Finish(stream_ids, status)))
 
-    def _send(self, message: messages.ToEngine) -> bool:
+    def _send(self, message: bytes) -> bool:
         """Send; False where there is nobody to send it to. There is room for all: `_MAX_PENDING` bounds what waits."""
         if self._requests is None:
             return False
         try:
-            self._requests.send(messages.encode(message), zmq.NOBLOCK)
+            self._requests.send(message, zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
@@ -273,7 +279,7 @@ class RemoteEngine:
     def _came_up(self, life: _Life) -> None:
         self._requests, life.is_open = life.requests, True
         if self._watch_with is not None:
-            self._send(messages.Watch(is_on=True))
+            self._send(messages.encode(messages.Watch(is_on=True)))
 
     def _went_down(self, error: EngineDeadError) -> None:
         """Nothing of the process is left: every open request ends here."""

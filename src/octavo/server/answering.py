@@ -99,7 +99,7 @@ class News:
 class WholeReply(Protocol):
     """How one API spells outputs when all of them are there."""
 
-    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> msgspec.Struct:
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> msgspec.Struct | Sequence[msgspec.Struct]:
         """Return the whole answer; there is one output for each prompt."""
         ...
 

@@ -140,7 +140,7 @@ def _add_tgi_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/")
     async def either(request: Request, body: TgiBody) -> Response:
-        return await tgi.generate(service, request, body, stream=bool(body.stream))
+        return await tgi.generate_either(service, request, body)
 
     @app.get("/info")
     async def info() -> JSONResponse:

@@ -67,7 +67,8 @@ async def create_chat_completion(service: Service, http_request: Request, reques
         job.spelled["logprobs"] = "top_logprobs"
         if toolbox.format is not None and request.response_format is None:
             job.spelled["structured_outputs"] = "tools"
-        return await answer(service, http_request, job, ChatReply(job, form, request.top_logprobs or 0))
+        reply = ChatReply(job, form, request.top_logprobs or 0, shows_reasoning=request.include_reasoning is not False)
+        return await answer(service, http_request, job, reply)
 
 
 async def render(
@@ -103,10 +104,11 @@ def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_ma
 class ChatReply(OpenAIReply):
     """Spells outputs as chat completions."""
 
-    def __init__(self, job: Job, form: AnswerForm, num_top_logprobs: int) -> None:
+    def __init__(self, job: Job, form: AnswerForm, num_top_logprobs: int, *, shows_reasoning: bool) -> None:
         super().__init__(job)
         self._form = form
         self._num_top = num_top_logprobs
+        self._shows_reasoning = shows_reasoning
         self._answers: dict[int, _Answer] = {}
 
     def news(self, news: News, usage: Usage | None) -> bytes:
@@ -115,7 +117,7 @@ class ChatReply(OpenAIReply):
         Plain content has a chunk for each step, empty where its text is held back.
         """
         completion = news.completion
-        answer = self._answers.setdefault(news.choice, _Answer(self._form))
+        answer = self._answers.setdefault(news.choice, _Answer(self._form, self._shows_reasoning))
         delta = answer.grow(completion)
         if delta is None and not (news.is_first or completion.logprobs or completion.finished or self._form.is_plain):
             return b""  # a parser waits for more
@@ -148,7 +150,7 @@ class ChatReply(OpenAIReply):
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
         """All n choices of the one prompt."""
         (output,) = outputs
-        answers = [_Answer(self._form) for _ in output.outputs]
+        answers = [_Answer(self._form, self._shows_reasoning) for _ in output.outputs]
         choices = [self._choice(each, answer) for each, answer in zip(output.outputs, answers, strict=True)]
         counts = self._counted(usage, answers)
         result = ChatCompletion(self._job.request_id, self._job.created, self._job.model, choices, counts)
@@ -169,15 +171,16 @@ class ChatReply(OpenAIReply):
 class _Answer:
     """One choice while it grows."""
 
-    def __init__(self, form: AnswerForm) -> None:
+    def __init__(self, form: AnswerForm, shows_reasoning: bool) -> None:
         self.reader = AnswerReader(form)
+        self._shows_reasoning = shows_reasoning
         self._toolbox = form.toolbox
         self._has_calls = False
 
     def message(self, completion: CompletionOutput) -> ChatMessage:
         """Return a whole answer."""
         message = ChatMessage(None)
-        for part in self.reader.read(completion):
+        for part in self._parts(completion):
             match part.kind:
                 case "content":
                     message.content = (message.content or "") + part.text
@@ -196,7 +199,7 @@ class _Answer:
     def grow(self, completion: CompletionOutput) -> ChatDelta | None:
         """Return what an answer grew by."""
         delta = ChatDelta()
-        for part in self.reader.read(completion):
+        for part in self._parts(completion):
             match part.kind:
                 case "content":
                     delta.content = (delta.content or "") + part.text
@@ -211,6 +214,10 @@ class _Answer:
                     call.index = part.call
                     delta.tool_calls.append(call)
         return None if delta == ChatDelta() else delta
+
+    def _parts(self, completion: CompletionOutput) -> list[Part]:
+        parts = self.reader.read(completion)
+        return parts if self._shows_reasoning else [part for part in parts if part.kind != "reasoning"]
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:
         """Tell why it ended, in the API's words: a call that the client forced by name is an ordinary end."""

@@ -47,7 +47,7 @@ class EmbeddingRequest(BaseModel):
 
     model: str | None = None
     input: Any = None
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     priority: Priority | None = None
     cache_salt: str | None = None

@@ -174,6 +174,7 @@ class ChatCompletionRequest(SamplingFields):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None  # vLLM's: false leaves it out of the answer
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **SamplingFields.unsupported,

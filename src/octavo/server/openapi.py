@@ -80,7 +80,7 @@ _ROUTES = (
     ),
     _Route("/generate", "Continue a prompt.", tgi.GenerateRequest, tgi.Generated, family="TGI"),
     _Route("/generate_stream", "Continue a prompt as a stream.", tgi.GenerateRequest, streams=True, family="TGI"),
-    _Route("/", "Continue a prompt.", tgi.GenerateRequest, tgi.Generated, streams=True, family="TGI"),
+    _Route("/", "Continue a prompt.", tgi.GenerateRequest, "GeneratedList", streams=True, family="TGI"),
     _Route("/info", "Describe the model and its limits.", answer="Object", family="TGI"),
     _Route("/tokenize", "Turn text into token ids.", tokenizing.TokenizeRequest, openai_responses.Tokenized),
     _Route("/detokenize", "Turn token ids into text.", tokenizing.DetokenizeRequest, openai_responses.Detokenized),

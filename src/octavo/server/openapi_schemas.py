@@ -238,6 +238,7 @@ OWN_SCHEMAS: dict[str, Any] = {
     "Model": _object(("id", "object"), id=_TEXT, object={"const": "model"}, created=_WHOLE, max_model_len=_WHOLE),
     "ModelList": _object(("object", "data"), object={"const": "list"}, data=_list({"$ref": REF + "Model"})),
     "TokenCount": _object(("input_tokens",), input_tokens=_WHOLE),
+    "GeneratedList": _list({"$ref": REF + "Generated"}),
     "Version": _object(("version",), version=_TEXT),
     "Error": _object(
         ("error",),

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _STRUCTURES = {field.name for field in fields(StructuredOutputsParams)}
 # What the two APIs spell in a way of their own is passed by their routes.
 _OWN = {"max_tokens", "logprobs", "logit_bias", "detokenize", "output_kind", "structured_outputs", "pooling"}
+_SCHEMA_KEYS = ("schema", "value")  # of a json_object: as llama.cpp has it, and as huggingface_hub writes a json_schema
 _SHARED = tuple(field.name for field in fields(SamplingParams) if field.name not in _OWN)
 
 
@@ -53,16 +54,19 @@ def read_response_format(given: Any, parameter: str = "response_format") -> Stru
     kind = "text" if given is None else given.get("type")
     if kind == "text":
         return None
+    assert given is not None
     if kind == "json_object":
-        return StructuredOutputsParams(json_object=True)
-    if kind != "json_schema":
+        where, schema = next(((key, given[key]) for key in _SCHEMA_KEYS if given.get(key) is not None), ("", None))
+        if schema is None:
+            return StructuredOutputsParams(json_object=True)
+    elif kind == "json_schema":
+        described = given.get("json_schema")
+        where, schema = "json_schema.schema", described.get("schema") if isinstance(described, dict) else None
+    else:
         message = f"{parameter}.type must be text, json_object or json_schema, got {kind!r:.60}"
         raise RequestError(message, parameter=parameter)
-    assert given is not None
-    described = given.get("json_schema")
-    schema = described.get("schema") if isinstance(described, dict) else None
     if not isinstance(schema, dict):
-        raise RequestError(f"{parameter}.json_schema.schema must be a JSON schema", parameter=parameter)
+        raise RequestError(f"{parameter}.{where} must be a JSON schema", parameter=parameter)
     try:
         return StructuredOutputsParams(json=schema)
     except RequestError as error:

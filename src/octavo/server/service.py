@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5  # in a row: so often an engine process may end before it takes a request
+_NO_NAMES = ("tgi", "dummy")  # what clients of TGI say, which has one model: its documents, and huggingface_hub
 _BODIES = 16  # so many of the largest may arrive at once
 
 
@@ -86,7 +87,7 @@ class Service:
 
     def check_model(self, name: str | None) -> str:
         """Return the name to answer under. Raises `ModelNotFoundError` for one that is not served."""
-        if name is None:
+        if name is None or (name in _NO_NAMES and name not in self.model_names):
             return self.model_names[0]
         if name not in self.model_names:
             known = ", ".join(self.model_names)

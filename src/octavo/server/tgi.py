@@ -58,7 +58,7 @@ class Grammar(BaseModel):
 
 
 class GenerateParameters(BaseModel):
-    """How to generate. Without do_sample, and with nothing that only sampling knows, the likeliest token is taken."""
+    """How to generate. Without do_sample, and with nothing that changes what is drawn from, it is greedy."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -94,7 +94,7 @@ class GenerateRequest(BaseModel):
 
 
 class Token(Struct):
-    """A token with its text, "" where it is a part of a character, or hidden."""
+    """A token with what it adds to the text: "" for a part of a character, and for a hidden one in a stream."""
 
     id: int
     text: str
@@ -176,8 +176,15 @@ def error_response(error: HttpError) -> ErrorResponse:
     return ErrorResponse(error, content, status, error.headers)
 
 
-async def generate(service: Service, http_request: Request, request: GenerateRequest, *, stream: bool) -> Response:
-    """Continue a prompt."""
+async def generate_either(service: Service, http_request: Request, request: GenerateRequest) -> Response:
+    """Continue a prompt, as a stream where that is asked for; else the answer is a list of one, as TGI's is here."""
+    return await generate(service, http_request, request, stream=bool(request.stream), in_list=True)
+
+
+async def generate(
+    service: Service, http_request: Request, request: GenerateRequest, *, stream: bool, in_list: bool = False
+) -> Response:
+    """Continue a prompt. in_list: a whole answer comes as a list of one."""
     wanted = request.parameters or GenerateParameters()
     try:
         params = _params(wanted, stream=stream)
@@ -198,7 +205,7 @@ async def generate(service: Service, http_request: Request, request: GenerateReq
             stream=stream,
             spelled=_SPELLED,
         )
-        return await answer(service, http_request, job, GenerateReply(service, wanted, request.inputs))
+        return await answer(service, http_request, job, GenerateReply(service, wanted, request.inputs, in_list=in_list))
 
 
 def info(service: Service) -> dict[str, Any]:
@@ -232,7 +239,7 @@ def _params(wanted: GenerateParameters, *, stream: bool) -> SamplingParams:
         )
     if wanted.temperature is not None and wanted.temperature <= 0:
         raise RequestError("temperature must be above 0; without do_sample none is needed", parameter="temperature")
-    samples = wanted.do_sample or any(value is not None for value in (wanted.temperature, wanted.top_k, wanted.top_p))
+    samples = wanted.do_sample or wanted.top_k or any(v not in (None, 1.0) for v in (wanted.temperature, wanted.top_p))
     values: dict[str, Any] = {
         "top_k": wanted.top_k,
         "top_p": wanted.top_p,
@@ -242,10 +249,10 @@ def _params(wanted: GenerateParameters, *, stream: bool) -> SamplingParams:
         "repetition_penalty": wanted.repetition_penalty,
         "prompt_logprobs": 0 if wanted.decoder_input_details else None,
     }
-    default = 1.0 if samples else 0.0
+    temperature = 1.0 if wanted.temperature is None else wanted.temperature
     return SamplingParams(
         **{name: value for name, value in values.items() if value is not None},
-        temperature=default if wanted.temperature is None else wanted.temperature,
+        temperature=temperature if samples else 0.0,
         max_tokens=DEFAULT_MAX_NEW_TOKENS if wanted.max_new_tokens is None else wanted.max_new_tokens,
         include_stop_str_in_output=True,
         logprobs=wanted.top_n_tokens or 0,
@@ -278,9 +285,10 @@ def _prompt(service: Service, text: str, num_kept: int | None) -> Any:
 class GenerateReply:
     """Spells outputs as TGI does."""
 
-    def __init__(self, service: Service, wanted: GenerateParameters, inputs: str) -> None:
-        tokenizer = service.llm.engine.input_processor.tokenizer
-        self._spell, self._is_special = tokenizer.token, tokenizer.is_special
+    def __init__(self, service: Service, wanted: GenerateParameters, inputs: str, *, in_list: bool = False) -> None:
+        self._is_special = service.llm.engine.input_processor.tokenizer.is_special
+        self._texts = service.llm.engine.output_processor
+        self._in_list = in_list
         self._wanted = wanted
         self._prefix = inputs if wanted.return_full_text else ""
         self._text = ""
@@ -317,23 +325,29 @@ class GenerateReply:
         """The last token's event is the last one."""
         return b""
 
-    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Generated:
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Generated | list[Generated]:
         """Return the whole answer."""
         (output,) = outputs
         (completion,) = output.outputs
         generated = Generated(self._prefix + completion.text)
-        if self._wanted.details:
+        if self._wanted.details or self._wanted.decoder_input_details:
+            tokens = self._tokens(completion)
+            for token, piece in zip(
+                tokens, self._texts.pieces(output.prompt_token_ids, completion.token_ids), strict=True
+            ):
+                if piece or not token.special:
+                    token.text = piece
             generated.details = Details(
                 _finish_reason(completion),
                 len(completion.token_ids),
                 self._wanted.seed,
                 self._prefill(output),
-                self._tokens(completion),
+                tokens,
                 receipt=usage.receipt,
             )
             if self._wanted.top_n_tokens:
                 generated.details.top_tokens = [self._best(entry) for entry in completion.logprobs or []]
-        return generated
+        return [generated] if self._in_list else generated
 
     def error(self, error: HttpError) -> bytes:
         """Return the event of an error in mid-stream."""
@@ -357,7 +371,11 @@ class GenerateReply:
     def _prefill(self, output: RequestOutput) -> list[PrefillToken]:
         entries = output.prompt_logprobs or []
         return [
-            PrefillToken(token_id, self._spell(token_id), entry[token_id].logprob if entry else None)
+            PrefillToken(
+                token_id,
+                self._texts.decode([token_id], skip_special_tokens=False),
+                entry[token_id].logprob if entry else None,
+            )
             for token_id, entry in zip(output.prompt_token_ids, entries, strict=False)
         ]
 

@@ -38,7 +38,7 @@ class TokenizeRequest(BaseModel):
     prompt: str | None = None
     messages: Any = None
     add_special_tokens: bool | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

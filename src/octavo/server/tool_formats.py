@@ -161,14 +161,21 @@ def _choice(count: int) -> str:
 TOOL_FORMATS: dict[str, type[ToolFormat]] = {each.name: each for each in (HermesFormat, LlamaFormat, MistralFormat)}
 
 
+_MARKS = {
+    "<tool_call>": "hermes",
+    "[TOOL_CALLS]": "mistral",
+    "<|python_tag|>": "llama3_json",
+    '"parameters": dictionary of argument name and its value': "llama3_json",  # Llama 3.2's writes no tag
+}
+
+
 def find_tool_format(wanted: str, templates: Iterable[str], spell: Callable[[str], str | None]) -> ToolFormat | None:
     """Return the format of that name; for "auto" the one that the chat templates write; None where there is none."""
     text = "\n".join(templates)
     if wanted == "none":
         return None
     if wanted == "auto":
-        marks = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json"}
-        found = next((name for mark, name in marks.items() if mark in text), None)
+        found = next((name for mark, name in _MARKS.items() if mark in text), None)
         if found is None or (found == "hermes" and "<function=" in text):  # Qwen3-Coder's calls are not JSON
             return None
         wanted = found
