@@ -70,4 +70,4 @@ def test_only_what_is_read_is_downloaded(model: Path, tokenizer: Path, monkeypat
         asked.clear()
         config = ModelConfig(model="owner/model", tokenizer="owner/tokenizer", load_format=load_format)
         assert rendered(config) == "the tokenizer's"
-        assert set(asked) == {("owner/model", has_weights), ("owner/tokenizer", False)}
+        assert asked == [("owner/model", has_weights), ("owner/tokenizer", False)], "once each"

@@ -34,12 +34,12 @@ def test_defaults_are_vllms():
         ("prompt_logprobs", [-1, 21]),
         ("stop", ["", ["a", ""], ["x" * 1025], [3], ["a"] * 65, 3]),
         ("stop_token_ids", [[-1], [1.5], 7]),
-        ("logit_bias", [{-1: 0.0}, {1: math.nan}, {1: 101.0}, [7]]),
+        ("logit_bias", [{-1: 0.0}, {1: math.nan}, {1: 101.0}, [7], np.array([1, 2])]),
         ("allowed_token_ids", [[], [-4], 7]),
-        ("ignore_eos", [None, 1, "yes"]),
-        ("detokenize", [None, 0]),
-        ("skip_special_tokens", [None, 1]),
-        ("include_stop_str_in_output", [None, 1]),
+        ("ignore_eos", [None, 2, "yes"]),
+        ("detokenize", [None, 0.5]),
+        ("skip_special_tokens", [None, "no"]),
+        ("include_stop_str_in_output", [None, -1]),
     ],
 )
 def test_out_of_range_is_refused_with_the_fields_name(field, values):
@@ -60,6 +60,8 @@ def test_numbers_of_numpy_are_pythons_from_then_on():
         stop_token_ids=np.array([3, 4]),
         allowed_token_ids=(np.int64(5),),
         logit_bias={np.int64(7): np.float16(1.5)},
+        ignore_eos=np.True_,
+        detokenize=1,
     )
     assert params == SamplingParams(
         n=2,
@@ -70,7 +72,9 @@ def test_numbers_of_numpy_are_pythons_from_then_on():
         stop_token_ids=[3, 4],
         allowed_token_ids=[5],
         logit_bias={7: 1.5},
+        ignore_eos=True,
     )
+    assert {type(value) for value in (params.ignore_eos, params.detokenize)} == {bool}
     assert {type(value) for value in (params.n, params.max_tokens, params.seed, *params.stop_token_ids)} == {int}
     assert {type(value) for value in (params.temperature, params.top_p, *params.logit_bias.values())} == {float}
     with pytest.raises(RequestError, match="temperature"):

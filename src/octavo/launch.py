@@ -35,9 +35,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model as its files describe it: where it is, what it computes, and the longest sequence that is served."""
+    """A model as its files describe it: where it is, what it computes, and the longest sequence that is served.
+
+    text_directory: where its tokenizer is, and a chat template with it; another checkpoint's, where that was asked for
+    """
 
     directory: Path
+    text_directory: Path
     architecture: Architecture
     max_model_len: int
 
@@ -47,8 +51,11 @@ class Checkpoint:
         directory = built_in_model_path()
         if config.model is not None:
             directory = resolve_model_path(config.model, weights=config.load_format != "dummy")
+        text_directory = directory
+        if config.tokenizer is not None and not config.skip_tokenizer_init:
+            text_directory = resolve_model_path(config.tokenizer, weights=False)
         architecture = read_architecture(directory)
-        return cls(directory, architecture, resolve_max_model_len(config, architecture))
+        return cls(directory, text_directory, architecture, resolve_max_model_len(config, architecture))
 
 
 def launch_engine(
@@ -67,8 +74,11 @@ def launch_engine(
     checkpoint, asked = Checkpoint.find(config.model), config.model
     # -P: else a file in the current directory, a checkpoint's say, could be taken for a module.
     command = [sys.executable, "-P", "-m", "octavo.engine_main"]
-    if config.model.model is not None:  # what a hub id means may change before the process is started again
+    # What a hub id means may change before the process is started again.
+    if config.model.model is not None:
         config = replace(config, model=replace(config.model, model=str(checkpoint.directory)))
+    if config.model.tokenizer is not None:
+        config = replace(config, model=replace(config.model, tokenizer=str(checkpoint.text_directory)))
 
     def prepare() -> tuple[InputProcessor, OutputProcessor]:
         if meanwhile is not None:
@@ -84,7 +94,7 @@ def make_processors(config: ModelConfig, checkpoint: Checkpoint) -> tuple[InputP
     """Load the tokenizer and the chat template, and return both sides of the text."""
     tokenizer = template = None
     if not config.skip_tokenizer_init:
-        tokenizer = _read_tokenizer(config, checkpoint)
+        tokenizer = Tokenizer.from_directory(checkpoint.text_directory)
         template = _chat_template(config, checkpoint, tokenizer)
     info = _model_info(config, checkpoint, tokenizer)
     return InputProcessor(tokenizer, info, config.seed, template), OutputProcessor(tokenizer, time.monotonic)
@@ -96,18 +106,10 @@ def make_grammars(config: ModelConfig, checkpoint: Checkpoint) -> GrammarCompile
         return None
 
     def read() -> tuple[str, frozenset[int]]:
-        tokenizer = _read_tokenizer(config, checkpoint)
+        tokenizer = Tokenizer.from_directory(checkpoint.text_directory)
         return tokenizer.backend.to_str(), _eos_token_ids(checkpoint, tokenizer)
 
     return GrammarCompiler(read, checkpoint.architecture.vocab_size)
-
-
-def _read_tokenizer(config: ModelConfig, checkpoint: Checkpoint) -> Tokenizer:
-    return Tokenizer.from_directory(_tokenizer_directory(config, checkpoint))
-
-
-def _tokenizer_directory(config: ModelConfig, checkpoint: Checkpoint) -> Path:
-    return checkpoint.directory if config.tokenizer is None else resolve_model_path(config.tokenizer, weights=False)
 
 
 def resolve_max_model_len(model_config: ModelConfig, architecture: Architecture) -> int:
@@ -160,7 +162,7 @@ def _chat_template(config: ModelConfig, checkpoint: Checkpoint, tokenizer: Token
     """Read the template of the user's choice (a file, or the text itself), else the tokenizer's or the checkpoint's."""
     chosen = config.chat_template
     if chosen is None:
-        own = ChatTemplate.from_directory(_tokenizer_directory(config, checkpoint), tokenizer.special_tokens)
+        own = ChatTemplate.from_directory(checkpoint.text_directory, tokenizer.special_tokens)
         return own or ChatTemplate.from_directory(checkpoint.directory, tokenizer.special_tokens)
     looks_like_text = "{" in chosen or "\n" in chosen
     if not looks_like_text and not Path(chosen).is_file():

@@ -171,21 +171,18 @@ class SamplingParams:
 
     def _normalize(self) -> None:
         for name in _NUMBERS:
-            setattr(self, name, _plain(getattr(self, name)))
+            setattr(self, name, plain_number(getattr(self, name)))
+        for name in _FLAGS:
+            setattr(self, name, _plain_flag(getattr(self, name)))
         if self.seed == -1:
             self.seed = None
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         self.stop = _listed("stop", stop, "strings")
-        self.stop_token_ids = [
-            _plain(token_id) for token_id in _listed("stop_token_ids", self.stop_token_ids, "token ids")
-        ]
+        self.stop_token_ids = _plain_ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
-            allowed = _listed("allowed_token_ids", self.allowed_token_ids, "token ids")
-            self.allowed_token_ids = [_plain(token_id) for token_id in allowed]
-        if self.logit_bias:
-            if not isinstance(self.logit_bias, dict):
-                _refuse("logit_bias", self.logit_bias, "a dictionary of token ids and numbers")
-            self.logit_bias = {_plain(token_id): _plain(bias) for token_id, bias in self.logit_bias.items()}
+            self.allowed_token_ids = _plain_ids("allowed_token_ids", self.allowed_token_ids)
+        if self.logit_bias is not None:
+            self.logit_bias = _plain_bias(self.logit_bias)
         if self.top_k == -1:
             self.top_k = 0
         if isinstance(self.temperature, (int, float)) and 0 < self.temperature < _SAMPLING_EPS:
@@ -260,13 +257,32 @@ _NUMBERS = (
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
 
 
-def _plain(value: Any) -> Any:
+def plain_number(value: Any) -> Any:
     """Make a number of another library one of Python's, which alone can be sent to another process."""
     if type(value) in (int, float, bool):
         return value
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) else value
+
+
+def _plain_flag(value: Any) -> Any:
+    """Make 0, 1 and truth values of another library Python's."""
+    is_flag = isinstance(value, Integral) or type(value).__name__ in ("bool", "bool_")  # numpy's are no numbers
+    return bool(value) if is_flag and value in (0, 1) else value
+
+
+def _plain_ids(name: str, values: Any) -> list[Any]:
+    ids = _listed(name, values, "token ids")
+    return ids if all(type(token_id) is int for token_id in ids) else [plain_number(token_id) for token_id in ids]
+
+
+def _plain_bias(bias: Any) -> dict[Any, Any]:
+    if not isinstance(bias, dict):
+        _refuse("logit_bias", bias, "a dictionary of token ids and numbers")
+    if all(type(token_id) is int for token_id in bias) and all(type(each) in (int, float) for each in bias.values()):
+        return bias
+    return {plain_number(token_id): plain_number(each) for token_id, each in bias.items()}
 
 
 def _listed(name: str, values: Any, of: str) -> list[Any]:

@@ -37,7 +37,7 @@ def write(directory: Path, modules: list[tuple[str, str]], pooling: dict[str, An
         ({"pooling_mode": "lasttoken", "include_prompt": True}, "last"),
         ({"pooling_mode": "mean", "embedding_dimension": 8}, "mean"),
         ({"pooling_mode": ["mean"]}, "mean"),
-        ({}, "last"),
+        ({}, "mean"),
     ],
 )
 @pytest.mark.parametrize("has_modules", [True, False])
@@ -62,9 +62,12 @@ def test_the_folder_is_the_one_that_modules_json_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("modules", "pooling", "problem"),
     [
-        ([], {"pooling_mode_cls_token": True}, "cls_token"),
+        ([], {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "pooling cls_token;"),
+        ([], {"pooling_mode_lasttoken": True}, "mean and lasttoken"),
+        ([], {"pooling_mode_mean_tokens": False}, "pooling none;"),
+        ([], {"pooling_mode": "mean", "include_prompt": False}, "mean without the prompt"),
         ([], {"pooling_mode": "weightedmean"}, "weightedmean"),
-        ([], {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "mean_tokens and max_tokens"),
+        ([], {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "mean and max"),
         ([], {"pooling_mode": ["mean", "max"]}, "mean and max"),
         ([(OWN + "Transformer", ""), (OWN + "Pooling", "1_Pooling"), (OWN + "Dense", "2_Dense")], {}, "Dense"),
         ([("modeling_own.Transformer", ""), (OWN + "Pooling", "1_Pooling")], {}, "modeling_own.Transformer"),
@@ -77,6 +80,14 @@ def test_what_octavo_does_not_compute_is_a_problem(
     found = read_embedding_config(tmp_path).problem
     assert found is not None
     assert problem in found
+
+
+def test_a_pooling_that_got_lost_is_missed(tmp_path: Path) -> None:
+    write(tmp_path, [(OWN + kind, path) for kind, path in USUAL], {"pooling_mode": "mean"})
+    (tmp_path / "1_Pooling" / "config.json").unlink()
+    problem = read_embedding_config(tmp_path).problem
+    assert problem is not None
+    assert "is missing" in problem
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 
 import msgspec
@@ -131,12 +132,17 @@ def test_what_cannot_be_sent_is_refused_and_nobody_else_hears_of_it():
         for priority in (2**63, -(2**64), 0.5, None):
             with pytest.raises(RequestError, match="priority must be"):
                 [_ async for _ in llm.generate("hello", SamplingParams(), "p", priority=priority)]
+        for request_id in (5, uuid.uuid4()):
+            with pytest.raises(RequestError, match="request_id must be a text"):
+                await collect(llm, "hello", request_id)
+        with pytest.raises(RequestError, match="tenant must be a text"):
+            [_ async for _ in llm.generate("hello", SamplingParams(), "t", tenant=5)]
         with pytest.raises(RequestError, match="cannot be sent"):
             await collect(llm, "hello", "s", stop=["\ud800"])
         with pytest.raises(RequestError, match="cannot be sent"):
             await collect(llm, "hello", "\ud800")
         assert await collect(llm, "hello", "numpy", max_tokens=np.int64(200), temperature=np.float32(0)) == whole
-        stream = llm.generate("hello", SamplingParams(max_tokens=1), "w", priority=np.int8(3), timeout_s=np.float64(9))
+        stream = llm.generate("hello", SamplingParams(max_tokens=1), "w", priority=np.int8(3), timeout_s=np.float32(9))
         assert [output.finished async for output in stream][-1]
         assert await good == whole
 

@@ -90,14 +90,19 @@ def test_a_head_that_got_lost_is_missed_where_nothing_says_that_it_is_for_embedd
     assert embed(make(named))[0].tolist() == embed(make(checkpoint))[0].tolist()
 
 
-def test_a_quantized_copy_makes_embeddings_as_its_source(checkpoint, tmp_path):
+@pytest.mark.parametrize("folder", [None, "1_Pooling", "own"])
+def test_a_quantized_copy_makes_embeddings_as_its_source(checkpoint, tmp_path, folder):
+    """folder: that modules.json names; None for no such file."""
     source = without_head(checkpoint, tmp_path / "bare", prefix="")
-    (source / "modules.json").write_text(
-        json.dumps([{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}])
-    )
-    (source / "1_Pooling").mkdir()
-    (source / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
+    if folder is not None:
+        modules = [{"type": "sentence_transformers.models.Pooling", "path": folder}]
+        (source / "modules.json").write_text(json.dumps(modules))
+    pooling = source / (folder or "1_Pooling")
+    pooling.mkdir()
+    (pooling / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
+    (pooling / "pytorch_model.bin").write_bytes(b"x")
     quantize_checkpoint(source, tmp_path / "rounded", "int8")
+    assert not list((tmp_path / "rounded").rglob("*.bin"))
     copy = make(tmp_path / "rounded")
     chosen, mean, last = embed(copy), embed(copy, pooling="mean"), embed(copy, pooling="last")
     assert chosen[0].tolist() == mean[0].tolist()

@@ -13,6 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import anthropic
+import huggingface_hub
 import openai
 import pytest
 import running
@@ -234,6 +235,13 @@ def test_the_sdk_s_own_parsing_of_a_model_class(client: openai.OpenAI) -> None:
         model="tiny", messages=MESSAGES, response_format=Person, max_tokens=300, **SAMPLED
     )
     assert isinstance(answer.choices[0].message.parsed, Person)
+
+
+def test_an_answer_to_huggingface_hub_fits_its_schema(served: running.Running) -> None:
+    """It writes a schema in a way of its own."""
+    client = huggingface_hub.InferenceClient(model=served.url, timeout=20)
+    answer = client.chat_completion(MESSAGES, response_format=AS_SCHEMA, max_tokens=300, seed=3, temperature=1.0)  # type: ignore[arg-type]
+    assert set(json.loads(answer.choices[0].message.content or "")) == {"name", "age"}
 
 
 def test_an_anthropic_answer_fits_its_schema(served: running.Running) -> None:

@@ -20,6 +20,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"type": "text"}, None),
         ({"type": "json_object"}, StructuredOutputsParams(json_object=True)),
         ({"type": "json_object", "schema": None, "value": None}, StructuredOutputsParams(json_object=True)),
+        ({"type": "json_object", "schema": {}}, StructuredOutputsParams(json_object=True)),
         ({"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}, StructuredOutputsParams(json=SCHEMA)),
         ({"type": "json_object", "schema": SCHEMA}, StructuredOutputsParams(json=SCHEMA)),
         ({"type": "json_object", "value": SCHEMA}, StructuredOutputsParams(json=SCHEMA)),

@@ -14,7 +14,7 @@ from running import run_server
 
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.server.answering import News
-from octavo.server.tgi import GenerateParameters, GenerateReply, _params
+from octavo.server.tgi import GenerateParameters, GenerateReply, Token, _params
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,6 +62,23 @@ def test_token_texts_of_a_whole_answer_are_its_text(shared: Running) -> None:
     assert (tokens[-1]["text"], tokens[-1]["special"]) == ("<eos>", True)
 
 
+@pytest.mark.parametrize(
+    ("text", "pieces", "expected"),
+    [
+        ("ab", ["a", "b", "", ""], ["a", "b", "</s>"]),
+        ("a\ufffd", ["a", "", "", "\ufffd"], ["a", "\ufffd", "</s>"]),
+        ("a\ufffd", ["a", "", "\ufffd", ""], ["a", "\ufffd", "</s>"]),
+        ("ab fo", ["ab", " fox", "", ""], ["ab", " fo", "</s>"]),
+        ("a", ["ab", " fox", "", ""], ["a", "", "</s>"]),
+    ],
+    ids=["plain", "held back until the end", "let go by a hidden one", "cut in the last", "cut before the last"],
+)
+def test_a_text_is_shared_out_to_its_tokens(text: str, pieces: list[str], expected: list[str]) -> None:
+    tokens = [Token(1, "x", None, False), Token(2, "y", None, False), Token(3, "</s>", None, True)]
+    GenerateReply._share_out(text, tokens, pieces)
+    assert [token.text for token in tokens] == expected
+
+
 def test_what_the_prompt_was_is_a_detail(shared: Running) -> None:
     """Asked for alone, too."""
     body = {"inputs": "hi", "parameters": {"max_new_tokens": 2, "decoder_input_details": True}}
@@ -70,12 +87,16 @@ def test_what_the_prompt_was_is_a_detail(shared: Running) -> None:
     assert [(token["id"], token["text"]) for token in prefill] == [(ord("h"), "h"), (ord("i"), "i")]
 
 
-def test_conversations_as_huggingface_hub_asks_for_them(client: huggingface_hub.InferenceClient) -> None:
-    """It names no model where it was given an address, and has a spelling of its own for a schema."""
+def test_conversations_as_huggingface_hub_asks_for_them(
+    client: huggingface_hub.InferenceClient, shared: Running
+) -> None:
+    """It names no model where it was given an address."""
     messages = [{"role": "user", "content": "hello"}]
     answer = client.chat_completion(messages, max_tokens=8)
     assert answer.model == "fake"
     assert client.chat_completion(messages, model="tgi", max_tokens=8).choices == answer.choices
+    with shared.http() as http:
+        assert [http.get(f"/v1/models/{name}").status_code for name in ("fake", "tgi", "dummy")] == [200, 404, 404]
     streamed = client.chat_completion(messages, max_tokens=8, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == answer.choices[0].message.content
 

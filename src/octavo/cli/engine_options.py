@@ -109,7 +109,7 @@ class EngineOptions:
         typer.Option(
             metavar="PATH_OR_ID",
             rich_help_panel=_MODEL,
-            help="Take the tokenizer from another checkpoint. Default: the model's own.",
+            help="Take the tokenizer, and its chat template, from another checkpoint. Default: the model's own.",
             show_default=False,
         ),
     ] = None
@@ -118,7 +118,7 @@ class EngineOptions:
         typer.Option(
             metavar="FILE_OR_TEXT",
             rich_help_panel=_MODEL,
-            help="Use this Jinja template for conversations. Default: the checkpoint's.",
+            help="Use this Jinja template for conversations. Default: the tokenizer's, else the model's.",
             show_default=False,
         ),
     ] = None

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from octavo.engine.generation_config import read_json, read_json_object
+from octavo.engine.generation_config import read_json
 from octavo.errors import ModelError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _MODULES, _USUAL_POOLING = "modules.json", "1_Pooling"
-_KINDS = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
+_KINDS = {"lasttoken": "last", "mean": "mean"}
 _OWN = "sentence_transformers."  # else a class of the checkpoint's own code
 _COMPUTED = ("Transformer", "Pooling", "Normalize")
 
@@ -31,20 +31,27 @@ class EmbeddingConfig:
 
 def read_embedding_config(directory: Path) -> EmbeddingConfig:
     """Read what follows the transformer; a checkpoint without such files gets its last state. Raises `ModelError`."""
-    folder = directory / _USUAL_POOLING
+    folder, is_named = directory / _USUAL_POOLING, False
     for name, module in _read_modules(directory / _MODULES):
         kind = name.rpartition(".")[2]
         if not name.startswith(_OWN) or kind not in _COMPUTED:
             return EmbeddingConfig(problem=f"{directory / _MODULES} asks for {name}, which octavo does not compute")
         if kind == "Pooling":
-            folder = directory / module
+            folder, is_named = directory / module, True
     path = folder / "config.json"
-    modes = _read_modes(path, read_json_object(path))
-    if len(modes) > 1 or not _KINDS.keys() >= {*modes}:
-        return EmbeddingConfig(
-            problem=f"{path} asks for {' and '.join(modes)}; octavo takes the last state or the mean"
-        )
-    return EmbeddingConfig(_KINDS[modes[0]] if modes else "last")
+    values = read_json(path)
+    if values is None:
+        problem = f"{path}, which {directory / _MODULES} names, is missing; download it again" if is_named else None
+        return EmbeddingConfig(problem=problem)
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} holds a JSON {type(values).__name__} where an object was expected")
+    modes = _read_modes(path, values)
+    if modes == ["mean"] and values.get("include_prompt") is False:
+        modes = ["mean without the prompt"]
+    if len(modes) != 1 or modes[0] not in _KINDS:
+        asked = " and ".join(modes) or "none"
+        return EmbeddingConfig(problem=f"{path} asks for the pooling {asked}; octavo takes the last state or the mean")
+    return EmbeddingConfig(_KINDS[modes[0]])
 
 
 def _read_modules(path: Path) -> list[tuple[str, str]]:
@@ -61,11 +68,12 @@ def _read_modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _read_modes(path: Path, values: dict[str, Any]) -> list[str]:
-    """Return the poolings that are asked for: a flag each, or in newer files by name."""
+    """Return the poolings that are asked for: a flag each, of which the mean's is set by default, or by name."""
     named = values.get("pooling_mode")
     if named is None:
-        flags = (name for name, value in values.items() if name.startswith("pooling_mode_") and value is True)
-        return [name.removeprefix("pooling_mode_") for name in flags]
+        flags = {"pooling_mode_mean_tokens": True, **values}
+        names = [name for name, value in flags.items() if name.startswith("pooling_mode_") and value is True]
+        return [name.removeprefix("pooling_mode_").removesuffix("_tokens") for name in names]
     names = named if isinstance(named, list) else [named]
     if not all(isinstance(name, str) for name in names):
         raise ModelError(f"{path}: pooling_mode = {named!r} must be a name or a list of them")

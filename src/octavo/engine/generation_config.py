@@ -51,12 +51,12 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
     )
 
 
-def read_json(path: Path) -> Any:
-    """Return what a JSON file holds, None where there is no such file. Raises `ModelError` for a broken one."""
+def read_json(path: Path, missing: Any = None) -> Any:
+    """Return what a JSON file holds, `missing` where there is no such file. Raises `ModelError` for a broken one."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
-        return None
+        return missing
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
@@ -65,7 +65,7 @@ def read_json(path: Path) -> Any:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, empty where there is no such file. Raises `ModelError` for a broken one."""
-    values = read_json(path) if path.exists() else {}
+    values = read_json(path, {})
     if not isinstance(values, dict):
         raise ModelError(f"{path} holds a JSON {type(values).__name__} where an object was expected")
     return values

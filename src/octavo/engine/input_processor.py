@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from octavo.errors import PromptTooLongError, RequestError
 from octavo.request import Request
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import SamplingParams, plain_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -157,7 +157,10 @@ class InputProcessor:
         params = replace(params) if params is not None else self.default_sampling_params()  # checked anew, and ours
         if params.pooling is None and not self.model_info.has_head:
             raise RequestError("this checkpoint has no lm_head.weight: it gives embeddings, and no tokens")
+        _check_text("request_id", request_id)
+        _check_text("tenant", tenant)
         check_salt(cache_salt)
+        timeout_s, tenant_weight = plain_number(timeout_s), plain_number(tenant_weight)
         _check_timeout(timeout_s)
         _check_weight(tenant_weight)
         priority = _whole_priority(priority)
@@ -168,12 +171,13 @@ class InputProcessor:
         self._check_token_ids(token_ids, params)
         arrival = next(self._arrivals)
         seed = params.seed if params.seed is not None else draw_seed(self._seed, arrival)
+        further = params if params.n == 1 else replace(params, prompt_logprobs=None)  # the prompt's are told once
         eos_ids = frozenset[int]() if params.ignore_eos else self.model_info.eos_token_ids
         streams = [
             Request(
                 request_id if params.n == 1 else f"{request_id}#{index}",
                 token_ids,
-                params if index == 0 else replace(params, prompt_logprobs=None),
+                params if index == 0 else further,
                 arrival_time=arrival_time,
                 priority=priority,
                 seed=seed,
@@ -181,8 +185,8 @@ class InputProcessor:
                 stop_token_ids=eos_ids | frozenset(params.stop_token_ids),
                 cache_salt=cache_salt,
                 tenant=tenant,
-                tenant_weight=float(tenant_weight),
-                deadline=None if timeout_s is None else arrival_time + float(timeout_s),
+                tenant_weight=tenant_weight,
+                deadline=None if timeout_s is None else arrival_time + timeout_s,
             )
             for index in range(params.n)
         ]
@@ -253,6 +257,12 @@ def check_salt(salt: object) -> None:
         salt.encode()
     except UnicodeEncodeError:
         raise RequestError("cache_salt is not valid Unicode", parameter="cache_salt") from None
+
+
+def _check_text(name: str, text: object) -> None:
+    """A name is a text: the engine answers under it."""
+    if not isinstance(text, str):
+        raise RequestError(f"{name} must be a text, got {text!r:.100}", parameter=name)
 
 
 def _check_timeout(timeout_s: object) -> None:

@@ -152,14 +152,14 @@ class OutputProcessor:
         return detokenizer.add(token_ids) + detokenizer.finish()
 
     def pieces(self, prompt_token_ids: list[int], token_ids: list[int]) -> list[str]:
-        """Return what each token adds to the text behind a prompt: "" for one that is hidden or ends no character."""
+        """Return what each token adds to the text behind a prompt, and at last what their end adds.
+
+        A token that is hidden, or ends no character, adds "".
+        """
         if self._tokenizer is None:
-            return [""] * len(token_ids)
+            return [""] * (len(token_ids) + 1)
         detokenizer = self._tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=True)
-        pieces = [detokenizer.add([token_id]) for token_id in token_ids]
-        if rest := detokenizer.finish():
-            pieces[-1] += rest
-        return pieces
+        return [*(detokenizer.add([token_id]) for token_id in token_ids), detokenizer.finish()]
 
     def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> Detokenizer:
         if self._tokenizer is None or not params.detokenize:

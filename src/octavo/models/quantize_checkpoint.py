@@ -7,7 +7,6 @@ stay as they are.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 PRECISIONS = ("int8", "int4")
 MAX_SHARD_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
-_MODULE_FOLDER = re.compile(r"\d+_\w+")  # of sentence-transformers: 1_Pooling
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", ".tiktoken")  # .model: SentencePiece's
 
 
@@ -102,9 +100,12 @@ def _write_weights(
         tensor = files.tensor(name)
         if len(shape) == 2 and not is_vocabulary(name):
             rounded = quantize_int8(tensor) if precision == "int8" else quantize_int4(tensor, group_size)
-            writer.add(stored_tensors(name.removesuffix(".weight"), rounded))
+            tensors = stored_tensors(name.removesuffix(".weight"), rounded)
         else:
-            writer.add({name: tensor.clone()})
+            tensors = {name: tensor.clone()}
+        if not architecture.has_head:  # a model of embeddings: its names say so
+            tensors = {each.removeprefix("model."): stored for each, stored in tensors.items()}
+        writer.add(tensors)
         done += tensor.nbytes
         progress(min(done, total), total)
     return writer.finish()
@@ -116,8 +117,22 @@ def _copy_the_rest(source: Path, directory: Path) -> None:
         is_text = path.suffix in _TEXT_SUFFIXES or path.name.startswith(("LICENSE", "NOTICE", "USE_POLICY"))
         if path.is_file() and is_text and path.name != "config.json" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, directory / path.name)
-        elif path.is_dir() and (path.name == "additional_chat_templates" or _MODULE_FOLDER.fullmatch(path.name)):
-            shutil.copytree(path, directory / path.name)
+    if (templates := source / "additional_chat_templates").is_dir():
+        shutil.copytree(templates, directory / templates.name)
+    for name in _module_folders(source / "modules.json"):
+        if (config := source / name / "config.json").is_file():
+            (directory / name).mkdir()
+            shutil.copyfile(config, directory / name / config.name)
+
+
+def _module_folders(path: Path) -> set[str]:
+    """Return the folders of sentence-transformers' modules; a broken list is for who reads it to tell of."""
+    try:
+        modules = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        modules = []
+    named = {each.get("path") for each in modules if isinstance(each, dict)} if isinstance(modules, list) else set()
+    return {"1_Pooling", *(name for name in named if isinstance(name, str) and name and Path(name).name == name)}
 
 
 class _ShardWriter:

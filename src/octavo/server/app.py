@@ -126,7 +126,7 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> JSONResponse:
-        return JSONResponse(card(service.check_model(name)))
+        return JSONResponse(card(service.check_model(name, aliases=())))
 
 
 def _add_tgi_routes(app: FastAPI, service: Service) -> None:

@@ -5,6 +5,7 @@ uvicorn itself waits for headers for ever, however long, and writes an answer's 
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import httptools
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from octavo.server.cutting import Cut, Cutter
 
+logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 64 << 10
 
 
@@ -209,6 +211,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         def look() -> None:
             taken = bytes_taken(self.transport.get_extra_info("socket"))
             if taken is not None and taken - before < MAX_UNSENT_BYTES:
+                logger.info(
+                    "%s took %d bytes of what waits for it within %g s: its connection is ended",
+                    "a client" if self.client is None else self.client[0],
+                    taken - before,
+                    self._idle_timeout_s,
+                )
                 self.transport.abort()  # closing would wait for the same reader
             else:
                 self._watch_reader()

@@ -56,7 +56,9 @@ def read_response_format(given: Any, parameter: str = "response_format") -> Stru
         return None
     assert given is not None
     if kind == "json_object":
-        where, schema = next(((key, given[key]) for key in _SCHEMA_KEYS if given.get(key) is not None), ("", None))
+        where, schema = next(
+            ((key, given[key]) for key in _SCHEMA_KEYS if given.get(key) not in (None, {})), ("", None)
+        )
         if schema is None:
             return StructuredOutputsParams(json_object=True)
     elif kind == "json_schema":

@@ -27,7 +27,7 @@ from octavo.server.metrics import Metrics
 from octavo.server.tenants import Keyring
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from starlette.requests import Request
 
@@ -85,9 +85,12 @@ class Service:
         """What is known of the model."""
         return self.llm.engine.input_processor.model_info
 
-    def check_model(self, name: str | None) -> str:
-        """Return the name to answer under. Raises `ModelNotFoundError` for one that is not served."""
-        if name is None or (name in _NO_NAMES and name not in self.model_names):
+    def check_model(self, name: str | None, aliases: Sequence[str] = _NO_NAMES) -> str:
+        """Return the name to answer under. Raises `ModelNotFoundError` for one that is not served.
+
+        aliases: what stands for no name in particular, where no model is called so.
+        """
+        if name is None or (name in aliases and name not in self.model_names):
             return self.model_names[0]
         if name not in self.model_names:
             known = ", ".join(self.model_names)

@@ -332,11 +332,7 @@ class GenerateReply:
         generated = Generated(self._prefix + completion.text)
         if self._wanted.details or self._wanted.decoder_input_details:
             tokens = self._tokens(completion)
-            for token, piece in zip(
-                tokens, self._texts.pieces(output.prompt_token_ids, completion.token_ids), strict=True
-            ):
-                if piece or not token.special:
-                    token.text = piece
+            self._share_out(completion.text, tokens, self._texts.pieces(output.prompt_token_ids, completion.token_ids))
             generated.details = Details(
                 _finish_reason(completion),
                 len(completion.token_ids),
@@ -360,6 +356,18 @@ class GenerateReply:
             for token_id, entry in zip(completion.token_ids, entries, strict=True)
         ]
 
+    @staticmethod
+    def _share_out(text: str, tokens: list[Token], pieces: list[str]) -> None:
+        """Give each token its piece of a text, which a stop string may have cut; hidden ones keep what they spell."""
+        shown, held = None, ""
+        for token, piece in zip(tokens, pieces, strict=False):
+            held += piece
+            if not token.special:
+                shown, token.text, held = token, text[: len(held)], ""
+                text = text[len(token.text) :]
+        if shown is not None:
+            shown.text += text  # what was held back until the end
+
     def _best(self, entry: dict[int, Logprob]) -> list[Token]:
         ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)
         return [self._token(token_id, logprob) for token_id, logprob in ranked[: self._wanted.top_n_tokens]]
@@ -371,13 +379,14 @@ class GenerateReply:
     def _prefill(self, output: RequestOutput) -> list[PrefillToken]:
         entries = output.prompt_logprobs or []
         return [
-            PrefillToken(
-                token_id,
-                self._texts.decode([token_id], skip_special_tokens=False),
-                entry[token_id].logprob if entry else None,
-            )
+            self._prefill_token(token_id, entry[token_id] if entry else None)
             for token_id, entry in zip(output.prompt_token_ids, entries, strict=False)
         ]
+
+    def _prefill_token(self, token_id: int, logprob: Logprob | None) -> PrefillToken:
+        if logprob is None:  # the first token's
+            return PrefillToken(token_id, self._texts.decode([token_id], skip_special_tokens=False), None)
+        return PrefillToken(token_id, logprob.decoded_token or "", logprob.logprob)
 
 
 def _finish_reason(completion: CompletionOutput) -> str:
