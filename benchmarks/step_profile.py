@@ -36,6 +36,7 @@ PRODUCTS = ("qkv", "o", "gate_up", "down")  # in the order of a layer
 LOGITS = "logits"
 _NAMES = {
     "rms_norm": "norms",
+    "take_rows": "output rows",
     "rope_and_write_kv": "rope and KV writes",
     "paged_attention": "attention",
     "silu_and_mul": "SiLU and product",

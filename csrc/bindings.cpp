@@ -7,10 +7,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -132,6 +134,10 @@ NormArgs norm_args(Address x, Address residual, Address weight, int weight_dtype
           size, static_cast<float>(eps), together, x_stride};
 }
 
+TakeArgs take_args(Address x, int64_t x_stride, Address rows, int64_t count, int64_t row_bytes, Address out) {
+  return {at<void>(x), x_stride, at<int64_t>(rows), count, row_bytes, at<void>(out)};
+}
+
 GateArgs gate_args(Address gate_up, Address out, int64_t out_stride, int dtype, int64_t rows, int64_t size) {
   return {at<void>(gate_up), at<void>(out), out_stride, DType(dtype), rows, size};
 }
@@ -190,10 +196,19 @@ AttentionArgs attention_args(Address q, Strides q_strides, Address k_cache, Stri
           window};
 }
 
-StepArgs step_args(Address token_ids, int64_t num_tokens, Address positions, Address slot_mapping, Address query_start,
-                   Address block_tables, int64_t block_table_stride, int64_t num_seqs) {
-  return {at<int64_t>(token_ids), num_tokens, at<int64_t>(positions), at<int64_t>(slot_mapping),
-          at<int32_t>(query_start), at<int32_t>(block_tables), block_table_stride, num_seqs};
+// positions, slot_mapping, query_start, block_tables, their stride, num_seqs.
+using Batch = std::tuple<Address, Address, Address, Address, int64_t, int64_t>;
+
+BatchArgs batch_args(const Batch& batch) {
+  const auto& [positions, slot_mapping, query_start, block_tables, block_table_stride, num_seqs] = batch;
+  return {at<int64_t>(positions),    at<int64_t>(slot_mapping), at<int32_t>(query_start),
+          at<int32_t>(block_tables), block_table_stride,        num_seqs};
+}
+
+StepArgs step_args(Address token_ids, int64_t num_tokens, const Batch& batch, Address output_rows, int64_t num_outputs,
+                   const Batch& outputs) {
+  return {at<int64_t>(token_ids), num_tokens, batch_args(batch), at<int64_t>(output_rows), num_outputs,
+          batch_args(outputs)};
 }
 
 // The kernels of one instruction set and the threads they run on.
@@ -234,6 +249,11 @@ class KernelSet {
     check_ids(args.ids, args.count, args.n);
     ThreadPool::Session session(pool_);
     table_.embedding(pool_, args);
+  }
+
+  void take_rows(const TakeArgs& args) {
+    ThreadPool::Session session(pool_);
+    table_.take_rows(pool_, args);
   }
 
   void rms_norm(const NormArgs& args) {
@@ -359,17 +379,14 @@ auto adding() {
   return addition_of<kArgs>(kArgs);
 }
 
-Program begin_program(KernelSet& set, Address token_ids, int64_t num_tokens, Address positions, Address slot_mapping,
-                      Address query_start, Address block_tables, int64_t block_table_stride, int64_t num_seqs) {
-  return set.begin_program(step_args(token_ids, num_tokens, positions, slot_mapping, query_start, block_tables,
-                                     block_table_stride, num_seqs));
+Program begin_program(KernelSet& set, Address token_ids, int64_t num_tokens, const Batch& batch, Address output_rows,
+                      int64_t num_outputs, const Batch& outputs) {
+  return set.begin_program(step_args(token_ids, num_tokens, batch, output_rows, num_outputs, outputs));
 }
 
-void run_program(KernelSet& set, Program& program, Address token_ids, int64_t num_tokens, Address positions,
-                 Address slot_mapping, Address query_start, Address block_tables, int64_t block_table_stride,
-                 int64_t num_seqs, Address nanoseconds) {
-  const StepArgs step = step_args(token_ids, num_tokens, positions, slot_mapping, query_start, block_tables,
-                                  block_table_stride, num_seqs);
+void run_program(KernelSet& set, Program& program, Address token_ids, int64_t num_tokens, const Batch& batch,
+                 Address output_rows, int64_t num_outputs, const Batch& outputs, Address nanoseconds) {
+  const StepArgs step = step_args(token_ids, num_tokens, batch, output_rows, num_outputs, outputs);
   set.run(program, step, at<int64_t>(nanoseconds));
 }
 
@@ -386,6 +403,7 @@ NB_MODULE(_kernels, m) {
   nb::class_<Program>(m, "Program")
       .def("linear", adding<linear_args>())
       .def("embedding", adding<embedding_args>())
+      .def("take_rows", adding<take_args>())
       .def("rms_norm", adding<norm_args>())
       .def("silu_and_mul", adding<gate_args>())
       .def("rope_and_write_kv", adding<rope_args>())
@@ -400,6 +418,7 @@ NB_MODULE(_kernels, m) {
       .def("linear", calling<linear_args>(&KernelSet::linear), Released())
       .def("fuses_gate", &KernelSet::fuses_gate)
       .def("embedding", calling<embedding_args>(&KernelSet::embedding), Released())
+      .def("take_rows", calling<take_args>(&KernelSet::take_rows), Released())
       .def("rms_norm", calling<norm_args>(&KernelSet::rms_norm), Released())
       .def("silu_and_mul", calling<gate_args>(&KernelSet::silu_and_mul), Released())
       .def("rope_and_write_kv", calling<rope_args>(&KernelSet::rope_and_write_kv), Released())

@@ -1,4 +1,4 @@
-// Norms, gates, rotary embedding: one pass over each row, sums in a fixed order of lanes.
+// Copies, norms, gates, rotary embedding: one pass over each row, sums in a fixed order of lanes.
 #pragma once
 
 #include <cmath>
@@ -9,6 +9,15 @@
 namespace octavo::OCTAVO_ISA {
 
 constexpr int64_t kLeastElements = 8192;  // per piece of work: below it a thread costs more than it brings
+
+inline void take_rows(ThreadPool& pool, const TakeArgs& args) {
+  parallel_ranges(pool, args.count, divide_up(4 * kLeastElements, args.row_bytes), [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      std::memcpy(static_cast<char*>(args.out) + i * args.row_bytes,
+                  static_cast<const char*>(args.x) + args.rows[i] * args.x_stride, static_cast<size_t>(args.row_bytes));
+    }
+  });
+}
 
 // Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). Lane i sums elements i, i + 16, ... in order.
 template <class T, class W>

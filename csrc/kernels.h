@@ -101,6 +101,16 @@ struct GateArgs {
   int64_t size;
 };
 
+// Rows that are copied out of others.
+struct TakeArgs {
+  const void* x;
+  int64_t x_stride;  // bytes between rows
+  const int64_t* rows;  // [count], of x
+  int64_t count;
+  int64_t row_bytes;
+  void* out;  // [count, row_bytes], contiguous
+};
+
 struct RopeArgs {
   void* q;        // [tokens, num_heads, head_dim]
   const void* k;  // [tokens, num_kv_heads, head_dim]
@@ -168,6 +178,7 @@ struct KernelTable {
   void (*linear)(ThreadPool&, const LinearArgs&);
   bool (*fuses_gate)(DType x_dtype, DType weight_dtype, int64_t n);  // whether linear takes `gated` products of these
   void (*embedding)(ThreadPool&, const EmbeddingArgs&);
+  void (*take_rows)(ThreadPool&, const TakeArgs&);
   void (*rms_norm)(ThreadPool&, const NormArgs&);
   void (*silu_and_mul)(ThreadPool&, const GateArgs&);
   void (*rope_and_write_kv)(ThreadPool&, const RopeArgs&);

@@ -13,9 +13,13 @@ _BITS = {"bf16": (16.0, 16.0), "int8": (8.0, 8.0), "int4": (4.5, 8.0)}  # of lay
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Multiplied weights of one token in all layers, and of one row of logits; bytes of a token's KV in 16 bits."""
+    """Multiplied weights of one token in all layers, and of one row of logits; bytes of a token's KV in 16 bits.
+
+    last: of `layers`, what the last one multiplies behind its keys and values, which nobody needs of most of a prompt.
+    """
 
     layers: int
+    last: int
     lm_head: int
     kv_bytes: int
 
@@ -23,9 +27,11 @@ class Work:
     def of(cls, architecture: Architecture) -> Work:
         """Count a model's matrix products and keys and values."""
         a = architecture
-        attention = a.hidden_size * a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads)
+        kv = a.hidden_size * a.head_dim * 2 * a.num_kv_heads
+        rest = a.hidden_size * (a.head_dim * 2 * a.num_heads + 3 * a.intermediate_size)
         return cls(
-            a.num_layers * (attention + 3 * a.hidden_size * a.intermediate_size),
+            a.num_layers * (kv + rest),
+            rest,
             a.vocab_size * a.hidden_size,
             a.kv_bytes_per_token("bfloat16"),
         )
@@ -37,7 +43,8 @@ def best_possible(work: Work, workloads: dict[str, Any], precision: str, limits:
     A step takes as long as the longer of its arithmetic (products over the peak) and its reading (all weights once, and
     the KV of who decodes, over the bandwidth), and there are at least as many steps as the longest output has tokens.
     The sum of that over the steps is never less than the longer of the two sums, and equals it where every step has an
-    even share of both: no schedule is faster. The arithmetic of attention, norms, sampling, and the KV that a prompt's
+    even share of both: no schedule is faster. What the last layer makes of a prompt's tokens behind their keys and
+    values need not be computed but for the last one. The arithmetic of attention, norms, sampling, and the KV that a prompt's
     own later chunks read count as nothing. Embeddings and lm_head count 8 bits where weights are int4. KV counts 16
     bits, and that of a shared prefix once a step where the cache is on. Several tokens of a request a step
     (speculation) are left out.
@@ -48,7 +55,7 @@ def best_possible(work: Work, workloads: dict[str, Any], precision: str, limits:
 
     def seconds(steps: int, tokens: int, rows: int, kv_tokens: int) -> float:
         """Return the least for `tokens` in the layers, `rows` of logits and `kv_tokens` read, in `steps`."""
-        arithmetic = 2 * (work.layers * tokens + work.lm_head * rows) / peak
+        arithmetic = 2 * (work.layers * tokens - work.last * (tokens - rows) + work.lm_head * rows) / peak
         reading = (steps * weight_bytes + kv_tokens * work.kv_bytes) / limits["bytes_read"]
         return max(arithmetic, reading)
 

@@ -122,13 +122,17 @@ def test_limits_of_arithmetic(files):
     work = Work.of(read_architecture(files[0]))
     # q, k, v, o: 64 x (64 + 2 x 32 + 64); gate, up, down: 3 x 64 x 160; two layers
     # k and v: two layers, 2 heads of 16, 2 bytes each
-    assert work == Work(2 * (64 * 192 + 3 * 64 * 160), 4096 * 64, 2 * 2 * 2 * 16 * 2)
+    assert work == Work(2 * (64 * 192 + 3 * 64 * 160), 64 * 128 + 3 * 64 * 160, 4096 * 64, 2 * 2 * 2 * 16 * 2)
     endless = LIMITS | {"bytes_read": 1e30}
     best = best_possible(work, workloads(), "bf16", endless)
-    assert best["B"] == pytest.approx(2 * (work.layers * 4 * 16 + work.lm_head * 20) / 1e12)
-    assert best["C"] == pytest.approx(64 / (2 * (work.layers * 64 + work.lm_head) / 1e12))
-    assert best["D off"] == pytest.approx(2 * (work.layers * 3 * 38 + work.lm_head * 9) / 1e12)
-    assert best["D on"] == pytest.approx(2 * (work.layers * (3 * 38 - 2 * 32) + work.lm_head * 9) / 1e12)
+    assert best["B"] == pytest.approx(2 * (work.layers * 4 * 16 - work.last * (4 * 16 - 20) + work.lm_head * 20) / 1e12)
+    assert best["C"] == pytest.approx(64 / (2 * (work.layers * 64 - work.last * 63 + work.lm_head) / 1e12))
+    assert best["D off"] == pytest.approx(
+        2 * (work.layers * 3 * 38 - work.last * (3 * 38 - 9) + work.lm_head * 9) / 1e12
+    )
+    tokens = 3 * 38 - 2 * 32
+    on = work.layers * tokens - work.last * (tokens - 9) + work.lm_head * 9
+    assert best["D on"] == pytest.approx(2 * on / 1e12)
     assert best_possible(work, workloads(), "int8", endless)["B"] == pytest.approx(best["B"] / 4)
 
 

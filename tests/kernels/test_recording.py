@@ -1,12 +1,14 @@
 """A recorded forward pass gives the bits of the model's own code; what it would leave out is not recorded."""
 
+import itertools
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from kernel_backends import ISAS, compiled_kernels
 
-from octavo.kernels.interface import AttentionBatch
+from octavo.kernels.interface import AttentionBatch, OutputRows
 from octavo.kernels.quantization import quantize_int8
 from octavo.kernels.reference import ReferenceKernels
 from octavo.models.loader import load_model
@@ -39,6 +41,23 @@ def step_of(lengths, generator, starts):
         block_size=BLOCK_SIZE,
     )
     return torch.randint(0, 512, (sum(lengths),), generator=generator), batch
+
+
+def with_outputs(batch, counts):
+    """Want the last `counts[i]` rows of sequence i."""
+    ends = batch.query_start[1:].tolist()
+    rows = torch.tensor([end - count + i for end, count in zip(ends, counts, strict=True) for i in range(count)]).long()
+    kept = [i for i, count in enumerate(counts) if count]
+    start = torch.tensor([0, *itertools.accumulate(counts[i] for i in kept)], dtype=torch.int32)
+    attention = AttentionBatch(
+        query_start=start,
+        seq_lens=batch.seq_lens[kept],
+        block_tables=batch.block_tables[kept].contiguous(),
+        positions=batch.positions[rows],
+        slot_mapping=batch.slot_mapping[rows],
+        block_size=BLOCK_SIZE,
+    )
+    return replace(batch, outputs=OutputRows(rows, attention))
 
 
 class Cache:
@@ -78,12 +97,23 @@ def test_every_step_gives_the_bits_of_the_models_own_code(name, dtype, quantizat
             int(dtype == "bfloat16"), gate_up.storage.dtype_number, gate_up.out_features
         )
         calls = (11 if model.architecture.qk_norm else 9) - (1 if is_fused else 0)
-        assert len(again.calls) == 2 + model.architecture.num_layers * calls
+        assert len(again.calls) == 4 + model.architecture.num_layers * calls
+        assert again.calls.count("take_rows") == 2
         assert again.max_tokens == MAX_TOKENS
         starts = [0] * 9
         for lengths in STEPS:
             ids, batch = step_of(lengths, generator, starts)
-            assert torch.equal(again(ids, batch), model.forward(ids, batch, plain)), lengths
+            whole = model.forward(ids, batch, plain)
+            assert torch.equal(again(ids, batch), whole), lengths
+            for counts in (
+                [0] * len(lengths),
+                [1] * len(lengths),
+                lengths[:1] + [0] * (len(lengths) - 1),
+                [0, *lengths[1:]],
+            ):
+                wanted = with_outputs(batch, counts)
+                assert torch.equal(again(ids, wanted), whole[wanted.outputs.rows]), (lengths, counts)
+                assert torch.equal(model.forward(ids, wanted, plain), whole[wanted.outputs.rows]), (lengths, counts)
             starts = [3, 1, 2, 5, 0, 7, 1, 1, 4] if len(lengths) > 3 else [2, 0, 1] + [0] * 6
         for ours, theirs in zip(recorded.layers, plain.layers, strict=True):
             assert torch.equal(ours[0], theirs[0])

@@ -9,10 +9,15 @@ from octavo.scheduler_output import CachedRequestData, NewRequestData, Scheduler
 from octavo.worker.input_batch import InputBatch
 
 
-def new_data(request_id: str, token_ids: list[int], block_ids: list[int], num_computed: int = 0) -> NewRequestData:
-    return NewRequestData(
-        request_id, token_ids, len(token_ids), SamplingParams(), 0, 0, frozenset(), block_ids, num_computed
-    )
+def new_data(
+    request_id: str,
+    token_ids: list[int],
+    block_ids: list[int],
+    num_computed: int = 0,
+    params: SamplingParams | None = None,
+) -> NewRequestData:
+    params = params or SamplingParams()
+    return NewRequestData(request_id, token_ids, len(token_ids), params, 0, 0, frozenset(), block_ids, num_computed)
 
 
 def make_output(new=(), cached=None, counts=None, finished=(), preempted=()) -> SchedulerOutput:
@@ -53,7 +58,45 @@ def test_prepare_inputs_new_requests(batch):
     assert inputs.attention.block_tables[0].tolist() == [3, 5]
     assert inputs.attention.block_tables[1, 0] == 0
     assert inputs.sampled == [0, 1]
-    assert inputs.logits_indices.tolist() == [4, 6]
+    assert inputs.logits_indices.tolist() == [0, 1]
+    outputs = inputs.attention.outputs
+    assert outputs.rows.tolist() == [4, 6]  # what is sampled is looked at
+    assert outputs.attention.positions.tolist() == [4, 1]
+    assert outputs.attention.slot_mapping.tolist() == [20, 1]
+    assert outputs.attention.query_start.tolist() == [0, 1, 2]
+    assert outputs.attention.seq_lens.tolist() == [5, 2]
+    assert outputs.attention.block_tables.tolist() == inputs.attention.block_tables.tolist()
+
+
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 0}, {"pooling": "mean", "max_tokens": 1}])
+def test_who_looks_at_a_prompt_gets_all_of_its_rows(batch, asked):
+    new = [
+        new_data("a", [10, 11, 12, 13, 14], [3, 5]),
+        new_data("b", [20, 21, 22, 23], [0], params=SamplingParams(**asked)),
+        new_data("c", [30, 31, 32], [7]),
+    ]
+    scheduled = make_output(new, counts={"a": 4, "b": 3, "c": 3})
+    batch.update(scheduled)
+    inputs = batch.prepare_inputs(scheduled)
+    assert [request.request_id for request in inputs.requests] == ["a", "b", "c"]
+    assert inputs.sampled == [2]
+    assert inputs.output_start.tolist() == [0, 0, 3, 4]
+    assert inputs.logits_indices.tolist() == [3]
+    outputs = inputs.attention.outputs
+    assert outputs.rows.tolist() == [4, 5, 6, 9]
+    assert outputs.attention.positions.tolist() == [0, 1, 2, 2]
+    assert outputs.attention.query_start.tolist() == [0, 3, 4]
+    assert outputs.attention.seq_lens.tolist() == [3, 3]
+    assert outputs.attention.block_tables[:, 0].tolist() == [0, 7]
+
+
+def test_a_step_of_which_nothing_is_sampled_has_no_outputs(batch):
+    scheduled = make_output([new_data("a", list(range(6)), [0, 1])], counts={"a": 4})
+    batch.update(scheduled)
+    inputs = batch.prepare_inputs(scheduled)
+    assert (inputs.sampled, inputs.logits_indices.tolist(), inputs.output_start.tolist()) == ([], [], [0, 0])
+    assert inputs.attention.outputs.rows.tolist() == []
+    assert inputs.attention.outputs.attention.query_start.tolist() == [0]
 
 
 def test_prepare_inputs_cached_requests(batch):
@@ -66,6 +109,7 @@ def test_prepare_inputs_cached_requests(batch):
     assert inputs.attention.positions.tolist() == [3]  # num_computed_tokens, not the length after appending
     assert inputs.attention.slot_mapping.tolist() == [11]
     assert inputs.attention.seq_lens.tolist() == [4]
+    assert inputs.attention.outputs is None, "all rows"
     cached = CachedRequestData(["a"], [[14]], [[7]], [4])
     scheduled = make_output(cached=cached, counts={"a": 1})
     batch.update(scheduled)
@@ -86,7 +130,8 @@ def test_prepare_inputs_mixed(batch):
     assert inputs.attention.slot_mapping.tolist() == [20, 21, 22, 6]
     assert [request.request_id for request in inputs.requests] == ["b", "a"]
     assert inputs.sampled == [1]  # b's prompt is not computed to its end
-    assert inputs.logits_indices.tolist() == [3]
+    assert inputs.logits_indices.tolist() == [0]
+    assert inputs.attention.outputs.rows.tolist() == [3]
 
 
 def test_requests_that_share_their_first_block_stand_together(batch):
@@ -97,7 +142,8 @@ def test_requests_that_share_their_first_block_stand_together(batch):
     inputs = batch.prepare_inputs(scheduled)
     assert [request.request_id for request in inputs.requests] == ["b", "d", "a", "c"]
     assert inputs.attention.block_tables[:, 0].tolist() == [1, 1, 3, 3]
-    assert inputs.logits_indices.tolist() == [1, 3, 5, 7]
+    assert inputs.logits_indices.tolist() == [0, 1, 2, 3]
+    assert inputs.attention.outputs.rows.tolist() == [1, 3, 5, 7]
 
 
 def test_last_prompt_token_is_fed_once(batch):

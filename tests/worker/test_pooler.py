@@ -17,7 +17,7 @@ HIDDEN = torch.from_numpy(np.random.default_rng(1).normal(size=(24, 8)).astype(n
 def pool(pooler: Pooler, position: int, count: int, *, pooling: str | None = "mean", is_complete: bool = False) -> dict:
     """One step of one request."""
     request = SimpleNamespace(request_id="a", row=0, sampling_params=SamplingParams(max_tokens=1, pooling=pooling))
-    inputs = SimpleNamespace(requests=[request], query_start=np.array([0, count]), sampled=[0] if is_complete else [])
+    inputs = SimpleNamespace(requests=[request], output_start=np.array([0, count]), sampled=[0] if is_complete else [])
     batch = SimpleNamespace(num_computed_tokens=np.array([position]))
     return pooler.pool(inputs, HIDDEN[position : position + count], batch)  # type: ignore[arg-type]
 

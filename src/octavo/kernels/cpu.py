@@ -5,8 +5,10 @@ Activations are contiguous in their last dimension; anything else is a mistake o
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,7 +19,7 @@ from octavo.kernels.machine import default_num_threads, usable_cores
 from octavo.kernels.onednn import OneDnnProducts, OneDnnWeight
 from octavo.kernels.panels import DTYPE_NUMBERS, PANEL_COLUMNS, Int4Format, PanelWeight, packed_bytes
 from octavo.kernels.quantization import GROUP_MULTIPLE, Int4Weight, Int8Weight, QuantizedWeight
-from octavo.kernels.recording import NotRecordableError, RecordedForward, Recorder, Rehearsal
+from octavo.kernels.recording import NotRecordableError, RecordedForward, Recorder, Rehearsal, with_all_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -249,6 +251,7 @@ class CpuKernels:
         """Run a forward pass and record it for later steps; see `octavo.kernels.recording`."""
         if self.uses_onednn:
             return forward(token_ids, batch), None
+        wanted, batch = batch.outputs, with_all_rows(batch)
         rehearsal = Rehearsal(token_ids.shape[0], max_tokens)
         try:
             self._empty = rehearsal.empty
@@ -261,10 +264,10 @@ class CpuKernels:
             hidden = forward(token_ids, batch)
         except NotRecordableError:
             self._empty = torch.empty
-            return forward(token_ids, batch), None
+            return forward(token_ids, replace(batch, outputs=wanted)), None
         finally:
             self._calls, self._empty = self.kernel_set, torch.empty
-        return hidden, recorder.finish(hidden)
+        return hidden if wanted is None else hidden[wanted.rows], recorder.finish(hidden)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any) -> Tensor:
         """Return rows of the unpacked weight; it must have been packed with `float32_out`, as oneDNN hides its own."""
@@ -276,6 +279,18 @@ class CpuKernels:
             token_ids.data_ptr(), token_ids.numel(), storage.data.data_ptr(), storage.dtype_number, packed.out_features,
             packed.in_features, out.data_ptr(), DTYPE_NUMBERS[dtype], *storage.int4,
         )  # fmt: skip
+        return out
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Return x[rows]."""
+        assert x.dim() == 2 or x.stride(1) == x.shape[2]
+        assert x.stride(-1) == 1
+        assert rows.is_contiguous()
+        out = self._empty(rows.shape[0], *x.shape[1:], dtype=x.dtype)
+        row_bytes = math.prod(x.shape[1:]) * x.dtype.itemsize
+        self._calls.take_rows(
+            x.data_ptr(), x.stride(0) * x.dtype.itemsize, rows.data_ptr(), rows.shape[0], row_bytes, out.data_ptr()
+        )
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -51,6 +51,7 @@ class AttentionBatch:
     block_tables int32 [num_seqs, max_blocks_per_seq]   block ids; entries past a sequence's end are never read
     positions    int64 [num_tokens]     absolute position of each row
     slot_mapping int64 [num_tokens]     block_id * block_size + offset, where each row's K and V are written
+    outputs      which rows' hidden states are wanted; None for all of them
     """
 
     query_start: Tensor
@@ -59,6 +60,21 @@ class AttentionBatch:
     positions: Tensor
     slot_mapping: Tensor
     block_size: int
+    outputs: OutputRows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRows:
+    """Rows of a step whose hidden states somebody looks at: those that are sampled, mostly.
+
+    The others are done with when the last layer's keys and values are in the cache.
+
+    rows       int64 [num_outputs]   in ascending order
+    attention  the batch of these rows alone, which come last in each of its sequences
+    """
+
+    rows: Tensor
+    attention: AttentionBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +188,10 @@ class Kernels(Protocol):
         """Return rows of the unpacked weight: int64 [num_tokens] -> [num_tokens, in_features] in `dtype`."""
         ...
 
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Return x[rows]: [num_tokens, ...] and int64 [n] -> [n, ...], contiguous. x has a free token stride."""
+        ...
+
     def record_forward(
         self,
         forward: Callable[[Tensor, AttentionBatch], Tensor],
@@ -180,6 +200,8 @@ class Kernels(Protocol):
         max_tokens: int,
     ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
         """Run a forward pass; return its result, and a faster way to do the same for any batch of up to `max_tokens`.
+
+        The pass must take its output rows by `take_rows`; that of `batch` is asked for all rows.
 
         That way returns the same bits, in memory that its next call overwrites. None: there is none.
         """

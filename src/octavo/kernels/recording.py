@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import math
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from octavo.kernels.interface import AttentionBatch, OutputRows
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
-
-    from octavo.kernels.interface import AttentionBatch
 
 _ALIGNMENT = 64  # bytes: a cache line
 # What a forward pass may ask of a tensor while it is recorded: views, and what a tensor is like.
@@ -94,7 +95,8 @@ class Recorder:
     ) -> None:
         self._set = kernel_set
         self._max_tokens = max_tokens
-        self._program = kernel_set.begin_program(*_step(token_ids, batch))
+        assert batch.outputs is not None
+        self._program = kernel_set.begin_program(*_step(token_ids, batch, batch.outputs))
         self._offsets = iter(offsets)
         self._memory = memory
         self._calls: list[str] = []
@@ -124,7 +126,7 @@ class Recorder:
 
 
 class RecordedForward:
-    """The forward pass of one model over one KV cache: (token ids [num_tokens], batch) -> hidden states.
+    """The forward pass of one model over one KV cache: (token ids [num_tokens], batch) -> hidden states of its outputs.
 
     The result is overwritten by the next call. num_tokens may be anything up to max_tokens.
     calls: the kernels in the order in which a step runs them.
@@ -135,6 +137,7 @@ class RecordedForward:
         self._set = kernel_set
         self._program = program
         self._result = result  # and with it all memory that the program has addresses of
+        self._all_rows = torch.arange(result.shape[0])
         self._nanoseconds: Tensor | None = None
 
     @property
@@ -151,16 +154,34 @@ class RecordedForward:
         """Compute a step."""
         assert token_ids.is_contiguous()
         assert token_ids.shape[0] <= self.max_tokens
+        outputs = batch.outputs
+        if outputs is None:
+            outputs = OutputRows(self._all_rows[: token_ids.shape[0]], batch)
         nanoseconds = 0 if self._nanoseconds is None else self._nanoseconds.data_ptr()
-        self._set.run(self._program, *_step(token_ids, batch), nanoseconds)
-        return self._result[: token_ids.shape[0]]
+        self._set.run(self._program, *_step(token_ids, batch, outputs), nanoseconds)
+        return self._result[: outputs.rows.shape[0]]
 
 
-def _step(token_ids: Tensor, batch: AttentionBatch) -> tuple[int, ...]:
+def with_all_rows(batch: AttentionBatch) -> AttentionBatch:
+    """Return the batch, told which its rows are: all of them are wanted."""
+    return replace(batch, outputs=OutputRows(torch.arange(batch.positions.shape[0]), batch))
+
+
+def _step(token_ids: Tensor, batch: AttentionBatch, outputs: OutputRows) -> tuple[Any, ...]:
     """Return the arguments that csrc/program.h calls StepArgs."""
     return (
         token_ids.data_ptr(),
         token_ids.shape[0],
+        _arrays(batch),
+        outputs.rows.data_ptr(),
+        outputs.rows.shape[0],
+        _arrays(outputs.attention),
+    )
+
+
+def _arrays(batch: AttentionBatch) -> tuple[int, ...]:
+    """Return the arguments that csrc/program.h calls BatchArgs."""
+    return (
         batch.positions.data_ptr(),
         batch.slot_mapping.data_ptr(),
         batch.query_start.data_ptr(),

@@ -111,6 +111,10 @@ class ReferenceKernels:
             return (weight.values[token_ids].float() * weight.scales[token_ids].unsqueeze(1)).to(dtype)
         return F.embedding(token_ids, weight).to(dtype)
 
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Return x[rows]."""
+        return x[rows]
+
     def record_forward(
         self,
         forward: Callable[[Tensor, AttentionBatch], Tensor],

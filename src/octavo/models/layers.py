@@ -74,13 +74,17 @@ class Attention:
         self.qkv = context.weights.linear(*projections, bias=architecture.qkv_bias)
         self.o = context.weights.linear(f"{name}.o_proj", bias=architecture.o_bias)
 
-    def forward(self, hidden: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """Write this step's keys and values into the cache and attend: [num_tokens, hidden] -> the same shape."""
+    def write_kv(self, hidden: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Write this step's keys and values into the cache; return its queries [num_tokens, num_heads, head_dim]."""
         qkv = self.kernels.linear(hidden, self.qkv)
         heads = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         q, k, v = heads.split_with_sizes((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         q, k = self.prepare(q, k)
         self.kernels.rope_and_write_kv(q, k, v, self.cos_sin, batch, k_cache, v_cache)
+        return q
+
+    def attend(self, q: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Return [num_rows, hidden] of queries over the cache."""
         attended = self.kernels.paged_attention(q, k_cache, v_cache, batch, self.scale, self.window)
         return self.kernels.linear(attended, self.o)
 
@@ -141,13 +145,22 @@ class CausalLM:
         self.lm_head = self.embed_tokens if tied else context.weights.linear("lm_head", float32_out=True)
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv_cache: KVCache) -> Tensor:
-        """Return the final hidden states [num_tokens, hidden] of int64 [num_tokens]; writes their KV into the cache."""
+        """Return the final hidden states [num_outputs, hidden] of int64 [num_tokens]; writes their KV into the cache.
+
+        Rows that are no outputs (`AttentionBatch.outputs`) end behind the last layer's keys and values.
+        """
         kernels, eps = self.kernels, self.architecture.rms_norm_eps
         residual = kernels.embedding(token_ids, self.embed_tokens, self.dtype)
         hidden = kernels.rms_norm(residual, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
             k_cache, v_cache = kv_cache.layer(index)
-            hidden = layer.attention.forward(hidden, batch, k_cache, v_cache)
+            q = layer.attention.write_kv(hidden, batch, k_cache, v_cache)
+            if layer is self.layers[-1] and batch.outputs is not None:
+                rows, batch = batch.outputs.rows, batch.outputs.attention
+                q, residual = kernels.take_rows(q, rows), kernels.take_rows(residual, rows)
+                if not len(rows):
+                    return residual
+            hidden = layer.attention.attend(q, batch, k_cache, v_cache)
             hidden = kernels.add_rms_norm(hidden, residual, layer.post_attention_norm, eps)
             hidden = layer.mlp.forward(hidden)
             hidden = kernels.add_rms_norm(hidden, residual, self.norms[index], eps)

@@ -5,13 +5,13 @@ Every request has one row of persistent arrays, so a step's inputs are gathered 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from octavo.kernels.interface import AttentionBatch
+from octavo.kernels.interface import AttentionBatch, OutputRows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,15 +42,16 @@ class ModelInputs:
     token_ids       int64 [num_tokens]
     attention       positions, slots, block tables (see `AttentionBatch`)
     requests        the step's requests, in the order of their rows (see `prepare_inputs`)
-    query_start     first row of each request, then the number of rows (the same as attention.query_start)
+    output_start    first of each request's rows of hidden states, then their number: all rows of a request whose prompt
+                    is looked at, or else that which is sampled
     sampled         indices into `requests` of those whose known tokens are all computed after this step
-    logits_indices  int64 [len(sampled)], the last row of each of them
+    logits_indices  int64 [len(sampled)], the last row of hidden states of each of them
     """
 
     token_ids: torch.Tensor
     attention: AttentionBatch
     requests: list[RequestRow]
-    query_start: NDArray[np.int32]
+    output_start: NDArray[np.int64]
     sampled: list[int]
     logits_indices: torch.Tensor
 
@@ -73,6 +74,7 @@ class InputBatch:
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.looks_at_prompt = np.zeros(max_num_seqs, dtype=bool)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def update(self, scheduled: SchedulerOutput) -> None:
@@ -97,6 +99,8 @@ class InputBatch:
         )
         self.num_tokens[row] = self.num_blocks[row] = 0
         self.num_computed_tokens[row] = data.num_computed_tokens
+        params = data.sampling_params
+        self.looks_at_prompt[row] = params.prompt_logprobs is not None or params.pooling == "mean"
         self._append(row, data.token_ids, data.block_ids)
 
     def remove_request(self, request_id: str) -> None:
@@ -146,23 +150,46 @@ class InputBatch:
         positions = np.arange(query_start[-1]) + np.repeat(computed - query_start[:-1], counts)
         blocks = self.block_tables[row_of_token, positions // self.block_size].astype(np.int64)
         seq_lens = computed + counts
-        sampled = np.flatnonzero(seq_lens == self.num_tokens[rows])
+        is_sampled = seq_lens == self.num_tokens[rows]
+        sampled = np.flatnonzero(is_sampled)
+        num_outputs = np.where(self.looks_at_prompt[rows], counts, is_sampled)
+        output_start = np.zeros(len(requests) + 1, dtype=np.int64)
+        np.cumsum(num_outputs, out=output_start[1:])
         width = -(-int(seq_lens.max()) // self.block_size)
-        attention = AttentionBatch(
-            query_start=self._tensor(query_start),
-            seq_lens=self._tensor(seq_lens.astype(np.int32)),
-            block_tables=self._tensor(self.block_tables[rows, :width]),
-            positions=self._tensor(positions),
-            slot_mapping=self._tensor(blocks * self.block_size + positions % self.block_size),
-            block_size=self.block_size,
-        )
+        slots = blocks * self.block_size + positions % self.block_size
+        tables = self.block_tables[rows, :width]
+        attention = self._attention(query_start, seq_lens, tables, positions, slots)
+        if output_start[-1] < query_start[-1]:
+            first = np.repeat(query_start[1:] - output_start[1:], num_outputs)  # they come last in each request
+            of_step = first + np.arange(output_start[-1])
+            kept = np.flatnonzero(num_outputs)
+            start = np.append(output_start[kept], output_start[-1])
+            batch = self._attention(start, seq_lens[kept], tables[kept], positions[of_step], slots[of_step])
+            attention = replace(attention, outputs=OutputRows(self._tensor(of_step), batch))
         return ModelInputs(
             token_ids=self._tensor(self.token_ids[row_of_token, positions].astype(np.int64)),
             attention=attention,
             requests=requests,
-            query_start=query_start,
+            output_start=output_start,
             sampled=sampled.tolist(),
-            logits_indices=self._tensor(query_start[1:][sampled].astype(np.int64) - 1),
+            logits_indices=self._tensor(output_start[1:][sampled] - 1),
+        )
+
+    def _attention(
+        self,
+        query_start: NDArray[np.integer],
+        seq_lens: NDArray[np.integer],
+        block_tables: NDArray[np.int32],
+        positions: NDArray[np.int64],
+        slot_mapping: NDArray[np.int64],
+    ) -> AttentionBatch:
+        return AttentionBatch(
+            query_start=self._tensor(query_start.astype(np.int32)),
+            seq_lens=self._tensor(seq_lens.astype(np.int32)),
+            block_tables=self._tensor(block_tables),
+            positions=self._tensor(positions),
+            slot_mapping=self._tensor(slot_mapping),
+            block_size=self.block_size,
         )
 
     def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:

@@ -79,7 +79,7 @@ class ModelRunner:
         return replace(output, pooled=pooled) if pooled else output
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
-        """Return hidden states [num_tokens, hidden]; writes this step's KV. They last until the next call.
+        """Return hidden states [num_outputs, hidden]; writes this step's KV. They last until the next call.
 
         The first step, that of the warm-up, is recorded where the kernels can.
         """
@@ -176,9 +176,9 @@ class ModelRunner:
             count = request.sampling_params.prompt_logprobs
             if count is None:
                 continue
-            first_row = int(inputs.query_start[index])
+            first_row = int(inputs.output_start[index])
             position = int(self.batch.num_computed_tokens[request.row])
-            num_rows = min(int(inputs.query_start[index + 1]) - first_row, request.num_prompt_tokens - 1 - position)
+            num_rows = min(int(inputs.output_start[index + 1]) - first_row, request.num_prompt_tokens - 1 - position)
             targets = self.batch.token_ids[request.row, position + 1 : position + 1 + max(num_rows, 0)].tolist()
             entries: list[TokenLogprobs] = []
             for start in range(0, len(targets), PROMPT_LOGPROBS_SLICE_ROWS):

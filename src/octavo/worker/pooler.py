@@ -40,13 +40,13 @@ class Pooler:
             self._sums.pop(request_id, None)
 
     def pool(self, inputs: ModelInputs, hidden: torch.Tensor, batch: InputBatch) -> dict[str, bytes]:
-        """Take a step's hidden states [num_tokens, hidden]; return the vectors that are complete, float32 each."""
+        """Take a step's hidden states [num_outputs, hidden]; return the vectors that are complete, float32 each."""
         result: dict[str, bytes] = {}
         for index, request in enumerate(inputs.requests):
             kind = request.sampling_params.pooling
             if kind is None:
                 continue
-            first, end = int(inputs.query_start[index]), int(inputs.query_start[index + 1])
+            first, end = int(inputs.output_start[index]), int(inputs.output_start[index + 1])
             is_complete = index in inputs.sampled
             if kind == "last":
                 if is_complete:
