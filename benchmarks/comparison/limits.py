@@ -44,9 +44,9 @@ def best_possible(work: Work, workloads: dict[str, Any], precision: str, limits:
     the KV of who decodes, over the bandwidth), and there are at least as many steps as the longest output has tokens.
     The sum of that over the steps is never less than the longer of the two sums, and equals it where every step has an
     even share of both: no schedule is faster. What the last layer makes of a prompt's tokens behind their keys and
-    values need not be computed but for the last one. The arithmetic of attention, norms, sampling, and the KV that a prompt's
-    own later chunks read count as nothing. Embeddings and lm_head count 8 bits where weights are int4. KV counts 16
-    bits, and that of a shared prefix once a step where the cache is on. Several tokens of a request a step
+    values need not be computed but for the last one. The arithmetic of attention, norms, sampling, and the KV that a
+    prompt's own later chunks read count as nothing. Embeddings and lm_head count 8 bits where weights are int4. KV
+    counts 16 bits, and that of a shared prefix once a step where the cache is on. Several tokens of a request a step
     (speculation) are left out.
     """
     peak = limits["bfloat16_flops"] if precision == "bf16" else limits["byte_ops"]

@@ -10,6 +10,18 @@ FLOATS = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 1), (5, 123), (7, 896), (130, 48)]
 
 
+@pytest.mark.parametrize("rows", [[], [0], [6], [1, 2, 5], [*range(7)], [3] * 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_take_rows(kernels, generator, dtype, rows):
+    """Of matrices, and of heads that are views of a wider tensor."""
+    x = torch.randn(7, 5, 16, generator=generator).to(dtype)
+    rows = torch.tensor(rows, dtype=torch.int64)
+    for part in (x.view(7, 80), x, x[:, :3], x[:, 2:]):
+        taken = kernels.take_rows(part, rows)
+        assert torch.equal(taken, part[rows])
+        assert taken.is_contiguous()
+
+
 @pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
