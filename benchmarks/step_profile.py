@@ -151,11 +151,17 @@ def bytes_read(products: dict[str, list[PackedLinear]]) -> dict[str, float]:
 
 
 def operations(products: dict[str, list[PackedLinear]], num_rows: int) -> dict[str, float]:
-    """Return the operations of each product with so many rows (one of the logits), and all of them."""
-    amounts = {
-        name: 2.0 * sum(each.in_features * each.out_features for each in weights) * (1 if name == LOGITS else num_rows)
-        for name, weights in products.items()
-    }
+    """Return the operations of each product for a prompt of so many rows, and all of them.
+
+    One row is sampled: it alone has logits, and goes on behind the last layer's keys and values.
+    """
+    amounts = {}
+    for name, weights in products.items():
+        rows = [num_rows] * len(weights)
+        if name != PRODUCTS[0]:
+            rows[-1] = 1
+        sizes = (each.in_features * each.out_features for each in weights)
+        amounts[name] = 2.0 * sum(size * count for size, count in zip(sizes, rows, strict=True))
     return {**amounts, "step": sum(amounts.values())}
 
 

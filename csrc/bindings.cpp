@@ -106,6 +106,14 @@ void check_ids(const int64_t* ids, int64_t count, int64_t n) {
   }
 }
 
+void check_rows(const StepArgs& step) {
+  bool is_known = step.num_outputs <= step.num_tokens;
+  for (int64_t i = 0; is_known && i < step.num_outputs; ++i) {
+    is_known = step.output_rows[i] >= 0 && step.output_rows[i] < step.num_tokens;
+  }
+  if (!is_known) throw std::out_of_range("output rows are no rows of the step");
+}
+
 // Others would write all n features where half of them have room.
 void check_gated(const KernelTable& table, const LinearArgs& args) {
   if (args.gated && !table.fuses_gate(args.x_dtype, args.weight_dtype, args.n)) {
@@ -281,6 +289,7 @@ class KernelSet {
 
   void run(Program& program, const StepArgs& step, int64_t* nanoseconds) {
     check_ids(step.token_ids, step.num_tokens, program.vocab_size());
+    check_rows(step);
     ThreadPool::Session session(pool_);
     program.run(pool_, step, nanoseconds);
   }

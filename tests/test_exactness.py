@@ -292,7 +292,8 @@ def test_n_outputs_are_the_ones_of_their_sample_index(checkpoint, n):
 @needs_kernels
 def test_prompt_logprobs_do_not_depend_on_chunks_or_preemption(checkpoint):
     prompts = [prompt for prompt, _ in make_requests()[:8]]
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, prompt_logprobs=2)
+    asked = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, prompt_logprobs=2)
+    params = [asked.replace(prompt_logprobs=None) if i % 3 == 2 else asked for i in range(len(prompts))]
     results = []
     for schedule in (
         Schedule("whole", max_num_seqs=1),
@@ -301,8 +302,9 @@ def test_prompt_logprobs_do_not_depend_on_chunks_or_preemption(checkpoint):
     ):
         engine = make_engine(checkpoint, "bfloat16", schedule, "cpu")
         outputs = engine.generate_batch([{"prompt_token_ids": prompt} for prompt in prompts], params)
-        results.append([output.prompt_logprobs for output in outputs.values()])
-        assert [len(entries) for entries in results[-1]] == [len(prompt) for prompt in prompts]
+        results.append([(output.prompt_logprobs, output.outputs[0].token_ids) for output in outputs.values()])
+        counts = [None if i % 3 == 2 else len(prompt) for i, prompt in enumerate(prompts)]
+        assert [None if entries is None else len(entries) for entries, _ in results[-1]] == counts
     assert results[1] == results[0]
     assert results[2] == results[0]
 

@@ -110,7 +110,9 @@ def test_the_parts_of_a_step_are_all_of_it():
     amounts = step_profile.operations(products, 48)
     per_token = amounts["qkv"] + amounts["o"] + amounts["gate_up"] + amounts["down"]
     assert amounts["step"] == per_token + amounts[step_profile.LOGITS]
-    assert amounts["o"] == 48 * 2 * architecture.num_layers * architecture.hidden_size**2
+    rows = 48 * (architecture.num_layers - 1) + 1
+    assert amounts["o"] == rows * 2 * architecture.hidden_size**2
+    assert amounts["qkv"] > 48 * architecture.num_layers * 2 * architecture.hidden_size**2
     for steps, counted, units in (
         (decoded, step_profile.bytes_read(products), ("MB", "GB/s")),
         (prompts, amounts, ("GFLOP", "GFLOP/s")),

@@ -138,6 +138,7 @@ class RecordedForward:
         self._program = program
         self._result = result  # and with it all memory that the program has addresses of
         self._all_rows = torch.arange(result.shape[0])
+        self._takes_rows = "take_rows" in calls
         self._nanoseconds: Tensor | None = None
 
     @property
@@ -155,6 +156,7 @@ class RecordedForward:
         assert token_ids.is_contiguous()
         assert token_ids.shape[0] <= self.max_tokens
         outputs = batch.outputs
+        assert outputs is None or self._takes_rows
         if outputs is None:
             outputs = OutputRows(self._all_rows[: token_ids.shape[0]], batch)
         nanoseconds = 0 if self._nanoseconds is None else self._nanoseconds.data_ptr()
@@ -163,8 +165,11 @@ class RecordedForward:
 
 
 def with_all_rows(batch: AttentionBatch) -> AttentionBatch:
-    """Return the batch, told which its rows are: all of them are wanted."""
-    return replace(batch, outputs=OutputRows(torch.arange(batch.positions.shape[0]), batch))
+    """Return the batch, told which its rows are: all of them are wanted. Its arrays and theirs can be told apart."""
+    names = ("query_start", "seq_lens", "block_tables", "positions", "slot_mapping")
+    copies = {name: getattr(batch, name).clone() for name in names}
+    rows = torch.arange(batch.positions.shape[0])
+    return replace(batch, outputs=OutputRows(rows, replace(batch, outputs=None, **copies)))
 
 
 def _step(token_ids: Tensor, batch: AttentionBatch, outputs: OutputRows) -> tuple[Any, ...]:

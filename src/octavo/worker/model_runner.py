@@ -73,6 +73,7 @@ class ModelRunner:
             return ModelOutput(scheduled.step, {})
         inputs = self.batch.prepare_inputs(scheduled)
         hidden = self.forward(inputs)
+        assert hidden.shape[0] == inputs.output_start[-1]
         prompt_logprobs = self._prompt_logprobs(inputs, hidden)
         pooled = self._pooler.pool(inputs, hidden, self.batch)
         output = self.sample(scheduled.step, inputs, hidden, prompt_logprobs)
