@@ -111,6 +111,27 @@ def test_a_quantized_copy_makes_embeddings_as_its_source(checkpoint, tmp_path, f
         copy.generate([{"prompt_token_ids": PROMPTS[0]}], use_tqdm=False)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps([{"path": path} for path in ("..", ".", "", "/", "a/b", "../a", None, ["1_Pooling"])]),
+        "[" * 100_000,
+        "{",
+        "7",
+        '[[], null, {"type": "x"}]',
+    ],
+)
+def test_only_folders_of_the_checkpoint_are_copied(checkpoint, tmp_path, text):
+    """Whatever modules.json says: another folder's config.json is none of the copy."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint, source)
+    (tmp_path / "config.json").write_text("{}")
+    (source / "modules.json").write_text(text)
+    quantize_checkpoint(source, tmp_path / "rounded", "int8")
+    assert not [path for path in (tmp_path / "rounded").iterdir() if path.is_dir()]
+    assert (tmp_path / "config.json").read_text() == "{}"
+
+
 def test_what_is_refused():
     with pytest.raises(RequestError, match="pooling must be"):
         SamplingParams(max_tokens=1, pooling="cls")

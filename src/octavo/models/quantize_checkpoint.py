@@ -129,10 +129,11 @@ def _module_folders(path: Path) -> set[str]:
     """Return the folders of sentence-transformers' modules; a broken list is for who reads it to tell of."""
     try:
         modules = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         modules = []
-    named = {each.get("path") for each in modules if isinstance(each, dict)} if isinstance(modules, list) else set()
-    return {"1_Pooling", *(name for name in named if isinstance(name, str) and name and Path(name).name == name)}
+    listed = [each.get("path") for each in modules if isinstance(each, dict)] if isinstance(modules, list) else []
+    plain = {name for name in listed if isinstance(name, str) and Path(name).name == name and name not in ("", "..")}
+    return {"1_Pooling", *plain}
 
 
 class _ShardWriter:
