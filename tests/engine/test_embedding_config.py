@@ -80,6 +80,7 @@ def test_what_octavo_does_not_compute_is_a_problem(
     found = read_embedding_config(tmp_path).problem
     assert found is not None
     assert problem in found
+    assert str(tmp_path) not in found, "clients are told of it"
 
 
 def test_a_pooling_that_got_lost_is_missed(tmp_path: Path) -> None:
@@ -87,7 +88,9 @@ def test_a_pooling_that_got_lost_is_missed(tmp_path: Path) -> None:
     (tmp_path / "1_Pooling" / "config.json").unlink()
     problem = read_embedding_config(tmp_path).problem
     assert problem is not None
+    assert "1_Pooling/config.json" in problem
     assert "is missing" in problem
+    assert str(tmp_path) not in problem
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ class EmbeddingConfig:
     """How hidden states become an embedding.
 
     pooling  "last" or "mean"
-    problem  why octavo cannot compute the embeddings that the checkpoint was made for, or None
+    problem  why octavo cannot compute the embeddings that the checkpoint was made for, or None; clients are told, so it
+             names files as they are called in the checkpoint, and not where that is
     """
 
     pooling: str = "last"
@@ -35,13 +36,13 @@ def read_embedding_config(directory: Path) -> EmbeddingConfig:
     for name, module in _read_modules(directory / _MODULES):
         kind = name.rpartition(".")[2]
         if not name.startswith(_OWN) or kind not in _COMPUTED:
-            return EmbeddingConfig(problem=f"{directory / _MODULES} asks for {name}, which octavo does not compute")
+            return EmbeddingConfig(problem=f"{_MODULES} asks for {name}, which octavo does not compute")
         if kind == "Pooling":
             folder, is_named = directory / module, True
     path = folder / "config.json"
-    values = read_json(path)
+    values, called = read_json(path), f"{folder.name}/{path.name}"
     if values is None:
-        problem = f"{path}, which {directory / _MODULES} names, is missing; download it again" if is_named else None
+        problem = f"{called}, which {_MODULES} names, is missing; download it again" if is_named else None
         return EmbeddingConfig(problem=problem)
     if not isinstance(values, dict):
         raise ModelError(f"{path} holds a JSON {type(values).__name__} where an object was expected")
@@ -50,7 +51,9 @@ def read_embedding_config(directory: Path) -> EmbeddingConfig:
         modes = ["mean without the prompt"]
     if len(modes) != 1 or modes[0] not in _KINDS:
         asked = " and ".join(modes) or "none"
-        return EmbeddingConfig(problem=f"{path} asks for the pooling {asked}; octavo takes the last state or the mean")
+        return EmbeddingConfig(
+            problem=f"{called} asks for the pooling {asked}; octavo takes the last state or the mean"
+        )
     return EmbeddingConfig(_KINDS[modes[0]])
 
 
