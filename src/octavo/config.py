@@ -335,8 +335,8 @@ class ServerConfig:
     max_open_requests: output streams that may run and wait, max_num_waiting_tokens: tokens of prompts of which no
     output was told yet (of answers that are not streamed: until their end); more are refused with 429.
     request_timeout_s: the longest that a request may take, also where its X-Request-Timeout asks for more.
-    body_timeout_s: within this time a request's headers, and then its body, have to arrive. idle_timeout_s: so long may
-    a client take nothing of what is sent to it, or less than 16 KiB of an answer that waits for it.
+    body_timeout_s: within this time a request's headers, and then its body, have to arrive. idle_timeout_s: within
+    it a client has to take what waits for it, or 16 KiB of that (seen on Linux only).
     keep_alive_timeout_s: so long may a connection be idle between two requests; longer than whatever stands before the
     server keeps one. max_unread_outputs: outputs of a stream that wait for a client who reads too slowly; one more ends
     it. max_request_logprobs: n x tokens x (logprobs + 1) of a request, over all prompts; one that could bring more is

@@ -106,7 +106,7 @@ def run_server(
     config = ServerConfig(**{**settings, **options})
     llm = AsyncLLM(engine, max_unread_outputs=config.max_unread_outputs)
     server = make_server(llm, config)
-    sock = listen("127.0.0.1", 0, idle_timeout_s=config.idle_timeout_s)
+    sock = listen("127.0.0.1", 0)
     port = sock.getsockname()[1]
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="test-server")
     thread.start()

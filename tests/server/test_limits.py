@@ -25,7 +25,7 @@ from octavo.config import ServerConfig
 from octavo.server import connection
 from octavo.server.body import FREE_BYTES
 from octavo.server.connection import MAX_HEADER_BYTES
-from octavo.server.listening import MAX_UNSENT_BYTES, bytes_taken, listen
+from octavo.server.listening import MAX_UNSENT_BYTES, bytes_taken, bytes_under_way, listen
 from octavo.server.tenants import Tenant, add_key
 
 if TYPE_CHECKING:
@@ -551,15 +551,10 @@ def test_what_a_client_has_taken_is_what_arrived_and_not_what_waits() -> None:
                 while sent < 1 << 28:
                     sent += server.send(b"x" * 5000)
             assert 5000 < (bytes_taken(server) or 0) < sent
+            assert (bytes_taken(server) or 0) + bytes_under_way(server) == sent
             client.settimeout(DEADLINE_S)
             while sent > 0:
                 sent -= len(client.recv(1 << 16))
-
-
-@pytest.fixture
-def patient_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the system end no connection by itself."""
-    monkeypatch.delattr(socket, "TCP_USER_TIMEOUT", raising=False)
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[None]:
@@ -601,7 +596,6 @@ def take(sock: socket.socket, num_bytes: int) -> bytes:
     return data
 
 
-@pytest.mark.usefixtures("patient_system")
 def test_f23_who_takes_next_to_nothing_of_an_answer_keeps_no_place_for_it(transport: Transport) -> None:
     """10 KB a second of 600, where 16 have to be taken: there is no output too many, and no second of silence."""
     options = {"max_model_len": 5_000, "num_blocks": 400}
@@ -623,7 +617,6 @@ def test_f23_who_takes_next_to_nothing_of_an_answer_keeps_no_place_for_it(transp
         assert running.num_unfinished == 0
 
 
-@pytest.mark.usefixtures("patient_system")
 def test_who_takes_an_answer_steadily_is_not_cut_off(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
     """However large it is, and however long that takes: some 100 KB a second, where 16 have to be taken."""
     looks = count_calls(monkeypatch, connection.BoundedHttpProtocol, "_watch_reader")
@@ -692,6 +685,31 @@ def test_whole_answers_are_cut_into_pieces_and_events_are_not(num_bytes: int) ->
     assert b"".join(piece["body"] for piece in pieces) == body
     assert all(len(piece["body"]) <= MAX_UNSENT_BYTES for piece in pieces)
     assert [piece.get("more_body", False) for piece in pieces] == [True] * (len(pieces) - 1) + [False]
+
+
+@pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
+def test_f23_the_connection_of_who_never_reads_a_whole_answer_ends(more: bytes) -> None:
+    """Whether it is to be closed behind the answer or not: both would wait for the reader, for ever."""
+    options = {"max_model_len": 5_000, "num_blocks": 400}
+    body = json.dumps({"prompt": "hello", "max_tokens": 4_500, "ignore_eos": True, "logprobs": 5}).encode()
+    with (
+        run_server(engine_options=options, idle_timeout_s=1.0, keep_alive_timeout_s=600.0) as running,
+        connect(running, receive_bytes=4096) as sock,
+    ):
+        sock.sendall(head(COMPLETIONS, len(body)).replace(b"Host: x\r\n", b"Host: x\r\n" + more) + body)
+        wait_until(lambda: running.server.server_state.connections, "it is connected")
+        wait_until(lambda: not running.server.server_state.connections, "it is cut off")
+        with pytest.raises(ConnectionResetError):  # the system keeps nothing for it
+            take(sock, 1 << 30)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no such limit")
+def test_the_system_ends_no_connection_by_a_clock_of_its_own() -> None:
+    """Linux's goes on while a slow reader reads: one of 10 KB a second was cut off after two such times."""
+    with listen("127.0.0.1", 0) as door, socket.create_connection(door.getsockname()):
+        server, _ = door.accept()
+        with server:
+            assert server.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
 
 
 def test_f23_the_connection_of_who_never_reads_ends() -> None:

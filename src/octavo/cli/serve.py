@@ -240,8 +240,8 @@ class ServerOptions:
             min=0.001,
             metavar="SECONDS",
             rich_help_panel=_LIMITS,
-            help="So long may a client take nothing of what is sent to it, or less than 16 KiB of what waits for it; "
-            "then its connection ends.",
+            help="Within this time a client has to take what waits for it, or 16 KiB of it; else its connection ends "
+            "(on Linux).",
         ),
     ] = _DEFAULT.idle_timeout_s
     keep_alive_timeout: Annotated[
@@ -340,7 +340,7 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
     check_files(config)
     hold_hang_up(config)
     allow_open_files()
-    with listen(server.host, server.port, idle_timeout_s=config.idle_timeout_s) as sock:
+    with listen(server.host, server.port) as sock:
         launched = engine.launch(meanwhile=partial(importlib.import_module, "octavo.server.serving"))
         llm = AsyncLLM(launched, max_unread_outputs=config.max_unread_outputs)
         try:

@@ -13,7 +13,13 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from octavo.server.errors import HttpError, note_error
-from octavo.server.listening import MAX_CONNECTIONS, MAX_UNSENT_BYTES, bytes_taken
+from octavo.server.listening import (
+    MAX_CONNECTIONS,
+    MAX_UNSENT_BYTES,
+    bytes_taken,
+    bytes_under_way,
+    reset_when_closed,
+)
 
 if TYPE_CHECKING:
     import asyncio
@@ -31,12 +37,13 @@ MAX_HEADER_BYTES = 64 << 10
 class BoundedHttpProtocol(HttpToolsProtocol):
     """Ends a connection whose headers do not come within `header_timeout_s`; answers 431 to those too large.
 
-    They have to from their first byte on; between two requests it may be idle for `keep_alive_timeout_s`. Where answers
-    wait for their reader, `MAX_UNSENT_BYTES` have to be taken within each `idle_timeout_s`, as a stream that has ended
-    keeps its place until it is sent. on_refused: hears of what is answered and was no request, with the client's
-    address. A client may send requests without waiting for answers (pipelining): they are answered one after another,
-    and while one is, one more is read, so that a client who leaves meanwhile is noticed. Who asks for another protocol
-    (h2c, as Java's client does; WebSocket) is answered by this one, as RFC 9110, section 7.8, allows.
+    They have to from their first byte on; between two requests it may be idle for `keep_alive_timeout_s`. Of what waits
+    for its reader, all or `MAX_UNSENT_BYTES` have to be taken within each `idle_timeout_s`: a stream that has ended
+    keeps its place until it is sent, and closing waits for the reader, too. on_refused: hears of what is answered and
+    was no request, with the client's address. A client may send requests without waiting for answers (pipelining): they
+    are answered one after another, and while one is, one more is read, so that a client who leaves meanwhile is
+    noticed. Who asks for another protocol (h2c, as Java's client does; WebSocket) is answered by this one, as RFC 9110,
+    section 7.8, allows.
     """
 
     def __init__(
@@ -66,7 +73,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         if len(self.connections) > MAX_CONNECTIONS:
             self._refuse(HttpError(503, "too many connections", "server_error", code="too_many_connections"))
-            transport.close()
+            self._close()
         self._wait(self._header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -82,11 +89,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Let answers wait, but not for ever."""
         super().pause_writing()
         self._watch_reader()
-
-    def resume_writing(self) -> None:
-        """Go on: the reader has taken what waited."""
-        self._stop_watching_reader()
-        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         """Read on; headers that are not complete yet are counted."""
@@ -171,6 +173,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self.transport.is_closing() and self.cycle.response_complete:  # else a pipelined request goes on
             is_begun = self._is_in_body or self._num_header_bytes
             self._wait(self._header_timeout_s if is_begun else self._keep_alive_timeout_s)
+        self._watch_reader()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no request, and close; where nobody could tell the answer from another one, only close."""
@@ -181,7 +184,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self._is_too_large:
                 error = HttpError(431, f"the request's headers exceed the limit of {MAX_HEADER_BYTES} bytes")
             self._refuse(error, self.scope["state"] if is_its_body else None)
-        self.transport.close()
+        self._close()
 
     def _refuse(self, error: HttpError, state: dict[str, Any] | None = None) -> None:
         """Answer, and tell who counts it; state: of the request that it ends, which is counted when it is over."""
@@ -194,9 +197,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.transport.write(STATUS_LINE[error.status] + f"{lines}connection: close\r\n\r\n".encode() + body)
 
+    def _close(self) -> None:
+        self.transport.close()
+        self._watch_reader()
+
     def _wait(self, seconds: float) -> None:
         self._stop_waiting()
-        self._timer = self._cutter.call_later(seconds, self.transport.close)
+        self._timer = self._cutter.call_later(seconds, self._close)
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:
@@ -204,22 +211,34 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _watch_reader(self) -> None:
-        before = bytes_taken(self.transport.get_extra_info("socket"))
+        """Look whether what waits for the reader now is taken in time, and go on as long as something waits."""
+        if self._reader_timer is not None:
+            return
+        sock = self.transport.get_extra_info("socket")
+        before = bytes_taken(sock)
         if before is None:
+            return
+        waiting = bytes_under_way(sock) + self.transport.get_write_buffer_size()
+        if not waiting:
             return
 
         def look() -> None:
-            taken = bytes_taken(self.transport.get_extra_info("socket"))
-            if taken is not None and taken - before < MAX_UNSENT_BYTES:
-                logger.info(
-                    "%s took %d bytes of what waits for it within %g s: its connection is ended",
-                    "a client" if self.client is None else self.client[0],
-                    taken - before,
-                    self._idle_timeout_s,
-                )
-                self.transport.abort()  # closing would wait for the same reader
-            else:
+            self._reader_timer = None
+            after = bytes_taken(sock)
+            if after is None:
+                return
+            if after - before >= min(waiting, MAX_UNSENT_BYTES):
                 self._watch_reader()
+                return
+            logger.info(
+                "%s took %d of %d bytes that waited for it within %g s: its connection is ended",
+                "a client" if self.client is None else self.client[0],
+                after - before,
+                waiting,
+                self._idle_timeout_s,
+            )
+            reset_when_closed(sock)
+            self.transport.abort()  # closing would wait for the same reader
 
         self._reader_timer = self._cutter.call_later(self._idle_timeout_s, look)
 

@@ -10,6 +10,7 @@ import logging
 import signal
 import socket
 import ssl
+import struct
 import sys
 import threading
 from typing import TYPE_CHECKING
@@ -17,8 +18,10 @@ from typing import TYPE_CHECKING
 from octavo.errors import ConfigError
 from octavo.server.tenants import Keyring
 
-if sys.platform != "win32":  # where there is no such limit
+if sys.platform != "win32":  # where there are no such limits
+    import fcntl
     import resource
+    import termios
 
 if TYPE_CHECKING:
     from octavo.config import ServerConfig
@@ -29,6 +32,7 @@ MAX_CONNECTIONS = 8192
 # Answers wait for their reader once so much of them is unsent in the system or a little more, and so much here.
 MAX_UNSENT_BYTES = 16 << 10
 _TCP_INFO_BYTES = 128  # up to tcpi_bytes_acked
+_INT_BYTES = 4  # of C
 _OWN_FILES = 256  # open besides connections: of libraries, of the engine's sockets, of a request that reads one
 
 
@@ -76,21 +80,19 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def listen(host: str, port: int, *, idle_timeout_s: float = 60.0) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Bind an address; connections wait there until a server takes the socket. Raises `ConfigError`.
 
-    idle_timeout_s: so long may a client take nothing of what was sent to it; then its connection ends. The system is
-    told to take little of what a client does not read, where it can be (Linux): it would take megabytes.
+    The system is told to take little of what a client does not read, where it can be (Linux): it would take megabytes.
+    It is not told to end connections that take nothing (TCP_USER_TIMEOUT): Linux ends those with it, too, whose reader
+    takes less than it is sent, as the time goes on from the first full window; `BoundedHttpProtocol` looks itself.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         sock = socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot listen on {host}, port {port}: {error}") from None
-    # accepted connections have these, too
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # closing one waits for its reader else
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * idle_timeout_s))
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # the system would take megabytes of a stream that nobody reads
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # accepted connections have it, too
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
     return sock
 
@@ -98,13 +100,32 @@ def listen(host: str, port: int, *, idle_timeout_s: float = 60.0) -> socket.sock
 def bytes_taken(sock: socket.socket) -> int | None:
     """Return how much of what was sent on a connection has arrived, TLS and all; None where the system does not say.
 
+    It says nothing of a connection that is gone, and systems other than Linux of none.
+
     tcpi_bytes_acked of Linux's tcp_info (linux/tcp.h): what waits in this process says nothing of it under TLS, whose
     layers have buffers of their own.
     """
     if sys.platform != "linux":
         return None
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    except OSError:
+        return None
     return int.from_bytes(info[-8:], sys.byteorder) if len(info) == _TCP_INFO_BYTES else None
+
+
+def bytes_under_way(sock: socket.socket) -> int:
+    """Return how much of what was handed to the system on a connection has not arrived yet (SIOCOUTQ of tcp(7)).
+
+    Linux only, where `bytes_taken` tells something.
+    """
+    queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(_INT_BYTES))
+    return int.from_bytes(queued, sys.byteorder)
+
+
+def reset_when_closed(sock: socket.socket) -> None:
+    """Let the system keep nothing of a connection for its reader once it is closed."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def allow_open_files(num_connections: int = MAX_CONNECTIONS) -> None:
