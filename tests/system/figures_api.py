@@ -40,7 +40,7 @@ from octavo.server.app import create_app
 from octavo.server.tenants import Tenant, add_key
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
     from concurrent.futures import Executor
 
     from octavo.server.service import Service
@@ -50,6 +50,7 @@ TOKENS = 512  # of an answer: the built-in model is so fast that shorter ones wo
 GENERATED = "octavo:generation_tokens_total"
 IN_FLIGHT_S = 0.1  # so long may figures be on their way from the engine
 SHORT = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0.0}
+TURNS, TURN_S = 3, 8.0  # of readers, while others are observed
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "temperature": 0.0, "stream": True}
 
 
@@ -361,23 +362,23 @@ def figure_7(scale: float, spread_s: float = 4.0) -> str:
     """500 slow senders, 100 slow readers: others' p99 at most 1.2 times as long, +50 MB at most, the slow ones are cut.
 
     Half of the senders trickle their headers, half send them whole and trickle a body. A reader takes 1 KB a second of
-    a stream; as many who read as much as comes are what it is compared with. Limits are so short that each is met.
-    spread_s: within this time the senders begin.
+    a stream, and every `TURN_S` another one comes in its place; as many who read as much as is computed for these are
+    what it is compared with. Limits are so short that each is met. spread_s: within this time the senders begin.
     """
     senders, readers = max(round(500 * scale), 6), max(round(100 * scale), 2)
     ends: Counter[str] = Counter()
 
-    async def run(served: Served) -> tuple[list[float], list[float], float]:
+    async def run(served: Served) -> tuple[list[float], list[float], float, int]:
         where, calm, under = address(served), list[float](), list[float]()
-        grown = 0.0
+        tokens, grown = await _tokens_of_slow_readers(served, readers), 0.0
         for _ in range(3):  # by turns, as machines have moods
-            calm += await _during(observer, where, lambda over: [_read(where, over) for _ in range(readers)])
+            calm += await _during(observer, where, lambda _over: [_read(where, tokens) for _ in range(readers)])
             memory = rss_mb(served)
             under += await _during(
                 observer,
                 where,
                 lambda over: [
-                    *(_read_slowly(where, over, ends) for _ in range(readers)),
+                    *(_read_slowly(where, ends) for _ in range(readers)),
                     *(
                         _send_slowly(where, over, ends, number, spread_s * number / senders)
                         for number in range(senders)
@@ -385,23 +386,34 @@ def figure_7(scale: float, spread_s: float = 4.0) -> str:
                 ],
             )
             grown = max(grown, rss_mb(served) - memory)
-        return calm, under, grown
+        return calm, under, grown, tokens
 
     limits = ("--body-timeout", "4", "--max-unread-outputs", "32")
     pool = ProcessPoolExecutor(1, get_context("spawn"))
     with pool as observer, serve("--max-num-seqs", "256", "--log-level", "warning", *limits) as served:
         observer.submit(others, address(served), 2).result()
-        calm, under, grown = asyncio.run(run(served))
+        calm, under, grown, tokens = asyncio.run(run(served))
     before, after = percentile(calm, 0.99), percentile(under, 0.99)
     line = (
-        f"{senders} slow senders, {readers} slow readers, three times, cut off: {dict(ends)}; p99 of {len(under)} "
-        f"others {1000 * after:.0f} ms, {1000 * before:.0f} ms ({len(calm)}) beside as many readers who read; memory "
-        f"+{grown:.0f} MB"
+        f"{senders} slow senders, {readers} slow readers, {TURNS} times anew, three times, cut off: {dict(ends)}; p99 "
+        f"of {len(under)} others {1000 * after:.0f} ms, {1000 * before:.0f} ms ({len(calm)}) beside as many readers "
+        f"who read {tokens} tokens, as many as each slow one was given; memory +{grown:.0f} MB"
     )
     check(set(ends) == {"headers", "body", "read_too_slowly"}, line)
-    check(min(ends["headers"], ends["body"]) >= 3 * (senders // 2) and ends["read_too_slowly"] == 3 * readers, line)
+    check(min(ends["headers"], ends["body"]) >= 3 * (senders // 2), line)
+    check(ends["read_too_slowly"] == 3 * TURNS * readers, line)
     check(after <= 1.2 * before and grown <= 50, line)
     return line
+
+
+async def _tokens_of_slow_readers(served: Served, readers: int) -> int:
+    """Return how many tokens are computed for a slow reader before it is cut off."""
+    before = figures(served)[GENERATED]
+    async with asyncio.TaskGroup() as group:
+        for _ in range(readers):
+            group.create_task(_read_slowly_once(address(served)))
+    await asyncio.sleep(IN_FLIGHT_S)
+    return round((figures(served)[GENERATED] - before) / readers)
 
 
 async def _send_slowly(
@@ -432,27 +444,42 @@ async def _status(connection: Connection) -> int | None:
         return None
 
 
-async def _read_slowly(where: tuple[str, int], over: asyncio.Event, ends: Counter[str]) -> None:
-    """Read a stream slowly while that is observed, then to its end, and count how it ended."""
+async def _read_slowly(where: tuple[str, int], ends: Counter[str]) -> None:
+    """Read one stream slowly after the other, and count how they ended."""
+    async for _ in _turns():
+        ends[await _read_slowly_once(where)] += 1
+
+
+async def _read_slowly_once(where: tuple[str, int]) -> str:
+    """Read a stream slowly for most of a turn, then to its end; return how it ended."""
+    end = time.monotonic() + TURN_S - 1
     async with NarrowConnection(where) as connection:
         await connection.send(COMPLETIONS, {**LONG, "max_tokens": 2000, "logprobs": 5})
         last = await connection.read(1)
-        while not over.is_set():
+        while time.monotonic() < end:
             await connection.read(250)
             await asyncio.sleep(0.25)
         while b"data: [DONE]" not in last and (piece := await connection.read(1 << 16)):
             last = last[-1000:] + piece
     reason = re.search(rb'"(?:code|finish_reason)":"(\w+)"', last)
-    ends[reason[1].decode() if reason else "unexpected"] += 1
+    return reason[1].decode() if reason else "unexpected"
 
 
-async def _read(where: tuple[str, int], over: asyncio.Event) -> None:
-    """Read as many tokens as are computed for a slow reader before it is cut off."""
-    async with NarrowConnection(where) as connection:
-        await connection.send(COMPLETIONS, {**LONG, "max_tokens": 120, "logprobs": 5})
-        while b"data: [DONE]" not in await connection.read(1 << 16):
-            pass
-    await over.wait()
+async def _read(where: tuple[str, int], tokens: int) -> None:
+    """Read a stream of so many tokens in each turn."""
+    async for _ in _turns():
+        async with NarrowConnection(where) as connection:
+            await connection.send(COMPLETIONS, {**LONG, "max_tokens": tokens, "logprobs": 5})
+            while b"data: [DONE]" not in await connection.read(1 << 16):
+                pass
+
+
+async def _turns() -> AsyncIterator[int]:
+    """Come every `TURN_S`, `TURNS` times; later where what was done took longer."""
+    begin = time.monotonic()
+    for number in range(TURNS):
+        await asyncio.sleep(begin + number * TURN_S - time.monotonic())
+        yield number
 
 
 def others(where: tuple[str, int], seconds: float) -> list[float]:
