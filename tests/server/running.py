@@ -93,8 +93,10 @@ def run_server(
     executor: FakeExecutor | None = None,
     *,
     engine_options: dict[str, Any] | None = None,
+    send_bytes: int | None = None,
     **options: Any,
 ) -> Iterator[Running]:
+    """Serve until the block is left; send_bytes: how much of an answer the system holds for who does not read it."""
     executor = executor or FakeExecutor()
     engine = make_engine(executor, **(engine_options or {}))
     settings: dict[str, Any] = {
@@ -107,6 +109,8 @@ def run_server(
     llm = AsyncLLM(engine, max_unread_outputs=config.max_unread_outputs)
     server = make_server(llm, config)
     sock = listen("127.0.0.1", 0)
+    if send_bytes is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
     port = sock.getsockname()[1]
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="test-server")
     thread.start()

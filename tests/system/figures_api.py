@@ -408,6 +408,7 @@ def figure_7(scale: float, spread_s: float = 4.0) -> str:
 
 async def _tokens_of_slow_readers(served: Served, readers: int) -> int:
     """Return how many tokens are computed for a slow reader before it is cut off."""
+    await asyncio.sleep(1.0)  # figures come twice a second
     before = figures(served)[GENERATED]
     async with asyncio.TaskGroup() as group:
         for _ in range(readers):

@@ -23,6 +23,7 @@ from octavo.server.listening import (
 
 if TYPE_CHECKING:
     import asyncio
+    import socket
     from collections.abc import Callable
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -62,7 +63,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._idle_timeout_s = idle_timeout_s
         self._on_refused = on_refused
         self._timer: Cut | None = None
-        self._reader_timer: Cut | None = None  # while answers wait for who reads them
+        self._reader_timer: Cut | asyncio.TimerHandle | None = None  # while there are answers, and while they wait
         self._answered: RequestResponseCycle | None = None  # is now, or was last; `cycle` is what came last
         self._num_header_bytes = 0
         self._is_in_body = self._came_further = self._is_too_large = False
@@ -151,6 +152,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if not self.pipeline:
             self._answered = self.cycle
+            self._watch_reader()
         elif len(self.pipeline) == 1:
             self.flow.resume_reading()
 
@@ -211,36 +213,40 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _watch_reader(self) -> None:
-        """Look whether what waits for the reader now is taken in time, and go on as long as something waits."""
+        """Look whether what waits for the reader now is taken in time, and go on as long as more comes or waits."""
         if self._reader_timer is not None:
             return
         sock = self.transport.get_extra_info("socket")
-        before = bytes_taken(sock)
-        if before is None:
+        before, waiting = bytes_taken(sock), self._num_waiting_bytes(sock)
+        is_over = self._answered is None or self._answered.response_complete
+        if before is None or (is_over and not waiting and not self.transport.is_closing()):
             return
-        waiting = bytes_under_way(sock) + self.transport.get_write_buffer_size()
-        if not waiting:
+        self._reader_timer = self.loop.call_later(self._idle_timeout_s, self._look_at_reader, sock, before, waiting)
+
+    def _look_at_reader(self, sock: socket.socket, before: int, waiting: int) -> None:
+        """End the connection of who had taken `before`, and since then neither what waited nor enough of it."""
+        self._reader_timer = None
+        after = bytes_taken(sock)
+        # gVisor tells 0 of every connection; who is gone before the first byte arrives is the system's to notice
+        if not after or after - before >= min(waiting, MAX_UNSENT_BYTES) or not self._num_waiting_bytes(sock):
+            self._watch_reader()
             return
+        logger.info(
+            "%s took %d of %d bytes that waited for it within %g s: its connection is ended",
+            "a client" if self.client is None else self.client[0],
+            after - before,
+            waiting,
+            self._idle_timeout_s,
+        )
+        self._reader_timer = self._cutter.call_later(0.0, self._abort)
 
-        def look() -> None:
-            self._reader_timer = None
-            after = bytes_taken(sock)
-            if after is None:
-                return
-            if after - before >= min(waiting, MAX_UNSENT_BYTES):
-                self._watch_reader()
-                return
-            logger.info(
-                "%s took %d of %d bytes that waited for it within %g s: its connection is ended",
-                "a client" if self.client is None else self.client[0],
-                after - before,
-                waiting,
-                self._idle_timeout_s,
-            )
-            reset_when_closed(sock)
-            self.transport.abort()  # closing would wait for the same reader
+    def _num_waiting_bytes(self, sock: socket.socket) -> int:
+        return bytes_under_way(sock) + self.transport.get_write_buffer_size()
 
-        self._reader_timer = self._cutter.call_later(self._idle_timeout_s, look)
+    def _abort(self) -> None:
+        """End the connection at once: closing would wait for its reader, and so would the system behind that."""
+        reset_when_closed(self.transport.get_extra_info("socket"))
+        self.transport.abort()
 
     def _stop_watching_reader(self) -> None:
         if self._reader_timer is not None:

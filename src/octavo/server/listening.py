@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import signal
@@ -33,6 +34,7 @@ MAX_CONNECTIONS = 8192
 MAX_UNSENT_BYTES = 16 << 10
 _TCP_INFO_BYTES = 128  # up to tcpi_bytes_acked
 _INT_BYTES = 4  # of C
+_GONE = (OSError, ValueError)  # of a closed socket, as asyncio and uvloop say it
 _OWN_FILES = 256  # open besides connections: of libraries, of the engine's sockets, of a request that reads one
 
 
@@ -97,35 +99,40 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def bytes_taken(sock: socket.socket) -> int | None:
+def bytes_taken(sock: socket.socket | None) -> int | None:
     """Return how much of what was sent on a connection has arrived, TLS and all; None where the system does not say.
 
-    It says nothing of a connection that is gone, and systems other than Linux of none.
-
-    tcpi_bytes_acked of Linux's tcp_info (linux/tcp.h): what waits in this process says nothing of it under TLS, whose
-    layers have buffers of their own.
+    It says nothing of a connection that is gone, and systems other than Linux of none. tcpi_bytes_acked of tcp_info
+    (linux/tcp.h): what waits in this process says nothing of it under TLS, whose layers have buffers of their own.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or sock is None:
         return None
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    except OSError:
+    except _GONE:
         return None
     return int.from_bytes(info[-8:], sys.byteorder) if len(info) == _TCP_INFO_BYTES else None
 
 
-def bytes_under_way(sock: socket.socket) -> int:
-    """Return how much of what was handed to the system on a connection has not arrived yet (SIOCOUTQ of tcp(7)).
+def bytes_under_way(sock: socket.socket | None) -> int:
+    """Return how much of what the system was given on a connection has not arrived yet (SIOCOUTQ of tcp(7), Linux).
 
-    Linux only, where `bytes_taken` tells something.
+    0 of a connection that is gone, and on other systems.
     """
-    queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(_INT_BYTES))
+    if sys.platform != "linux" or sock is None:
+        return 0
+    try:
+        queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(_INT_BYTES))
+    except _GONE:
+        return 0
     return int.from_bytes(queued, sys.byteorder)
 
 
-def reset_when_closed(sock: socket.socket) -> None:
+def reset_when_closed(sock: socket.socket | None) -> None:
     """Let the system keep nothing of a connection for its reader once it is closed."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    if sock is not None:
+        with contextlib.suppress(*_GONE):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def allow_open_files(num_connections: int = MAX_CONNECTIONS) -> None:
