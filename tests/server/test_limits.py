@@ -708,8 +708,11 @@ def test_f23_a_connection_that_closes_behind_its_answer_does_not_wait_for_ever()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not say")
-def test_f23_who_reads_nothing_of_a_slow_stream_is_cut_off_before_it_has_to_wait() -> None:
+def test_f23_who_reads_nothing_of_a_slow_stream_is_cut_off_before_it_has_to_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The system takes all of it for a long time, and nobody has to wait; its place is given back all the same."""
+    pauses = count_calls(monkeypatch, connection.BoundedHttpProtocol, "pause_writing")
     executor = FakeExecutor(step_s=0.05)
     body = json.dumps({"prompt": "hello", "max_tokens": 1_500, "ignore_eos": True, "stream": True}).encode()
     with (
@@ -721,6 +724,7 @@ def test_f23_who_reads_nothing_of_a_slow_stream_is_cut_off_before_it_has_to_wait
         wait_until(lambda: streams.num_held == 1, "it has a place")
         wait_until(lambda: not streams.num_held, "its place is given back")
         wait_until(lambda: running.num_unfinished == 0, "it is aborted")
+    assert not pauses
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no such limit")
