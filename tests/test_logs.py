@@ -75,6 +75,20 @@ def test_the_audit_log_has_a_file_whatever_the_level(audit, tmp_path, caplog):
     assert not caplog.records
 
 
+def test_a_line_that_the_file_does_not_take_goes_to_the_log_and_fails_nobody(audit, tmp_path, caplog):
+    folder = tmp_path / "log"
+    folder.mkdir()
+    logs.configure("WARNING", "text", audit_file=folder / "audit.jsonl")
+    folder.rename(tmp_path / "elsewhere")  # it can be neither found nor made
+    audit.info(logs.Fields({"status": 404}))
+    (line,) = caplog.messages
+    assert "audit log" in line
+    assert '"status": 404' in line
+    folder.mkdir()
+    audit.info(logs.Fields({"status": 500}))
+    assert json.loads((folder / "audit.jsonl").read_text())["status"] == 500
+
+
 def test_a_file_that_cannot_be_written_is_told(audit, tmp_path):
     with pytest.raises(ConfigError, match="audit log"):
         logs.configure("INFO", "text", audit_file=tmp_path)

@@ -15,6 +15,7 @@ from octavo.errors import ConfigError
 if TYPE_CHECKING:
     from pathlib import Path
 
+logger = logging.getLogger(__name__)
 AUDIT = "octavo.audit"
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
@@ -66,6 +67,17 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class _AuditHandler(logging.handlers.WatchedFileHandler):
+    """Writes to a file that may be moved away; what cannot be written goes to the log, and fails no request."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError as error:  # opening it anew
+            line = self.format(record)
+            logger.error("the audit log %s cannot be opened (%s): %s", self.baseFilename, error.strerror, line)  # noqa: TRY400
+
+
 def configure(level: int | str, style: str, *, process: str = "", audit_file: Path | None = None) -> None:
     """Let this process's log be written to standard error; changes the root logger, unless somebody has before.
 
@@ -80,7 +92,7 @@ def configure(level: int | str, style: str, *, process: str = "", audit_file: Pa
     if audit_file is None:
         return
     try:
-        to_file = logging.handlers.WatchedFileHandler(audit_file, encoding="utf-8")
+        to_file = _AuditHandler(audit_file, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"the audit log {audit_file} cannot be written: {error.strerror}") from None
     to_file.setFormatter(JsonFormatter())

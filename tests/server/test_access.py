@@ -203,7 +203,7 @@ def reload(running: Running) -> None:
     done = threading.Event()
 
     def run() -> None:
-        running.server._service.reload()
+        running.server.reload()
         done.set()
 
     running.server.servers[0].get_loop().call_soon_threadsafe(run)
@@ -274,6 +274,12 @@ def named() -> Iterator[Running]:
 def test_s21_a_name_that_was_rebound_is_not_answered(named: Running, host: str, status: int) -> None:
     with named.http() as http:
         assert http.get("/v1/models", headers={"Host": host}).status_code == status
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_probes_that_come_by_address_are_answered(named: Running, path: str) -> None:
+    with named.http() as http:
+        assert http.get(path, headers={"Host": "10.1.2.3:8000"}).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,30 @@ def test_who_has_a_place_when_the_server_stops_is_answered_though_its_prompt_is_
         assert answer.result().status_code == 200
 
 
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_f26_an_engine_in_a_long_step_keeps_nobody_from_hearing_that_the_server_stops(route: str) -> None:
+    """A step may take longer than a server that stops waits: streams and whole answers are told before."""
+    executor = FakeExecutor(STEP_S)
+    body: dict[str, Any] = next(body for path, body in BODIES if path == route)
+    with run_server(executor) as running, running.http() as http, futures.ThreadPoolExecutor(1) as pool:
+        with http.stream("POST", route, json={**body, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            whole = pool.submit(http.post, route, json=body)
+            wait_until(lambda: running.num_unfinished == 2, "both are at work")
+            executor.gate.clear()
+            running.server.handle_exit(15, None)
+            events = [line.removeprefix("data: ") for line in lines if line]
+        assert json.loads(events[-2])["error"]["code"] == "server_closing"
+        assert events[-1] == "[DONE]"
+        answer = whole.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_closing")
+        assert not executor.gate.is_set()
+        executor.gate.set()
+        running.thread.join(20)
+        assert not running.thread.is_alive()
+
+
 def test_a_stopping_server_refuses_what_is_new_until_what_is_open_has_ended() -> None:
     executor = FakeExecutor(STEP_S)
     body = {"prompt": "hello", "max_tokens": 50, "stream": True}

@@ -727,6 +727,15 @@ def test_f23_who_reads_nothing_of_a_slow_stream_is_cut_off_before_it_has_to_wait
     assert not pauses
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no socket of both families")
+def test_every_address_is_those_of_ipv4_too() -> None:
+    with listen("::", 0) as door:
+        port = door.getsockname()[1]
+        for address in ("127.0.0.1", "::1"):
+            with socket.create_connection((address, port), timeout=DEADLINE_S):
+                door.accept()[0].close()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no such limit")
 def test_the_system_ends_no_connection_by_a_clock_of_its_own() -> None:
     """Linux's goes on while a slow reader reads: one of 10 KB a second was cut off after two such times."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import ssl
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -38,6 +40,34 @@ def test_answers_and_streams(served):
     assert whole["choices"][0]["text"]
     with pytest.raises(httpx.ConnectError):  # nobody else vouches for the certificate
         httpx.get(f"{served.http.base_url}/health", trust_env=False)
+
+
+def test_a_new_certificate_is_read_on_sighup_and_a_broken_one_is_not(served, certificate, tmp_path):
+    """With no file of keys, too: SIGHUP would end a process that does not hear it."""
+    files = [Path(path) for path in certificate]
+    old = [path.read_text() for path in files]
+    new = [Path(path).read_text() for path in make_certificate(tmp_path)]
+    address = served.http.base_url.host, served.http.base_url.port
+
+    def presented() -> str:
+        return ssl.get_server_certificate(address)
+
+    def renew(texts: list[str]) -> None:
+        for path, text in zip(files, texts, strict=True):
+            path.write_text(text)
+        served.process.send_signal(signal.SIGHUP)
+
+    before = presented()
+    renew(new)
+    served.wait_until(lambda: presented() != before, 5)
+    renewed = presented()
+    assert ssl.PEM_cert_to_DER_cert(new[0]) == ssl.PEM_cert_to_DER_cert(renewed)
+    renew([old[0], new[1]])  # no pair
+    time.sleep(0.5)
+    assert presented() == renewed
+    renew(old)
+    served.wait_until(lambda: presented() == before, 5)
+    assert served.answer() == "12 + 30 = 42"
 
 
 def test_headers_that_trickle_end_the_connection(served, certificate):

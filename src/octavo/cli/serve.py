@@ -279,8 +279,10 @@ class ServerOptions:
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(f"log format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
         hosts = tuple(self.allowed_host or ())
+        if hosts or is_loopback(self.host):
+            hosts += tuple(LOOPBACK_NAMES)
         if is_loopback(self.host):
-            hosts += (*LOOPBACK_NAMES, self.host)
+            hosts += (self.host,)
         api_key = self.api_key or (None if self.api_keys else api_key_from_environment())
         return ServerConfig(
             served_model_names=tuple(self.served_model_name or ()),
@@ -338,7 +340,7 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
         say(line)
     check_binding(server.host, config, insecure=server.insecure)
     check_files(config)
-    hold_hang_up(config)
+    hold_hang_up()
     allow_open_files()
     with listen(server.host, server.port) as sock:
         launched = engine.launch(meanwhile=partial(importlib.import_module, "octavo.server.serving"))

@@ -43,7 +43,9 @@ class _Stream:
         self._outputs: deque[RequestOutput | OctavoError] = deque()
         self._waiter: asyncio.Future[None] | None = None
         # An engine in a long step tells nobody that a request's time is over.
-        self._timer = None if deadline is None else self.loop.call_at(deadline + _DEADLINE_GRACE_S, self._expire)
+        self._timer: asyncio.TimerHandle | None = None
+        if deadline is not None:
+            self._timer = self.loop.call_at(deadline + _DEADLINE_GRACE_S, self.fail, DeadlineError(DEADLINE_PASSED))
 
     def put(self, output: RequestOutput | OctavoError) -> None:
         """Add what the reader hears next."""
@@ -83,8 +85,8 @@ class _Stream:
         if self._on_unread is not None and not isinstance(output, OctavoError):
             self._on_unread(output)
 
-    def _expire(self) -> None:
-        error = DeadlineError(DEADLINE_PASSED)
+    def fail(self, error: OctavoError) -> None:
+        """Let the reader hear of an end behind what has come so far, whatever the engine is doing."""
         if self.accepted.done():
             self.put(error)
         else:
@@ -102,7 +104,8 @@ class AsyncLLM:
         self.engine = engine
         self._max_unread = max_unread_outputs
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}
+        self._read: dict[str, _Stream] = {}  # by request, while there is a reader
+        self._streams: dict[str, _Stream] = {}  # the engine thread's alone, as is the next one
         self._submitted: set[_Stream] = set()  # neither accepted nor refused yet
         self._dead: OctavoError | None = None
         self._door = threading.Lock()  # nothing enters the inbox once the engine is known to be dead
@@ -159,6 +162,7 @@ class AsyncLLM:
             await on_processed(processed)
         stream = _Stream(deadline, on_unread)
         finished = False
+        self._read.setdefault(request_id, stream)
         try:
             self._post(lambda: self._add(processed, stream))
             await stream.accepted
@@ -171,9 +175,20 @@ class AsyncLLM:
                 yield output
         finally:
             stream.leave()
+            if self._read.get(request_id) is stream:
+                del self._read[request_id]
             if not finished:
                 with contextlib.suppress(EngineDeadError):  # a dead engine has nothing to abort
                     self._post(lambda: self._abort(request_id, stream))
+
+    def fail(self, request_id: str, error: OctavoError) -> None:
+        """Let the reader of a request hear of its end now, and have it aborted; nothing where there is none.
+
+        An engine in a long step hears of an abort when that is over, and tells nobody anything before.
+        """
+        stream = self._read.get(request_id)
+        if stream is not None:
+            _call_soon(stream.loop, stream.fail, error)
 
     async def call(self, function: Callable[[Any], Any]) -> Any:
         """Run a function on the engine's thread, between two steps, and return its result (statistics, say)."""

@@ -71,6 +71,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Begin to wait for the first headers; one connection too many is told so, and closed."""
         super().connection_made(transport)
+        if self.client is not None:  # of IPv4 on a socket of both families: as it is everywhere else
+            self.client = (self.client[0].removeprefix("::ffff:"), self.client[1])
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         if len(self.connections) > MAX_CONNECTIONS:
             self._refuse(HttpError(503, "too many connections", "server_error", code="too_many_connections"))

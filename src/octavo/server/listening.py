@@ -51,6 +51,11 @@ def check_files(config: ServerConfig) -> None:
     """Raise `ConfigError` for a file of API keys or a certificate that cannot be used."""
     if config.api_keys_file is not None:
         Keyring.from_file(config.api_keys_file)
+    check_certificate(config)
+
+
+def check_certificate(config: ServerConfig) -> None:
+    """Raise `ConfigError` for a certificate, or its key, that cannot be used."""
     if config.ssl_certfile is None:
         return
     try:
@@ -60,16 +65,15 @@ def check_files(config: ServerConfig) -> None:
         raise ConfigError(f"the certificate for TLS and its key cannot be used ({files}): {error}") from None
 
 
-def hold_hang_up(config: ServerConfig) -> None:
-    """Where SIGHUP is to reload keys, let it do nothing until a server listens, which reads them: it would kill."""
-    if hears_hang_up(config):
+def hold_hang_up() -> None:
+    """Let SIGHUP do nothing until a server listens, which reads keys and certificate anew: it would kill."""
+    if hears_hang_up():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-def hears_hang_up(config: ServerConfig) -> bool:
-    """Tell whether SIGHUP reloads keys: there are some, and this thread can hear it."""
-    is_main = threading.current_thread() is threading.main_thread()
-    return config.api_keys_file is not None and hasattr(signal, "SIGHUP") and is_main
+def hears_hang_up() -> bool:
+    """Tell whether there is a SIGHUP, and this thread can hear it."""
+    return hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread()
 
 
 def is_loopback(host: str) -> bool:
@@ -85,13 +89,15 @@ def is_loopback(host: str) -> bool:
 def listen(host: str, port: int) -> socket.socket:
     """Bind an address; connections wait there until a server takes the socket. Raises `ConfigError`.
 
-    The system is told to take little of what a client does not read, where it can be (Linux): it would take megabytes.
-    It is not told to end connections that take nothing (TCP_USER_TIMEOUT): Linux ends those with it, too, whose reader
-    takes less than it is sent, as the time goes on from the first full window; `BoundedHttpProtocol` looks itself.
+    "::" is every address of this machine, those of IPv4 too. The system is told to take little of what a client does
+    not read, where it can be (Linux): it would take megabytes. It is not told to end connections that take nothing
+    (TCP_USER_TIMEOUT): Linux ends those with it, too, whose reader takes less than it is sent, as the time goes on from
+    the first full window; `BoundedHttpProtocol` looks itself.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    is_any = host == "::" and socket.has_dualstack_ipv6()
     try:
-        sock = socket.create_server((host, port), family=family, backlog=2048)
+        sock = socket.create_server((host, port), family=family, backlog=2048, dualstack_ipv6=is_any)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot listen on {host}, port {port}: {error}") from None
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # accepted connections have it, too

@@ -1,7 +1,8 @@
 """Which names the server answers to, and which pages may use it from a browser.
 
 A page of any origin can make a browser send a POST to a server on the same machine, and a name of its own choice can be
-made to mean 127.0.0.1 (DNS rebinding): so a browser's Origin must be known, and so must, on loopback, the Host.
+made to mean 127.0.0.1 (DNS rebinding): so a browser's Origin must be known, and so must, on loopback, the Host. Probes
+ask for a server's health by its address: that is told under any Host.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from octavo.server.auth import OPEN_PATHS
 from octavo.server.errors import HttpError
 
 if TYPE_CHECKING:
@@ -39,8 +41,7 @@ class OriginMiddleware:
     def _error(self, scope: Scope) -> HttpError | None:
         hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
         host = hosts[0] if len(hosts) == 1 else ""
-        name = _name(host)
-        if self._hosts is not None and name not in self._hosts:
+        if self._hosts is not None and scope["path"] not in OPEN_PATHS and _name(host) not in self._hosts:
             return HttpError(421, "this server does not answer to this Host; --allowed-host NAME adds one")
         if origins and "*" not in self._origins and any(not self._knows(origin, host) for origin in origins):
             return HttpError(403, "this server does not answer pages of this Origin; --allowed-origin URL adds one")

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5  # in a row: so often an engine process may end before it takes a request
 _NO_NAMES = ("tgi", "dummy")  # what clients of TGI say, which has one model: its documents, and huggingface_hub
+_ENGINE_GRACE_S = 1.0  # in which the engine itself should end what it was told to
 _BODIES = 16  # so many of the largest may arrive at once
 
 
@@ -255,10 +256,18 @@ class Service:
         def end(engine: Engine) -> None:
             engine.abort_request(open_ids)
 
+        asyncio.get_running_loop().call_later(_ENGINE_GRACE_S, self._tell, open_ids)
         try:
             await self.llm.call(end)
         except EngineDeadError:
             logger.warning("the engine is dead already; its requests have heard of it")
+
+    def _tell(self, open_ids: list[str]) -> None:
+        """Let those hear of their end that the engine has not ended: it may be in a long step."""
+        for request_id in open_ids:
+            opened = self._open.get(request_id)
+            if opened is not None and opened.cut_off is not None:
+                self.llm.fail(request_id, opened.cut_off)
 
 
 def _make_tracing(endpoint: str | None) -> Tracing | None:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from octavo.errors import ConfigError
 from octavo.server.app import create_app
 from octavo.server.audit import tell_no_request
 from octavo.server.connection import BoundedHttpProtocol
-from octavo.server.listening import hears_hang_up
+from octavo.server.listening import check_certificate, hears_hang_up
 from octavo.server.service import Service
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _LOOK_S = 0.1  # whether there was a second signal
 class GracefulServer(uvicorn.Server):
     """Refuses what is new and ends open requests with a last event each before its process leaves.
 
-    A second signal leaves at once. SIGHUP reads the API keys anew.
+    A second signal leaves at once. SIGHUP reads the API keys and the certificate anew.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
@@ -45,10 +46,25 @@ class GracefulServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the door."""
-        if hears_hang_up(self._service.config):
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._service.reload)
-            self._service.reload()  # the signal may have come since they were read
+        if hears_hang_up():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
+            self.reload()  # the signal may have come since they were read
         await super().startup(sockets)
+
+    def reload(self) -> None:
+        """Read the API keys and the certificate anew; what cannot be used stays as it was. Open connections go on."""
+        config = self._service.config
+        if config.api_keys_file is not None:
+            self._service.reload()
+        if config.ssl_certfile is None:
+            return
+        try:
+            check_certificate(config)  # a pair that does not match would spoil the one that is in use
+        except ConfigError as error:
+            logger.error("the certificate stays as it was: %s", error)  # noqa: TRY400 - the error says all
+        else:
+            self.config.ssl.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)  # type: ignore[union-attr]
+            logger.info("the certificate was read anew")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let open requests end, and whoever comes meanwhile hear that this server leaves; then close the door."""
