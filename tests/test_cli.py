@@ -299,7 +299,7 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], fake_model: FakeExecut
         (["--kv-cache-dtype", "fp8"], "kv_cache_dtype"),
         (["--temperature", "-1"], "temperature must be a number"),
         (["--max-tokens", "0"], "max_tokens must be an integer"),
-        (["--prompt", "x" * 3000], "the prompt has"),
+        (["--prompt", "x" * 3000], "prompt is too long"),
         (["--prompt", ""], "the prompt is empty"),
     ],
 )
@@ -442,7 +442,7 @@ def test_chat_goes_on_after_an_error(fake_model: FakeExecutor) -> None:
     result = run("chat", "--max-tokens", "5", stdin=f"{'x' * 3000}\n/help\n/nonsense\nhi\n")
     assert result.exit_code == 0, result.output
     assert result.stdout == answer_text(len("<user>hi\n<assistant>"), 0, 5) + "\n"
-    assert "error: the prompt has" in result.stderr
+    assert "error: prompt is too long" in result.stderr
     assert "/reset" in result.stderr
     assert "no command /nonsense" in result.stderr
 

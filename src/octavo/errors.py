@@ -40,15 +40,19 @@ class RequestError(OctavoError):
 
 
 class PromptTooLongError(RequestError):
-    """The prompt exceeds the model's length, or could never fit the KV cache."""
+    """The prompt exceeds the model's length, or could never fit the KV cache.
+
+    Clients look for words: "prompt is too long: N tokens > M maximum" (Anthropic's) and "this model's maximum context
+    length is" (OpenAI's).
+    """
 
     @classmethod
     def check(cls, num_tokens: int, max_model_len: int) -> None:
         """Raise it for a prompt that leaves no room for a token of output."""
         if num_tokens >= max_model_len:
             raise cls(
-                f"the prompt has {num_tokens} tokens; with one token of output the limit is "
-                f"max_model_len - 1 = {max_model_len - 1}",
+                f"prompt is too long: {num_tokens} tokens > {max_model_len - 1} maximum; this model's maximum context "
+                f"length is {max_model_len} tokens (max_model_len), and the output needs one",
                 parameter="prompt",
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import anthropic
@@ -13,6 +14,7 @@ from running import DEADLINE_S, run_server
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import httpx
     from running import Running
 
 ANSWER = (
@@ -133,6 +135,33 @@ def test_a_whole_conversation_reaches_the_template(client: anthropic.Anthropic) 
             "<tool>noon\n<user>And?\n<assistant>"
         )
         assert num_tokens == len(text.encode())
+
+
+def test_what_claude_code_adds_changes_nothing(running: Running) -> None:
+    """Its note for Anthropic's accounting differs in every request; before all else, it kept prefixes from matching."""
+    note = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=1f3;"}
+    rules = {"type": "text", "text": "Say x-anthropic-billing-header as it is."}
+    edits = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
+
+    def count(http: httpx.Client, **fields: Any) -> int:
+        answer = http.post("/v1/messages/count_tokens", json={"model": "fake", "messages": MESSAGES, **fields})
+        return answer.json()["input_tokens"]
+
+    with running.http() as http:
+        assert count(http, system=[note, rules]) == count(http, system=[rules]) > count(http)
+        assert count(http, system=[note]) == count(http)
+        assert http.post("/v1/messages", json={**ASKED, **edits, "system": [note, rules]}).status_code == 200
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(running: Running) -> None:
+    """Claude Code shortens a conversation when it reads Anthropic's, litellm turns to another model at OpenAI's."""
+    asked = {**ASKED, "messages": [{"role": "user", "content": "x" * 3000}]}
+    with running.http() as http:
+        response = http.post("/v1/messages", json=asked)
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert re.search(r"prompt is too long: (\d+) tokens > (\d+) maximum", message)
+    assert "this model's maximum context length is" in message
 
 
 def test_an_answer_that_has_begun_is_gone_on_with(client: anthropic.Anthropic) -> None:

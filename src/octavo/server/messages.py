@@ -38,12 +38,12 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # The engine's names of parameters, and Anthropic's.
 _SPELLED = {"prompt": "messages", "structured_outputs": "tools", "stop": "stop_sequences"}
 _FORMAT = "output_config.format"
+_ACCOUNTING = "x-anthropic-billing-header"
 # What would change the answer, and the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
     "compaction": (None,),
     "container": (None,),
-    "context_management": (None,),
     "fallbacks": (None, []),
     "mcp_servers": (None, []),
     "output_format": (None,),  # an older name of output_config.format
@@ -182,12 +182,30 @@ def _read_conversation(
     """Return the messages as chat templates read them, and the tools."""
     messages: list[dict[str, Any]] = []
     if request.system is not None:
-        messages.append({"role": "system", "content": read_text(request.system, "system")})
+        messages += _read_system(request.system)
     if not isinstance(request.messages, list) or not request.messages:
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     for index, message in enumerate(request.messages):
         messages += _read_message(message, f"messages[{index}]")
     return messages, _read_tools(request, tool_format)
+
+
+def _read_system(system: Any) -> list[dict[str, Any]]:
+    """Return what the system says, without Claude Code's note for Anthropic's accounting.
+
+    That differs in every request and stands before all else: no prefix of a conversation would be found in the cache.
+    """
+    blocks = system
+    if isinstance(system, list):
+        blocks = [block for block in system if not _is_note(block)]
+        if system and not blocks:
+            return []
+    return [{"role": "system", "content": read_text(blocks, "system")}]
+
+
+def _is_note(block: Any) -> bool:
+    text = block.get("text") if isinstance(block, dict) else None
+    return isinstance(text, str) and text.startswith(_ACCOUNTING)
 
 
 def _template_options(request: CountTokensRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -50,6 +50,7 @@ ANTHROPIC_HARMLESS = {
     "billing_policy": _PLACE,
     "betas": "names of what may be asked for: what is asked for stands in fields of its own",
     "cache_control": _CACHE,
+    "context_management": "takes old turns out to save tokens: all of them are read",
     "diagnostics": "asks why a cache was missed",
     "fallback_credit_token": _PLACE,
     "inference_geo": _PLACE,

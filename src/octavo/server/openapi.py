@@ -11,6 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from octavo import __version__
 from octavo.server import embeddings, messages, openai_requests, openai_responses, responses, tgi, tokenizing
+from octavo.server.auth import OPEN_PATHS
 from octavo.server.openapi_schemas import MORE, OWN_SCHEMAS, REF
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ _STATUSES = {
 }
 _POST_ONLY = {400, 408, 413, 422, 429, 500, 504}
 _TGI_ONLY, _NOT_TGI = 422, 400
+_OTHER_HOST = 421
 
 
 def describe(service: Service) -> dict[str, Any]:
@@ -161,6 +163,8 @@ def _errors(route: _Route) -> dict[str, Any]:
     schema = either[0] if name == "Error" else {"anyOf": either}
     other = _NOT_TGI if route.family == "TGI" else _TGI_ONLY
     statuses = {status for status in _STATUSES if route.body is not None or status not in _POST_ONLY} - {other}
+    if route.path in OPEN_PATHS:
+        statuses.remove(_OTHER_HOST)
     return {
         str(status): {"description": _STATUSES[status], "content": {"application/json": {"schema": schema}}}
         for status in sorted(statuses)
