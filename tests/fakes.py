@@ -100,9 +100,10 @@ class FakeChatTemplate:
         self.templates = {"default": marks}
         self._behind = behind
         self.tools: Any = None
+        self.options: dict[str, Any] = {}  # of the last prompt, but for what is above
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        self.tools = options.get("tools")
+        self.tools, self.options = options.get("tools"), options
         text = "" if self.tools is None else f"<tools>{json.dumps(self.tools)}\n"
         for message in messages:
             calls = message.get("tool_calls")

@@ -99,6 +99,7 @@ def make_requests() -> list[tuple[list[int], SamplingParams]]:
         {"temperature": 0.8, "top_k": 20, "seed": 8},
         {"temperature": 1.3, "top_p": 0.8},
         {"temperature": 1.0, "min_p": 0.05, "repetition_penalty": 1.2},
+        {"temperature": 1.1, "typical_p": 0.9, "top_p": 0.95},
         {"temperature": 0.7, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {5: 2.0, 9: -3.0}},
     ]
     requests = []

@@ -26,6 +26,7 @@ def test_defaults_are_vllms():
         ("top_k", [-2, 1.5]),
         ("top_p", [0.0, -0.1, 1.1, math.nan]),
         ("min_p", [-0.1, 1.1, math.nan]),
+        ("typical_p", [0.0, 1.1, math.nan]),
         ("seed", [2**64, -(2**63) - 1, 1.0, "x"]),
         ("presence_penalty", [-2.1, 2.1, math.nan]),
         ("frequency_penalty", [-2.1, 2.1, math.inf]),

@@ -323,6 +323,7 @@ class ModelInfo:
 
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
 REASONING_PARSERS = ("auto", "none", "think")
+REASONING_FIELDS = ("reasoning_content", "reasoning")
 EMBEDDING_POOLING = ("auto", *POOLING)
 
 
@@ -344,7 +345,7 @@ class ServerConfig:
     grace_s: when the server is told to stop, how long open requests may go on.
     stream_keep_alive_s: a stream that has told nothing for so long sends a comment.
     tool_call_parser, reasoning_parser: how the model writes calls of tools, and its reasoning; "auto" looks at its chat
-    template (`octavo.server.tools`).
+    template (`octavo.server.tools`). reasoning_field: what chat completions call the latter.
     pooling: how an embedding is made of hidden states, "last" or "mean"; "auto" for what the checkpoint asks for.
     otlp_traces_endpoint: where OpenTelemetry's spans are sent; None for nowhere.
     dashboard: whether there is a page at /dashboard that shows what the engine does.
@@ -368,6 +369,7 @@ class ServerConfig:
     stream_keep_alive_s: float = 15.0
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    reasoning_field: str = "reasoning_content"
     pooling: str = "auto"
     dashboard: bool = True
     otlp_traces_endpoint: str | None = None
@@ -392,6 +394,7 @@ class ServerConfig:
         choices = {
             "tool_call_parser": TOOL_CALL_PARSERS,
             "reasoning_parser": REASONING_PARSERS,
+            "reasoning_field": REASONING_FIELDS,
             "pooling": EMBEDDING_POOLING,
         }
         for name, allowed in choices.items():

@@ -101,7 +101,8 @@ class SamplingParams:
     """Parameters of one request; names, defaults and meaning are those of vLLM and the OpenAI API.
 
     n: output sequences per prompt. seed: makes sampling reproducible (drawn by the engine when None, or -1).
-    temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 mean "all".
+    temperature 0 is greedy. top_k 0 or -1, top_p 1, min_p 0 and typical_p 1 mean "all"; typical_p is TGI's: locally
+    typical sampling (`octavo.worker.typical`).
     max_tokens None means up to the model's limit. logprobs/prompt_logprobs: how many of the best are reported beside
     the token itself; None for none at all. logit_bias: token id -> number added to its logit. structured_outputs: what
     form the answer must have; it ends where that does. pooling: "last" or "mean" asks for the hidden states of the
@@ -118,6 +119,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] = field(default_factory=list)
@@ -148,6 +150,7 @@ class SamplingParams:
         _check_int("top_k", self.top_k, 0, MAX_COUNT)
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("typical_p", self.typical_p, 0.0, 1.0, open_low=True)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
@@ -247,6 +250,7 @@ _NUMBERS = (
     "top_k",
     "top_p",
     "min_p",
+    "typical_p",
     "seed",
     "presence_penalty",
     "frequency_penalty",

@@ -345,7 +345,7 @@ def test_a_text_that_cannot_fit_is_not_even_taken_apart(monkeypatch):
     engine = make_engine(max_model_len=100)
     encoded = []
     monkeypatch.setattr(ByteTokenizer, "encode", lambda _self, text, **_: encoded.append(text) or [1])
-    with pytest.raises(PromptTooLongError, match="2000 characters; 100 tokens are 500 at most") as caught:
+    with pytest.raises(PromptTooLongError, match="too long: 2000 characters, and 100 tokens are 500 at most") as caught:
         engine.add_request("a", "x" * 2000)
     assert caught.value.parameter == "prompt"
     assert not encoded

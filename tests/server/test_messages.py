@@ -29,6 +29,7 @@ WEATHER: Any = {
 NOW: Any = {"name": "now", "input_schema": {"type": "object"}}
 MESSAGES: list[Any] = [{"role": "user", "content": "How is Rome?"}]
 ASKED: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "max_tokens": 1000}
+LONG: dict[str, Any] = {**ASKED, "messages": [{"role": "user", "content": "How is Rome? " * 20}], "max_tokens": 1}
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +81,7 @@ def test_what_blocks_hold(client: anthropic.Anthropic) -> None:
     thinking, text, weather, now = message.content
     assert (thinking.type, text.type, weather.type, now.type) == ("thinking", "text", "tool_use", "tool_use")
     assert thinking.thinking == "Rome, 狐."
+    assert thinking.signature, "clients send no thoughts back without one"
     assert text.text == "I look."
     assert (weather.name, weather.input) == ("get_weather", {"city": "Röme"})
     assert (now.name, now.input) == ("now", {})
@@ -153,6 +155,23 @@ def test_what_claude_code_adds_changes_nothing(running: Running) -> None:
         assert http.post("/v1/messages", json={**ASKED, **edits, "system": [note, rules]}).status_code == 200
 
 
+def test_vllms_fields_reach_the_template_and_the_cache() -> None:
+    template = FakeChatTemplate()
+    with run_server(engine_options={"chat_template": template}) as running, running.http() as http:
+        fields = {"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False, "tone": "dry"}}
+        for route in ("/v1/messages", "/v1/messages/count_tokens"):
+            assert http.post(route, json={**ASKED, **fields}).status_code == 200
+            assert (template.options["enable_thinking"], template.options["tone"]) == (False, "dry")
+            template.options = {}
+        for salt, is_found in (("a", False), ("b", False), ("a", True)):
+            usage = http.post("/v1/messages", json={**LONG, "cache_salt": salt}).json()["usage"]
+            assert (usage["cache_read_input_tokens"] > 0) == is_found
+        for name in ("tools", "chat_template", "add_generation_prompt"):
+            response = http.post("/v1/messages", json={**ASKED, "chat_template_kwargs": {name: None}})
+            assert response.status_code == 400
+            assert f"chat_template_kwargs must not set {name}" in response.json()["error"]["message"]
+
+
 def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(running: Running) -> None:
     """Claude Code shortens a conversation when it reads Anthropic's, litellm turns to another model at OpenAI's."""
     asked = {**ASKED, "messages": [{"role": "user", "content": "x" * 3000}]}
@@ -192,6 +211,8 @@ def test_an_answer_that_has_begun_is_gone_on_with(client: anthropic.Anthropic) -
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"stop_sequences": [""]}, "stop"),
         ({"temperature": -1.0}, "temperature"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
+        ({"watermarking": True}, "watermarking"),
     ],
 )
 def test_what_is_refused(running: Running, body: dict[str, Any], parameter: str) -> None:

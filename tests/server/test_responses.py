@@ -245,7 +245,7 @@ def test_every_field_that_chooses_tokens_reaches_the_parameters():
         "seed": 3, "stop": ["x"], "temperature": 0.5, "top_p": 0.5, "presence_penalty": 0.5, "frequency_penalty": 0.5,
         "top_k": 5, "min_p": 0.5, "repetition_penalty": 1.5, "min_tokens": 1, "ignore_eos": True,
         "stop_token_ids": [7], "include_stop_str_in_output": True, "skip_special_tokens": False,
-        "allowed_token_ids": [1, 2], "logit_bias": {"5": 1.5},
+        "allowed_token_ids": [1, 2], "logit_bias": {"5": 1.5}, "typical_p": 0.5,
     }  # fmt: skip
     assert given.keys() == SamplingControls.model_fields.keys()
     params = _params(ResponsesRequest(**given), SamplingParams(), 9)

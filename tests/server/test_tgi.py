@@ -117,6 +117,7 @@ def test_the_root_answers_with_a_list(shared: Running) -> None:
         ({"top_k": 5}, True),
         ({"top_p": 0.9}, True),
         ({"do_sample": True}, True),
+        ({"typical_p": 0.95, "do_sample": False}, True),
         ({"do_sample": True, "temperature": 0.5}, True),
     ],
 )
@@ -196,7 +197,7 @@ def test_info(shared: Running) -> None:
         {"top_k": -5},
         {"max_new_tokens": 0},
         {"best_of": 2},
-        {"typical_p": 0.5},
+        {"typical_p": 0.0},
         {"watermark": True},
         {"adapter_id": "x"},
         {"truncate": 0},

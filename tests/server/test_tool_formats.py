@@ -15,7 +15,7 @@ from octavo.grammars import GrammarCompiler, GrammarError, lark_json
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.server.parts import joined
 from octavo.server.tool_formats import Function, HermesFormat, LlamaFormat, MistralFormat, NamedMistralFormat
-from octavo.server.tools import read_function
+from octavo.server.tools import Toolbox, read_function
 
 if TYPE_CHECKING:
     from octavo.server.tool_formats import ToolFormat
@@ -105,6 +105,25 @@ def test_optional_calls(grammars: Grammars, family: type[ToolFormat]) -> None:
         if family is not LlamaFormat:  # whose calls are the whole answer
             assert grammars.accepts(structure, "I look.\n" + one)
             assert not grammars.accepts(structure, "I look.\n" + wrong)
+
+
+def test_only_strict_tools_keep_to_their_schemas(grammars: Grammars) -> None:
+    """OpenAI's strict is a tool's own: one of them does not make the others so, whose schemas may be no grammar."""
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    odd = {"type": "object", "properties": {"zone": {"type": "string", "pattern": "(?<=a)b"}}, "required": ["zone"]}
+    strict, free = Function("weather", parameters, strict=True), Function("now", odd)
+    tool_format = HermesFormat(grammars.spell)
+
+    def call(name: str, arguments: str) -> str:
+        return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+    structure = Toolbox.make([(strict, ""), (free, "")], tool_format).structure(None)
+    assert structure is not None
+    for text in (call("weather", '{"city": "Rome"}'), call("now", '{"zone": 7}'), call("now", "{}"), "Hello."):
+        assert grammars.accepts(structure, text), text
+    for text in (call("weather", '{"city": 7}'), call("weather", "{}"), call("now", "7"), call("then", "{}")):
+        assert not grammars.accepts(structure, text), text
+    assert Toolbox.make([(free, "")], tool_format).structure(None) is None
 
 
 @each_family

@@ -50,7 +50,7 @@ def client(running: Running) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def assemble(stream: Any) -> dict[str, Any]:
+def assemble(stream: Any, field: str = "reasoning_content") -> dict[str, Any]:
     """Put a stream together, as a client has to."""
     result: dict[str, Any] = {"content": None, "reasoning": None, "calls": [], "finish_reason": None, "chunks": 0}
     for chunk in stream:
@@ -60,7 +60,7 @@ def assemble(stream: Any) -> dict[str, Any]:
         result["finish_reason"] = choice.finish_reason
         if choice.delta.content:
             result["content"] = (result["content"] or "") + choice.delta.content
-        reasoning = getattr(choice.delta, "reasoning_content", None)
+        reasoning = getattr(choice.delta, field, None)
         if reasoning:
             result["reasoning"] = (result["reasoning"] or "") + reasoning
         for call in choice.delta.tool_calls or []:
@@ -78,6 +78,7 @@ def test_calls_whole_and_streamed(client: openai.OpenAI) -> None:
     assert whole.finish_reason == "tool_calls"
     assert whole.message.content == "I look."
     assert whole.message.reasoning_content == "Rome, 狐."  # type: ignore[attr-defined]  # not OpenAI's own
+    assert not hasattr(whole.message, "reasoning"), "some clients show both"
     calls = [(call.function.name, json.loads(call.function.arguments)) for call in whole.message.tool_calls or []]
     assert calls == [("get_weather", {"city": "Röme"}), ("now", {})]
     ids = [call.id for call in whole.message.tool_calls or []]
@@ -100,6 +101,17 @@ def test_reasoning_can_be_left_out(client: openai.OpenAI) -> None:
     assert len(message.tool_calls or []) == 2
     streamed = assemble(client.chat.completions.create(**asked, stream=True, extra_body=body))
     assert (streamed["content"], streamed["reasoning"], len(streamed["calls"])) == ("I look.", None, 2)
+
+
+def test_reasoning_under_the_name_that_vllm_gives_it() -> None:
+    template = FakeChatTemplate("<tool_call> </think>")
+    executor, options = FakeExecutor(answer=CALLS), {"chat_template": template}
+    with run_server(executor, engine_options=options, reasoning_field="reasoning") as running, running.http() as http:
+        whole = http.post("/v1/chat/completions", json={"messages": MESSAGES}).json()["choices"][0]["message"]
+        assert (whole["reasoning"], "reasoning_content" in whole) == ("Rome, 狐.", False)
+        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
+            stream = client.chat.completions.create(model="fake", messages=MESSAGES, stream=True)
+            assert assemble(stream, "reasoning")["reasoning"] == "Rome, 狐."
 
 
 def test_without_tools_it_is_text(client: openai.OpenAI) -> None:

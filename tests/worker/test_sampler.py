@@ -107,6 +107,7 @@ def test_logprobs_are_of_the_raw_logits(sampler):
         ({"top_k": 5}, lambda p: torch.where(p >= p.sort(descending=True).values[4], p, 0.0)),
         ({"top_p": 0.6}, lambda p: torch.where(p >= nucleus(p, 0.6), p, 0.0)),
         ({"min_p": 0.2}, lambda p: torch.where(p >= 0.2 * p.max(), p, 0.0)),
+        ({"typical_p": 0.5, "top_p": 0.8}, lambda p: typical(p, 0.8, 0.5)),
     ],
 )
 def test_samples_follow_the_filtered_distribution(sampler, params, keep):
@@ -128,6 +129,16 @@ def nucleus(probabilities: torch.Tensor, top_p: float) -> float:
     return ordered[int((ordered.cumsum(0) < top_p).sum())].item()
 
 
+def typical(probabilities: torch.Tensor, top_p: float, mass: float) -> torch.Tensor:
+    left = torch.where(probabilities >= nucleus(probabilities, top_p), probabilities, 0.0)
+    left /= left.sum()
+    entropy = -torch.special.xlogy(left, left).sum()
+    distance = (-left.log() - entropy).abs()
+    order = distance.argsort()
+    last = int((left[order].cumsum(0) < mass).sum())
+    return torch.where(distance <= distance[order[last]], left, 0.0)
+
+
 def test_a_token_is_a_pure_function_of_row_seed_index_and_position(sampler):
     row = logits(1)
 
@@ -146,6 +157,7 @@ def test_a_token_is_a_pure_function_of_row_seed_index_and_position(sampler):
 def test_every_backend_draws_the_same_token():
     rows = logits(9, rows=200)
     ways = [{}, {"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 50, "top_p": 0.7, "min_p": 0.01}]
+    ways += [{"typical_p": 0.8}, {"typical_p": 0.6, "top_p": 0.9}]
     tasks = [task(temperature=0.5 + i % 5, seed=i * 7919, **ways[i % len(ways)]) for i in range(200)]
     drawn = [
         Sampler(create_kernels(torch.device("cpu"), backend)).sample(rows.clone(), tasks).token_ids

@@ -61,6 +61,14 @@ class SamplingOptions:
             show_default=False,
         ),
     ] = None
+    typical_p: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=_PANEL,
+            help="Sample from tokens about as surprising as is expected, which hold this much probability. Default: 1.",
+            show_default=False,
+        ),
+    ] = None
     repetition_penalty: Annotated[
         float | None,
         typer.Option(

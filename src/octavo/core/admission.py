@@ -76,8 +76,8 @@ class OptimisticAdmission:
         num_prompt, capacity = request.num_prompt_tokens, self._manager.capacity_tokens
         if num_prompt + 1 > capacity:
             raise PromptTooLongError(
-                f"the prompt has {num_prompt} tokens and can never fit the KV cache of {capacity} tokens with one "
-                "token of output; give the cache more memory (kv_cache_memory_bytes)",
+                f"prompt is too long: {num_prompt} tokens > {capacity - 1} maximum; the KV cache holds {capacity}, and "
+                "the output needs one (kv_cache_memory_bytes)",
                 parameter="prompt",
             )
 

@@ -120,7 +120,9 @@ class InputProcessor:
             most = self.tokenizer.longest_token_chars * num_tokens
             if len(text) > most:
                 raise PromptTooLongError(
-                    f"the prompt has {len(text)} characters; {num_tokens} tokens are {most} at most", parameter="prompt"
+                    f"prompt is too long: {len(text)} characters, and {num_tokens} tokens are {most} at most; this "
+                    f"model's maximum context length is {num_tokens} tokens (max_model_len)",
+                    parameter="prompt",
                 )
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 

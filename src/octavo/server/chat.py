@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from msgspec import UNSET
 
 from octavo.errors import PromptTooLongError, RequestError
 from octavo.server.answer_form import AnswerForm, AnswerReader
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
     from octavo.server.tools import Toolbox
 
+Told = TypeVar("Told", ChatMessage, ChatDelta)
+
 
 async def create_chat_completion(service: Service, http_request: Request, request: ChatCompletionRequest) -> Response:
     """Answer a conversation."""
@@ -67,7 +71,8 @@ async def create_chat_completion(service: Service, http_request: Request, reques
         job.spelled["logprobs"] = "top_logprobs"
         if toolbox.format is not None and request.response_format is None:
             job.spelled["structured_outputs"] = "tools"
-        reply = ChatReply(job, form, request.top_logprobs or 0, shows_reasoning=request.include_reasoning is not False)
+        field = None if request.include_reasoning is False else service.config.reasoning_field
+        reply = ChatReply(job, form, request.top_logprobs or 0, reasoning_field=field)
         return await answer(service, http_request, job, reply)
 
 
@@ -102,13 +107,13 @@ def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_ma
 
 
 class ChatReply(OpenAIReply):
-    """Spells outputs as chat completions."""
+    """Spells outputs as chat completions. reasoning_field: what has the reasoning; None where it is left out."""
 
-    def __init__(self, job: Job, form: AnswerForm, num_top_logprobs: int, *, shows_reasoning: bool) -> None:
+    def __init__(self, job: Job, form: AnswerForm, num_top_logprobs: int, *, reasoning_field: str | None) -> None:
         super().__init__(job)
         self._form = form
         self._num_top = num_top_logprobs
-        self._shows_reasoning = shows_reasoning
+        self._reasoning_field = reasoning_field
         self._answers: dict[int, _Answer] = {}
 
     def news(self, news: News, usage: Usage | None) -> bytes:
@@ -117,7 +122,7 @@ class ChatReply(OpenAIReply):
         Plain content has a chunk for each step, empty where its text is held back.
         """
         completion = news.completion
-        answer = self._answers.setdefault(news.choice, _Answer(self._form, self._shows_reasoning))
+        answer = self._answers.setdefault(news.choice, _Answer(self._form, self._reasoning_field))
         delta = answer.grow(completion)
         if delta is None and not (news.is_first or completion.logprobs or completion.finished or self._form.is_plain):
             return b""  # a parser waits for more
@@ -150,7 +155,7 @@ class ChatReply(OpenAIReply):
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
         """All n choices of the one prompt."""
         (output,) = outputs
-        answers = [_Answer(self._form, self._shows_reasoning) for _ in output.outputs]
+        answers = [_Answer(self._form, self._reasoning_field) for _ in output.outputs]
         choices = [self._choice(each, answer) for each, answer in zip(output.outputs, answers, strict=True)]
         counts = self._counted(usage, answers)
         result = ChatCompletion(self._job.request_id, self._job.created, self._job.model, choices, counts)
@@ -171,9 +176,9 @@ class ChatReply(OpenAIReply):
 class _Answer:
     """One choice while it grows."""
 
-    def __init__(self, form: AnswerForm, shows_reasoning: bool) -> None:
+    def __init__(self, form: AnswerForm, reasoning_field: str | None) -> None:
         self.reader = AnswerReader(form)
-        self._shows_reasoning = shows_reasoning
+        self._reasoning_field = reasoning_field
         self._toolbox = form.toolbox
         self._has_calls = False
 
@@ -194,7 +199,7 @@ class _Answer:
                     message.tool_calls[part.call].function.arguments += part.text
         if message.content is None and not message.tool_calls:
             message.content = ""
-        return message
+        return self._named(message)
 
     def grow(self, completion: CompletionOutput) -> ChatDelta | None:
         """Return what an answer grew by."""
@@ -213,11 +218,17 @@ class _Answer:
                     call = ToolCall(FunctionCall(part.text)) if part.kind == "arguments" else self._call(part)
                     call.index = part.call
                     delta.tool_calls.append(call)
-        return None if delta == ChatDelta() else delta
+        return None if delta == ChatDelta() else self._named(delta)
+
+    def _named(self, answer: Told) -> Told:
+        """Give the reasoning the name that the server has for it."""
+        if self._reasoning_field == "reasoning" and answer.reasoning_content is not UNSET:
+            answer.reasoning, answer.reasoning_content = answer.reasoning_content, UNSET
+        return answer
 
     def _parts(self, completion: CompletionOutput) -> list[Part]:
         parts = self.reader.read(completion)
-        return parts if self._shows_reasoning else [part for part in parts if part.kind != "reasoning"]
+        return parts if self._reasoning_field else [part for part in parts if part.kind != "reasoning"]
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:
         """Tell why it ended, in the API's words: a call that the client forced by name is an ordinary end."""

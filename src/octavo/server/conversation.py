@@ -9,6 +9,7 @@ import pydantic_core
 from octavo.errors import RequestError
 
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "chat_template", "self"}
+_GENERATION = {"add_generation_prompt", "continue_final_message"}
 _ROLES = {"developer": "system"}  # OpenAI's newer name; templates know the older one
 
 
@@ -109,11 +110,7 @@ def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
 
 def template_options(request: TemplateFields) -> dict[str, Any]:
     """Return what a request tells the chat template. Raises `RequestError` for what only the server may tell it."""
-    options = request.chat_template_kwargs or {}
-    for name in options:
-        if name in _RESERVED_TEMPLATE_NAMES:
-            raise RequestError(f"chat_template_kwargs must not set {name}", parameter="chat_template_kwargs")
-    options = dict(options)
+    options = _template_arguments(request.chat_template_kwargs, _RESERVED_TEMPLATE_NAMES)
     if request.add_generation_prompt is not None:
         options["add_generation_prompt"] = request.add_generation_prompt
     if request.continue_final_message is not None:
@@ -125,3 +122,18 @@ def template_options(request: TemplateFields) -> dict[str, Any]:
             parameter="continue_final_message",
         )
     return options
+
+
+def extra_template_options(arguments: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what vLLM's chat_template_kwargs tell the template under APIs whose messages say where an answer begins.
+
+    Raises `RequestError` for what only the server may tell it.
+    """
+    return _template_arguments(arguments, _RESERVED_TEMPLATE_NAMES | _GENERATION)
+
+
+def _template_arguments(arguments: dict[str, Any] | None, reserved: set[str]) -> dict[str, Any]:
+    arguments = arguments or {}
+    if refused := arguments.keys() & reserved:
+        raise RequestError(f"chat_template_kwargs must not set {min(refused)}", parameter="chat_template_kwargs")
+    return dict(arguments)

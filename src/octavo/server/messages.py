@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from dataclasses import replace
 from itertools import groupby
@@ -16,7 +17,13 @@ from octavo.server.answer_form import AnswerForm, AnswerReader
 from octavo.server.answering import Job, News, answer, encoder, read_timeout
 from octavo.server.body import look_at
 from octavo.server.chat import render
-from octavo.server.conversation import effort_options, parse_arguments, read_text, read_text_part
+from octavo.server.conversation import (
+    effort_options,
+    extra_template_options,
+    parse_arguments,
+    read_text,
+    read_text_part,
+)
 from octavo.server.openai_requests import ANTHROPIC_HARMLESS, Strings, check_extra
 from octavo.server.openai_responses import PromptTokensDetails, Receipt, Usage
 from octavo.server.sampling import read_response_format
@@ -48,6 +55,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "mcp_servers": (None, []),
     "output_format": (None,),  # an older name of output_config.format
     "thread": (None,),
+    "vllm_xargs": (None, {}),
+    "watermarking": (None, False),
 }
 
 
@@ -66,6 +75,7 @@ class CountTokensRequest(BaseModel):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
 
 
 class MessagesRequest(CountTokensRequest):
@@ -77,6 +87,7 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    cache_salt: str | None = None  # vLLM's
 
 
 class MessageUsage(Struct):
@@ -121,6 +132,7 @@ async def create_message(service: Service, http_request: Request, request: Messa
             place=place,
             timeout_s=timeout_s,
             stream=bool(request.stream),
+            cache_salt=request.cache_salt,
             spelled=_SPELLED if params.structured_outputs is None else {**_SPELLED, "structured_outputs": _FORMAT},
         )
         return await answer(service, http_request, job, MessageReply(job, form))
@@ -217,7 +229,7 @@ def _template_options(request: CountTokensRequest, messages: list[dict[str, Any]
     kind = _kind(request.thinking)
     if kind in {"enabled", "disabled"}:
         options["enable_thinking"] = kind == "enabled"
-    return options
+    return options | extra_template_options(request.chat_template_kwargs)
 
 
 def _read_message(message: Any, place: str) -> list[dict[str, Any]]:
@@ -321,6 +333,7 @@ class MessageReply:
         self._form = form
         self._reader = AnswerReader(form)
         self._block: dict[str, Any] | None = None
+        self._thoughts: list[str] = []  # of the block, where it is told in a stream
         self._num_blocks = 0
         self._end: dict[str, Any] = {}
         self._has_calls = False
@@ -340,7 +353,9 @@ class MessageReply:
                 self._block = self._new_block(part)
                 events += _event("content_block_start", index=self._num_blocks, content_block=self._block)
             if part.kind != "call":
-                events += _event("content_block_delta", index=self._num_blocks, delta=_delta(part))
+                events += self._grow(_delta(part))
+            if part.kind == "reasoning":
+                self._thoughts.append(part.text)
         if news.completion.finished:
             events += self._stop_block()
             self._end = _ending(news.completion, has_calls=self._has_calls)
@@ -365,6 +380,9 @@ class MessageReply:
                 blocks[-1]["input"] = parse_arguments(part.text)
             elif part.kind != "call":
                 blocks[-1][_TEXT_KEYS[part.kind]] += part.text
+        for block in blocks:
+            if block["type"] == "thinking":
+                block["signature"] = _signature(block["thinking"])
         ending = _ending(completion, has_calls=self._has_calls)
         return Message(self._job.request_id, self._job.model, blocks, **ending, usage=_usage_of(usage))
 
@@ -380,9 +398,17 @@ class MessageReply:
     def _stop_block(self) -> bytes:
         if self._block is None:
             return b""
+        events = b""
+        if self._block["type"] == "thinking":
+            events += self._grow({"type": "signature_delta", "signature": _signature("".join(self._thoughts))})
+            self._thoughts.clear()
+        events += _event("content_block_stop", index=self._num_blocks)
         self._block = None
         self._num_blocks += 1
-        return _event("content_block_stop", index=self._num_blocks - 1)
+        return events
+
+    def _grow(self, delta: dict[str, str]) -> bytes:
+        return _event("content_block_delta", index=self._num_blocks, delta=delta)
 
 
 _TEXT_KEYS = {"content": "text", "reasoning": "thinking"}
@@ -399,6 +425,11 @@ def _delta(part: Part) -> dict[str, str]:
         return {"type": "input_json_delta", "partial_json": part.text}
     key = _TEXT_KEYS[part.kind]
     return {"type": f"{key}_delta", key: part.text}
+
+
+def _signature(thoughts: str) -> str:
+    """Sign thoughts: clients send only those back that are signed. Nothing here asks for it, and it proves nothing."""
+    return hashlib.sha256(thoughts.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _ending(completion: CompletionOutput, *, has_calls: bool) -> dict[str, Any]:

@@ -34,16 +34,25 @@ _WHO = "says who asks: here a key does"
 _CACHE = "advice to a prompt cache: here every prefix is cached, and no token depends on it"
 _PLACE = "says where, how fast or at what price: there is one server"
 _KEPT = "is kept with a stored answer: nothing is stored"
+_MEDIA = "says how to read pictures and sound: here there are none"
 HARMLESS = {
+    "media_io_kwargs": _MEDIA,
     "max_tool_calls": "a limit of calls to the server's own tools: here there are none",
     "metadata": _KEPT,
+    "mm_payload": _MEDIA,
+    "mm_processor_kwargs": _MEDIA,
     "prediction": "a guess that may save time",
     "prompt_cache_key": _CACHE,
     "prompt_cache_options": _CACHE,
     "prompt_cache_retention": _CACHE,
+    "request_id": "names the request: here the header X-Request-Id does",
+    "return_mm_kwargs": _MEDIA,
     "safety_identifier": _WHO,
     "service_tier": _PLACE,
+    "session_id": _WHO,
     "store": _KEPT,
+    "stream_interval": "collects tokens before they are told: each is told at once",
+    "truncation_side": "says which end truncate_prompt_tokens cuts off: that is refused",
     "user": _WHO,
 }
 ANTHROPIC_HARMLESS = {
@@ -102,6 +111,7 @@ class SamplingControls(BaseModel):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     allowed_token_ids: TokenIds | None = None
+    typical_p: float | None = None  # TGI's
 
 
 class SamplingFields(SamplingControls):
@@ -132,8 +142,13 @@ class SamplingFields(SamplingControls):
         "length_penalty": (None, 1.0),
         "return_token_ids": (None, False),
         "return_tokens_as_token_ids": (None, False),
+        "return_token_offsets": (None, False),
+        "repetition_detection": (None,),
+        "routed_experts_prompt_start": (None, 0),
         "spaces_between_special_tokens": (None, True),
+        "thinking_token_budget": (None, -1),
         "vllm_xargs": (None, {}),
+        "watermarking": (None, False),
     }
 
     def refuse_unsupported(self) -> None:
@@ -189,5 +204,6 @@ class ChatCompletionRequest(SamplingFields):
         "chat_template": (None,),
         "documents": (None, []),
         "echo": (None, False),
+        "return_prompt_text": (None, False),
         "add_special_tokens": (None, False),
     }

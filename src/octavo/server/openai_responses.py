@@ -109,6 +109,7 @@ class ChatMessage(Struct):
     role: str = "assistant"
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET  # instead of it, where the server is told so
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -141,6 +142,7 @@ class ChatDelta(Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET  # instead of it, where the server is told so
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 

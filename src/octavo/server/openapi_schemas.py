@@ -69,6 +69,7 @@ _CHAT_MESSAGE = {
             content={"anyOf": [_TEXT, _list(_TEXT_PART), {"type": "null"}]},
             tool_calls=_list(_CHAT_CALL),
             reasoning_content=_TEXT,
+            reasoning=_TEXT,
         ),
         _object(
             ("role", "content", "tool_call_id"),
@@ -101,6 +102,7 @@ _SAMPLING = {
     "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
     "top_k": _number(-1, MAX_COUNT, "integer"),
     "min_p": _number(0, 1),
+    "typical_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
     "presence_penalty": _number(-2, 2),
     "frequency_penalty": _number(-2, 2),
     "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 100},
@@ -225,6 +227,7 @@ MORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "top_p": _SAMPLING["top_p"],
             "top_k": _SAMPLING["top_k"],
             "stop_sequences": _SAMPLING["stop"]["anyOf"][1],
+            "cache_salt": _SAMPLING["cache_salt"],
         },
     ),
     "CountTokensRequest": (("model", "messages"), _ANTHROPIC),

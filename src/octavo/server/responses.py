@@ -17,7 +17,7 @@ from octavo.server.answer_form import AnswerForm, AnswerReader
 from octavo.server.answering import Job, News, answer, encoder, read_timeout
 from octavo.server.body import look_at
 from octavo.server.chat import render
-from octavo.server.conversation import effort_options, read_arguments, read_text
+from octavo.server.conversation import effort_options, extra_template_options, read_arguments, read_text
 from octavo.server.openai_requests import (
     HARMLESS,
     Priority,
@@ -50,6 +50,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
     "background_options": (None,),
     "chat_template": (None,),
+    "enable_response_messages": (None, False),
+    "include_reasoning": (None, True),
     "context_management": (None, []),
     "conversation": (None,),
     "image": (None, {}, {"context_compression": "auto"}, {"context_compression": "disabled"}),
@@ -59,6 +61,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "moderation": (None,),
     "n": (None, 1),
     "personality": (None,),
+    "previous_input_messages": (None,),
     "previous_response_id": (None,),
     "prompt": (None,),
     "prompt_logprobs": (None,),
@@ -97,6 +100,7 @@ class ResponsesRequest(SamplingControls):
     tools: list[Any] | None = None
     priority: Priority | None = None
     cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class InputTokensDetails(Struct):
@@ -200,6 +204,7 @@ async def _render(
     service: Service, messages: list[dict[str, Any]], toolbox: Toolbox, request: ResponsesRequest
 ) -> dict[str, Any]:
     options = effort_options((request.reasoning or {}).get("effort"), "reasoning.effort")
+    options |= extra_template_options(request.chat_template_kwargs)
     try:
         return await render(service, messages, toolbox, options)
     except RequestError as error:

@@ -35,7 +35,6 @@ DEFAULT_MAX_NEW_TOKENS = 100
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "adapter_id": (None,),
     "best_of": (None, 1),
-    "typical_p": (None, 1.0),
     "watermark": (None, False),
 }
 _SPELLED = {
@@ -239,10 +238,12 @@ def _params(wanted: GenerateParameters, *, stream: bool) -> SamplingParams:
         )
     if wanted.temperature is not None and wanted.temperature <= 0:
         raise RequestError("temperature must be above 0; without do_sample none is needed", parameter="temperature")
-    samples = wanted.do_sample or wanted.top_k or any(v not in (None, 1.0) for v in (wanted.temperature, wanted.top_p))
+    filters = (wanted.temperature, wanted.top_p, wanted.typical_p)
+    samples = wanted.do_sample or wanted.top_k or any(value not in (None, 1.0) for value in filters)
     values: dict[str, Any] = {
         "top_k": wanted.top_k,
         "top_p": wanted.top_p,
+        "typical_p": wanted.typical_p,
         "seed": wanted.seed,
         "stop": wanted.stop,
         "frequency_penalty": wanted.frequency_penalty,

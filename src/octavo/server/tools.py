@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import RequestError
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_ANY = {"type": "object"}
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -99,7 +100,8 @@ class Toolbox:
             schema = str(content.json or '{"type": "object"}')
             return tool_format.or_content(self.functions, schema, only_one=self.only_one)
         if any(function.strict for function in self.functions):
-            return tool_format.optional(self.functions, only_one=self.only_one)
+            functions = [each if each.strict else replace(each, parameters=_ANY) for each in self.functions]
+            return tool_format.optional(functions, only_one=self.only_one)
         return None
 
 

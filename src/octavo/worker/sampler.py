@@ -1,7 +1,8 @@
 """From logits to tokens. A token is a pure function of its row of logits, the request's parameters and its seed.
 
 Order as in vLLM: log probabilities are those of the raw logits; then allowed ids, logit bias and min_tokens, then
-penalties; temperature, min_p, top_k, top_p and the choice are one kernel.
+penalties; temperature, min_p, top_k, top_p and the choice are one kernel, with `octavo.worker.typical` before it for
+who asks for that.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from octavo.kernels.interface import SamplingRows
 from octavo.model_output import TokenLogprobs
+from octavo.worker.typical import keep_typical
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,6 +83,8 @@ class Sampler:
         for index, task in enumerate(tasks):
             if task.adjusts_logits:
                 _adjust(logits[index], task)
+            if task.sampling_params.typical_p < 1.0:
+                keep_typical(logits[index], task.sampling_params, self._kernels)
         token_ids: list[int] = self._kernels.sample(logits, _sampling_rows(tasks, logits.device)).tolist()
         logprobs = {}
         if raw_logprobs is not None:
@@ -137,15 +141,18 @@ def _adjust(row: Tensor, task: SampleTask) -> None:
 
 def _sampling_rows(tasks: Sequence[SampleTask], device: torch.device) -> SamplingRows:
     params = [task.sampling_params for task in tasks]
+    # What `keep_typical` has left needs no other filter.
+    filters = [(p.top_k, p.top_p, p.min_p) if p.typical_p == 1.0 else (0, 1.0, 0.0) for p in params]
+    top_k, top_p, min_p = map(list, zip(*filters, strict=True)) if filters else ([], [], [])
 
     def tensor(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
     return SamplingRows(
         temperature=tensor([p.temperature for p in params], torch.float32),
-        top_k=tensor([p.top_k for p in params], torch.int32),
-        top_p=tensor([p.top_p for p in params], torch.float32),
-        min_p=tensor([p.min_p for p in params], torch.float32),
+        top_k=tensor(top_k, torch.int32),
+        top_p=tensor(top_p, torch.float32),
+        min_p=tensor(min_p, torch.float32),
         seed=tensor([_as_int64(task.seed) for task in tasks], torch.int64),
         sample_index=tensor([task.sample_index for task in tasks], torch.int32),
         position=tensor([len(task.known_tokens) for task in tasks], torch.int32),

@@ -1,0 +1,77 @@
+"""Locally typical sampling: what is about as surprising as the text is expected to be at this place.
+
+Meister et al., "Locally Typical Sampling" (2023), section 3; in the order of Hugging Face's TGI: of what the other
+filters leave.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.kernels.interface import Kernels
+    from octavo.sampling_params import SamplingParams
+
+_FIRST_LOOK = 1024  # tokens among which an end is looked for first: to order a whole vocabulary takes long
+
+
+def keep_typical(row: Tensor, params: SamplingParams, kernels: Kernels) -> None:
+    """Set all others to -inf, and what min_p, top_k and top_p leave out. Mutates `row`, float32 [vocab].
+
+    As the paper has it: of the tokens in the order of how far their surprise, -ln p, is from its expected value, as
+    many as are needed for a probability of typical_p, and those as far as the last. A row with a NaN, or with nothing
+    above -inf, stays as it is, and so does that of a greedy request.
+    """
+    if params.is_greedy:
+        return
+    scaled = row / params.temperature
+    if not bool(scaled.max() > -math.inf):  # which NaN is not, either
+        return
+    ids, weights = _left(scaled, params, kernels)
+    probabilities = weights / weights.sum()
+    surprise = -probabilities.log()
+    expected = (probabilities * surprise).nan_to_num(0.0).sum()
+    distance = (surprise - expected).abs()
+    kept = ids[distance <= _reach(distance, probabilities, params.typical_p)]
+    values = row[kept]
+    row.fill_(-math.inf)
+    row[kept] = values
+
+
+def _reach(distance: Tensor, probabilities: Tensor, mass: float) -> Tensor:
+    """Return how far the nearest tokens go that together have such a probability."""
+    for count in sorted({min(_FIRST_LOOK, len(distance)), len(distance)}):
+        nearest, order = distance.topk(count, largest=False)
+        reached = probabilities[order].cumsum(0) >= mass
+        if bool(reached.any()):
+            return nearest[reached.int().argmax()]
+    return nearest[-1]  # the sum fell short by a rounding
+
+
+def _left(scaled: Tensor, params: SamplingParams, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """Return what min_p, then top_k, then top_p leave, as `Kernels.sample` has it: ids, in any order, and weights."""
+    largest = scaled.max()
+    weights = torch.where(scaled == largest, 1.0, (scaled.double() - largest.double()).exp())
+    likely = weights >= params.min_p if params.min_p else scaled > -math.inf
+    if not params.top_k and params.top_p == 1.0:
+        ids = likely.nonzero().flatten()
+        return ids, weights[ids]
+    most = int(likely.sum())
+    most = min(most, params.top_k) if params.top_k else most
+    count = most if params.top_k else min(most, _FIRST_LOOK)
+    ids = kernels.top_tokens(scaled[None], count)[1][0]
+    if params.top_p == 1.0 and count == most:
+        return ids, weights[ids]
+    total = weights[ids].sum() if count == most else weights[likely].sum()
+    before = weights[ids].cumsum(0) - weights[ids]
+    is_left = before < params.top_p * total
+    if count < most and bool(is_left.all()):
+        ids = kernels.top_tokens(scaled[None], most)[1][0]
+        is_left = weights[ids].cumsum(0) - weights[ids] < params.top_p * total
+    ids = ids[is_left]
+    return ids, weights[ids]
