@@ -1,7 +1,7 @@
 """Talk to `octavo serve` with the `openai` package: whole, as a stream, many at once, and what an error looks like.
 
-octavo serve &
 pip install openai
+octavo serve &                            # ready in some seconds
 python examples/openai_client.py [--base-url http://127.0.0.1:8000/v1] [--question "What is 12 + 30?"]
 """
 
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--question", default="What is 12 + 30?")
     parser.add_argument("--num-requests", type=int, default=16)
     options = parser.parse_args()
-    with openai.OpenAI(base_url=options.base_url, api_key=options.api_key) as client:
+    with openai.OpenAI(base_url=options.base_url, api_key=options.api_key, max_retries=6) as client:  # it may load
         model = client.models.list().data[0].id
         print(f"model:     {model}")
         answer_whole(client, model, options.question)

@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from octavo.cli.workloads import make_workloads, read_workloads
 from octavo.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, SchedulingPolicy, ServerConfig
 from octavo.engine.input_processor import InputProcessor
 from octavo.errors import ConfigError
+from octavo.server.listening import bind
 from octavo.server.tenants import Tenant, add_key
 
 runner = CliRunner()
@@ -576,7 +577,7 @@ def test_serve_refuses_an_open_door(fake_model: FakeExecutor, monkeypatch: pytes
 
 
 @pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What SIGHUP does whenever a model is loaded; it never is."""
     seen: list[Any] = []
 
@@ -585,9 +586,65 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         raise ConfigError("no model here")
 
     monkeypatch.setattr(EngineOptions, "launch", launch)
-    before = signal.getsignal(signal.SIGHUP)
-    yield seen
-    signal.signal(signal.SIGHUP, before)
+    return seen
+
+
+def test_a_server_that_loads_its_model_is_told_to_end() -> None:
+    """As process 1 of a container it would not hear SIGTERM otherwise: the system asks such a one for a handler.
+
+    Nor does it wait for threads, as those of a download, which go on until all of it is there.
+    """
+    code = """
+import threading, time
+from octavo.cli import app
+from octavo.cli.engine_options import EngineOptions
+from octavo.server import listening
+listening._LEAVE_S = 0.2
+def launch(options, meanwhile):
+    threading.Thread(target=time.sleep, args=[60]).start()
+    print("loading", flush=True)
+    time.sleep(60)
+EngineOptions.launch = launch
+app(["serve", "--port", "0"])
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def test_serve_leaves_with_an_error_when_its_engine_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = FakeExecutor()
+    executor.die = True
+    monkeypatch.setattr(EngineOptions, "launch", lambda *_, **__: make_engine(executor))
+    with bind("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+
+    def ask() -> None:
+        transport = httpx.HTTPTransport(retries=5)  # until it listens: half a second, one, two ...
+        with httpx.Client(transport=transport, timeout=60) as http:
+            http.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a"})
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    before = signal.getsignal(signal.SIGTERM)
+    result = run("serve", "--port", str(port))
+    asking.join(30)
+    assert result.exit_code == 1
+    assert "error: the engine is dead for good" in result.output
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_what_kubernetes_says_of_a_service_is_no_port() -> None:
+    """A Service called octavo-serve puts it into the environment of every container of its namespace."""
+    environment = {**os.environ, "OCTAVO_SERVE_PORT": "tcp://10.0.0.1:8000", "OCTAVO_API_KEY": ""}
+    command = [sys.executable, "-m", "octavo", "serve", "--host", "0.0.0.0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.returncode == 1
+    assert "OCTAVO_SERVE_PORT=tcp://10.0.0.1:8000 is taken for Kubernetes' description of a Service" in done.stderr
+    assert "no API key is set" in done.stderr
 
 
 def test_serve_reads_its_files_before_the_model(loads: list[Any], tmp_path: Path) -> None:

@@ -508,6 +508,67 @@ def test_a_mistake_on_this_side_ends_the_process():
     assert engine.pid is None
 
 
+def test_a_mistake_of_who_watches_the_process_ends_all_that_is_open(monkeypatch):
+    """Nobody else would notice: the engine was never ready again, nor dead, and requests waited for ever."""
+
+    def fail(life, _reason):
+        life.process.kill()
+        life.process.stdin.close()
+        raise AssertionError("a mistake")
+
+    monkeypatch.setattr(remote_engine._Life, "end", fail)
+
+    async def main(llm):
+        tasks = await begin(llm)
+        psutil.Process(llm.engine.pid).kill()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [EngineDeadError] * 3  # and none that says it is started again
+        assert llm.is_dead
+
+    with running(step_s=0.002) as llm:
+        run(main(llm))
+    engine = make_remote(fail=True)
+    with pytest.raises(EngineDeadError, match="a mistake"):
+        engine.start()
+    engine.shutdown()
+
+
+def test_f24_a_process_that_the_system_does_not_end_is_left_behind(monkeypatch, caplog):
+    """One that hangs in the system, on a disk perhaps, hears no signal; a new one is started all the same."""
+    monkeypatch.setattr(remote_engine, "_KILL_S", 0.1)
+    monkeypatch.setattr(remote_engine, "_GIVE_BACK_S", 0.5)
+    wait, poll, is_stuck = subprocess.Popen.wait, subprocess.Popen.poll, 0
+
+    def hang(process, timeout=None):
+        if process.pid != is_stuck:
+            return wait(process, timeout)
+        time.sleep(60 if timeout is None else timeout)
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    async def main(llm):
+        nonlocal is_stuck
+        tasks, process = await begin(llm), llm.engine._life.process
+        is_stuck = process.pid
+        monkeypatch.setattr(subprocess.Popen, "wait", hang)
+        monkeypatch.setattr(subprocess.Popen, "poll", lambda each: None if each.pid == is_stuck else poll(each))
+        monkeypatch.setattr(Vitals, "why_given_up", property(lambda _: "hangs" if killed else None))
+        killed.append(is_stuck)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, EngineRestartingError) for result in results)
+        killed.clear()
+        assert not llm.is_alive, "its memory is waited for, but not by who asked"
+        await until(lambda: llm.is_alive)
+        assert llm.engine.pid != process.pid
+        is_stuck = 0
+        process.wait()
+        return await collect(llm, "hello", "after", max_tokens=3)
+
+    killed = []
+    with running(step_s=0.002) as llm:
+        assert run(main(llm))
+    assert "it is left behind" in caplog.text
+
+
 def test_shutdown_ends_streams_process_and_folder():
     async def main(llm):
         tasks = await begin(llm)

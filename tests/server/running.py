@@ -14,7 +14,7 @@ from fakes import FakeExecutor, make_engine
 
 from octavo.config import ServerConfig
 from octavo.engine.async_llm import AsyncLLM
-from octavo.server.listening import listen
+from octavo.server.listening import MAX_CONNECTIONS, bind
 from octavo.server.serving import GracefulServer, make_server
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def run_server(
     *,
     engine_options: dict[str, Any] | None = None,
     send_bytes: int | None = None,
+    max_connections: int = MAX_CONNECTIONS,
     **options: Any,
 ) -> Iterator[Running]:
     """Serve until the block is left; send_bytes: how much of an answer the system holds for who does not read it."""
@@ -107,8 +108,8 @@ def run_server(
     }
     config = ServerConfig(**{**settings, **options})
     llm = AsyncLLM(engine, max_unread_outputs=config.max_unread_outputs)
-    server = make_server(llm, config)
-    sock = listen("127.0.0.1", 0)
+    server = make_server(llm, config, max_connections=max_connections)
+    sock = bind("127.0.0.1", 0)
     if send_bytes is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
     port = sock.getsockname()[1]

@@ -70,6 +70,7 @@ def test_the_time_to_wait_is_that_of_the_queue(clock: Clock) -> None:
     assert error.value.retry_after_s == 1  # nothing is known yet
     for place in places[:4]:
         clock.now += 2.0
+        place.is_in = True
         place.leave()
         admission.enter(EVERYBODY, 1)
     with pytest.raises(QueueFullError) as error:
@@ -79,6 +80,32 @@ def test_the_time_to_wait_is_that_of_the_queue(clock: Clock) -> None:
     with pytest.raises(QueueFullError) as error:
         admission.enter(EVERYBODY, 1)
     assert error.value.retry_after_s == 60
+
+
+def test_only_streams_that_had_room_say_how_fast_the_queue_is_worked_off(clock: Clock) -> None:
+    """What was refused, or only counted, ends at once; a request with n streams ends n of them."""
+    admission = Admission(10, 1000, clock=clock)
+    first, second = admission.enter(EVERYBODY, 3), admission.enter(EVERYBODY, 4)
+    asyncio.run(first.hold_tokens(10))
+    asyncio.run(second.hold_tokens(10))
+
+    def wait() -> float:
+        with pytest.raises(QueueFullError) as error:
+            admission.enter(EVERYBODY, 11 - admission.streams.num_held)
+        return error.value.retry_after_s
+
+    for _ in range(20):
+        clock.now += 0.1
+        admission.enter(EVERYBODY, 1).leave()
+    assert wait() == 1  # nothing is known yet
+    first.leave()
+    clock.now += 4.0
+    assert wait() == 60  # how long those took that ended together is not known
+    second.leave()
+    places = [admission.enter(EVERYBODY, 1) for _ in range(5)]
+    assert wait() == 5  # five are open, and four have ended in four seconds
+    for place in places:
+        place.leave()
 
 
 def test_limits_of_a_key(clock: Clock) -> None:

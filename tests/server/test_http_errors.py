@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+import uvicorn
 from fakes import FakeExecutor, answer_text
 from running import ask_as_written, run_server, wait_until
 
@@ -25,8 +27,9 @@ from octavo.errors import (
     RequestError,
 )
 from octavo.server.errors import to_http
-from octavo.server.listening import check_binding, listen
+from octavo.server.listening import bind, check_binding, open_door
 from octavo.server.service import MAX_FAILED_STARTS
+from octavo.server.serving import GracefulServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,6 +94,7 @@ def test_table(error: Exception, status: int, code: str | None) -> None:
         ({"top_k": 2**31}, "top_k"),
         ({"top_k": 1.5}, "top_k"),
         ({"min_p": 2}, "min_p"),
+        ({"typical_p": 0}, "typical_p"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
@@ -372,7 +376,17 @@ def test_a_failure_in_mid_stream_is_one_event() -> None:
     assert all(json.loads(event)["choices"][0]["finish_reason"] is None for event in events[:-2])
 
 
-def test_a_dead_engine_is_503() -> None:
+def test_a_server_whose_engine_is_dead_for_good_leaves() -> None:
+    """Whoever starts it anew may not ask for /health: systemd does not."""
+    executor = FakeExecutor()
+    with run_server(executor) as running, running.http() as http:
+        executor.die = True
+        check_error(http.post(COMPLETIONS, json={"prompt": "a"}), 503, None, "engine_dead")
+        wait_until(lambda: not running.thread.is_alive(), "it has left")
+
+
+def test_a_dead_engine_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GracefulServer, "on_tick", uvicorn.Server.on_tick)  # it would leave
     executor = FakeExecutor()
     with run_server(executor) as running, running.http() as http:
         executor.die = True
@@ -441,5 +455,35 @@ def test_other_addresses_need_a_key(host: str) -> None:
 
 
 def test_an_address_in_use() -> None:
-    with listen("127.0.0.1", 0) as sock, pytest.raises(ConfigError, match="cannot listen"):
-        listen("127.0.0.1", sock.getsockname()[1])
+    """Also by a server that still loads its model: two of them would else load, and one in vain."""
+    with bind("127.0.0.1", 0) as sock:
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="cannot listen"):
+                bind("127.0.0.1", sock.getsockname()[1])
+            open_door(sock)
+
+
+def test_connections_are_refused_until_the_door_is_open() -> None:
+    """A proxy goes on to another server then; one that may connect waits as long as an answer may take."""
+    with bind("127.0.0.1", 0) as sock:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(sock.getsockname())
+        open_door(sock)
+        socket.create_connection(sock.getsockname()).close()
+
+
+def test_connections_of_a_server_before_do_not_keep_the_next_one_out() -> None:
+    with bind("127.0.0.1", 0) as sock:
+        open_door(sock)
+        address = sock.getsockname()
+        with socket.create_connection(address) as client:
+            sock.accept()[0].close()  # who closes first is who remembers (TIME_WAIT)
+            assert client.recv(1) == b""
+    for _ in range(2):  # one that was let in beside such connections leaves some itself
+        with bind(*address) as sock:
+            with pytest.raises(ConfigError, match="cannot listen"):
+                bind(*address)
+            open_door(sock)
+            with socket.create_connection(address) as client:
+                sock.accept()[0].close()
+                assert client.recv(1) == b""

@@ -25,7 +25,7 @@ from octavo.config import ServerConfig
 from octavo.server import connection
 from octavo.server.body import FREE_BYTES
 from octavo.server.connection import MAX_HEADER_BYTES
-from octavo.server.listening import MAX_UNSENT_BYTES, bytes_taken, bytes_under_way, listen
+from octavo.server.listening import MAX_UNSENT_BYTES, bind, bytes_taken, bytes_under_way, open_door
 from octavo.server.tenants import Tenant, add_key
 
 if TYPE_CHECKING:
@@ -226,17 +226,46 @@ def test_a_pipelined_request_has_all_its_time() -> None:
     assert answer_text(5, 0, 40).encode()[:20] in answer
 
 
-def test_one_connection_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 2)
-    with run_server() as running, connect(running), connect(running):
+def test_one_connection_too_many_is_told_so_and_a_probe_is_answered() -> None:
+    with run_server(max_connections=2) as running, connect(running), connect(running):
         connections = running.server.server_state.connections
         wait_until(lambda: len(connections) == 2, "both are connected")
-        with connect(running) as third:
-            answer = read_all(third)
-        assert answer.startswith(b"HTTP/1.1 503 ")
-        assert b"too_many_connections" in answer
-        assert b"Retry-After: 1\r\n" in answer
-        assert len(connections) == 2
+        body = b'{"prompt": "a"}'
+        for request in (b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", head(COMPLETIONS, len(body)) + body):
+            with connect(running) as third:
+                third.sendall(request)
+                answer = read_all(third)
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"too_many_connections" in answer
+            assert b"Retry-After: 1\r\n" in answer
+        for path in (b"/health", b"/ready?x"):
+            with connect(running) as third:
+                third.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+                answer = read_all(third)  # once: it is closed behind that
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert b"connection: close\r\n" in answer
+        wait_until(lambda: len(connections) == 2, "the others are gone")
+
+
+def test_who_says_nothing_does_not_keep_a_probe_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "PROBE_CONNECTIONS", 1)
+    with run_server(max_connections=1) as running, connect(running):
+        connections = running.server.server_state.connections
+        with connect(running) as silent, connect(running) as probe:
+            assert b"too_many_connections" in read_all(silent)
+            probe.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")  # it has begun, and keeps its place
+            wait_until(lambda: any(each._num_header_bytes for each in set(connections)), "it has begun")
+            with connect(running) as late:
+                assert b"too_many_connections" in read_all(late)
+            probe.sendall(b"\r\n")
+            assert read_all(probe).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_probe_has_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_PROBE_TIMEOUT_S", 0.1)
+    with run_server(max_connections=1) as running, connect(running), connect(running) as silent:
+        assert read_all(silent) == b""
+        wait_until(lambda: len(running.server.server_state.connections) == 1, "who asked for nothing is gone")
 
 
 ENDLESS = {"prompt": "hello", "max_tokens": 2000, "ignore_eos": True}
@@ -448,11 +477,11 @@ def test_open_files_are_allowed_as_far_as_the_system_lets() -> None:
         "import resource\nfrom octavo.server.listening import allow_open_files\n"
         "for soft, hard in ((300, 2000), (300, 600)):\n"
         "    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))\n"
-        "    allow_open_files(1000)\n"
-        "    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+        "    num_connections = allow_open_files(1000)\n"
+        "    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], num_connections)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["1256", "600"]
+    assert done.stdout.split() == ["1256", "1000", "600", "344"]
     (warning,) = done.stderr.strip().split("\n")
     assert "600 files" in warning
     assert "1256" in warning
@@ -540,7 +569,7 @@ def test_f23_a_stream_that_nobody_reads_is_not_computed_for_the_systems_buffers(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not say")
 def test_what_a_client_has_taken_is_what_arrived_and_not_what_waits() -> None:
-    with listen("127.0.0.1", 0) as door, socket.create_connection(door.getsockname()) as client:
+    with listening("127.0.0.1") as door, socket.create_connection(door.getsockname()) as client:
         server, _ = door.accept()
         with server:
             server.sendall(b"x" * 5000)
@@ -555,6 +584,12 @@ def test_what_a_client_has_taken_is_what_arrived_and_not_what_waits() -> None:
             client.settimeout(DEADLINE_S)
             while sent > 0:
                 sent -= len(client.recv(1 << 16))
+
+
+def listening(host: str) -> socket.socket:
+    door = bind(host, 0)
+    open_door(door)
+    return door
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[None]:
@@ -729,7 +764,7 @@ def test_f23_who_reads_nothing_of_a_slow_stream_is_cut_off_before_it_has_to_wait
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no socket of both families")
 def test_every_address_is_those_of_ipv4_too() -> None:
-    with listen("::", 0) as door:
+    with listening("::") as door:
         port = door.getsockname()[1]
         for address in ("127.0.0.1", "::1"):
             with socket.create_connection((address, port), timeout=DEADLINE_S):
@@ -739,7 +774,7 @@ def test_every_address_is_those_of_ipv4_too() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no such limit")
 def test_the_system_ends_no_connection_by_a_clock_of_its_own() -> None:
     """Linux's goes on while a slow reader reads: one of 10 KB a second was cut off after two such times."""
-    with listen("127.0.0.1", 0) as door, socket.create_connection(door.getsockname()):
+    with listening("127.0.0.1") as door, socket.create_connection(door.getsockname()):
         server, _ = door.accept()
         with server:
             assert server.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0

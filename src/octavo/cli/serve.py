@@ -22,13 +22,14 @@ from octavo.config import (
     DEFAULT_MAX_NUM_WAITING_TOKENS,
     EMBEDDING_POOLING,
     LOG_FORMATS,
+    REASONING_FIELDS,
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
     SchedulingPolicy,
     ServerConfig,
     api_key_from_environment,
 )
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, EngineDeadError
 from octavo.garbage import made_to_stay
 from octavo.models.process_memory import returning_free_memory
 
@@ -96,6 +97,14 @@ class ServerOptions:
             help="Whether <think>...</think> is split off as reasoning_content; auto looks at the chat template.",
         ),
     ] = _DEFAULT.reasoning_parser
+    reasoning_field: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(REASONING_FIELDS),
+            rich_help_panel=_PANEL,
+            help="The field of chat completions that has it: vLLM calls it reasoning now, others reasoning_content.",
+        ),
+    ] = _DEFAULT.reasoning_field
     pooling: Annotated[
         str,
         typer.Option(
@@ -301,6 +310,7 @@ class ServerOptions:
             stream_keep_alive_s=self.stream_keep_alive,
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
+            reasoning_field=self.reasoning_field,
             pooling=self.pooling,
             dashboard=self.dashboard,
             otlp_traces_endpoint=self.otlp_traces_endpoint,
@@ -323,7 +333,7 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
     """Serve a model through the OpenAI API."""
     _check_installed()
     from octavo.engine.async_llm import AsyncLLM
-    from octavo.server.listening import allow_open_files, check_binding, check_files, hold_hang_up, listen
+    from octavo.server.listening import allow_open_files, bind, check_binding, check_files, hearing_signals, open_door
 
     waiting, tokens = _limits(engine)
     config = server.server_config(engine.max_num_seqs + waiting, tokens)
@@ -340,16 +350,16 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
         say(line)
     check_binding(server.host, config, insecure=server.insecure)
     check_files(config)
-    hold_hang_up()
-    allow_open_files()
-    with listen(server.host, server.port) as sock:
+    max_connections = allow_open_files()
+    with hearing_signals(), bind(server.host, server.port) as sock:
         launched = engine.launch(meanwhile=partial(importlib.import_module, "octavo.server.serving"))
         llm = AsyncLLM(launched, max_unread_outputs=config.max_unread_outputs)
         try:
             from octavo.server.serving import make_server
 
             with made_to_stay():
-                http = make_server(llm, config)
+                http = make_server(llm, config, max_connections=max_connections)
+            open_door(sock)
             host = f"[{server.host}]" if ":" in server.host else server.host
             scheme = "http" if config.ssl_certfile is None else "https"
             address = f"{scheme}://{host}:{sock.getsockname()[1]}"
@@ -359,6 +369,8 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
             say(f"serving {names} at {address}/v1 - Ctrl-C stops")
             with returning_free_memory():
                 http.run(sockets=[sock])
+            if llm.is_dead:
+                raise EngineDeadError("the engine is dead for good; the log says why")
         finally:
             llm.shutdown()
 

@@ -14,8 +14,9 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import zmq
 
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 _POLL_MS = 250
 _LAST_WORDS_MS = 100  # so long may what a dead process said be on its way
 _STOP_S = 5.0
+_KILL_S = 5.0  # after which requests hear that a process is gone that the system has not ended yet
+_GIVE_BACK_S = 60.0  # so long may that take: it gives memory back, which the next one needs
 _STANDARD_ERROR = 2
 _MAX_PENDING = 4096
 
@@ -69,7 +72,8 @@ class _Life:
     def end(self, reason: str) -> _End:
         """Kill what still runs, and take its sockets away."""
         self.process.kill()
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_KILL_S)
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
@@ -77,16 +81,21 @@ class _Life:
         if self.ready_at is None:  # else it was handed over
             self.requests.close(linger=0)
         shutil.rmtree(self.folder, ignore_errors=True)
-        return _End(reason, self.failure, None if self.ready_at is None else time.monotonic() - self.ready_at)
+        served_s = None if self.ready_at is None else time.monotonic() - self.ready_at
+        return _End(reason, self.failure, served_s, self.process)
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """How a life ended, and what the process said of it. served_s: how long it took requests; None if it never did."""
+    """How a life ended, and what the process said of it. served_s: how long it took requests; None if it never did.
+
+    process: which the system may not have ended yet.
+    """
 
     reason: str
     failure: OctavoError | None = None
     served_s: float | None = None
+    process: subprocess.Popen[bytes] | None = None
 
 
 class RemoteEngine:
@@ -292,6 +301,19 @@ class RemoteEngine:
     # --- on the watching thread ---------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        try:
+            self._keep_alive()
+        except Exception as error:  # a mistake of ours: nobody else would notice, and requests would wait for ever
+            logger.exception("the engine process is not watched any more")
+            dead = EngineDeadError(f"the engine is not watched any more: {error}")
+            if self._started.is_set():
+                self._post(partial(_raise, dead))
+            else:
+                self._failure = dead
+        self._started.set()
+
+    def _keep_alive(self) -> None:
+        """Start a process, and a new one whenever one is over."""
         num_failures = num_lives = 0
         while not self._is_closing.is_set():
             end = self._live(num_lives)
@@ -313,8 +335,18 @@ class RemoteEngine:
             text = f"the engine process {end.reason}; it is being started again"
             error = EngineRestartingError(text, retry_after_s=self.retry_after_s)
             self._post(lambda error=error: self._went_down(error))  # type: ignore[misc]
+            if end.process is not None:
+                self._wait_until_gone(end.process)
             self._is_closing.wait(pause)
-        self._started.set()
+
+    def _wait_until_gone(self, process: subprocess.Popen[bytes]) -> None:
+        """Wait for the system to end a process that was killed, but not for ever: a disk may never answer."""
+        end = time.monotonic() + _GIVE_BACK_S
+        while process.poll() is None and not self._is_closing.is_set():
+            if time.monotonic() > end:
+                logger.error("the system does not end the engine process %d; it is left behind", process.pid)
+                return
+            self._is_closing.wait(_POLL_MS / 1000)
 
     def _live(self, number: int) -> _End:
         """Start a process and listen to it until it is over."""
@@ -403,3 +435,8 @@ class RemoteEngine:
             self._post(function)
         else:
             function()
+
+
+def _raise(error: OctavoError) -> NoReturn:
+    """End the thread that runs this; see `AsyncLLM`."""
+    raise error

@@ -283,7 +283,7 @@ class Admission:
         self.line = Line(self.waiting_tokens)
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
-        self._endings: deque[float] = deque(maxlen=_NUM_ENDINGS)
+        self._endings: deque[tuple[float, int]] = deque(maxlen=_NUM_ENDINGS)  # when, and of how many streams
         self._has_ended = False
 
     def begin(self, tenant: Tenant) -> None:
@@ -313,8 +313,9 @@ class Admission:
     def leave(self, place: Place) -> None:
         """Give places back."""
         self.streams.give_back(place.tenant, place.num_streams)
-        self._endings.append(self._clock())
-        self._has_ended = True
+        if place.is_in:  # else it was refused, or had its text counted: that says nothing of how fast answers end
+            self._endings.append((self._clock(), place.num_streams))
+            self._has_ended = True
 
     async def hold_tokens(self, place: Place, num_tokens: int) -> None:
         """Take room for a prompt of a place: see `Place.hold_tokens`."""
@@ -397,9 +398,10 @@ class Admission:
 
     def _soon(self, now: float, num_ahead: int) -> float:
         """Return when so many of what is open will have ended, at the rate of the last minute's endings."""
-        while self._endings and self._endings[0] < now - _MINUTE_S:
+        while self._endings and self._endings[0][0] < now - _MINUTE_S:
             self._endings.popleft()
-        if len(self._endings) < 2 or now <= self._endings[0]:
+        if len(self._endings) < 2 or now <= self._endings[0][0]:
             return _LONGEST_RETRY_S if self._has_ended else 1.0
-        rate = len(self._endings) / (now - self._endings[0])
+        (first, _), *later = self._endings  # what ended with the first one took longer than is known
+        rate = sum(num_streams for _, num_streams in later) / (now - first)
         return min(max(math.ceil(num_ahead / rate), 1.0), _LONGEST_RETRY_S)

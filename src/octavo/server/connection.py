@@ -14,8 +14,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from octavo.server.errors import HttpError, note_error
 from octavo.server.listening import (
-    MAX_CONNECTIONS,
     MAX_UNSENT_BYTES,
+    PROBE_CONNECTIONS,
     bytes_taken,
     bytes_under_way,
     reset_when_closed,
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 64 << 10
+_PROBES = (b"/health", b"/ready")
+_PROBE_TIMEOUT_S = 2.0
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -44,7 +46,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     was no request, with the client's address. A client may send requests without waiting for answers (pipelining): they
     are answered one after another, and while one is, one more is read, so that a client who leaves meanwhile is
     noticed. Who asks for another protocol (h2c, as Java's client does; WebSocket) is answered by this one, as RFC 9110,
-    section 7.8, allows.
+    section 7.8, allows. max_connections: those beyond are refused, but for `PROBE_CONNECTIONS` more that may ask
+    whether the server lives, each once: a full server is not a dead one, which would be started again.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         header_timeout_s: float,
         keep_alive_timeout_s: float,
         idle_timeout_s: float,
+        max_connections: int,
         cutter: Cutter,
         on_refused: Callable[[tuple[str, int] | None, HttpError], None],
         **options: Any,
@@ -61,12 +65,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._cutter = cutter
         self._header_timeout_s, self._keep_alive_timeout_s = header_timeout_s, keep_alive_timeout_s
         self._idle_timeout_s = idle_timeout_s
+        self._max_connections = max_connections
         self._on_refused = on_refused
         self._timer: Cut | None = None
         self._reader_timer: Cut | asyncio.TimerHandle | None = None  # while there are answers, and while they wait
         self._answered: RequestResponseCycle | None = None  # is now, or was last; `cycle` is what came last
         self._num_header_bytes = 0
-        self._is_in_body = self._came_further = self._is_too_large = False
+        self._is_in_body = self._came_further = False
+        self._is_for_probes = False
+        self._refusal: HttpError | None = None  # what is wrong with headers besides that they cannot be read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Begin to wait for the first headers; one connection too many is told so, and closed."""
@@ -74,10 +81,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.client is not None:  # of IPv4 on a socket of both families: as it is everywhere else
             self.client = (self.client[0].removeprefix("::ffff:"), self.client[1])
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
-        if len(self.connections) > MAX_CONNECTIONS:
-            self._refuse(HttpError(503, "too many connections", "server_error", code="too_many_connections"))
-            self._close()
-        self._wait(self._header_timeout_s)
+        self._is_for_probes = len(self.connections) > self._max_connections
+        if len(self.connections) > self._max_connections + PROBE_CONNECTIONS:
+            self._make_room_for_a_probe()
+        self._wait(min(self._header_timeout_s, _PROBE_TIMEOUT_S) if self._is_for_probes else self._header_timeout_s)
+
+    def _make_room_for_a_probe(self) -> None:
+        """End one that was to ask whether the server lives and has said nothing yet, or else this one."""
+        others = (each for each in self.connections if each is not self and isinstance(each, BoundedHttpProtocol))
+        next((each for each in others if each.is_silent_probe), self).give_way()
+
+    @property
+    def is_silent_probe(self) -> bool:
+        """Whether it is there to ask whether the server lives, and has not begun to."""
+        is_silent = self._answered is None and not self._num_header_bytes
+        return self._is_for_probes and is_silent and not self.transport.is_closing()
+
+    def give_way(self) -> None:
+        """Say that there are too many, and close."""
+        self._refuse(_too_many_connections())
+        self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing more is waited for."""
@@ -103,7 +126,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._wait(self._header_timeout_s)  # it was idle
             self._num_header_bytes += len(data)
             if self._num_header_bytes > MAX_HEADER_BYTES:
-                self._is_too_large = True
+                self._refusal = _headers_too_large()
                 self.send_400_response("")
 
     def _parse(self, data: bytes) -> None:
@@ -121,7 +144,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 else:
                     return
         except httptools.HttpParserError:
-            self.logger.warning("Invalid HTTP request received.")
+            if self._refusal is None:
+                self.logger.warning("Invalid HTTP request received.")
             self.send_400_response("")
 
     @property
@@ -149,9 +173,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_waiting()
         self._is_in_body = self._came_further = True
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
-            self._is_too_large = True
-            raise ValueError("the headers are too large")  # makes the parser give up, and `send_400_response` follow
+            self._refusal = _headers_too_large()
+        elif self._is_for_probes and self.url.partition(b"?")[0] not in _PROBES:
+            self._refusal = _too_many_connections()
+        if self._refusal is not None:
+            raise ValueError("refused")  # makes the parser give up, and `send_400_response` follow
         super().on_headers_complete()
+        if self._is_for_probes:
+            self.cycle.keep_alive = False
         if not self.pipeline:
             self._answered = self.cycle
             self._watch_reader()
@@ -184,10 +213,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         answered = self._answered
         is_its_body = answered is not None and self._is_in_body and answered.scope is self.scope
         if answered is None or (not answered.response_started if is_its_body else answered.response_complete):
-            error = HttpError(400, msg)
-            if self._is_too_large:
-                error = HttpError(431, f"the request's headers exceed the limit of {MAX_HEADER_BYTES} bytes")
-            self._refuse(error, self.scope["state"] if is_its_body else None)
+            self._refuse(self._refusal or HttpError(400, msg), self.scope["state"] if is_its_body else None)
         self._close()
 
     def _refuse(self, error: HttpError, state: dict[str, Any] | None = None) -> None:
@@ -254,6 +280,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._reader_timer is not None:
             self._reader_timer.cancel()
             self._reader_timer = None
+
+
+def _too_many_connections() -> HttpError:
+    return HttpError(503, "too many connections", "server_error", code="too_many_connections")
+
+
+def _headers_too_large() -> HttpError:
+    return HttpError(431, f"the request's headers exceed the limit of {MAX_HEADER_BYTES} bytes")
 
 
 class PacedAnswers:

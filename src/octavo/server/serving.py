@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 from octavo.server.app import create_app
 from octavo.server.audit import tell_no_request
 from octavo.server.connection import BoundedHttpProtocol
-from octavo.server.listening import check_certificate, hears_hang_up
+from octavo.server.listening import MAX_CONNECTIONS, check_certificate, hears_hang_up
 from octavo.server.service import Service
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ _LOOK_S = 0.1  # whether there was a second signal
 class GracefulServer(uvicorn.Server):
     """Refuses what is new and ends open requests with a last event each before its process leaves.
 
-    A second signal leaves at once. SIGHUP reads the API keys and the certificate anew.
+    A second signal leaves at once. SIGHUP reads the API keys and the certificate anew. Without an engine it leaves as
+    well, where no request will ever be taken again: nobody but who starts it anew can help then.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
@@ -50,6 +51,10 @@ class GracefulServer(uvicorn.Server):
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
             self.reload()  # the signal may have come since they were read
         await super().startup(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Tell whether it is time to leave; uvicorn asks ten times a second."""
+        return await super().on_tick(counter) or self._service.llm.is_dead
 
     def reload(self) -> None:
         """Read the API keys and the certificate anew; what cannot be used stays as it was. Open connections go on."""
@@ -81,8 +86,8 @@ class GracefulServer(uvicorn.Server):
             await asyncio.to_thread(self._service.tracing.close)
 
 
-def make_server(llm: AsyncLLM, config: ServerConfig) -> GracefulServer:
-    """Make a server; `run(sockets=[...])` it with a socket of `listen`. The engine stays its caller's.
+def make_server(llm: AsyncLLM, config: ServerConfig, *, max_connections: int = MAX_CONNECTIONS) -> GracefulServer:
+    """Make a server; `run(sockets=[...])` it with a socket of `bind`. The engine stays its caller's.
 
     Raises `ConfigError` where the file of API keys cannot be used, or packages are missing for what is asked for.
     """
@@ -92,6 +97,7 @@ def make_server(llm: AsyncLLM, config: ServerConfig) -> GracefulServer:
         header_timeout_s=config.body_timeout_s,
         keep_alive_timeout_s=config.keep_alive_timeout_s,
         idle_timeout_s=config.idle_timeout_s,
+        max_connections=max_connections,
         cutter=service.cutter,
         on_refused=partial(tell_no_request, service.metrics),
     )
