@@ -643,7 +643,7 @@ def test_what_kubernetes_says_of_a_service_is_no_port() -> None:
     command = [sys.executable, "-m", "octavo", "serve", "--host", "0.0.0.0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert done.returncode == 1
-    assert "OCTAVO_SERVE_PORT=tcp://10.0.0.1:8000 is taken for Kubernetes' description of a Service" in done.stderr
+    assert "OCTAVO_SERVE_PORT=tcp://10.0.0.1:8000 is how Kubernetes describes a Service" in done.stderr
     assert "no API key is set" in done.stderr
 
 

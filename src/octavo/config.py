@@ -26,6 +26,7 @@ KV_CACHE_DTYPES = ("auto", "int8")
 INSTRUCTION_SETS = ("auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
 LOG_FORMATS = ("text", "json")
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
+PORT_VARIABLE = "OCTAVO_SERVE_PORT"
 SECRET_VARIABLES = (API_KEY_VARIABLE, "OCTAVO_SERVE_API_KEY")  # the engine process has no use for them
 DEFAULT_PACKED_CACHE_BYTES = 16 << 30
 _GROUP_MULTIPLE = 32  # as in `octavo.kernels.quantization`
@@ -444,6 +445,15 @@ def threads_from_environment() -> int | None:
 def api_key_from_environment() -> str | None:
     """Return the key that clients of the server must send (OCTAVO_API_KEY), or None where none is set."""
     return os.environ.get(API_KEY_VARIABLE) or None
+
+
+def forget_service_link() -> str | None:
+    """Forget an OCTAVO_SERVE_PORT that is none, and return it: tcp://10.0.0.1:8000, say.
+
+    Kubernetes describes a Service called octavo-serve so, in every container of its namespace.
+    """
+    port = os.environ.get(PORT_VARIABLE, "")
+    return os.environ.pop(PORT_VARIABLE) if port.startswith(("tcp://", "udp://")) else None
 
 
 def _at_least(name: str, value: object, low: int, *, may_be_none: bool = False) -> None:

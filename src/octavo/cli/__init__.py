@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
@@ -76,13 +75,4 @@ def octavo(
 
 def main() -> None:
     """Run the command line; the process ends with 0, 1 for an error of octavo's, 2 for wrong usage."""
-    _drop_service_links()
     app()
-
-
-def _drop_service_links() -> None:
-    """Forget what Kubernetes says of a Service called octavo-serve: OCTAVO_SERVE_PORT=tcp://10.0.0.1:80 is no port."""
-    for name, value in [*os.environ.items()]:
-        if name.startswith("OCTAVO_") and name.endswith("_PORT") and value.startswith(("tcp://", "udp://")):
-            typer.secho(f"{name}={value} is taken for Kubernetes' description of a Service, and not used", err=True)
-            del os.environ[name]

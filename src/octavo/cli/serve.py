@@ -22,12 +22,14 @@ from octavo.config import (
     DEFAULT_MAX_NUM_WAITING_TOKENS,
     EMBEDDING_POOLING,
     LOG_FORMATS,
+    PORT_VARIABLE,
     REASONING_FIELDS,
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
     SchedulingPolicy,
     ServerConfig,
     api_key_from_environment,
+    forget_service_link,
 )
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.garbage import made_to_stay
@@ -42,6 +44,13 @@ _PACKAGES = ("zmq", "msgspec", "fastapi", "uvicorn", "httptools", "prometheus_cl
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
+def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
+    """Read what stands in a file; it is the first of all options, so others find the environment as it is left here."""
+    if link := forget_service_link():
+        typer.secho(f"{PORT_VARIABLE}={link} is how Kubernetes describes a Service, and no port", err=True)
+    return read_defaults(context, path)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     """What `ServerConfig` is made of, and where the server listens."""
@@ -52,7 +61,7 @@ class ServerOptions:
             metavar="FILE",
             dir_okay=False,
             is_eager=True,
-            callback=read_defaults,
+            callback=_read_settings,
             rich_help_panel=_PANEL,
             help="TOML file with options by name, like max-num-seqs = 32; what stands on the command line or in the "
             "environment (OCTAVO_SERVE_MAX_NUM_SEQS=32) counts more. Default: none.",

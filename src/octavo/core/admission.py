@@ -76,8 +76,8 @@ class OptimisticAdmission:
         num_prompt, capacity = request.num_prompt_tokens, self._manager.capacity_tokens
         if num_prompt + 1 > capacity:
             raise PromptTooLongError(
-                f"prompt is too long: {num_prompt} tokens > {capacity - 1} maximum; the KV cache holds {capacity}, and "
-                "the output needs one (kv_cache_memory_bytes)",
+                f"prompt is too long: {num_prompt} tokens > {capacity - 1} maximum; with one token of output it can "
+                f"never fit the KV cache of {capacity}: give that more memory (kv_cache_memory_bytes)",
                 parameter="prompt",
             )
 
