@@ -100,7 +100,7 @@ class FakeChatTemplate:
         self.templates = {"default": marks}
         self._behind = behind
         self.tools: Any = None
-        self.options: dict[str, Any] = {}  # of the last prompt, but for what is above
+        self.options: dict[str, Any] = {}  # of the last prompt
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         self.tools, self.options = options.get("tools"), options

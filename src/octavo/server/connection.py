@@ -12,6 +12,7 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from octavo.server.auth import OPEN_PATHS
 from octavo.server.errors import HttpError, note_error
 from octavo.server.listening import (
     MAX_UNSENT_BYTES,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 64 << 10
-_PROBES = (b"/health", b"/ready")
+_PROBES = frozenset(path.encode() for path in OPEN_PATHS)
 _PROBE_TIMEOUT_S = 2.0
 
 
