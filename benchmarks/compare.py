@@ -2,6 +2,7 @@
 
     python benchmarks/compare.py                                  # all: hours, 20 GB of disk
     python benchmarks/compare.py --precision int8 --engine octavo --engine openvino
+    python benchmarks/compare.py --turns 24 --only A              # engines side by side, a request each in turn
     python benchmarks/compare.py --report --pictures docs         # tables and plots of what was measured so far
 
 Every other engine is installed in an environment of its own, by package name. Engines run one after the other, each
@@ -10,37 +11,46 @@ What was measured is kept in --home, a line a job: a run that is stopped goes on
 are there. Each line names the run that it was measured in: start time and machine. octavo is compared with another
 engine within rounds whose figures are of one run; where a round was gone on with later, or octavo measured again in
 another version, the report says "mixed". --again measures whole rounds anew.
+
+What a shared machine gives changes within a minute, so a round's engines have not had the same machine. --turns N keeps
+all engines loaded (bf16: 17 GB) and lets each measure one figure, one after the other, N times: engines are compared
+within a turn, and with what memory and arithmetic gave just before it. Another precision or workload loads them anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import statistics
 import sys
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from comparison.engines import ENGINES, PRECISIONS, Engine
 from comparison.limits import Work, best_possible
-from comparison.measuring import RunError, measure, measure_limits
-from comparison.report import best_peers, draw, folder_of_pictures, ratios, table
+from comparison.measuring import RunError, Setting, measure, measure_limits
+from comparison.report import best_peers, draw, folder_of_pictures, ratios, table, turns_table
+from comparison.turns import Contest, seated, take_turns
 from workloads import FOLDER, prepare
 
 from octavo.doctor import processor_name
 from octavo.models.registry import read_architecture
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 GIB = 2**30
 
 
 class Results:
     """Lines of JSON: {"engine", "precision", "caching", "round", "run", "machine", "result"} of a job.
+
+    What was measured in turns: {"kind": "turn", "precision", "workload", "setting"} and the fields of `Turn`.
 
     Of a round there are {"kind": "limits", "limits"}, and {"kind": "own", "of", "precision", "result"}: what an
     engine's own benchmark says.
@@ -98,7 +108,7 @@ class Results:
 
     def limits(self) -> dict[str, float]:
         """Return the medians of the limits of all rounds, each as it was measured last."""
-        rounds = {record["round"]: record["limits"] for record in self.records if "limits" in record}
+        rounds = {record["round"]: record["limits"] for record in self.records if record.get("kind") == "limits"}
         names = next(iter(rounds.values()))
         return {name: statistics.median(each[name] for each in rounds.values()) for name in names}
 
@@ -106,6 +116,17 @@ class Results:
         """Return what engines' own benchmarks said, of each round the last."""
         found = {(r["of"], r["precision"], r["round"]): r for r in self.records if r.get("kind") == "own"}
         return list(found.values())
+
+    def turns(self) -> list[dict[str, Any]]:
+        """Return what was measured in turns; of a contest what was begun last, with its engines and versions."""
+        found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for record in self.records:
+            if record.get("kind") == "turn":
+                group = found.setdefault((record["precision"], record["workload"]), [])
+                if record["number"] == 0 or group[-1]["setting"] != record["setting"]:
+                    group.clear()
+                group.append(record)
+        return [record for group in found.values() for record in group]
 
 
 def jobs(engines: list[Engine], precisions: list[str], only: str) -> Iterator[tuple[Engine, str, str, bool]]:
@@ -154,10 +175,7 @@ def measure_round(
                 precision,
                 missing,
                 caching=caching,
-                workloads=workloads,
-                threads=arguments.threads,
-                kv_bytes=arguments.kv_gib * GIB,
-                timeout_s=arguments.timeout,
+                setting=shared_setting(arguments, workloads),
             )
         except RunError as error:
             print(f"round {number} {engine.name} {precision}: {error}", file=sys.stderr, flush=True)
@@ -177,31 +195,98 @@ def measure_round(
                 results.add({**job, **found, "result": own})
 
 
+def measure_turns(
+    results: Results, arguments: argparse.Namespace, engines: list[Engine], checkpoint: Path, workloads: Path
+) -> None:
+    """Let engines work in turns until there are as many of each contest as asked for."""
+    machine = f"{processor_name()}, {platform.python_version()}"
+    run = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}, {machine}"
+    limits = functools.partial(measure_limits, arguments.threads)
+    for contest, able in contests(engines, arguments.precision, arguments.only):
+        setting = {
+            "threads": arguments.threads,
+            "kv_gib": arguments.kv_gib,
+            "versions": {engine.name: engine.version() for engine in able},
+        }
+        job = {"kind": "turn", "precision": contest.precision, "workload": contest.workload, "setting": setting}
+        begun = 0 if arguments.again else sum(job.items() <= record.items() for record in results.turns())
+        numbers = range(begun, arguments.turns)
+        if not numbers:
+            continue
+        with seated(contest, able, checkpoint, shared_setting(arguments, workloads)) as seats:
+            for turn in take_turns(contest, seats, numbers, limits):
+                results.add({**job, "run": run, "machine": machine, **asdict(turn)})
+                shown = {name: round(value, 1) for name, value in turn.figures.items()}
+                read = turn.limits["bytes_read"] / 1e9
+                print(
+                    f"turn {turn.number} {contest.precision} {contest.workload}: {shown}, memory {read:.1f} GB/s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+def contests(engines: list[Engine], precisions: list[str], only: str) -> Iterator[tuple[Contest, list[Engine]]]:
+    """Yield what is measured in turns, and who takes part."""
+    for precision in precisions:
+        for letter in only:
+            able = [engine for engine in engines if precision in engine.precisions and letter in engine.workloads]
+            for caching in (False, True) if letter == "D" else (False,):
+                if able:
+                    yield Contest(precision=precision, letter=letter, caching=caching), able
+
+
+def shared_setting(arguments: argparse.Namespace, workloads: Path) -> Setting:
+    """Return what the command line says for all engines."""
+    return Setting(
+        workloads=workloads,
+        threads=arguments.threads,
+        kv_bytes=arguments.kv_gib * GIB,
+        timeout_s=arguments.timeout,
+    )
+
+
 def report(results: Results, checkpoint: Path, workloads: Path, pictures: Path | None) -> None:
     """Print the tables; draw."""
     work = Work.of(read_architecture(checkpoint))
-    if not results.jobs():
+    data = json.loads(workloads.read_bytes())
+    possible = functools.partial(best_possible, work, data)
+    if not results.jobs() and not results.turns():
         sys.exit(f"{results.path} holds no figures yet: run without --report")
-    data, limits = json.loads(workloads.read_bytes()), results.limits()
-    best = {precision: best_possible(work, data, precision, limits) for precision in PRECISIONS}
+    if results.jobs():
+        report_rounds(results, possible, pictures and pictures / f"compare-{checkpoint.name}")
+    if turns := results.turns():
+        read = [turn["limits"]["bytes_read"] / 1e9 for turn in turns]
+        waiting = max(turn["waiting"] for turn in turns)
+        print(
+            f"In turns, {min(read):.1f} to {max(read):.1f} GB/s read; engines that waited used at most {waiting:.1%} "
+            f"of a core.\n\n{turns_table(turns, possible)}"
+        )
+
+
+def report_rounds(
+    results: Results, possible: Callable[[str, dict[str, float]], dict[str, float]], picture: Path | None
+) -> None:
+    """Print the tables of rounds; draw."""
+    limits = results.limits()
+    best = {precision: possible(precision, limits) for precision in PRECISIONS}
     print(
         f"limits: {limits['flops'] / 1e9:.0f} GFLOP/s float32, {limits['bfloat16_flops'] / 1e9:.0f} bfloat16, "
         f"{limits['byte_ops'] / 1e9:.0f} GOP/s int8, "
         f"{limits['bytes_read'] / 1e9:.1f} GB/s read\n"
     )
     for precision in PRECISIONS:
-        if results.has(precision=precision):
+        if any(job["precision"] == precision for job in results.jobs()):
             print(f"{precision}\n\n{table(results.jobs(), precision, best[precision], results.own())}\n")
     print(
         "How many times as fast octavo is: median (least to greatest) of the rounds whose figures are of one run; a "
         "tie: within 10 %.\nmixed: there is no such round, one of the two was measured in another run each time; "
         "less 1 mixed: a round is not counted for that.\n\n"
         f"{ratios(results.jobs())}\n\nAgainst the best of the others in each round:\n\n"
-        f"{best_peers(results.jobs())}"
+        f"{best_peers(results.jobs())}\n"
     )
-    if pictures is not None:
-        pictures.mkdir(parents=True, exist_ok=True)
-        draw(results.jobs(), best, pictures / f"compare-{checkpoint.name}")
+    if picture is not None:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        draw(results.jobs(), best, picture)
 
 
 def main() -> None:
@@ -213,6 +298,9 @@ def main() -> None:
     parser.add_argument("--precision", action="append", choices=PRECISIONS, help="again for more (default: all)")
     parser.add_argument("--only", default="ABCD", help="letters of the workloads (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of every job (default: %(default)s)")
+    parser.add_argument(
+        "--turns", type=int, metavar="N", help="of every precision and workload, engines side by side; no rounds then"
+    )
     parser.add_argument("--threads", type=int, default=2, help="of every engine (default: %(default)s)")
     parser.add_argument("--kv-gib", type=int, default=3, help="of every engine's KV cache (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds of one job (default: %(default)s)")
@@ -235,7 +323,9 @@ def main() -> None:
             for precision in arguments.precision:
                 if precision in engine.precisions:
                     engine.checkpoint(checkpoint, precision)
-        for number in range(arguments.rounds):
+        if arguments.turns is not None:
+            measure_turns(results, arguments, chosen, checkpoint, workloads)
+        for number in range(arguments.rounds if arguments.turns is None else 0):
             measure_round(number, results, arguments, chosen, checkpoint, workloads)
     report(results, checkpoint, workloads, arguments.pictures)
 

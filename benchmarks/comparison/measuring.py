@@ -1,4 +1,4 @@
-"""One job of one engine in a process of its own, and the memory of all its processes; the limits of the machine."""
+"""A job of one engine in a process of its own, whole or in turns; its memory; the limits of the machine."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from comparison.engines import Engine
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+_LAST_WORDS_S = 10
 _LIMITS = """
 import dataclasses, json, sys
 from octavo.kernels.cpu import CpuKernels
@@ -37,50 +39,136 @@ class RunError(Exception):
     """A runner failed; its last words are the message."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is the same for all engines: the requests, threads, bytes for KV, and how long a job may take."""
+
+    workloads: Path
+    threads: int
+    kv_bytes: int
+    timeout_s: float
+
+
 def measure(
-    engine: Engine, checkpoint: Path, precision: str, only: str, *, caching: bool, workloads: Path, threads: int,
-    kv_bytes: int, timeout_s: float,
-) -> dict[str, Any]:  # fmt: skip
+    engine: Engine, checkpoint: Path, precision: str, only: str, *, caching: bool, setting: Setting
+) -> dict[str, Any]:
     """Run one job. Returns what the runner wrote, and "peak_bytes": memory of all its processes, shared pages once.
 
     A job that fails or takes too long keeps what it got through. Raises `RunError` if that is nothing.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        result, log = Path(folder) / "result.json", Path(folder) / "log"
-        job = Job(
-            checkpoint=str(checkpoint),
-            quantization=engine.quantization(precision),
-            workloads=str(workloads),
-            only=only,
-            prefix_caching=caching,
-            threads=threads,
-            kv_bytes=kv_bytes,
-            max_model_len=2048,
-            started_at=time.time(),
-            result=str(result),
-            binary=engine.binary,
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job = _job(engine, checkpoint, precision, only, caching, setting, folder)
+        process = _start(engine, job, setting, folder)
+        watch = _MemoryWatch(process.pid)
+        too_long = ""
+        try:
+            process.wait(setting.timeout_s)
+        except subprocess.TimeoutExpired:
+            too_long = f"it did not end within {setting.timeout_s:.0f} s"
+        finally:
+            peak = watch.stop()
+            _end_group(process)
+        if not Path(job.result).exists():
+            raise RunError(_last_words(folder) + too_long)
+        return json.loads(Path(job.result).read_bytes()) | {"peak_bytes": peak}
+
+
+class Seat:
+    """An engine that stays loaded and measures one figure when it is its turn."""
+
+    def __init__(
+        self, engine: Engine, checkpoint: Path, precision: str, only: str, *, caching: bool, setting: Setting
+    ) -> None:
+        """Start it and wait until it has answered something. Raises `RunError`, as `figure` does."""
+        with contextlib.ExitStack() as opened:
+            self._folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+            self._channel, theirs = socket.socketpair()
+            opened.enter_context(self._channel)
+            self._channel.settimeout(setting.timeout_s)
+            with theirs:
+                job = _job(engine, checkpoint, precision, only, caching, setting, self._folder, theirs.fileno())
+                self._process = _start(engine, job, setting, self._folder)
+            opened.callback(_end_group, self._process)
+            self._answers = opened.enter_context(self._channel.makefile("r"))
+            self._hear()
+            self._opened = opened.pop_all()
+
+    def figure(self, letter: str, number: int) -> float:
+        """Measure the figure of a workload in the turn of this number."""
+        try:
+            self._channel.sendall(f"{json.dumps([letter, number])}\n".encode())
+        except OSError as error:
+            raise self._is_gone() from error
+        return float(json.loads(self._hear()))
+
+    def cpu_seconds(self) -> float:
+        """Return what all its processes have computed so far."""
+        return sum(_cpu_times(process) for process in _tree(self._process.pid))
+
+    def close(self) -> None:
+        """End it, if it still runs."""
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _hear(self) -> str:
+        try:
+            line = self._answers.readline()
+        except TimeoutError as error:
+            raise RunError(
+                f"{_last_words(self._folder)}it took longer than {self._channel.gettimeout():.0f} s"
+            ) from error
+        if not line:
+            raise self._is_gone()
+        return line
+
+    def _is_gone(self) -> RunError:
+        """Return its last words, which may come after the end of its socket."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LAST_WORDS_S)
+        return RunError(_last_words(self._folder))
+
+
+def _job(
+    engine: Engine, checkpoint: Path, precision: str, only: str, caching: bool, setting: Setting, folder: Path,
+    turns: int | None = None,
+) -> Job:  # fmt: skip
+    return Job(
+        checkpoint=str(checkpoint),
+        quantization=engine.quantization(precision),
+        workloads=str(setting.workloads),
+        only=only,
+        prefix_caching=caching,
+        threads=setting.threads,
+        kv_bytes=setting.kv_bytes,
+        max_model_len=2048,
+        started_at=time.time(),
+        result=str(folder / "result.json"),
+        binary=engine.binary,
+        turns=turns,
+    )
+
+
+def _start(engine: Engine, job: Job, setting: Setting, folder: Path) -> subprocess.Popen[bytes]:
+    with (folder / "log").open("wb") as words:
+        return subprocess.Popen(
+            [engine.python, str(RUNNERS / engine.runner), json.dumps(asdict(job))],
+            stdout=words,
+            stderr=words,
+            env=engine.environment(setting.threads, setting.kv_bytes),
+            cwd=folder,
+            start_new_session=True,
+            pass_fds=() if job.turns is None else (job.turns,),
         )
-        command = [engine.python, str(RUNNERS / engine.runner), json.dumps(asdict(job))]
-        with log.open("wb") as words:
-            process = subprocess.Popen(
-                command,
-                stdout=words,
-                stderr=words,
-                env=engine.environment(threads, kv_bytes),
-                cwd=folder,
-                start_new_session=True,
-            )
-            watch = _MemoryWatch(process.pid)
-            try:
-                process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                words.write(f"it did not end within {timeout_s:.0f} s".encode())
-            finally:
-                peak = watch.stop()
-                _end_group(process)
-        if not result.exists():
-            raise RunError(log.read_text(errors="replace")[-3000:])
-        return json.loads(result.read_bytes()) | {"peak_bytes": peak}
+
+
+def _last_words(folder: Path) -> str:
+    return (folder / "log").read_text(errors="replace")[-3000:]
 
 
 def measure_limits(threads: int) -> dict[str, float]:
@@ -122,6 +210,14 @@ def _tree(pid: int) -> list[psutil.Process]:
         return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+def _cpu_times(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return 0.0
+    return float(times.user + times.system)
 
 
 def _memory(process: psutil.Process) -> tuple[int, int, int]:

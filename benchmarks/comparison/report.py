@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from comparison.engines import ENGINES, PRECISIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 WORKLOADS = {"A": "tok/s", "B": "s", "C": "tok/s", "D off": "s", "D on": "s"}
 _TITLES = {
@@ -180,6 +180,40 @@ def _beside_best(records: list[dict[str, Any]], precision: str, name: str) -> st
     return f"{Ratio.of(ours, best, name)} ({', '.join(named)})"
 
 
+def turns_table(turns: Iterable[dict[str, Any]], best: Callable[[str, dict[str, float]], dict[str, float]]) -> str:
+    """Return what engines did in turns as Markdown: median (least to greatest), and octavo beside each of the others.
+
+    best: gives of a precision and of limits what is possible, by workload. Shares of the limit are the medians of the
+    turns' own; so is how many times as fast octavo is.
+    """
+    head = ["precision", "workload", "engine", "figure", "share of the limit then", "octavo is times as fast", "ahead"]
+    rows = [head]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for turn in turns:
+        groups.setdefault((turn["precision"], turn["workload"]), []).append(turn)
+    for (precision, name), group in groups.items():
+        limits = [best(precision, turn["limits"])[name] for turn in group]
+        for engine in ENGINES:
+            both = [(turn["figures"], limit) for turn, limit in zip(group, limits, strict=True)]
+            mine = [(figures, figures[engine.name], limit) for figures, limit in both if engine.name in figures]
+            if not mine:
+                continue
+            found = Figure.of(value for _, value, _ in mine)
+            shares = Figure.of(_times_as_fast(value, limit, name) for _, value, limit in mine)
+            ahead = [
+                _times_as_fast(figures["octavo"], value, name) for figures, value, _ in mine if "octavo" in figures
+            ]
+            ratio = Figure.of(ahead) if engine.name != "octavo" else None
+            rows.append(
+                [
+                    precision, f"{name}, {WORKLOADS[name]}", f"{engine.name} ({engine.precisions[precision]})",
+                    _spread(found, _number), _spread(shares, "{:.0%}".format), _spread(ratio, "{:.2f}".format),
+                    f"{sum(times > 1 for times in ahead)} of {len(ahead)}" if ratio else "",
+                ]
+            )  # fmt: skip
+    return _markdown(rows)
+
+
 def draw(records: list[dict[str, Any]], best: dict[str, dict[str, float]], target: Path) -> None:
     """Write bars of all workloads to `target` with the endings .png and .svg."""
     import matplotlib as mpl  # noqa: PLC0415 - heavy, and tables need none of it
@@ -234,6 +268,13 @@ def _cell(found: Figure | None, name: str, limit: float) -> str:
     share = found.median / limit if name in _IS_RATE else limit / found.median
     spread = f" ({_number(found.low)} to {_number(found.high)})" if found.runs > 1 else ""
     return f"{_number(found.median)}{spread}, {share:.0%}"
+
+
+def _spread(found: Figure | None, write: Callable[[float], str]) -> str:
+    if found is None:
+        return ""
+    text = write(found.median)
+    return text if found.runs == 1 else f"{text} ({write(found.low)} to {write(found.high)})"
 
 
 def _number(value: float) -> str:

@@ -2,12 +2,14 @@
 
 A runner is a script for the environment of one engine. It is started with a job as JSON (see `Job`) and hands `run` a
 function that opens the engine: an object with `generate`, which answers requests that come at the same moment, greedily
-and each to its exact length, and returns how many tokens each of them got.
+and each to its exact length, and returns how many tokens each of them got. A job in turns keeps the engine loaded and
+measures one figure whenever it is told to; until then the engine has nothing to do.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -37,6 +39,7 @@ class Job:
     kv_bytes        for its KV cache, where the engine lets one say so
     started_at      seconds since the epoch when the process was asked for
     binary          the engine's program, if it is one
+    turns           file descriptor of a socket that says when to measure what (see `_take_turns`), if not all at once
     """
 
     checkpoint: str
@@ -50,6 +53,7 @@ class Job:
     started_at: float
     result: str
     binary: str | None = None
+    turns: int | None = None
 
 
 class Engine(Protocol):
@@ -76,15 +80,55 @@ def run(open_engine: Callable[[Job], Engine]) -> None:
     _timed(engine, [Request(prompt=list(range(1000, 1032)), out=1)])
     result: dict[str, Any] = {"start_s": time.time() - job.started_at}
     _timed(engine, [Request(**item) for item in data["D"][-1][:8]])  # first steps are slow: shapes are compiled, say
-    measures: dict[str, Callable[[], list[float]]] = {
-        "A": lambda: [_decode_rate(engine, Request(**item)) for item in data["A"]],
-        "B": lambda: [_timed(engine, [Request(**item) for item in data["B"]])],
-        "C": lambda: [len(item["prompt"]) / _timed(engine, [Request(**item)]) for item in data["C"]],
-        "D": lambda: [_timed(engine, [Request(**item) for item in data["D"][0]])],
-    }
+    sets = _sets(data)
+    if job.turns is not None:
+        _take_turns(engine, sets, socket.socket(fileno=job.turns))
+        return
     for letter in job.only:
-        result[letter] = measures[letter]()
+        result[letter] = [_figure(engine, letter, requests) for requests in sets[letter]]
         Path(job.result).write_text(json.dumps(result))
+
+
+def _sets(data: dict[str, Any]) -> dict[str, list[list[Request]]]:
+    """Return of each workload what is asked for at once; each gives a figure."""
+
+    def read(items: list[dict[str, Any]]) -> list[Request]:
+        return [Request(**item) for item in items]
+
+    return {
+        "A": [read([item]) for item in data["A"]],
+        "B": [read(data["B"])],
+        "C": [read([item]) for item in data["C"]],
+        "D": [read(data["D"][0])],
+    }
+
+
+def _figure(engine: Engine, letter: str, requests: list[Request]) -> float:
+    """Return A's decode tokens/s, C's prompt tokens/s, or the wall seconds of B or D."""
+    if letter == "A":
+        return _decode_rate(engine, requests[0])
+    seconds = _timed(engine, requests)
+    return len(requests[0].prompt) / seconds if letter == "C" else seconds
+
+
+def _take_turns(engine: Engine, sets: dict[str, list[list[Request]]], channel: socket.socket) -> None:
+    """Say that the engine is ready, then answer lines [letter, number of the turn] with a figure, until they end.
+
+    Every turn has other token ids, so that a prefix cache holds nothing of an earlier one; of one turn they are the
+    same for every engine.
+    """
+    with channel, channel.makefile("r") as turns, channel.makefile("w") as answers:
+        print("ready", file=answers, flush=True)
+        for turn in turns:
+            letter, number = json.loads(turn)
+            lap, which = divmod(number, len(sets[letter]))
+            requests = [_renamed(request, lap) for request in sets[letter][which]]
+            print(json.dumps(_figure(engine, letter, requests)), file=answers, flush=True)
+
+
+def _renamed(request: Request, lap: int) -> Request:
+    """Return a request with other token ids of the same prompt in each lap: what it shared, it shares."""
+    return Request(prompt=[token ^ lap for token in request.prompt], out=request.out)
 
 
 def _timed(engine: Engine, requests: Sequence[Request]) -> float:

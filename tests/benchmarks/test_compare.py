@@ -15,11 +15,21 @@ from octavo.models.registry import read_architecture
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from compare import Results, jobs, main, measure_round  # noqa: E402
+from compare import Results, contests, jobs, main, measure_round, measure_turns  # noqa: E402
 from comparison.engines import ENGINES, LlamaCpp, Octavo, Transformers, read_llama_bench  # noqa: E402
 from comparison.limits import Work, best_possible  # noqa: E402
-from comparison.measuring import RunError, measure  # noqa: E402
-from comparison.report import WORKLOADS, best_peers, draw, figure, ratios, save_picture, table  # noqa: E402
+from comparison.measuring import RunError, Seat, Setting, measure  # noqa: E402
+from comparison.report import (  # noqa: E402
+    WORKLOADS,
+    best_peers,
+    draw,
+    figure,
+    ratios,
+    save_picture,
+    table,
+    turns_table,
+)
+from comparison.turns import Contest, take_turns  # noqa: E402
 
 LIMITS = {"flops": 5e11, "byte_ops": 4e12, "bfloat16_flops": 1e12, "bytes_read": 1e11}
 
@@ -34,6 +44,10 @@ def workloads():
         "C": requests(2, 64, 1),
         "D": [requests(3, 4, 3, prefix=range(32))],
     }
+
+
+def setting(path, *, threads=1, timeout_s=120):
+    return Setting(workloads=path, threads=threads, kv_bytes=1 << 24, timeout_s=timeout_s)
 
 
 @pytest.fixture
@@ -57,10 +71,7 @@ def test_a_runner_runs_what_it_is_asked_for(engine, caching, files, tmp_path):
     checkpoint, path = files
     only = "D" if caching else engine.workloads
     started = time.monotonic()
-    result = measure(
-        engine(tmp_path), checkpoint, "bf16", only, caching=caching, workloads=path, threads=2, kv_bytes=1 << 24,
-        timeout_s=120,
-    )  # fmt: skip
+    result = measure(engine(tmp_path), checkpoint, "bf16", only, caching=caching, setting=setting(path, threads=2))
     assert set(result) == {"start_s", "peak_bytes", *only}
     assert all(value > 0 for key in only for value in result[key])
     assert 0 < result["start_s"] < time.monotonic() - started
@@ -71,10 +82,7 @@ def test_a_runner_that_fails_says_why(files, tmp_path):
     checkpoint, path = files
     (checkpoint / "config.json").write_text("{}")
     with pytest.raises(RunError, match="architectures"):
-        measure(
-            Octavo(tmp_path), checkpoint, "bf16", "A", caching=False, workloads=path, threads=1, kv_bytes=1 << 24,
-            timeout_s=120,
-        )  # fmt: skip
+        measure(Octavo(tmp_path), checkpoint, "bf16", "A", caching=False, setting=setting(path))
 
 
 def test_a_runner_that_takes_too_long_keeps_what_it_got_through(files, tmp_path):
@@ -89,11 +97,183 @@ class Slow:
         return [request.out for request in requests]
 run(Slow)
 """)
-    settings = {"caching": False, "workloads": files[1], "threads": 1, "kv_bytes": 1, "timeout_s": 3}
+    settings = {"caching": False, "setting": setting(files[1], timeout_s=3)}
     engine = type("Slow", (HereTransformers,), {"runner": str(runner)})(tmp_path)
     assert set(measure(engine, files[0], "bf16", "ABC", **settings)) == {"start_s", "A", "peak_bytes"}
     with pytest.raises(RunError, match="did not end within 3 s"):
         measure(engine, files[0], "bf16", "B", **settings)
+
+
+def runner(tmp_path, body):
+    """An engine whose `generate` is this."""
+    path = tmp_path / "runner.py"
+    path.write_text(f"""
+import json, os, sys, time; sys.path.insert(0, {str(BENCHMARKS / "runners")!r})
+from protocol import run
+class Engine:
+    def __init__(self, job): pass
+    def generate(self, requests):
+        time.sleep(requests[0].out / 1000)
+        {body}
+        return [request.out for request in requests]
+run(Engine)
+""")
+    return type("Runner", (HereTransformers,), {"name": "runner", "runner": str(path)})(tmp_path)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_an_engine_in_its_seat_measures_what_it_is_told(caching, files, tmp_path):
+    checkpoint, path = files
+    with Seat(Octavo(tmp_path), checkpoint, "bf16", "AD", caching=caching, setting=setting(path)) as seat:
+        assert seat.figure("A", 0) > 0
+        assert seat.figure("D", 1) > 0
+        before = seat.cpu_seconds()
+        assert before > 0.5  # it imported torch
+        time.sleep(0.5)
+        assert seat.cpu_seconds() - before < 0.25  # and waits without work
+
+
+def test_the_turns_of_all_engines_are_of_the_same_requests_and_no_two_of_the_same_tokens(files, tmp_path):
+    seen = tmp_path / "seen"
+    keep = f"open({str(seen)!r}, 'a').write(json.dumps([request.prompt for request in requests]) + chr(10))"
+    asked = []
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        seen.write_text("")
+        with Seat(runner(tmp_path / folder, keep), files[0], "bf16", "D", caching=True, setting=setting(files[1])) as s:
+            seen.write_text("")
+            for number in range(3):
+                s.figure("D", number)
+        asked.append(seen.read_text())
+    assert asked[0] == asked[1]
+    turns = [json.loads(line) for line in asked[0].splitlines()]
+    assert [len(turn) for turn in turns] == [3, 3, 3]
+    assert len({tuple(turn[0][:32]) for turn in turns}) == 3  # other prefixes in each turn
+    assert all(prompt[:32] == turn[0][:32] for turn in turns for prompt in turn)  # shared within one
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("if len(requests) == 4: raise ValueError('no four')", "ValueError: no four"),
+        ("if len(requests) == 4: print('bye', flush=True); os._exit(3)", "bye"),
+        ("if len(requests) == 4: time.sleep(60)", "it took longer than 3 s"),
+    ],
+)
+def test_an_engine_that_fails_in_its_seat_says_why_and_ends(body, said, files, tmp_path):
+    seat = Seat(runner(tmp_path, body), files[0], "bf16", "AB", caching=False, setting=setting(files[1], timeout_s=3))
+    with seat:
+        assert seat.figure("A", 0) > 0
+        with pytest.raises(RunError, match=said):
+            seat.figure("B", 0)
+    assert seat.cpu_seconds() == 0  # no process is left
+
+
+def test_an_engine_that_does_not_start_has_no_seat(files, tmp_path):
+    (files[0] / "config.json").write_text("{}")
+    with pytest.raises(RunError, match="architectures"):
+        Seat(Octavo(tmp_path), files[0], "bf16", "A", caching=False, setting=setting(files[1]))
+
+
+class FakeSeat:
+    def __init__(self, value, log, name, fails_at=None):
+        self.value, self.log, self.name, self.fails_at, self.is_open = value, log, name, fails_at, True
+
+    def figure(self, letter, number):
+        self.log.append((self.name, letter, number))
+        if number == self.fails_at:
+            raise RunError("enough")
+        return self.value + number
+
+    def cpu_seconds(self):
+        return 0.0
+
+    def close(self):
+        self.is_open = False
+
+
+def test_who_begins_a_turn_changes_and_who_fails_is_out(capsys):
+    log = []
+    seats = {"octavo": FakeSeat(10.0, log, "octavo"), "vllm": FakeSeat(20.0, log, "vllm", fails_at=2)}
+    failing = seats["vllm"]
+    turns = list(take_turns(Contest(precision="int8", letter="B"), seats, range(4), lambda: LIMITS))
+    assert [(name, number) for name, _, number in log] == [
+        ("octavo", 0), ("vllm", 0), ("vllm", 1), ("octavo", 1), ("octavo", 2), ("vllm", 2), ("octavo", 3),
+    ]  # fmt: skip
+    assert [turn.figures for turn in turns] == [
+        {"octavo": 10.0, "vllm": 20.0},
+        {"octavo": 11.0, "vllm": 21.0},
+        {"octavo": 12.0},
+        {"octavo": 13.0},
+    ]
+    assert not failing.is_open
+    assert "turn 2 vllm int8: enough" in capsys.readouterr().err
+    assert list(take_turns(Contest(precision="int8", letter="B"), {}, range(4), lambda: LIMITS)) == []
+
+
+def test_contests_are_of_those_who_can(tmp_path):
+    found = list(contests([engine(tmp_path) for engine in ENGINES], ["bf16", "int4"], "AD"))
+    assert [(contest.precision, contest.workload) for contest, _ in found] == [
+        ("bf16", "A"), ("bf16", "D off"), ("bf16", "D on"), ("int4", "A"), ("int4", "D off"), ("int4", "D on"),
+    ]  # fmt: skip
+    assert [len(able) for _, able in found] == [5, 4, 4, 4, 4, 4]
+
+
+def turn(number, read=1e11, versions="1", **figures):
+    return {
+        "kind": "turn", "precision": "bf16", "workload": "A", "setting": {"versions": versions}, "number": number,
+        "figures": figures, "limits": LIMITS | {"bytes_read": read}, "waiting": 0.0,
+    }  # fmt: skip
+
+
+def test_turns_are_compared_one_by_one():
+    turns = [turn(0, octavo=40.0, vllm=20.0), turn(1, read=5e10, octavo=22.0, vllm=20.0), turn(2, octavo=30.0)]
+    lines = turns_table(turns, lambda _, limits: {"A": limits["bytes_read"] / 2e9}).splitlines()
+    assert lines[2:] == [
+        "| bf16 | A, tok/s | octavo (bf16) | 30.0 (22.0 to 40.0) | 80% (60% to 88%) |  |  |",
+        "| bf16 | A, tok/s | vllm (bf16) | 20.0 (20.0 to 20.0) | 60% (40% to 80%) | 1.55 (1.10 to 2.00) | 2 of 2 |",
+    ]
+    walls = [turn(0, octavo=4.0, vllm=3.0) | {"workload": "B"}]
+    assert turns_table(walls, lambda *_: {"B": 2.0}).splitlines()[2:] == [
+        "| bf16 | B, s | octavo (bf16) | 4.0 | 50% |  |  |",
+        "| bf16 | B, s | vllm (bf16) | 3.0 | 67% | 0.75 | 0 of 1 |",
+    ]
+
+
+def test_turns_go_on_where_they_were_unless_a_version_changed(files, tmp_path, monkeypatch, capsys):
+    checkpoint, path = files
+    monkeypatch.setattr("compare.measure_limits", lambda _: LIMITS)
+    engine = runner(tmp_path, "pass")
+    engine.name = "octavo"
+    versions = iter("112223")
+    monkeypatch.setattr(type(engine), "version", lambda _: next(versions))
+    arguments = {"only": "A", "precision": ["bf16"], "threads": 1, "kv_gib": 1, "timeout": 60.0}
+    monkeypatch.setattr(engine, "checkpoint", lambda source, _: source)
+    results = Results(tmp_path / "results.jsonl")
+
+    def numbers(turns, *, again=False):
+        measure_turns(results, SimpleNamespace(turns=turns, again=again, **arguments), [engine], checkpoint, path)
+        return [record["number"] for record in results.turns()]
+
+    assert numbers(1) == [0]
+    assert numbers(3) == [0, 1, 2]
+    assert numbers(2) == [0, 1]  # another version
+    assert numbers(2) == [0, 1]  # all are there
+    assert numbers(2, again=True) == [0, 1]
+    assert numbers(1) == [0]
+    assert Results(tmp_path / "results.jsonl").turns() == results.turns()
+    assert "turn 1 bf16 A: {'octavo': " in capsys.readouterr().err
+
+
+def test_a_report_of_turns_alone(files, tmp_path, monkeypatch, capsys):
+    results = Results(tmp_path / "tiny.jsonl")
+    results.add(turn(0, octavo=40.0, vllm=20.0))
+    monkeypatch.setattr("compare.prepare", lambda _: files)
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--report", "--shape", "tiny", "--home", str(tmp_path)])
+    main()
+    printed = capsys.readouterr().out
+    assert printed.startswith("In turns, 100.0 to 100.0 GB/s read; engines that waited used at most 0.0% of a core.")
+    assert "| 2.00 | 1 of 1 |" in printed
 
 
 def test_an_engine_that_gives_other_lengths_is_not_believed(tmp_path):
@@ -261,10 +441,7 @@ def test_llama_cpp_has_one_slot_for_one_stream(only, slots, tmp_path):
     path.write_text(json.dumps(workloads()))
     engine = type("Fake", (LlamaCpp,), {"python": sys.executable, "binary": str(server)})(tmp_path)
     with pytest.raises(RunError, match="llama-server ended with 1"):
-        measure(
-            engine, tmp_path / "model", "int8", only, caching=False, workloads=path, threads=2, kv_bytes=1,
-            timeout_s=60,
-        )  # fmt: skip
+        measure(engine, tmp_path / "model", "int8", only, caching=False, setting=setting(path, threads=2))
     words = (tmp_path / "arguments").read_text().split()
     assert words[words.index("-np") + 1] == slots
     assert "--no-kv-unified" in words
