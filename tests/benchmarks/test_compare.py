@@ -409,8 +409,20 @@ def test_octavo_beside_the_best_of_each_round():
     assert "| mixed: 0.25 (llama.cpp) |" in best_peers([found[0], faster[-1]])
 
 
+RESULTS = sorted((BENCHMARKS / "results").rglob("*.jsonl"))
+IN_TURNS = [path for path in RESULTS if path.parent.name.endswith("-turns")]
+
+
+@pytest.mark.parametrize("path", IN_TURNS, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_results_in_turns_are_read(path):
+    turns = Results(path).turns()
+    rows = turns_table(turns, lambda *_: dict.fromkeys(WORKLOADS, 1.0))
+    for precision in {turn["precision"] for turn in turns}:
+        assert f"octavo ({ENGINES[0].precisions[precision]}) |" in rows
+
+
 @pytest.mark.parametrize(
-    "path", sorted((BENCHMARKS / "results").rglob("*.jsonl")), ids=lambda p: f"{p.parent.name}-{p.stem}"
+    "path", [path for path in RESULTS if path not in IN_TURNS], ids=lambda p: f"{p.parent.name}-{p.stem}"
 )
 def test_results_of_before_runs_were_named_are_read(path):
     results = Results(path)
