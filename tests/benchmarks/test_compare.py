@@ -257,6 +257,7 @@ def test_turns_go_on_where_they_were_unless_a_version_changed(files, tmp_path, m
 
     assert numbers(1) == [0]
     assert numbers(3) == [0, 1, 2]
+    assert len(results.records) == 3  # the first one was not measured again
     assert numbers(2) == [0, 1]  # another version
     assert numbers(2) == [0, 1]  # all are there
     assert numbers(2, again=True) == [0, 1]
