@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from comparison.measuring import Setting
 
 
+_LOOK_S, _LONGEST_SPIN_S = 0.3, 10.0
+_QUIET = 0.1  # of a core: the system counts CPU time in hundredths of a second
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
     """One workload at one precision, with or without the prefix cache."""
@@ -63,6 +67,7 @@ def take_turns(
         limits, figures, waiting, elapsed = measure_limits(), {}, 0.0, 0.0
         for name in names[first:] + names[:first]:
             others = [seat for other, seat in seats.items() if other != name]
+            _wait_until_quiet(list(seats.values()))
             before, start = sum(seat.cpu_seconds() for seat in others), time.monotonic()
             try:
                 figures[name] = seats[name].figure(contest.letter, number)
@@ -72,6 +77,16 @@ def take_turns(
             elapsed += time.monotonic() - start
             waiting += sum(seat.cpu_seconds() for seat in others) - before
         yield Turn(number=number, figures=figures, limits=limits, waiting=waiting / elapsed)
+
+
+def _wait_until_quiet(seats: list[Seat]) -> None:
+    """Let the threads of who was last spin out: those of vLLM's OpenMP took a quarter of the next one's speed."""
+    deadline = time.monotonic() + _LONGEST_SPIN_S
+    while time.monotonic() < deadline:
+        before = sum(seat.cpu_seconds() for seat in seats)
+        time.sleep(_LOOK_S)
+        if sum(seat.cpu_seconds() for seat in seats) - before < _QUIET * _LOOK_S:
+            return
 
 
 @contextlib.contextmanager

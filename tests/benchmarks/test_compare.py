@@ -211,6 +211,33 @@ def test_who_begins_a_turn_changes_and_who_fails_is_out(capsys):
     assert list(take_turns(Contest(precision="int8", letter="B"), {}, range(4), lambda: LIMITS)) == []
 
 
+def test_a_turn_begins_when_those_before_have_spun_out(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("comparison.turns.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("comparison.turns.time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+
+    class Spinning:
+        """Computes for a second, returns when it began, and spins for two more."""
+
+        began = spins_until = 0.0
+
+        def figure(self, *_):
+            self.began, now[0] = now[0], now[0] + 1.0
+            self.spins_until = now[0] + 2.0
+            return self.began
+
+        def cpu_seconds(self):
+            return min(now[0], self.spins_until)
+
+    seats = {"octavo": Spinning(), "vllm": Spinning()}
+    contest = Contest(precision="int8", letter="B")
+    (turn,) = take_turns(contest, seats, range(1), lambda: LIMITS)
+    assert turn.figures["vllm"] > turn.figures["octavo"] + 3.0
+    assert turn.waiting < 0.01
+    seats["vllm"].cpu_seconds = lambda: now[0]  # one that never rests stops nobody
+    assert len(list(take_turns(contest, seats, range(1), lambda: LIMITS))) == 1
+
+
 def test_contests_are_of_those_who_can(tmp_path):
     found = list(contests([engine(tmp_path) for engine in ENGINES], ["bf16", "int4"], "AD"))
     assert [(contest.precision, contest.workload) for contest, _ in found] == [
