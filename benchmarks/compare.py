@@ -123,7 +123,7 @@ class Results:
         for record in self.records:
             if record.get("kind") == "turn":
                 group = found.setdefault((record["precision"], record["workload"]), [])
-                if record["number"] == 0 or group[-1]["setting"] != record["setting"]:
+                if record["number"] == 0:  # another setting begins anew, too
                     group.clear()
                 group.append(record)
         return [record for group in found.values() for record in group]
@@ -141,6 +141,14 @@ def jobs(engines: list[Engine], precisions: list[str], only: str) -> Iterator[tu
                     yield engine, precision, "D", True
 
 
+def this_run(results: Results) -> dict[str, str]:
+    """Return {"run", "machine"} of what is measured from now on. Ends where figures of another machine are kept."""
+    machine = f"{processor_name()}, {platform.python_version()}"
+    if others := {record["machine"] for record in results.records} - {machine}:
+        sys.exit(f"{results.path} holds figures of another machine ({others.pop()}): name another --home")
+    return {"run": f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}, {machine}", "machine": machine}
+
+
 def measure_round(
     number: int,
     results: Results,
@@ -150,11 +158,7 @@ def measure_round(
     workloads: Path,
 ) -> None:
     """Measure what a round lacks, or all of it again."""
-    machine = f"{processor_name()}, {platform.python_version()}"
-    run = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}, {machine}"
-    found = {"run": run, "machine": machine}
-    if others := {record["machine"] for record in results.records} - {machine}:
-        sys.exit(f"{results.path} holds figures of another machine ({others.pop()}): name another --home")
+    found = this_run(results)
     planned = list(jobs(engines, arguments.precision, arguments.only))
     turn = number * len(planned) // max(arguments.rounds, 1)
     if arguments.again or not results.has(round=number, kind="limits"):
@@ -199,8 +203,7 @@ def measure_turns(
     results: Results, arguments: argparse.Namespace, engines: list[Engine], checkpoint: Path, workloads: Path
 ) -> None:
     """Let engines work in turns until there are as many of each contest as asked for."""
-    machine = f"{processor_name()}, {platform.python_version()}"
-    run = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}, {machine}"
+    found = this_run(results)
     limits = functools.partial(measure_limits, arguments.threads)
     for contest, able in contests(engines, arguments.precision, arguments.only):
         setting = {
@@ -215,7 +218,7 @@ def measure_turns(
             continue
         with seated(contest, able, checkpoint, shared_setting(arguments, workloads)) as seats:
             for turn in take_turns(contest, seats, numbers, limits):
-                results.add({**job, "run": run, "machine": machine, **asdict(turn)})
+                results.add({**job, **found, **asdict(turn)})
                 shown = {name: round(value, 1) for name, value in turn.figures.items()}
                 read = turn.limits["bytes_read"] / 1e9
                 print(

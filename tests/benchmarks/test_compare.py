@@ -293,6 +293,13 @@ def test_turns_go_on_where_they_were_unless_a_version_changed(files, tmp_path, m
     assert "turn 1 bf16 A: {'octavo': " in capsys.readouterr().err
 
 
+def test_turns_are_not_kept_beside_those_of_another_machine(files, tmp_path):
+    results = Results(tmp_path / "results.jsonl")
+    results.add(turn(0, octavo=40.0) | {"machine": "another"})
+    with pytest.raises(SystemExit, match="figures of another machine"):
+        measure_turns(results, SimpleNamespace(), [], *files)
+
+
 def test_a_report_of_turns_alone(files, tmp_path, monkeypatch, capsys):
     results = Results(tmp_path / "tiny.jsonl")
     results.add(turn(0, octavo=40.0, vllm=20.0))
