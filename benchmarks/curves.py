@@ -1,9 +1,10 @@
 """Speed against the number of requests, the length of the prompt and that of the KV; what a long prompt does to others.
 
-    python benchmarks/curves.py --quantization int8              # qwen2-0.5b: about five minutes
+    python benchmarks/curves.py --quantization int8              # qwen2-0.5b: about twelve minutes
     python benchmarks/curves.py --model ./my-checkpoint --pictures docs
 
-Every figure is of one run after a warm-up: look at the shape. Nothing is cached between requests.
+Every figure is the median of --rounds after a warm-up, and each round goes through all of them: a moment in which the
+machine was slow is in one round of a figure, not in all. Nothing is cached between requests.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from comparison.report import folder_of_pictures, save_picture
 from workloads import prepare
@@ -40,11 +42,13 @@ class Client:
         self.engine = engine
         self.times: dict[str, list[float]] = {}  # seconds on the clock, of each token of each open request
         self._count = 0
+        self._vocab_size = engine.input_processor.model_info.vocab_size
 
     def add(self, prompt_length: int, output_length: int) -> str:
         """Start a request of tokens that no other has begun with."""
         self._count += 1
-        prompt = [1000 + self._count, *(300 + (7 * i + self._count) % 30_000 for i in range(prompt_length - 1))]
+        ids = (1000 + self._count, *(300 + (7 * i + self._count) % 30_000 for i in range(prompt_length - 1)))
+        prompt = [token_id % self._vocab_size for token_id in ids]
         params = SamplingParams(temperature=0.0, max_tokens=output_length, ignore_eos=True, detokenize=False)
         name = str(self._count)
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
@@ -66,29 +70,65 @@ class Client:
             pass
 
 
-def by_requests(client: Client) -> list[tuple[int, float]]:
-    """Return (requests, tokens/s) while all of them decode, behind prompts of 32 tokens."""
-    points = []
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One figure at each of several places, as every round had it."""
+
+    title: str
+    across: str  # what the places count
+    places: Sequence[int]
+    rounds: Sequence[Sequence[float]]  # one figure a place
+
+    def row(self, digits: int) -> str:
+        """Return the medians and, if there are several rounds, the least and the greatest as rows of a table."""
+        columns = list(zip(*self.rounds, strict=True))
+        rows = [[self.title, *(f"{statistics.median(column):.{digits}f}" for column in columns)]]
+        if len(self.rounds) > 1:
+            spread = (f"{min(column):.{digits}f} to {max(column):.{digits}f}" for column in columns)
+            rows.append(["least to greatest", *spread])
+        return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+    def head(self) -> str:
+        """Return the head of a table that has `row`."""
+        cells = (self.across, *map(str, self.places))
+        return "| " + " | ".join(cells) + " |\n|" + "---|" * len(cells)
+
+    def draw(self, axis: Any) -> None:
+        """Draw the medians as a line, in a band from the least to the greatest."""
+        columns = list(zip(*self.rounds, strict=True))
+        axis.fill_between(self.places, [min(c) for c in columns], [max(c) for c in columns], alpha=0.2, linewidth=0)
+        axis.plot(self.places, [statistics.median(column) for column in columns], marker="o")
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(bottom=0)
+        axis.set_title(self.title)
+        axis.set_xlabel(self.across)
+        axis.grid(alpha=0.3)
+
+
+def by_requests(client: Client) -> list[float]:
+    """Return tokens/s while all of `REQUESTS` decode, behind prompts of 32 tokens."""
+    rates = []
     for count in REQUESTS:
         # two prompts of 32 fill what prompts get at least beside answers: the last starts up to `count / 2` steps later
         names = [client.add(32, OUTPUT_TOKENS + count // 2) for _ in range(count)]
         client.run()
         start, end = (edge(client.times[name][i] for name in names) for edge, i in ((max, 0), (min, -1)))
         tokens = sum(start < moment <= end for name in names for moment in client.times[name])
-        points.append((count, tokens / (end - start)))
-    return points
+        rates.append(tokens / (end - start))
+    return rates
 
 
-def by_length(client: Client) -> list[tuple[int, float, float]]:
-    """Return (prompt length, prompt tokens/s, milliseconds of a decode step behind it), each alone."""
-    points = []
+def by_length(client: Client) -> tuple[list[float], list[float]]:
+    """Return tokens/s of prompts of `LENGTHS`, and milliseconds of a decode step behind each, all alone."""
+    rates, steps = [], []
     for length in LENGTHS:
         start = time.perf_counter()
         name = client.add(length, 17)
         client.run()
         times = client.times[name]
-        points.append((length, length / (times[0] - start), 1000 * (times[-1] - times[0]) / (len(times) - 1)))
-    return points
+        rates.append(length / (times[0] - start))
+        steps.append(1000 * (times[-1] - times[0]) / (len(times) - 1))
+    return rates, steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +160,11 @@ class Stall:
         return "\n".join(lines)
 
 
-def stall(client: Client) -> Stall:
-    """Let 8 streams run, and a prompt of 8,192 beside them."""
+def stall(client: Client) -> tuple[list[float], list[float]]:
+    """Let 8 streams run, and a prompt of 8,192 beside them.
+
+    Returns milliseconds between their tokens before it came, and while it was computed.
+    """
     streams = [client.add(32, 400) for _ in range(STREAMS)]
     while any(len(client.times[name]) < 20 for name in streams):
         client.step()
@@ -134,7 +177,7 @@ def stall(client: Client) -> Stall:
     meanwhile = gaps(client.times[name][first[name] :] for name in streams)
     client.engine.abort_request(streams)
     client.run()
-    return Stall.of(before, meanwhile)
+    return before, meanwhile
 
 
 def gaps(times: Iterable[list[float]]) -> list[float]:
@@ -142,7 +185,7 @@ def gaps(times: Iterable[list[float]]) -> list[float]:
     return [1000 * (b - a) for each in times for a, b in itertools.pairwise(each)]
 
 
-def draw(target: Path, requests: list[tuple[int, float]], lengths: list[tuple[int, float, float]]) -> None:
+def draw(target: Path, curves: Sequence[Curve]) -> None:
     """Write the curves to `target` with the endings .png and .svg."""
     import matplotlib as mpl  # noqa: PLC0415 - heavy, and the tables need none of it
 
@@ -150,18 +193,9 @@ def draw(target: Path, requests: list[tuple[int, float]], lengths: list[tuple[in
     import matplotlib.pyplot as plt  # noqa: PLC0415
 
     mpl.rcParams["svg.hashsalt"] = "octavo"
-    grid, axes = plt.subplots(1, 3, figsize=(12, 3.4), constrained_layout=True)
-    for axis, points, title, across in (
-        (axes[0], requests, "decoding, tokens/s", "requests"),
-        (axes[1], [(x, y) for x, y, _ in lengths], "prefill, tokens/s", "tokens of the prompt"),
-        (axes[2], [(x, y) for x, _, y in lengths], "decode step, ms", "tokens of KV"),
-    ):
-        axis.plot(*zip(*points, strict=True), marker="o")
-        axis.set_xscale("log", base=2)
-        axis.set_ylim(bottom=0)
-        axis.set_title(title)
-        axis.set_xlabel(across)
-        axis.grid(alpha=0.3)
+    grid, axes = plt.subplots(1, len(curves), figsize=(12, 3.4), constrained_layout=True)
+    for axis, curve in zip(axes, curves, strict=True):
+        curve.draw(axis)
     save_picture(grid, target)
 
 
@@ -170,10 +204,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a checkpoint directory (default: qwen2-0.5b, made if missing)")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the weights (default: as stored)")
+    parser.add_argument("--rounds", type=int, default=3, help="of every figure (default: %(default)s)")
     parser.add_argument(
         "--pictures", type=folder_of_pictures, help="folder for plots, PNG and SVG; needs matplotlib (default: none)"
     )
     arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error("--rounds: at least 1")
     model = arguments.model or prepare("qwen2-0.5b")[0]
     llm = LLM(
         str(model),
@@ -189,18 +226,25 @@ def main() -> None:
     client = Client(llm.llm_engine)
     client.add(512, 8)
     client.run()  # the first steps are slow
-    requests = by_requests(client)
-    print("| requests | " + " | ".join(str(count) for count, _ in requests) + " |\n|" + "---|" * (len(requests) + 1))
-    print("| decode tokens/s | " + " | ".join(f"{rate:.0f}" for _, rate in requests) + " |\n", flush=True)
-    lengths = by_length(client)
-    print("| tokens | " + " | ".join(str(length) for length, _, _ in lengths) + " |\n|" + "---|" * (len(lengths) + 1))
-    print("| prefill tokens/s | " + " | ".join(f"{rate:.0f}" for _, rate, _ in lengths) + " |")
-    print("| decode step behind them, ms | " + " | ".join(f"{step:.1f}" for _, _, step in lengths) + " |\n", flush=True)
-    print(stall(client).table())
+    requests, lengths, stalls = [], [], []
+    for number in range(1, arguments.rounds + 1):
+        requests.append(by_requests(client))
+        lengths.append(by_length(client))
+        stalls.append(stall(client))
+        print(f"round {number} of {arguments.rounds} is done", file=sys.stderr, flush=True)
+    prefill, steps = zip(*lengths, strict=True)
+    curves = (
+        Curve("decode tokens/s", "requests", REQUESTS, requests),
+        Curve("prefill tokens/s", "tokens of the prompt", LENGTHS, prefill),
+        Curve("decode step, ms", "tokens of KV", LENGTHS, steps),
+    )
+    for curve, digits in zip(curves, (0, 0, 1), strict=True):
+        print(curve.head(), curve.row(digits), "", sep="\n", flush=True)
+    before, meanwhile = (list(itertools.chain(*parts)) for parts in zip(*stalls, strict=True))
+    print(Stall.of(before, meanwhile).table())
     if arguments.pictures is not None:
         arguments.pictures.mkdir(parents=True, exist_ok=True)
-        precision = arguments.quantization or "bf16"
-        draw(arguments.pictures / f"curves-{model.name}-{precision}", requests, lengths)
+        draw(arguments.pictures / f"curves-{model.name}-{arguments.quantization or 'bf16'}", curves)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,41 @@ def test_a_stall_stands_beside_the_step_before_the_prompt():
     assert lines[5] == "| most while it runs | 100.0 | 1.25 | 5.00 |"
 
 
+def test_a_curve_is_of_all_rounds():
+    curve = curves.Curve("tokens/s", "requests", (1, 2), [[10.0, 30.0], [50.0, 20.0], [20.0, 40.0]])
+    assert curve.head() == "| requests | 1 | 2 |\n|---|---|---|"
+    assert curve.row(0) == "| tokens/s | 20 | 30 |\n| least to greatest | 10 to 50 | 20 to 40 |"
+    alone = curves.Curve("ms", "tokens of KV", (1, 2), [[10.25, 30.0]])
+    assert alone.row(1) == "| ms | 10.2 | 30.0 |"
+
+
+def test_curves_need_a_round(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["curves.py", "--rounds", "0"])
+    with pytest.raises(SystemExit):
+        curves.main()
+    assert "--rounds: at least 1" in capsys.readouterr().err
+
+
+def test_curves_are_measured(monkeypatch, capsys):
+    monkeypatch.setattr(curves, "REQUESTS", (1, 2))
+    monkeypatch.setattr(curves, "LENGTHS", (32, 64))
+    monkeypatch.setattr(curves, "LONG_PROMPT", 1024)
+    monkeypatch.setattr(sys, "argv", ["curves.py", "--model", str(built_in_model_path()), "--rounds", "2"])
+    curves.main()
+    said = capsys.readouterr().out
+    for head in ("| requests | 1 | 2 |", "| tokens of the prompt | 32 | 64 |", "| tokens of KV | 32 | 64 |"):
+        assert head in said
+    assert said.count("least to greatest") == 3
+    assert "8 streams and a prompt of 1024" in said
+
+
+def test_curves_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    curve = curves.Curve("tokens/s", "requests", (1, 2), [[10.0, 30.0], [50.0, 20.0]])
+    curves.draw(tmp_path / "curves", [curve, curve])
+    assert {path.name for path in tmp_path.iterdir()} == {"curves.png", "curves.svg"}
+
+
 def test_steps_without_kernels_are_real_steps(monkeypatch):
     llm, kernels = step_overhead.open_engine(str(built_in_model_path()), 4, 5)
     calls = []
