@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import collections
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -8,28 +9,92 @@ import torch
 from kernels_available import COMPILED
 
 from octavo.kernels import create_kernels
-from octavo.sampling_params import SamplingParams
-from octavo.worker.sampler import Sampler, SampleTask
+from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+from octavo.worker.sampler import Sampled, Sampler, SampleTask, SamplingColumns
 
 VOCAB = 300
 BACKENDS = ["reference", *(["cpu"] if COMPILED else [])]
 
 
+@dataclass(frozen=True)
+class Row:
+    """A request, as the worker knows it."""
+
+    params: SamplingParams
+    seed: int
+    known: np.ndarray
+    num_prompt: int
+    stop_token_ids: frozenset[int]
+
+
+class RowSampler:
+    """Puts requests into columns and samples a row of logits for each, those that ask for more with a task."""
+
+    def __init__(self, backend: str) -> None:
+        self.sampler = Sampler(create_kernels(torch.device("cpu"), backend))
+
+    def sample(self, logits: torch.Tensor, requests: list[Row]) -> Sampled:
+        columns = SamplingColumns(len(requests) + 1, torch.device("cpu"))
+        rows = np.arange(len(requests), 0, -1)
+        for row, request in zip(rows, requests, strict=True):
+            columns.set(row, request.params, request.seed, 0)
+        tasks = {
+            i: SampleTask(each.params, each.stop_token_ids, each.known, each.num_prompt)
+            for i, each in enumerate(requests)
+            if not columns.is_plain[rows[i]]
+        }
+        return self.sampler.sample(logits, columns.gather(rows, np.array([len(r.known) for r in requests])), tasks)
+
+
 @pytest.fixture(params=BACKENDS)
 def sampler(request):
-    return Sampler(create_kernels(torch.device("cpu"), request.param))
+    return RowSampler(request.param)
 
 
-def task(known=(1, 2, 3), num_prompt=3, seed=0, stop_token_ids=(), **params) -> SampleTask:
-    return SampleTask(
-        "r",
-        SamplingParams(**{"temperature": 0.0, **params}),
-        seed,
-        0,
-        frozenset(stop_token_ids),
-        np.array(known, dtype=np.int64),
-        num_prompt,
-    )
+def task(known=(1, 2, 3), num_prompt=3, seed=0, stop_token_ids=(), **params) -> Row:
+    params = SamplingParams(**{"temperature": 0.0, **params})
+    return Row(params, seed, np.array(known, dtype=np.int64), num_prompt, frozenset(stop_token_ids))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"logprobs": 1},
+        {"logprobs": 0},
+        {"typical_p": 0.5},
+        {"min_tokens": 1},
+        {"allowed_token_ids": [1]},
+        {"logit_bias": {1: 2.0}},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"structured_outputs": StructuredOutputsParams(regex="a")},
+    ],
+)
+def test_who_asks_for_more_than_the_kernel_is_no_plain_row(asked):
+    columns = SamplingColumns(2, torch.device("cpu"))
+    columns.set(0, SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, max_tokens=5), 0, 0)
+    columns.set(1, SamplingParams(max_tokens=5, **asked), 0, 0)
+    assert columns.is_plain.tolist() == [True, False]
+    columns.set(1, SamplingParams(), 0, 0)  # the next request of that row
+    assert columns.is_plain.all()
+
+
+def test_columns_are_gathered_anew_where_something_changed():
+    columns = SamplingColumns(3, torch.device("cpu"))
+    for row, temperature in enumerate((0.5, 1.0, 1.5)):
+        columns.set(row, SamplingParams(temperature=temperature, top_k=row), seed=row, sample_index=row)
+
+    def gather(*rows: int) -> list[list[float]]:
+        found = columns.gather(np.array(rows), np.array([10 * row for row in rows]) + calls.pop())
+        return [found.temperature.tolist(), found.top_k.tolist(), found.seed.tolist(), found.position.tolist()]
+
+    calls = [4, 3, 2, 1]
+    assert gather(0, 2) == [[0.5, 1.5], [0, 2], [0, 2], [1, 21]]
+    assert gather(0, 2) == [[0.5, 1.5], [0, 2], [0, 2], [2, 22]]
+    assert gather(2, 0) == [[1.5, 0.5], [2, 0], [2, 0], [23, 3]]
+    columns.set(2, SamplingParams(temperature=2.0, top_k=7), seed=9, sample_index=0)
+    assert gather(2, 0) == [[2.0, 0.5], [7, 0], [9, 0], [24, 4]]
 
 
 def logits(seed: int = 0, rows: int = 1) -> torch.Tensor:
@@ -92,7 +157,7 @@ def test_logprobs_are_of_the_raw_logits(sampler):
     row = logits(5)
     reference = torch.log_softmax(row[0], dim=-1)
     sampled = sampler.sample(row.clone(), [task(temperature=3.0, top_k=2, logit_bias={11: 100.0}, logprobs=4)])
-    entry = sampled.logprobs["r"]
+    entry = sampled.logprobs[0]
     assert sampled.token_ids == [11]
     assert entry.token_ids == [11, *reference.topk(4).indices.tolist()]
     assert entry.logprobs[0] == reference[11].item()
@@ -159,8 +224,5 @@ def test_every_backend_draws_the_same_token():
     ways = [{}, {"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 50, "top_p": 0.7, "min_p": 0.01}]
     ways += [{"typical_p": 0.8}, {"typical_p": 0.6, "top_p": 0.9}]
     tasks = [task(temperature=0.5 + i % 5, seed=i * 7919, **ways[i % len(ways)]) for i in range(200)]
-    drawn = [
-        Sampler(create_kernels(torch.device("cpu"), backend)).sample(rows.clone(), tasks).token_ids
-        for backend in BACKENDS
-    ]
+    drawn = [RowSampler(backend).sample(rows.clone(), tasks).token_ids for backend in BACKENDS]
     assert drawn[0] == drawn[1]

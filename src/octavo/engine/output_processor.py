@@ -90,7 +90,10 @@ class _RequestState:
 
     @property
     def finished(self) -> bool:
-        return all(stream.finish_reason is not None for stream in self.streams.values())
+        for stream in self.streams.values():  # noqa: SIM110 - asked of every request in every step: no generator
+            if stream.finish_reason is None:
+                return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)

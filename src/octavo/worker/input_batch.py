@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from octavo.kernels.interface import AttentionBatch, OutputRows
+from octavo.worker.sampler import SamplingColumns
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,8 +30,6 @@ class RequestRow:
     request_id: str
     num_prompt_tokens: int
     sampling_params: SamplingParams
-    seed: int
-    sample_index: int
     stop_token_ids: frozenset[int]
     matcher: Matcher | None = None  # its way through its grammar; one that comes back after a preemption walks it anew
 
@@ -45,6 +44,7 @@ class ModelInputs:
     output_start    first of each request's rows of hidden states, then their number: all rows of a request whose prompt
                     is looked at, or else that which is sampled
     sampled         indices into `requests` of those whose known tokens are all computed after this step
+    sampled_rows    int64 [len(sampled)], their rows of the worker's arrays
     logits_indices  int64 [len(sampled)], the last row of hidden states of each of them
     """
 
@@ -53,6 +53,7 @@ class ModelInputs:
     requests: list[RequestRow]
     output_start: NDArray[np.int64]
     sampled: list[int]
+    sampled_rows: NDArray[np.int64]
     logits_indices: torch.Tensor
 
     @property
@@ -75,6 +76,7 @@ class InputBatch:
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.looks_at_prompt = np.zeros(max_num_seqs, dtype=bool)
+        self.sampling = SamplingColumns(max_num_seqs, device)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def update(self, scheduled: SchedulerOutput) -> None:
@@ -93,10 +95,9 @@ class InputBatch:
             data.request_id,
             data.num_prompt_tokens,
             data.sampling_params,
-            data.seed,
-            data.sample_index,
             data.stop_token_ids,
         )
+        self.sampling.set(row, data.sampling_params, data.seed, data.sample_index)
         self.num_tokens[row] = self.num_blocks[row] = 0
         self.num_computed_tokens[row] = data.num_computed_tokens
         params = data.sampling_params
@@ -139,22 +140,24 @@ class InputBatch:
         """
         requests = [self.requests[request_id] for request_id in scheduled.num_scheduled_tokens]
         counts = np.fromiter(scheduled.num_scheduled_tokens.values(), dtype=np.int64, count=len(requests))
-        rows = np.fromiter((request.row for request in requests), dtype=np.int64, count=len(requests))
+        rows = np.array([request.row for request in requests], dtype=np.int64)
         if len(requests) > 1:
             order = np.lexsort((self.block_tables[rows, 0], -counts))
             requests, counts, rows = [requests[i] for i in order.tolist()], counts[order], rows[order]
         computed = self.num_computed_tokens[rows]
         query_start = np.zeros(len(requests) + 1, dtype=np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        row_of_token = np.repeat(rows, counts)
-        positions = np.arange(query_start[-1]) + np.repeat(computed - query_start[:-1], counts)
+        counts.cumsum(out=query_start[1:])
+        row_of_token, positions = rows, computed  # where each has one token
+        if query_start[-1] > len(requests):
+            row_of_token = np.repeat(rows, counts)
+            positions = np.arange(query_start[-1]) + np.repeat(computed - query_start[:-1], counts)
         blocks = self.block_tables[row_of_token, positions // self.block_size].astype(np.int64)
         seq_lens = computed + counts
         is_sampled = seq_lens == self.num_tokens[rows]
-        sampled = np.flatnonzero(is_sampled)
+        sampled = is_sampled.nonzero()[0]
         num_outputs = np.where(self.looks_at_prompt[rows], counts, is_sampled)
         output_start = np.zeros(len(requests) + 1, dtype=np.int64)
-        np.cumsum(num_outputs, out=output_start[1:])
+        num_outputs.cumsum(out=output_start[1:])
         width = -(-int(seq_lens.max()) // self.block_size)
         slots = blocks * self.block_size + positions % self.block_size
         tables = self.block_tables[rows, :width]
@@ -172,6 +175,7 @@ class InputBatch:
             requests=requests,
             output_start=output_start,
             sampled=sampled.tolist(),
+            sampled_rows=rows[sampled],
             logits_indices=self._tensor(output_start[1:][sampled] - 1),
         )
 

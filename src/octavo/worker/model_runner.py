@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from octavo.errors import RequestError
@@ -19,7 +20,6 @@ from octavo.worker.sampler import Sampler, SampleTask
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from octavo.grammars import GrammarCompiler
@@ -63,9 +63,12 @@ class ModelRunner:
             device=kv_cache.blocks.device,
         )
 
-    @torch.inference_mode()
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Compute a step: every scheduled token in one batched forward, one token for whoever is due one."""
+        with torch.inference_mode():
+            return self._execute(scheduled)
+
+    def _execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         self.kv_cache.copy(scheduled.copies)
         self.batch.update(scheduled)
         self._pooler.forget(scheduled.finished_req_ids)
@@ -108,28 +111,47 @@ class ModelRunner:
         """Choose a token for every request whose known tokens are all computed now."""
         if not inputs.sampled:
             return ModelOutput(step, {}, prompt_logprobs=prompt_logprobs or {})
-        tasks, errors = [], dict[str, str]()
-        for index in inputs.sampled:
-            request = inputs.requests[index]
+        requests = [inputs.requests[index] for index in inputs.sampled]
+        tasks, errors = self._sample_tasks(inputs.sampled_rows, requests)
+        # Where nobody's prompt is looked at, these are all the rows there are.
+        logits = self._compute_logits(hidden if len(requests) == hidden.shape[0] else hidden[inputs.logits_indices])
+        rows = self.batch.sampling.gather(inputs.sampled_rows, self.batch.num_tokens[inputs.sampled_rows])
+        sampled = self.sampler.sample(logits, rows, tasks)
+        tokens = {}
+        for row, (request, token_id) in enumerate(zip(requests, sampled.token_ids, strict=True)):
+            if request.request_id in errors:
+                continue
+            if token_id < 0:
+                is_excluded = row in tasks and tasks[row].adjusts_logits and not bool(torch.isnan(logits[row]).any())
+                errors[request.request_id] = NOTHING_ALLOWED if is_excluded else "the logits are not numbers"
+            else:
+                tokens[request.request_id] = [token_id]
+        logprobs = {requests[row].request_id: [entry] for row, entry in sampled.logprobs.items()}
+        return ModelOutput(step, tokens, logprobs, prompt_logprobs or {}, errors)
+
+    def _sample_tasks(
+        self, rows: NDArray[np.int64], requests: list[RequestRow]
+    ) -> tuple[dict[int, SampleTask], dict[str, str]]:
+        """Return what single requests ask for besides the sampling kernel, and whose grammar cannot go on."""
+        tasks, errors = dict[int, SampleTask](), dict[str, str]()
+        is_plain = self.batch.sampling.is_plain[rows]
+        if is_plain.all():
+            return tasks, errors
+        for index in np.flatnonzero(~is_plain).tolist():
+            request = requests[index]
             try:
                 allowed = self._allowed(request)
             except RequestError as error:  # its own alone: the others of the step go on
                 logger.info("request %s: %s", request.request_id, error)
                 allowed, errors[request.request_id] = None, GRAMMAR_EXCEEDED
-            tasks.append(self._sample_task(request, allowed))
-        logits = self._compute_logits(hidden[inputs.logits_indices])
-        sampled = self.sampler.sample(logits, tasks)
-        tokens = {}
-        for row, (task, token_id) in enumerate(zip(tasks, sampled.token_ids, strict=True)):
-            if task.request_id in errors:
-                continue
-            if token_id < 0:
-                is_excluded = task.adjusts_logits and not bool(torch.isnan(logits[row]).any())
-                errors[task.request_id] = NOTHING_ALLOWED if is_excluded else "the logits are not numbers"
-            else:
-                tokens[task.request_id] = [token_id]
-        logprobs = {request_id: [entry] for request_id, entry in sampled.logprobs.items()}
-        return ModelOutput(step, tokens, logprobs, prompt_logprobs or {}, errors)
+            tasks[index] = SampleTask(
+                sampling_params=request.sampling_params,
+                stop_token_ids=request.stop_token_ids,
+                known_tokens=self.batch.known_tokens(request),
+                num_prompt_tokens=request.num_prompt_tokens,
+                allowed=allowed,
+            )
+        return tasks, errors
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 [rows, vocab_size], which last until the next call.
@@ -157,18 +179,6 @@ class ModelRunner:
         first = request.num_prompt_tokens + matcher.num_tokens
         matcher.advance(self.batch.known_tokens(request)[first:].tolist())
         return matcher.allowed()
-
-    def _sample_task(self, request: RequestRow, allowed: NDArray[np.bool_] | None) -> SampleTask:
-        return SampleTask(
-            request_id=request.request_id,
-            sampling_params=request.sampling_params,
-            seed=request.seed,
-            sample_index=request.sample_index,
-            stop_token_ids=request.stop_token_ids,
-            known_tokens=self.batch.known_tokens(request),
-            num_prompt_tokens=request.num_prompt_tokens,
-            allowed=allowed,
-        )
 
     def _prompt_logprobs(self, inputs: ModelInputs, hidden: torch.Tensor) -> dict[str, list[TokenLogprobs]]:
         """Log probabilities of the prompt tokens that follow this step's positions, a slice of rows at a time."""

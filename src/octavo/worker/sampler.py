@@ -2,7 +2,8 @@
 
 Order as in vLLM: log probabilities are those of the raw logits; then allowed ids, logit bias and min_tokens, then
 penalties; temperature, min_p, top_k, top_p and the choice are one kernel, with `octavo.worker.typical` before it for
-who asks for that.
+who asks for that. Most requests ask for nothing but the kernel: its parameters stand in columns, a row for each request
+that the worker knows, and only the others of a step are looked at one by one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from octavo.model_output import TokenLogprobs
 from octavo.worker.typical import keep_typical
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -29,14 +30,62 @@ if TYPE_CHECKING:
 _INT64_SIGN = 1 << 63
 
 
+class SamplingColumns:
+    """What the sampling kernel needs of every request that the worker knows, a row each.
+
+    is_plain  bool [rows]  nothing else is asked of the row's request: no `SampleTask`
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self.is_plain = np.zeros(num_rows, dtype=bool)
+        self._device = device
+        self._temperature = np.zeros(num_rows, dtype=np.float32)
+        self._top_k = np.zeros(num_rows, dtype=np.int32)
+        self._top_p = np.zeros(num_rows, dtype=np.float32)
+        self._min_p = np.zeros(num_rows, dtype=np.float32)
+        self._seed = np.zeros(num_rows, dtype=np.int64)
+        self._sample_index = np.zeros(num_rows, dtype=np.int32)
+        self._gathered: tuple[Tensor, ...] | None = None  # of the rows in `_gathered_key`, until one of them changes
+        self._gathered_key = b""
+
+    def set(self, row: int, params: SamplingParams, seed: int, sample_index: int) -> None:
+        """Note a request's parameters in its row."""
+        self.is_plain[row] = _is_plain(params)
+        self._temperature[row] = params.temperature
+        # What `keep_typical` has left needs no other filter.
+        filters = (params.top_k, params.top_p, params.min_p) if params.typical_p == 1.0 else (0, 1.0, 0.0)
+        self._top_k[row], self._top_p[row], self._min_p[row] = filters
+        self._seed[row] = _as_int64(seed)
+        self._sample_index[row] = sample_index
+        self._gathered = None
+
+    def gather(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> SamplingRows:
+        """Return the parameters of these rows, whose requests know so many tokens, beside the logits.
+
+        Those of the step before are taken again where the rows are the same.
+        """
+        key = rows.tobytes()
+        if self._gathered is None or key != self._gathered_key:
+            columns = (self._temperature, self._top_k, self._top_p, self._min_p, self._seed, self._sample_index)
+            self._gathered = tuple(self._tensor(column[rows]) for column in columns)
+            self._gathered_key = key
+        temperature, top_k, top_p, min_p, seed, sample_index = self._gathered
+        position = self._tensor(num_tokens.astype(np.int32))
+        return SamplingRows(temperature, top_k, top_p, min_p, seed, sample_index, position)
+
+    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True)
 class SampleTask:
-    """One row of logits to choose from. known_tokens: prompt and output so far. allowed: bool [vocab], by a grammar."""
+    """What a row of logits is to go through before and beside the sampling kernel.
 
-    request_id: str
+    known_tokens: prompt and output so far. allowed: bool [vocab], by a grammar.
+    """
+
     sampling_params: SamplingParams
-    seed: int
-    sample_index: int
     stop_token_ids: frozenset[int]
     known_tokens: NDArray[np.int32]
     num_prompt_tokens: int
@@ -49,25 +98,39 @@ class SampleTask:
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether anything changes the row before the temperature; most requests ask for none of it."""
+        """Whether anything changes the row before the temperature."""
         params = self.sampling_params
-        return bool(
-            self.allowed is not None
-            or params.allowed_token_ids is not None
-            or params.logit_bias
-            or self.num_output_tokens < params.min_tokens
-            or params.repetition_penalty != 1.0
-            or params.presence_penalty
-            or params.frequency_penalty
-        )
+        return self.allowed is not None or self.num_output_tokens < params.min_tokens or _changes_every_row(params)
+
+
+def _changes_every_row(params: SamplingParams) -> bool:
+    """Whether every row of logits of such a request is changed before the temperature, whatever came before."""
+    return bool(
+        params.allowed_token_ids is not None
+        or params.logit_bias
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+    )
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Whether the sampling kernel does all that such a request asks for."""
+    return (
+        params.structured_outputs is None
+        and params.logprobs is None
+        and params.typical_p == 1.0
+        and params.min_tokens == 0
+        and not _changes_every_row(params)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """token_ids: one per task, -1 where the logits were no numbers. logprobs: of the tasks that asked for them."""
+    """token_ids: one per row, -1 where the logits were no numbers. logprobs: of the rows whose tasks asked for them."""
 
     token_ids: list[int]
-    logprobs: dict[str, TokenLogprobs]
+    logprobs: dict[int, TokenLogprobs]
 
 
 class Sampler:
@@ -76,23 +139,25 @@ class Sampler:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def sample(self, logits: Tensor, tasks: Sequence[SampleTask]) -> Sampled:
-        """Choose a token for every row of float32 [len(tasks), vocab]; the logits are changed in place."""
-        with_logprobs = [i for i, task in enumerate(tasks) if task.sampling_params.logprobs is not None]
+    def sample(self, logits: Tensor, rows: SamplingRows, tasks: Mapping[int, SampleTask]) -> Sampled:
+        """Choose a token for every row of float32 [n, vocab]; the logits are changed in place.
+
+        tasks: of the rows that ask for more than the kernel does.
+        """
+        with_logprobs = [row for row, task in tasks.items() if task.sampling_params.logprobs is not None]
         raw_logprobs = torch.log_softmax(logits[with_logprobs], dim=-1) if with_logprobs else None
-        for index, task in enumerate(tasks):
+        for row, task in tasks.items():
             if task.adjusts_logits:
-                _adjust(logits[index], task)
+                _adjust(logits[row], task)
             if task.sampling_params.typical_p < 1.0:
-                keep_typical(logits[index], task.sampling_params, self._kernels)
-        token_ids: list[int] = self._kernels.sample(logits, _sampling_rows(tasks, logits.device)).tolist()
-        logprobs = {}
-        if raw_logprobs is not None:
-            chosen = [max(token_ids[i], 0) for i in with_logprobs]
-            counts = [tasks[i].sampling_params.logprobs or 0 for i in with_logprobs]
-            entries = self.token_logprobs(raw_logprobs, chosen, counts)
-            logprobs = {tasks[i].request_id: entry for i, entry in zip(with_logprobs, entries, strict=True)}
-        return Sampled(token_ids, logprobs)
+                keep_typical(logits[row], task.sampling_params, self._kernels)
+        token_ids: list[int] = self._kernels.sample(logits, rows).tolist()
+        if raw_logprobs is None:
+            return Sampled(token_ids, {})
+        chosen = [max(token_ids[row], 0) for row in with_logprobs]
+        counts = [tasks[row].sampling_params.logprobs or 0 for row in with_logprobs]
+        entries = self.token_logprobs(raw_logprobs, chosen, counts)
+        return Sampled(token_ids, dict(zip(with_logprobs, entries, strict=True)))
 
     def token_logprobs(
         self, logprobs: Tensor, token_ids: Sequence[int], num_best: Sequence[int]
@@ -137,26 +202,6 @@ def _adjust(row: Tensor, task: SampleTask) -> None:
         ids_array, counts = np.unique(task.known_tokens[task.num_prompt_tokens :], return_counts=True)
         penalty = params.frequency_penalty * counts + params.presence_penalty
         row[torch.from_numpy(ids_array).to(row.device)] -= torch.from_numpy(penalty).to(row)
-
-
-def _sampling_rows(tasks: Sequence[SampleTask], device: torch.device) -> SamplingRows:
-    params = [task.sampling_params for task in tasks]
-    # What `keep_typical` has left needs no other filter.
-    filters = [(p.top_k, p.top_p, p.min_p) if p.typical_p == 1.0 else (0, 1.0, 0.0) for p in params]
-    top_k, top_p, min_p = map(list, zip(*filters, strict=True)) if filters else ([], [], [])
-
-    def tensor(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    return SamplingRows(
-        temperature=tensor([p.temperature for p in params], torch.float32),
-        top_k=tensor(top_k, torch.int32),
-        top_p=tensor(top_p, torch.float32),
-        min_p=tensor(min_p, torch.float32),
-        seed=tensor([_as_int64(task.seed) for task in tasks], torch.int64),
-        sample_index=tensor([task.sample_index for task in tasks], torch.int32),
-        position=tensor([len(task.known_tokens) for task in tasks], torch.int32),
-    )
 
 
 def _as_int64(seed: int) -> int:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from contextlib import contextmanager, nullcontext
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -26,9 +25,8 @@ from octavo.worker.probe import kept_result, probe_file, probe_largest_batch
 from octavo.worker.touching import Touching
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from concurrent.futures import Future
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 WARM_UP_TOKENS = 16
+ResultT = TypeVar("ResultT")
 
 
 def resolve_device(name: str | None) -> torch.device:
@@ -121,8 +120,8 @@ class Worker:
         num_host_blocks = decide_num_host_blocks(architecture, cache_config, kv_dtype=self.kv_dtype)
         self.runner = self._make_runner(num_blocks, num_host_blocks)
         self.kv_cache = self.runner.kv_cache
-        with self._torch_threads():
-            warm_up(self.runner, min(WARM_UP_TOKENS, scheduler_config.max_num_batched_tokens, max_model_len))
+        num_tokens = min(WARM_UP_TOKENS, scheduler_config.max_num_batched_tokens, max_model_len)
+        self._alone(lambda: warm_up(self.runner, num_tokens))
         if self.device.type == "cpu" and cache_config.asks_for_memory:
             touching = Touching(self.kv_cache.blocks)
             weakref.finalize(self, touching.stop)
@@ -173,12 +172,22 @@ class Worker:
         return max(result.peak_bytes - kv_bytes, 0)
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
-        """Compute a step; torch's threads sleep meanwhile where the kernels bring their own."""
-        with self._torch_threads():
-            return self.runner.execute(scheduled)
+        """Compute a step."""
+        return self._alone(lambda: self.runner.execute(scheduled))
 
-    def _torch_threads(self) -> AbstractContextManager[None]:
-        return _quiet_torch_threads() if self.kernels.has_own_threads else nullcontext()
+    def _alone(self, run: Callable[[], ResultT]) -> ResultT:
+        """Run something on the kernels' threads, where they bring their own.
+
+        torch computes on the caller's thread alone meanwhile: its workers would spin on the cores that they need.
+        """
+        if not self.kernels.has_own_threads:
+            return run()
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return run()
+        finally:
+            torch.set_num_threads(num_threads)
 
 
 def _packed_cache(max_bytes: int) -> PackedCache | None:
@@ -213,17 +222,6 @@ def warm_up(runner: ModelRunner, num_tokens: int, num_seqs: int = 1) -> float:
     runner.execute(SchedulerOutput(0, new, empty, counts, sum(counts.values())))
     runner.execute(SchedulerOutput(0, [], empty, {}, 0, finished_req_ids=set(counts)))
     return time.perf_counter() - start
-
-
-@contextmanager
-def _quiet_torch_threads() -> Iterator[None]:
-    """Let torch compute on the caller's thread alone: its workers would spin on the cores that the kernels need."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 class LocalExecutor:
