@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +50,30 @@ def test_the_report(doctor):
         shares = product["ops_per_s"] / peak, product["bytes_per_s"] / report["limits"]["bytes_read"]
         assert product["of_limit"] == pytest.approx(max(shares))
     assert all(0 < check["error"] < 0.02 for check in report["checks"])
+
+
+@pytest.mark.parametrize("slow_at", ["first", "last"])
+def test_a_slow_moment_of_the_machine_is_no_limit(doctor, monkeypatch, slow_at):
+    from octavo.kernels.cpu import CpuKernels
+    from octavo.kernels.limits import Limits
+
+    slow, fast = Limits(1e9, 2e9, 3e9, 8e9), Limits(4e9, 5e9, 6e9, 7e9)
+    given = [slow, fast] if slow_at == "first" else [fast, slow]
+    left = given.copy()
+    monkeypatch.setattr(CpuKernels, "measure_limits", lambda _self: left.pop(0))
+    _, text, _ = doctor("--json", "--precision", "int8")
+    report = json.loads(text)
+    assert report["limits"] == report["best_limits"] == asdict(Limits(4e9, 5e9, 6e9, 8e9))
+    assert report["limits_each"] == [asdict(each) for each in given]
+    product = report["products"][0]
+    assert product["of_limit"] == pytest.approx(max(product["ops_per_s"] / 5e9, product["bytes_per_s"] / 8e9))
+    left = given.copy()
+    _, text, _ = doctor("--precision", "int8")
+    assert "limits     4 GFLOP/s float32, 6 bfloat16, 5 GOP/s int8, 8.0 GB/s read" in text
+    assert "the machine changed meanwhile" in text
+    left = [fast, replace(fast, flops=4.9e9)]
+    _, text, _ = doctor("--precision", "int8")
+    assert "the machine changed meanwhile" not in text
 
 
 @pytest.mark.parametrize(("precision", "has_lm_head"), [("int4", False), ("int4_all", True)])

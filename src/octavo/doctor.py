@@ -41,6 +41,19 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 @dataclass(frozen=True, slots=True)
+class Timing:
+    """What one product took: seconds of `rows` rows, over weights of num_bytes."""
+
+    name: str
+    out_features: int
+    in_features: int
+    precision: str
+    rows: int
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Product:
     """One product of a model, measured as it is served: gate_up with SiLU.
 
@@ -56,6 +69,19 @@ class Product:
     ops_per_s: float
     bytes_per_s: float
     of_limit: float
+
+    @classmethod
+    def of(cls, timing: Timing, limits: Limits) -> Product:
+        """Set what was timed beside what the machine gives at most."""
+        if timing.precision in _DTYPES:
+            peak = limits.bfloat16_flops if timing.precision == "bfloat16" else limits.flops
+        else:
+            peak = limits.byte_ops
+        ops = 2 * timing.rows * timing.out_features * timing.in_features / timing.seconds
+        read = timing.num_bytes / timing.seconds
+        share = max(ops / peak, read / limits.bytes_read)
+        shape = (timing.name, timing.out_features, timing.in_features, timing.precision, timing.rows)
+        return cls(*shape, timing.seconds, ops, read, share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +106,12 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What an examination found. best_limits: those of the best instruction set, where another one was asked for."""
+    """What an examination found.
+
+    limits: the better of those before the products and those behind them, in limits_each: neighbours on a shared
+    machine may take a core or half of the memory's rate away for seconds. best_limits: those of the best instruction
+    set, where another one was asked for.
+    """
 
     processor: str
     num_cores: int
@@ -90,6 +121,7 @@ class Report:
     isa: str
     num_threads: int
     limits: Limits
+    limits_each: tuple[Limits, Limits]
     best_limits: Limits
     products: list[Product]
     checks: list[Check]
@@ -131,9 +163,8 @@ def examine(
     torch.set_num_threads(1)  # or they would spin on the cores that the kernels use
     try:
         progress("limits of the machine")
-        limits = kernels.measure_limits()
-        best_limits = limits if best.isa == kernels.isa else best.measure_limits()
-        products: list[Product] = []
+        limits_before, best_before = _measure_limits(kernels, best)
+        timings: list[Timing] = []
         checks = []
         for name, (width, depth) in layer_shapes(architecture).items():
             for precision in precisions:
@@ -141,9 +172,12 @@ def examine(
                     continue  # it is int8 then
                 progress(f"{precision} {name}")
                 checks.append(_check(name, width, depth, precision, kernels, one_thread))
-                products += _measure(name, width, depth, precision, kernels, limits)
+                timings += _measure(name, width, depth, precision, kernels)
+        progress("limits of the machine, again")
+        limits_behind, best_behind = _measure_limits(kernels, best)
     finally:
         torch.set_num_threads(before)
+    limits = limits_before.best(limits_behind)
     return Report(
         processor=processor_name(),
         num_cores=len(usable_cores()),
@@ -153,10 +187,17 @@ def examine(
         isa=kernels.isa,
         num_threads=kernels.num_threads,
         limits=limits,
-        best_limits=best_limits,
-        products=products,
+        limits_each=(limits_before, limits_behind),
+        best_limits=best_before.best(best_behind),
+        products=[Product.of(timing, limits) for timing in timings],
         checks=checks,
     )
+
+
+def _measure_limits(kernels: CpuKernels, best: CpuKernels) -> tuple[Limits, Limits]:
+    """Return the limits of the kernels that are examined, and of the best ones of this machine."""
+    limits = kernels.measure_limits()
+    return limits, limits if best.isa == kernels.isa else best.measure_limits()
 
 
 def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
@@ -219,9 +260,7 @@ def _check(name: str, width: int, depth: int, precision: str, kernels: CpuKernel
     return Check(name, precision, independent, equal, error)
 
 
-def _measure(
-    name: str, width: int, depth: int, precision: str, kernels: CpuKernels, limits: Limits
-) -> Iterator[Product]:
+def _measure(name: str, width: int, depth: int, precision: str, kernels: CpuKernels) -> Iterator[Timing]:
     weight = torch.randn(width, depth)
     stored, wide = _stored(weight, precision), name == "lm_head"
     first = kernels.pack_linear(stored, float32_out=wide)
@@ -233,10 +272,6 @@ def _measure(
             return kernels.gated_linear(x, next(copies))
         return kernels.linear(x, next(copies), float32_out=wide)
 
-    if precision in _DTYPES:
-        peak = limits.bfloat16_flops if precision == "bfloat16" else limits.flops
-    else:
-        peak = limits.byte_ops
     for rows in ROWS[:-1] if wide else ROWS:
         x, count = _rows(precision, rows, depth), 8 if rows <= 32 and not wide else 1
         times = []
@@ -245,10 +280,7 @@ def _measure(
             for _ in range(count):
                 multiply(x)
             times.append((time.perf_counter() - start) / count)
-        seconds = statistics.median(times)
-        ops, read = 2 * rows * width * depth / seconds, first.num_bytes / seconds
-        share = max(ops / peak, read / limits.bytes_read)
-        yield Product(name, width, depth, precision, rows, seconds, ops, read, share)
+        yield Timing(name, width, depth, precision, rows, statistics.median(times), first.num_bytes)
 
 
 def processor_name() -> str:

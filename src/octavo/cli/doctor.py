@@ -106,6 +106,10 @@ def show(report: Report) -> None:
     typer.echo(f"kernels    {report.isa} on {report.num_threads} threads", nl=False)
     typer.echo(f" (also here: {', '.join(others)})" if others else "")
     typer.echo(f"limits     {describe(report.limits)}")
+    before, behind = report.limits_each
+    if before.is_far_from(behind):
+        typer.echo(f"           the machine changed meanwhile: {describe(before)} before the products,")
+        typer.echo(f"           {describe(behind)} behind them; shares are of the better")
     if report.isa != report.instruction_sets[0]:
         best, own = report.best_limits, report.limits
         typer.echo(f"lost       {report.instruction_sets[0]} would give {describe(best)}:")

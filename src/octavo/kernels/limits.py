@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +18,11 @@ class Limits:
     byte_ops: float
     bfloat16_flops: float
     bytes_read: float
+
+    def best(self, other: Limits) -> Limits:
+        """Return the higher of both in everything: whatever kept a rate low is no limit."""
+        return Limits(*map(max, astuple(self), astuple(other)))
+
+    def is_far_from(self, other: Limits) -> bool:
+        """Whether some rate of one is a quarter more than the other's: the machine is shared, and changed meanwhile."""
+        return any(max(a, b) > 1.25 * min(a, b) for a, b in zip(astuple(self), astuple(other), strict=True))
