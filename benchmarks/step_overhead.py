@@ -10,7 +10,7 @@ waiting together, medians of single steps in ms:
 schedule       Scheduler.schedule
 prepare        rows of the batch updated, and the ragged inputs gathered
 dispatch       the forward pass and the logits: Python, torch and the bindings around the kernels
-sample+commit  a task for each row, their parameters, tokens read back, and Scheduler.update_from_output
+sample+commit  parameters of the sampled rows, tokens read back, and Scheduler.update_from_output
 rest           tokens to the outputs that `step` returns, and whatever is between these
 step           all of it
 """

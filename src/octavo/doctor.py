@@ -54,18 +54,12 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class Product(Timing):
     """One product of a model, measured as it is served: gate_up with SiLU.
 
     of_limit: the larger of its shares of the arithmetic, which is that of the product alone, and of the bandwidth.
     """
 
-    name: str
-    out_features: int
-    in_features: int
-    precision: str
-    rows: int
-    seconds: float
     ops_per_s: float
     bytes_per_s: float
     of_limit: float
@@ -80,8 +74,7 @@ class Product:
         ops = 2 * timing.rows * timing.out_features * timing.in_features / timing.seconds
         read = timing.num_bytes / timing.seconds
         share = max(ops / peak, read / limits.bytes_read)
-        shape = (timing.name, timing.out_features, timing.in_features, timing.precision, timing.rows)
-        return cls(*shape, timing.seconds, ops, read, share)
+        return cls(**asdict(timing), ops_per_s=ops, bytes_per_s=read, of_limit=share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +101,7 @@ class Check:
 class Report:
     """What an examination found.
 
-    limits: the better of those before the products and those behind them, in limits_each: neighbours on a shared
+    limits: the better of those before the products and those after them, in limits_each: neighbours on a shared
     machine may take a core or half of the memory's rate away for seconds. best_limits: those of the best instruction
     set, where another one was asked for.
     """
@@ -159,7 +152,7 @@ def examine(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     best = kernels if isa == "auto" else CpuKernels(num_threads=num_threads)
-    before = torch.get_num_threads()
+    num_torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # or they would spin on the cores that the kernels use
     try:
         progress("limits of the machine")
@@ -174,10 +167,10 @@ def examine(
                 checks.append(_check(name, width, depth, precision, kernels, one_thread))
                 timings += _measure(name, width, depth, precision, kernels)
         progress("limits of the machine, again")
-        limits_behind, best_behind = _measure_limits(kernels, best)
+        limits_after, best_after = _measure_limits(kernels, best)
     finally:
-        torch.set_num_threads(before)
-    limits = limits_before.best(limits_behind)
+        torch.set_num_threads(num_torch_threads)
+    limits = limits_before.best(limits_after)
     return Report(
         processor=processor_name(),
         num_cores=len(usable_cores()),
@@ -187,8 +180,8 @@ def examine(
         isa=kernels.isa,
         num_threads=kernels.num_threads,
         limits=limits,
-        limits_each=(limits_before, limits_behind),
-        best_limits=best_before.best(best_behind),
+        limits_each=(limits_before, limits_after),
+        best_limits=best_before.best(best_after),
         products=[Product.of(timing, limits) for timing in timings],
         checks=checks,
     )

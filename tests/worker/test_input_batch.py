@@ -58,7 +58,7 @@ def test_prepare_inputs_new_requests(batch):
     assert inputs.attention.block_tables[0].tolist() == [3, 5]
     assert inputs.attention.block_tables[1, 0] == 0
     assert inputs.sampled == [0, 1]
-    assert inputs.logits_indices.tolist() == [0, 1]
+    assert inputs.logits_indices is None  # these are all rows of hidden states
     outputs = inputs.attention.outputs
     assert outputs.rows.tolist() == [4, 6]  # what is sampled is looked at
     assert outputs.attention.positions.tolist() == [4, 1]
@@ -94,7 +94,7 @@ def test_a_step_of_which_nothing_is_sampled_has_no_outputs(batch):
     scheduled = make_output([new_data("a", list(range(6)), [0, 1])], counts={"a": 4})
     batch.update(scheduled)
     inputs = batch.prepare_inputs(scheduled)
-    assert (inputs.sampled, inputs.logits_indices.tolist(), inputs.output_start.tolist()) == ([], [], [0, 0])
+    assert (inputs.sampled, inputs.sampled_rows.tolist(), inputs.output_start.tolist()) == ([], [], [0, 0])
     assert inputs.attention.outputs.rows.tolist() == []
     assert inputs.attention.outputs.attention.query_start.tolist() == [0]
 
@@ -130,7 +130,8 @@ def test_prepare_inputs_mixed(batch):
     assert inputs.attention.slot_mapping.tolist() == [20, 21, 22, 6]
     assert [request.request_id for request in inputs.requests] == ["b", "a"]
     assert inputs.sampled == [1]  # b's prompt is not computed to its end
-    assert inputs.logits_indices.tolist() == [0]
+    assert inputs.sampled_rows.tolist() == [batch.requests["a"].row]
+    assert inputs.logits_indices is None
     assert inputs.attention.outputs.rows.tolist() == [3]
 
 
@@ -142,7 +143,7 @@ def test_requests_that_share_their_first_block_stand_together(batch):
     inputs = batch.prepare_inputs(scheduled)
     assert [request.request_id for request in inputs.requests] == ["b", "d", "a", "c"]
     assert inputs.attention.block_tables[:, 0].tolist() == [1, 1, 3, 3]
-    assert inputs.logits_indices.tolist() == [0, 1, 2, 3]
+    assert inputs.logits_indices is None
     assert inputs.attention.outputs.rows.tolist() == [1, 3, 5, 7]
 
 

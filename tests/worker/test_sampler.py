@@ -9,6 +9,7 @@ import torch
 from kernels_available import COMPILED
 
 from octavo.kernels import create_kernels
+from octavo.kernels.interface import SamplingRows
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 from octavo.worker.sampler import Sampled, Sampler, SampleTask, SamplingColumns
 
@@ -17,7 +18,7 @@ BACKENDS = ["reference", *(["cpu"] if COMPILED else [])]
 
 
 @dataclass(frozen=True)
-class Row:
+class Request:
     """A request, as the worker knows it."""
 
     params: SamplingParams
@@ -27,13 +28,13 @@ class Row:
     stop_token_ids: frozenset[int]
 
 
-class RowSampler:
+class RequestSampler:
     """Puts requests into columns and samples a row of logits for each, those that ask for more with a task."""
 
     def __init__(self, backend: str) -> None:
         self.sampler = Sampler(create_kernels(torch.device("cpu"), backend))
 
-    def sample(self, logits: torch.Tensor, requests: list[Row]) -> Sampled:
+    def sample(self, logits: torch.Tensor, requests: list[Request]) -> Sampled:
         columns = SamplingColumns(len(requests) + 1, torch.device("cpu"))
         rows = np.arange(len(requests), 0, -1)
         for row, request in zip(rows, requests, strict=True):
@@ -48,12 +49,12 @@ class RowSampler:
 
 @pytest.fixture(params=BACKENDS)
 def sampler(request):
-    return RowSampler(request.param)
+    return RequestSampler(request.param)
 
 
-def task(known=(1, 2, 3), num_prompt=3, seed=0, stop_token_ids=(), **params) -> Row:
+def request_of(known=(1, 2, 3), num_prompt=3, seed=0, stop_token_ids=(), **params) -> Request:
     params = SamplingParams(**{"temperature": 0.0, **params})
-    return Row(params, seed, np.array(known, dtype=np.int64), num_prompt, frozenset(stop_token_ids))
+    return Request(params, seed, np.array(known, dtype=np.int64), num_prompt, frozenset(stop_token_ids))
 
 
 @pytest.mark.parametrize(
@@ -85,16 +86,23 @@ def test_columns_are_gathered_anew_where_something_changed():
     for row, temperature in enumerate((0.5, 1.0, 1.5)):
         columns.set(row, SamplingParams(temperature=temperature, top_k=row), seed=row, sample_index=row)
 
-    def gather(*rows: int) -> list[list[float]]:
-        found = columns.gather(np.array(rows), np.array([10 * row for row in rows]) + calls.pop())
-        return [found.temperature.tolist(), found.top_k.tolist(), found.seed.tolist(), found.position.tolist()]
+    def gather(rows: list[int], num_tokens: list[int]) -> SamplingRows:
+        return columns.gather(np.array(rows), np.array(num_tokens))
 
-    calls = [4, 3, 2, 1]
-    assert gather(0, 2) == [[0.5, 1.5], [0, 2], [0, 2], [1, 21]]
-    assert gather(0, 2) == [[0.5, 1.5], [0, 2], [0, 2], [2, 22]]
-    assert gather(2, 0) == [[1.5, 0.5], [2, 0], [2, 0], [23, 3]]
+    first = gather([0, 2], [1, 21])
+    assert (first.temperature.tolist(), first.top_k.tolist()) == ([0.5, 1.5], [0, 2])
+    assert (first.seed.tolist(), first.sample_index.tolist()) == ([0, 2], [0, 2])
+    assert first.position.tolist() == [1, 21]
+    again = gather([0, 2], [2, 22])
+    assert again.position.tolist() == [2, 22]
+    assert again.seed is first.seed
+    other = gather([2, 0], [22, 2])
+    assert (other.temperature.tolist(), other.position.tolist()) == ([1.5, 0.5], [22, 2])
     columns.set(2, SamplingParams(temperature=2.0, top_k=7), seed=9, sample_index=0)
-    assert gather(2, 0) == [[2.0, 0.5], [7, 0], [9, 0], [24, 4]]
+    changed = gather([2, 0], [23, 3])
+    assert (changed.temperature.tolist(), changed.top_k.tolist()) == ([2.0, 0.5], [7, 0])
+    assert (changed.seed.tolist(), changed.sample_index.tolist()) == ([9, 0], [0, 0])
+    assert changed.position.tolist() == [23, 3]
 
 
 def logits(seed: int = 0, rows: int = 1) -> torch.Tensor:
@@ -104,29 +112,29 @@ def logits(seed: int = 0, rows: int = 1) -> torch.Tensor:
 def test_greedy_takes_the_largest_and_the_lowest_of_equals(sampler):
     row = logits()
     row[0, [40, 17, 200]] = 50.0
-    assert sampler.sample(row, [task()]).token_ids == [17]
+    assert sampler.sample(row, [request_of()]).token_ids == [17]
 
 
 def test_f32_a_row_that_is_no_number_fails_alone(sampler):
     rows = logits(rows=3)
     best = rows[0].argmax().item(), rows[2].argmax().item()
     rows[1, 7] = torch.nan
-    assert sampler.sample(rows, [task(), task(), task()]).token_ids == [best[0], -1, best[1]]
+    assert sampler.sample(rows, [request_of(), request_of(), request_of()]).token_ids == [best[0], -1, best[1]]
 
 
 def test_logit_bias_and_allowed_token_ids(sampler):
-    assert sampler.sample(logits(), [task(logit_bias={9: 100.0})]).token_ids == [9]
+    assert sampler.sample(logits(), [request_of(logit_bias={9: 100.0})]).token_ids == [9]
     row = logits()
     allowed = [5, 70, 123]
     expected = max(allowed, key=lambda token_id: row[0, token_id].item())
-    assert sampler.sample(row, [task(allowed_token_ids=allowed)]).token_ids == [expected]
+    assert sampler.sample(row, [request_of(allowed_token_ids=allowed)]).token_ids == [expected]
 
 
 def test_min_tokens_hides_what_would_end_it(sampler):
     row = logits()
     best, second = row[0].topk(2).indices.tolist()
-    early = task(known=(1, 2), num_prompt=2, min_tokens=1, stop_token_ids=[best])
-    late = task(known=(1, 2, 9), num_prompt=2, min_tokens=1, stop_token_ids=[best])
+    early = request_of(known=(1, 2), num_prompt=2, min_tokens=1, stop_token_ids=[best])
+    late = request_of(known=(1, 2, 9), num_prompt=2, min_tokens=1, stop_token_ids=[best])
     assert sampler.sample(row.clone(), [early]).token_ids == [second]
     assert sampler.sample(row.clone(), [late]).token_ids == [best]
 
@@ -134,7 +142,7 @@ def test_min_tokens_hides_what_would_end_it(sampler):
 def test_a_penalty_that_underflows_leaves_what_is_excluded(sampler):
     params = {"allowed_token_ids": [3, 4], "repetition_penalty": 1e-320, "temperature": 0.0}
     row = torch.tensor([[5.0, 4.0, 3.0, 2.0, 1.0]])
-    assert sampler.sample(row, [task(known=[0, 1, 2], **params)]).token_ids == [3]
+    assert sampler.sample(row, [request_of(known=[0, 1, 2], **params)]).token_ids == [3]
 
 
 def test_penalties_are_those_of_the_papers(sampler):
@@ -148,7 +156,7 @@ def test_penalties_are_those_of_the_papers(sampler):
     for token_id, count in collections.Counter(known[2:]).items():
         expected[token_id] -= 0.4 * count + 0.6
     changed = row.clone()
-    sampler.sample(changed, [task(known=known, num_prompt=2, **params)])
+    sampler.sample(changed, [request_of(known=known, num_prompt=2, **params)])
     assert torch.allclose(changed[0], expected)
     assert not torch.equal(changed, row)
 
@@ -156,7 +164,7 @@ def test_penalties_are_those_of_the_papers(sampler):
 def test_logprobs_are_of_the_raw_logits(sampler):
     row = logits(5)
     reference = torch.log_softmax(row[0], dim=-1)
-    sampled = sampler.sample(row.clone(), [task(temperature=3.0, top_k=2, logit_bias={11: 100.0}, logprobs=4)])
+    sampled = sampler.sample(row.clone(), [request_of(temperature=3.0, top_k=2, logit_bias={11: 100.0}, logprobs=4)])
     entry = sampled.logprobs[0]
     assert sampled.token_ids == [11]
     assert entry.token_ids == [11, *reference.topk(4).indices.tolist()]
@@ -180,7 +188,7 @@ def test_samples_follow_the_filtered_distribution(sampler, params, keep):
     row = torch.randn(1, vocab, generator=torch.Generator().manual_seed(2)) * 2
     expected = keep(torch.softmax(row[0] / temperature, dim=-1))
     expected /= expected.sum()
-    tasks = [task(seed=seed, temperature=temperature, **params) for seed in range(draws)]
+    tasks = [request_of(seed=seed, temperature=temperature, **params) for seed in range(draws)]
     counts = torch.bincount(torch.tensor(sampler.sample(row.repeat(draws, 1), tasks).token_ids), minlength=vocab)
     assert counts[expected == 0].sum() == 0
     kept = expected > 0
@@ -209,7 +217,7 @@ def test_a_token_is_a_pure_function_of_row_seed_index_and_position(sampler):
 
     def draw(**changes) -> int:
         base = {"known": (1, 2, 3), "seed": 5}
-        return sampler.sample(row.clone(), [task(temperature=2.0, **{**base, **changes})]).token_ids[0]
+        return sampler.sample(row.clone(), [request_of(temperature=2.0, **{**base, **changes})]).token_ids[0]
 
     assert draw() == draw()
     assert draw(known=(7, 8, 9)) == draw()  # the position counts, not what stands before it
@@ -223,6 +231,6 @@ def test_every_backend_draws_the_same_token():
     rows = logits(9, rows=200)
     ways = [{}, {"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 50, "top_p": 0.7, "min_p": 0.01}]
     ways += [{"typical_p": 0.8}, {"typical_p": 0.6, "top_p": 0.9}]
-    tasks = [task(temperature=0.5 + i % 5, seed=i * 7919, **ways[i % len(ways)]) for i in range(200)]
-    drawn = [RowSampler(backend).sample(rows.clone(), tasks).token_ids for backend in BACKENDS]
+    tasks = [request_of(temperature=0.5 + i % 5, seed=i * 7919, **ways[i % len(ways)]) for i in range(200)]
+    drawn = [RequestSampler(backend).sample(rows.clone(), tasks).token_ids for backend in BACKENDS]
     assert drawn[0] == drawn[1]

@@ -1,4 +1,4 @@
-"""A device's steps: what torch's own threads do meanwhile."""
+"""A device's steps: what torch's own threads do meanwhile, and whose logits leave no token."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from kernels_available import COMPILED
 
 from octavo import LLM, SamplingParams
+from octavo.outputs import NOTHING_ALLOWED
 
 
 @pytest.fixture
@@ -38,3 +39,40 @@ def test_torch_computes_alone_in_a_step_and_as_before_after_it(two_threads, monk
     assert seen == [1]
     assert torch.get_num_threads() == 2
     assert [output.finished for output in outputs] == [fails]
+
+
+def test_logits_that_leave_no_token_end_their_own_request_alone():
+    """In one step: a row of no numbers, one whose request excludes all there is, and one that is as it should be."""
+    engine = LLM(max_num_seqs=4).llm_engine
+    asked = {
+        "broken": {},
+        "excluded": {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 1},
+        "whole": {"logprobs": 1},
+    }
+    params = {name: SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **asked[name]) for name in asked}
+    alone = engine.generate({"prompt_token_ids": [9, 8, 7]}, params["whole"])
+    runner = engine.core.executor.worker.runner
+    compute = runner._compute_logits
+
+    def break_one(hidden):
+        logits = compute(hidden)
+        broken = next(i for i, row in enumerate(sampled) if row == runner.batch.requests["broken"].row)
+        logits[broken, 3] = torch.nan
+        return logits
+
+    prepare, sampled = runner.batch.prepare_inputs, []
+
+    def watch(scheduled):
+        inputs = prepare(scheduled)
+        sampled[:] = inputs.sampled_rows.tolist()
+        return inputs
+
+    runner._compute_logits, runner.batch.prepare_inputs = break_one, watch
+    for name in asked:
+        engine.add_request(name, {"prompt_token_ids": [9, 8, 7]}, params[name])
+    outputs = {output.request_id: output for output in engine.step()}
+    assert outputs["broken"].error == "the logits are not numbers"
+    assert outputs["excluded"].error == NOTHING_ALLOWED
+    assert outputs["whole"].error is None
+    assert outputs["whole"].outputs[0].logprobs == alone.outputs[0].logprobs
+    assert outputs["whole"].outputs[0].token_ids == alone.outputs[0].token_ids

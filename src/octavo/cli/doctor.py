@@ -43,6 +43,7 @@ Precisions = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_IMPLAUSIBLE_SHARE = 1.25
 _PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4", "int4_all")
 
 
@@ -106,10 +107,10 @@ def show(report: Report) -> None:
     typer.echo(f"kernels    {report.isa} on {report.num_threads} threads", nl=False)
     typer.echo(f" (also here: {', '.join(others)})" if others else "")
     typer.echo(f"limits     {describe(report.limits)}")
-    before, behind = report.limits_each
-    if before.is_far_from(behind):
+    before, after = report.limits_each
+    if before.is_far_from(after):
         typer.echo(f"           the machine changed meanwhile: {describe(before)} before the products,")
-        typer.echo(f"           {describe(behind)} behind them; shares are of the better")
+        typer.echo(f"           {describe(after)} after them; shares are of the better")
     if report.isa != report.instruction_sets[0]:
         best, own = report.best_limits, report.limits
         typer.echo(f"lost       {report.instruction_sets[0]} would give {describe(best)}:")
@@ -129,6 +130,8 @@ def show(report: Report) -> None:
         )
         typer.echo(f"{shape:26}{check.precision:9}" + "".join(f"{cell:>26}" for cell in cells))
     typer.echo("G/s: operations; %: of the limit that is nearer, arithmetic or memory")
+    if any(product.of_limit > _IMPLAUSIBLE_SHARE for product in report.products):
+        typer.echo("shares of more than all: a shared machine gave less while its limits were measured; measure again")
     typer.echo("")
     for check in report.checks:
         if not check.rows_are_independent:

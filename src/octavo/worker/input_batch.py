@@ -6,15 +6,16 @@ Every request has one row of persistent arrays, so a step's inputs are gathered 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from octavo.kernels.interface import AttentionBatch, OutputRows
-from octavo.worker.sampler import SamplingColumns
+from octavo.worker.sampler import SamplingColumns, on_device
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
     from octavo.grammars import Matcher
@@ -45,7 +46,7 @@ class ModelInputs:
                     is looked at, or else that which is sampled
     sampled         indices into `requests` of those whose known tokens are all computed after this step
     sampled_rows    int64 [len(sampled)], their rows of the worker's arrays
-    logits_indices  int64 [len(sampled)], the last row of hidden states of each of them
+    logits_indices  int64 [len(sampled)], the last row of hidden states of each of them; None where these are all rows
     """
 
     token_ids: torch.Tensor
@@ -54,7 +55,7 @@ class ModelInputs:
     output_start: NDArray[np.int64]
     sampled: list[int]
     sampled_rows: NDArray[np.int64]
-    logits_indices: torch.Tensor
+    logits_indices: torch.Tensor | None
 
     @property
     def num_tokens(self) -> int:
@@ -67,7 +68,7 @@ class InputBatch:
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
-        self.device = device
+        self._tensor = partial(on_device, device=device)
         self.requests: dict[str, RequestRow] = {}
         # One more than the model's length: the last sampled token is never fed back, yet it is known.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
@@ -176,7 +177,7 @@ class InputBatch:
             output_start=output_start,
             sampled=sampled.tolist(),
             sampled_rows=rows[sampled],
-            logits_indices=self._tensor(output_start[1:][sampled] - 1),
+            logits_indices=None if output_start[-1] == len(sampled) else self._tensor(output_start[1:][sampled] - 1),
         )
 
     def _attention(
@@ -195,7 +196,3 @@ class InputBatch:
             slot_mapping=self._tensor(slot_mapping),
             block_size=self.block_size,
         )
-
-    def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)

@@ -65,7 +65,7 @@ class ModelRunner:
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Compute a step: every scheduled token in one batched forward, one token for whoever is due one."""
-        with torch.inference_mode():
+        with torch.inference_mode():  # as a decorator it would enter twice as many functions, in every step
             return self._execute(scheduled)
 
     def _execute(self, scheduled: SchedulerOutput) -> ModelOutput:
@@ -113,8 +113,7 @@ class ModelRunner:
             return ModelOutput(step, {}, prompt_logprobs=prompt_logprobs or {})
         requests = [inputs.requests[index] for index in inputs.sampled]
         tasks, errors = self._sample_tasks(inputs.sampled_rows, requests)
-        # Where nobody's prompt is looked at, these are all the rows there are.
-        logits = self._compute_logits(hidden if len(requests) == hidden.shape[0] else hidden[inputs.logits_indices])
+        logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
         rows = self.batch.sampling.gather(inputs.sampled_rows, self.batch.num_tokens[inputs.sampled_rows])
         sampled = self.sampler.sample(logits, rows, tasks)
         tokens = {}

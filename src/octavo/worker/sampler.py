@@ -8,7 +8,8 @@ that the worker knows, and only the others of a step are looked at one by one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,14 +39,14 @@ class SamplingColumns:
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.is_plain = np.zeros(num_rows, dtype=bool)
-        self._device = device
+        self._tensor = partial(on_device, device=device)
         self._temperature = np.zeros(num_rows, dtype=np.float32)
         self._top_k = np.zeros(num_rows, dtype=np.int32)
         self._top_p = np.zeros(num_rows, dtype=np.float32)
         self._min_p = np.zeros(num_rows, dtype=np.float32)
         self._seed = np.zeros(num_rows, dtype=np.int64)
         self._sample_index = np.zeros(num_rows, dtype=np.int32)
-        self._gathered: tuple[Tensor, ...] | None = None  # of the rows in `_gathered_key`, until one of them changes
+        self._gathered: SamplingRows | None = None  # of the rows in `_gathered_key`, until a row changes
         self._gathered_key = b""
 
     def set(self, row: int, params: SamplingParams, seed: int, sample_index: int) -> None:
@@ -62,20 +63,23 @@ class SamplingColumns:
     def gather(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> SamplingRows:
         """Return the parameters of these rows, whose requests know so many tokens, beside the logits.
 
-        Those of the step before are taken again where the rows are the same.
+        Those of the step before are taken again where the rows are the same: only their positions move.
         """
-        key = rows.tobytes()
-        if self._gathered is None or key != self._gathered_key:
-            columns = (self._temperature, self._top_k, self._top_p, self._min_p, self._seed, self._sample_index)
-            self._gathered = tuple(self._tensor(column[rows]) for column in columns)
-            self._gathered_key = key
-        temperature, top_k, top_p, min_p, seed, sample_index = self._gathered
         position = self._tensor(num_tokens.astype(np.int32))
-        return SamplingRows(temperature, top_k, top_p, min_p, seed, sample_index, position)
-
-    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+        key = rows.tobytes()
+        if self._gathered is not None and key == self._gathered_key:
+            return replace(self._gathered, position=position)
+        self._gathered_key = key
+        self._gathered = SamplingRows(
+            temperature=self._tensor(self._temperature[rows]),
+            top_k=self._tensor(self._top_k[rows]),
+            top_p=self._tensor(self._top_p[rows]),
+            min_p=self._tensor(self._min_p[rows]),
+            seed=self._tensor(self._seed[rows]),
+            sample_index=self._tensor(self._sample_index[rows]),
+            position=position,
+        )
+        return self._gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +206,12 @@ def _adjust(row: Tensor, task: SampleTask) -> None:
         ids_array, counts = np.unique(task.known_tokens[task.num_prompt_tokens :], return_counts=True)
         penalty = params.frequency_penalty * counts + params.presence_penalty
         row[torch.from_numpy(ids_array).to(row.device)] -= torch.from_numpy(penalty).to(row)
+
+
+def on_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """Return an array as a tensor there; on a CPU they share memory where the array is contiguous."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
 def _as_int64(seed: int) -> int:

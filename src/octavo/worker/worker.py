@@ -179,6 +179,7 @@ class Worker:
         """Run something on the kernels' threads, where they bring their own.
 
         torch computes on the caller's thread alone meanwhile: its workers would spin on the cores that they need.
+        (No context manager: a step's weights push Python out of the caches, and then each function costs microseconds.)
         """
         if not self.kernels.has_own_threads:
             return run()
