@@ -4,8 +4,8 @@
     python benchmarks/curves.py --model ./my-checkpoint --pictures docs
 
 Every figure is the median of --rounds after a warm-up, and each round goes through all of them: a moment in which the
-machine was slow is in one round of a figure, not in all. Only the times between tokens beside a long prompt are those of
-all rounds together. Nothing is cached between requests.
+machine was slow is in one round of a figure, not in all. Only the times between tokens beside a long prompt are those
+of all rounds together. Nothing is cached between requests.
 """
 
 from __future__ import annotations
