@@ -71,9 +71,13 @@ def test_a_slow_moment_of_the_machine_is_no_limit(doctor, monkeypatch, slow_at):
     _, text, _ = doctor("--precision", "int8")
     assert "limits     4 GFLOP/s float32, 6 bfloat16, 5 GOP/s int8, 8.0 GB/s read" in text
     assert "the machine changed meanwhile" in text
+    assert "shares of more than all" in text  # no machine is as slow as these limits
     left = [fast, replace(fast, flops=4.9e9)]
     _, text, _ = doctor("--precision", "int8")
     assert "the machine changed meanwhile" not in text
+    left = [Limits(1e18, 1e18, 1e18, 1e18)] * 2
+    _, text, _ = doctor("--precision", "int8")
+    assert "shares of more than all" not in text
 
 
 @pytest.mark.parametrize(("precision", "has_lm_head"), [("int4", False), ("int4_all", True)])

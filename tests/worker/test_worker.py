@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels_available import COMPILED
+from alone_and_crowd import needs_kernels
 
 from octavo import LLM, SamplingParams
 from octavo.outputs import NOTHING_ALLOWED
@@ -12,14 +12,14 @@ from octavo.outputs import NOTHING_ALLOWED
 
 @pytest.fixture
 def two_threads():
-    """Torch with two threads, as it was afterwards."""
+    """Give torch two threads for one test."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(num_threads)
 
 
-@pytest.mark.skipif(not COMPILED, reason="only kernels with threads of their own keep torch's asleep")
+@needs_kernels
 @pytest.mark.parametrize("fails", [False, True])
 def test_torch_computes_alone_in_a_step_and_as_before_after_it(two_threads, monkeypatch, fails):
     engine = LLM(max_num_seqs=2).llm_engine

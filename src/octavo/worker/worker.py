@@ -176,9 +176,9 @@ class Worker:
         return self._alone(lambda: self.runner.execute(scheduled))
 
     def _alone(self, run: Callable[[], ResultT]) -> ResultT:
-        """Run something on the kernels' threads, where they bring their own.
+        """Run something while torch computes on this thread alone, where the kernels bring threads of their own.
 
-        torch computes on the caller's thread alone meanwhile: its workers would spin on the cores that they need.
+        torch's workers would spin on the cores that those need.
         (No context manager: a step's weights push Python out of the caches, and then each function costs microseconds.)
         """
         if not self.kernels.has_own_threads:
