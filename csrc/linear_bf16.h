@@ -19,16 +19,6 @@ constexpr int64_t kPairBytes = 4 * kPanelColumns;  // two k of one panel
 // in float32 are off no more than 1.11 times as much as those of plain torch (k of 64 to 8,192).
 constexpr int64_t kPairChainDepth = 256;
 
-// How far each stream asks ahead of its reader, and whether rows so few that they take several panels at once also ask for the
-// panels after these. Without tiles (Zen 4) memory gives the most to streams that ask for little more than they read.
-#if defined(OCTAVO_ISA_AMX)
-constexpr int64_t kPairPrefetchBytes = kPrefetchBytes;
-constexpr bool kFewPairRowsAskAhead = true;
-#else
-constexpr int64_t kPairPrefetchBytes = kPrefetchBytes / 2;
-constexpr bool kFewPairRowsAskAhead = false;
-#endif
-
 // Some rows as the product reads them: as they stand, or packed as [pairs of k][rows].
 struct PairTile {
   const char* pairs;   // the first one
@@ -61,7 +51,7 @@ inline void pack_pairs(const LinearArgs& args, int64_t m, int64_t first, uint32_
 template <int M, int P>
 void multiply_pairs(const LinearArgs& args, const PairTile& tile, int64_t panel, Place out, Ahead ahead) {
   constexpr int V = kPanelColumns / kLanes;
-  constexpr bool kAsksAhead = P == 1 || kFewPairRowsAskAhead;
+  constexpr bool kAsksAhead = P == 1 || kFewRowsAskAhead;
   constexpr int64_t kChainBytes = kPairChainDepth / 2 * kPairBytes;
   alignas(64) float totals[P][M][kPanelColumns];
   const int64_t bytes = divide_up(args.k, 2) * kPairBytes;
@@ -84,7 +74,7 @@ void multiply_pairs(const LinearArgs& args, const PairTile& tile, int64_t panel,
       for (int p = 0; p < P; ++p) {
         const char* line = w + p * bytes + offset;
         OCTAVO_UNROLL
-        for (int v = 0; v < V; ++v) prefetch_l2(line + kPairPrefetchBytes + v * 64);
+        for (int v = 0; v < V; ++v) prefetch_l2(line + kStreamPrefetchBytes + v * 64);
         if (kAsksAhead) ahead.ask(p);
         OCTAVO_UNROLL
         for (int v = 0; v < V; ++v) columns[p][v] = load_int(line + v * 64);

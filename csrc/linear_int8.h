@@ -106,6 +106,7 @@ template <int M, int P, int V>
 OCTAVO_INLINE void sum_bytes(const ByteWeight& weight, const ByteTile& tile, const int8_t* w, int vec, Ahead& ahead,
                              int32_t (&out)[P][M][kPanelColumns]) {
   constexpr bool kAsksAhead = P == 1 || kFewRowsAskAhead;
+  constexpr int64_t kNear = P == 1 ? kPrefetchBytes : kStreamPrefetchBytes;
   IVec sums[P][M][V];
   OCTAVO_UNROLL
   for (int p = 0; p < P; ++p) {
@@ -124,7 +125,7 @@ OCTAVO_INLINE void sum_bytes(const ByteWeight& weight, const ByteTile& tile, con
       const int8_t* line = group + p * weight.panel_bytes;
       if (asks) {
         OCTAVO_UNROLL
-        for (int v = 0; v < V; ++v) prefetch_l2(line + kPrefetchBytes + v * 64);
+        for (int v = 0; v < V; ++v) prefetch_l2(line + kNear + v * 64);
         if (kAsksAhead) ahead.ask(p);
       }
       OCTAVO_UNROLL
