@@ -86,9 +86,9 @@ class Ahead {
   int64_t row_bytes_ = 0;
 };
 
-// How far each panel is asked for ahead of its reader, where several are read from memory at once, and whether rows so few that
-// they take several also ask for the panels after these. With bf16 instructions and no tiles (Zen 4 and 5) memory gives the most
-// to streams that ask for little more than they read; AVX2 reads faster without the panels after these.
+// How far a stream from memory is asked for ahead of its reader, and whether rows so few that they take several panels at once
+// also ask for the panels after these. With bf16 instructions and no tiles (Zen 4 and 5) memory gives the most to streams that
+// ask for little more than they read; AVX2 reads faster without the panels after these.
 #if defined(OCTAVO_ISA_BF16) && !defined(OCTAVO_ISA_AMX)
 constexpr int64_t kStreamPrefetchBytes = kPrefetchBytes / 2;
 constexpr bool kFewRowsAskAhead = false;
