@@ -187,7 +187,7 @@ class LongSums {
   bool has_moved_ = false;
 };
 
-// Rows of bytes do not on Zen 4 and 5. Without it Zen 4 reads nibbles 2 % slower, and Zen 5 some percent faster.
+// kFewRowsAskAhead of nibbles, which differs on Zen 4 and 5: without it one reads them 2 % slower, the other some percent faster.
 #if defined(OCTAVO_ISA_AVX2)
 constexpr bool kFewNibbleRowsAskAhead = false;
 #else
