@@ -117,6 +117,7 @@ def test_hard_links_and_other_names_of_one_file(file, tmp_path, hashed):
     wait_for_the_clock(file)
     hard.hardlink_to(file)  # changes the file's ctime
     assert start(tmp_path, hard) == start(tmp_path, file) == digest
+    wait_for_the_clock(file)
     overwrite(hard)
     assert start(tmp_path, file) == start(tmp_path, hard) != digest
 
