@@ -465,7 +465,7 @@ def test_figures_of_the_questions_are_those_of_the_worked_examples(page, worked)
         worked("shared_blocks"),
         worked("chunked_prefill")["chunks"],
     )
-    mixed, budget = worked("mixed_batch"), worked("token_budget")
+    mixed, budget, hits = worked("mixed_batch"), worked("token_budget"), worked("full_hit")
     expected = [
         f"{batching['static_occupancy'] * 100:.1f} %",
         f"{batching['continuous_occupancy'] * 100:.1f} %",
@@ -480,6 +480,9 @@ def test_figures_of_the_questions_are_those_of_the_worked_examples(page, worked)
         f"{sum(chunks):,}",
         f"{chunks[0]:,}",
         str(len(chunks)),
+        str(hits["blocks_of_16"]["from_cache"]),
+        str(hits["blocks_of_16"]["copied"]),
+        str(hits["blocks_of_256"]["from_cache"]),
     ]
     missing = [figure for figure in expected if not re.search(rf"(?<![\d.,]){re.escape(figure)}(?!\d)", text)]
     assert not missing
