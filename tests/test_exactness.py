@@ -115,14 +115,14 @@ def make_requests() -> list[tuple[list[int], SamplingParams]]:
 def make_engine(checkpoint, dtype: str, schedule: Schedule, kernels: str, isa: str = "auto") -> LLMEngine:
     return LLMEngine(
         ModelConfig(model=str(checkpoint), **precision(dtype), skip_tokenizer_init=True, max_model_len=512),
-        CacheConfig(
+        cache_config=CacheConfig(
             block_size=schedule.block_size,
             num_gpu_blocks=schedule.num_blocks or 4096 // schedule.block_size * 2,
             enable_prefix_caching=schedule.prefix_caching,
             swap_space_bytes=schedule.swap_space_bytes,
             **kv_precision(dtype),
         ),
-        SchedulerConfig(
+        scheduler_config=SchedulerConfig(
             max_num_seqs=schedule.max_num_seqs,
             max_num_batched_tokens=schedule.budget,
             long_prefill_token_threshold=schedule.threshold,
