@@ -120,9 +120,7 @@ def test_what_is_copied_is_not_evicted_for_its_copy():
         request = make_request(name, list(range(start, start + 8)))
         admit(manager, request)
         manager.free(request)
-    table = admit(
-        manager, make_request("again", list(range(8)))
-    )  # of the least recently used blocks
+    table = admit(manager, make_request("again", list(range(8))))  # of the least recently used blocks
     assert evicted == [3]  # b's tail
     assert manager.take_copies().block_copies == [(1, table[1])] == [(1, 3)]
     assert manager.get_computed_blocks(make_request("c", list(range(9)))).num_tokens == 8
