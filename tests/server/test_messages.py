@@ -228,16 +228,16 @@ def test_what_is_refused(running: Running, body: dict[str, Any], parameter: str)
 def test_every_error_below_the_route_is_spelled_as_anthropic_does(running: Running) -> None:
     with running.http() as http:
         replies = [http.post("/v1/messages/nothing"), http.get("/v1/messages"), http.post("/v1/messages", content=b"{")]
-        thinking = {**ASKED, "thinking": {"type": []}}
-        assert http.post("/v1/messages", json=thinking).status_code == 200
+        replies.append(http.post("/v1/messages", json={**ASKED, "thinking": {"type": []}}))
     with run_server(api_key="key") as keyed, keyed.http() as http:
         replies.append(http.post("/v1/messages", json=ASKED))
     executor = FakeExecutor()
     with run_server(executor) as failing, failing.http() as http:
         executor.fail_next = True
         replies.append(http.post("/v1/messages", json=ASKED))
-    assert [reply.status_code for reply in replies] == [404, 405, 400, 401, 500]
-    kinds = ["not_found_error", "api_error", "invalid_request_error", "authentication_error", "api_error"]
+    assert [reply.status_code for reply in replies] == [404, 405, 400, 400, 401, 500]
+    invalid = ["invalid_request_error"] * 2
+    kinds = ["not_found_error", "api_error", *invalid, "authentication_error", "api_error"]
     assert [reply.json()["error"]["type"] for reply in replies] == kinds
     assert {reply.json()["type"] for reply in replies} == {"error"}
 
