@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import RequestError
-from octavo.server.openai_requests import check_extra
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+logger = logging.getLogger(__name__)
 
 # Why fields of a type never change an answer here.
 CACHE = "advice to a prompt cache: here every prefix is cached"
@@ -31,14 +33,14 @@ class Fields:
     unsupported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def check(self, given: Mapping[str, Any], place: str) -> None:
-        """Raise `RequestError` for a field that would change the answer and is not read; log what is unknown."""
+        """Raise `RequestError` for a field that would change the answer and is not read; what is unknown is ignored."""
         further = given.keys() - self.read - self.harmless.keys()
         for name in further & self.unsupported.keys():
             if not any(given[name] == neutral for neutral in self.unsupported[name]):
                 where = f"{place}.{name}"
                 raise RequestError(f"{where} is not supported by this server", parameter=where)
         if unknown := further - self.unsupported.keys():
-            check_extra({name: given[name] for name in unknown}, {})
+            logger.debug("unknown fields of %s are ignored: %r", place, sorted(unknown)[:5])
 
 
 @dataclass(frozen=True, slots=True)

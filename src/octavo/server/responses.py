@@ -15,6 +15,7 @@ from starlette.responses import Response
 from octavo.errors import RequestError
 from octavo.server.answer_form import AnswerForm, AnswerReader
 from octavo.server.answering import Job, News, answer, encoder, read_timeout
+from octavo.server.block_types import CACHE, fields
 from octavo.server.body import look_at
 from octavo.server.chat import render
 from octavo.server.conversation import effort_options, extra_template_options
@@ -71,11 +72,21 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "truncation": (None, "disabled"),
     **SamplingFields.unsupported,
 }
-# The same inside of objects.
-_UNSUPPORTED_PARTS: dict[str, tuple[Any, ...]] = {
-    "prompt_cache_options.prewarm": (None, False),  # asks for no answer at all
-    "reasoning.mode": (None, "standard"),
-    "text.verbosity": (None, "medium"),
+# What objects inside of a request may hold.
+_NESTED = {
+    "prompt_cache_options": fields(
+        harmless=dict.fromkeys(("comparison_response_id", "mode", "ttl"), CACHE),
+        prewarm=(None, False),  # asks for no answer at all
+    ),
+    "reasoning": fields(
+        "effort",
+        harmless={
+            "context": "says which thoughts of older turns are read: the chat template does",
+            **dict.fromkeys(("generate_summary", "summary"), "thoughts are told in full"),
+        },
+        mode=(None, "standard"),
+    ),
+    "text": fields("format", verbosity=(None, "medium")),
 }
 
 
@@ -216,11 +227,9 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
     extra = request.model_extra or {}
     check_extra(extra, _UNSUPPORTED, HARMLESS)
     objects = {**extra, "reasoning": request.reasoning, "text": request.text}
-    for name, neutral in _UNSUPPORTED_PARTS.items():
-        outer, inner = name.split(".")
-        given = objects.get(outer)
-        if isinstance(given, dict) and given.get(inner) not in neutral:
-            raise RequestError(f"{name} is not supported by this server", parameter=name)
+    for name, known in _NESTED.items():
+        if isinstance(objects.get(name), dict):
+            known.check(objects[name], name)
     if "message.output_text.logprobs" in (request.include or ()):
         raise RequestError("logprobs are not supported by this route of this server", parameter="include")
 
