@@ -91,9 +91,9 @@ def test_a_call_without_text_is_spelled_as_the_template_wants(body, from_null, f
 
 
 def test_content_that_is_null_without_calls_is_empty():
-    assert (
-        render("{% for m in messages %}<{{ m.content + '' }}>{% endfor %}", [USER, {"role": "assistant"}]) == "<hi><>"
-    )
+    template = "{% for m in messages %}<{{ m.content + '' }}>{% endfor %}"
+    for content in ({}, {"content": None}, {"content": []}):
+        assert render(template, [USER, {"role": "assistant", **content}]) == "<hi><>"
 
 
 @pytest.mark.parametrize(
