@@ -21,6 +21,8 @@ from transformers.utils import chat_template_utils
 from octavo.engine.chat_template import ChatTemplate
 from octavo.errors import RequestError
 from octavo.server.conversation import read_messages
+from octavo.server.message_blocks import read_conversation
+from octavo.server.response_items import read_items
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,13 +43,13 @@ def call(number: int, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"id": f"call0000{number}", "type": "function", "function": function}
 
 
-def result(number: int, name: str, text: str) -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": f"call0000{number}", "name": name, "content": text}
+def result(number: int, text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"call0000{number}", "content": text}
 
 
 WEATHER = call(1, "get_weather", {"city": "Röme", "days": 2, "units": {"wind": "knots"}})
 TIME = call(2, "get_time", {"zone": "CET"})
-SUNNY, NOON = result(1, "get_weather", '{"sky": "sunny"}'), result(2, "get_time", "noon")
+SUNNY, NOON = result(1, '{"sky": "sunny"}'), result(2, "noon")
 TOOLS = [
     {
         "type": "function",
@@ -185,3 +187,68 @@ def test_prompts_are_those_of_transformers(
         elif expected is not None and text is not None and text != expected:
             wrong[name] = f"{text}\n--- but transformers\n{expected}"
     assert not wrong, "\n\n".join(f"=== {name}\n{what}" for name, what in wrong.items())
+
+
+def as_blocks(messages: Messages) -> tuple[str | None, Messages]:
+    """Spell a conversation as Anthropic's API does: its system prompt, and turns of blocks."""
+    system, turns = None, list[dict[str, Any]]()
+    for message in messages:
+        content = message["content"] or []
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else [*content]
+        if message["role"] == "system":
+            system = content
+            continue
+        if message["role"] == "tool":
+            blocks = [{"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": content}]
+        if reasoning := message.get("reasoning_content"):
+            blocks.insert(0, {"type": "thinking", "thinking": reasoning, "signature": ""})
+        for each in message.get("tool_calls", ()):
+            name, arguments = each["function"]["name"], json.loads(each["function"]["arguments"])
+            blocks.append({"type": "tool_use", "id": each["id"], "name": name, "input": arguments})
+        turns.append({"role": "assistant" if message["role"] == "assistant" else "user", "content": blocks})
+    return system, turns
+
+
+def as_items(messages: Messages) -> Messages:
+    """Spell a conversation as OpenAI's Responses API does."""
+    items = []
+    for message in messages:
+        content, role = message["content"], message["role"]
+        if role == "tool":
+            items.append({"type": "function_call_output", "call_id": message["tool_call_id"], "output": content})
+            continue
+        if reasoning := message.get("reasoning_content"):
+            items.append({"type": "reasoning", "content": [{"type": "reasoning_text", "text": reasoning}]})
+        if isinstance(content, list):
+            content = [{"type": "input_text", "text": part["text"]} for part in content]
+        if content:
+            items.append({"role": role, "content": content})
+        items += [
+            {"type": "function_call", "call_id": each["id"], **each["function"]}
+            for each in message.get("tool_calls", ())
+        ]
+    return items
+
+
+def prompt_of(template: ChatTemplate, messages: Messages, options: dict[str, Any]) -> str:
+    """Return the prompt, or the words of the refusal."""
+    try:
+        return template.render(messages, **options)
+    except RequestError as error:
+        return f"refused: {error}"
+
+
+@pytest.mark.parametrize("kind", CONVERSATIONS)
+def test_prompts_are_the_same_by_every_api(
+    kind: str,
+    real_templates: dict[str, str],
+    compiled: Callable[[str], ChatTemplate],
+    sampled: Callable[[list[str]], list[str]],
+) -> None:
+    messages, options = CONVERSATIONS[kind]
+    # Blocks and items know no text that is there and empty.
+    messages = [{**message, "content": message["content"] or None} for message in messages]
+    names = sampled([*real_templates])
+    prompts = [prompt_of(compiled(name), read_messages(messages), options) for name in names]
+    assert [prompt_of(compiled(name), read_conversation(*as_blocks(messages)), options) for name in names] == prompts
+    assert [prompt_of(compiled(name), read_items(None, as_items(messages)), options) for name in names] == prompts
