@@ -145,6 +145,13 @@ def test_turns_are_joined_where_the_template_wants_that():
     assert render(ALTERNATING + thoughts, twice).endswith("Hm.")
 
 
+def test_a_turn_with_calls_stays_its_own():
+    said = {"role": "assistant", "content": "I look."}
+    template = ALTERNATING.replace("or '' }}", "or '' }}" + CALLS)
+    text = render(template, [USER, said, CALLING, RESULT, USER])
+    assert text == '<user>hi<assistant>I look.<assistant>[f {"city": "Röme"}]<tool>sunny<user>hi'
+
+
 def test_text_behind_a_result_reaches_templates_that_demand_turns():
     messages = [USER, CALLING, RESULT, RESULT, {"role": "user", "content": PARTS}, USER]
     assert render(ALTERNATING, messages) == "<user>hi<assistant><tool>sunny<tool>sunny\n\none\ntwo\n\nhi"

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from running import Running
 
-# Demands turns, prints what is null, and reads the parts of users alone. <tool_call> says how it writes calls.
+# Demands turns, has a form of its own for a call without text, and reads the parts of users alone. <tool_call> says how
+# it writes calls.
 STRICT = """\
 {%- set ns = namespace(index=0) -%}
 {%- for m in messages -%}
@@ -28,12 +29,12 @@ STRICT = """\
     <{{ m.role }}>
     {%- if m.role == 'user' and m.content is not string -%}
         {%- for each in m.content -%}[{{ each.text }}]{%- endfor -%}
-    {%- else -%}{{ m.content }}{%- endif -%}
+    {%- else -%}{{ '-' if m.content is none else m.content }}{%- endif -%}
     {%- for each in m.tool_calls or [] -%}<tool_call>{{ each.function.arguments | tojson }}{%- endfor -%}
 {%- endfor -%}
 <answer>"""
 PROMPT = (
-    '<system>Be brief.\nBe kind.<user>[How is Rome?][Now?]<assistant><tool_call>{"city": "Röme"}'
+    '<system>Be brief.\nBe kind.<user>[How is Rome?][Now?]<assistant>-<tool_call>{"city": "Röme"}'
     "<tool>sunny\n21 °C\n\nAnd tomorrow?<answer>"
 )
 ARGUMENTS = '{"city": "Röme"}'

@@ -100,17 +100,14 @@ class ChatTemplate:
         chat = _read_messages(messages)
         if continue_final_message:
             _tag_final_message(chat)
-        chat = compiled.traits.adapt(chat)
-        try:
-            text = compiled.template.render(
-                **{**self._special_tokens, **_plain(chat_template_kwargs)},
-                messages=chat,
-                tools=_plain(tools),
-                documents=_plain(documents),
-                add_generation_prompt=add_generation_prompt,
-            )
-        except _TEMPLATE_ERRORS as error:
-            raise RequestError(f"the chat template refused the conversation: {error}", parameter="messages") from error
+        variables = {
+            **self._special_tokens,
+            **_plain(chat_template_kwargs),
+            "tools": _plain(tools),
+            "documents": _plain(documents),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = compiled.render(chat, variables)
         return _cut_at_tag(text) if continue_final_message else text
 
     def _find(self, chosen: str | None, *, has_tools: bool) -> _Compiled:
@@ -144,6 +141,19 @@ class _Compiled:
     def __init__(self, environment: ImmutableSandboxedEnvironment, source: str, special: Mapping[str, str]) -> None:
         self.template = environment.from_string(source)
         self.traits = TemplateTraits.find(lambda messages: self._try(messages, special))
+
+    def render(self, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        """Return the text of a conversation, by the first of its shapes that the template takes.
+
+        Raises `RequestError` with what it said of the first one.
+        """
+        refusal: Exception | None = None
+        for messages in self.traits.shapes(chat):
+            try:
+                return self.template.render(variables, messages=messages)
+            except _TEMPLATE_ERRORS as error:
+                refusal = refusal or error
+        raise RequestError(f"the chat template refused the conversation: {refusal}", parameter="messages") from refusal
 
     def _try(self, messages: list[dict[str, Any]], special: Mapping[str, str]) -> str | None:
         """Return the text of a small conversation, with a tool where it must have one; None where it is refused."""

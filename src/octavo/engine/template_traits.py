@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     Message = dict[str, Any]
     Render = Callable[[list[Message]], str | None]
@@ -90,18 +90,24 @@ class TemplateTraits:
             joins_results=wants_joined(head, _message("tool", "Result")),
         )
 
-    def adapt(self, chat: Sequence[Message]) -> list[Message]:
-        """Return messages as the template wants them.
+    def shapes(self, chat: Sequence[Message]) -> Iterator[list[Message]]:
+        """Yield messages as the template wants them; then, for where it refuses those, with turns joined.
 
         content is text, text parts or nothing at all; arguments of calls are objects.
         """
+        yield [self._adapted(message) for message in chat]
+        joined = self._joined(chat)
+        if len(joined) < len(chat):
+            yield [self._adapted(message) for message in joined]
+
+    def _joined(self, chat: Sequence[Message]) -> list[Message]:
         runs: list[list[Message]] = []
         for message in chat:
             if runs and self._goes_on(runs[-1], message):
                 runs[-1].append(message)
             else:
                 runs.append([message])
-        return [self._adapted(_join(run)) for run in runs]
+        return [_join(run) for run in runs]
 
     def _goes_on(self, run: list[Message], message: Message) -> bool:
         role = run[0]["role"]
