@@ -12,6 +12,7 @@ from running import DEADLINE_S, run_server
 
 from octavo.sampling_params import SamplingParams
 from octavo.server.openai_requests import SamplingControls
+from octavo.server.response_items import read_items
 from octavo.server.responses import ResponsesRequest, _params
 
 if TYPE_CHECKING:
@@ -161,6 +162,13 @@ def test_a_whole_conversation_reaches_the_template() -> None:
         ({"input": []}, "input"),
         ({"input": [7]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "web_search_call", "id": "x", "status": "completed"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}]}, "input[0].content[0]"),
+        (
+            {"input": [{"type": "function_call", "name": "a", "arguments": "{}", "namespace": "b"}]},
+            "input[0].namespace",
+        ),
+        ({"input": [{"type": "reasoning", "content": [{"type": "image"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "bot", "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": ["user"], "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
@@ -218,6 +226,26 @@ def test_items_of_one_turn_are_one_message() -> None:
         function = {"id": "c", "type": "function", "function": {"name": "now", "arguments": {}}}
         text = f"<user>a\n<assistant>{json.dumps([function] * 2)}\n<tool>noon\n<tool>noon\n<assistant>"
         assert usage["input_tokens"] == len(text.encode())
+
+
+def test_thoughts_of_other_servers_are_summaries() -> None:
+    thoughts = {"type": "reasoning", "id": "rs_1", "encrypted_content": "x"}
+    summary = [{"type": "summary_text", "text": "Hm."}, {"type": "summary_text", "text": "So."}]
+    own = [{"type": "reasoning_text", "text": "I think."}]
+    for fields, told in (({"summary": summary}, "Hm.\nSo."), ({"summary": summary, "content": own}, "I think.")):
+        answer = {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
+        (message,) = read_items(None, [{**thoughts, **fields}, answer])
+        assert message == {"role": "assistant", "content": "a", "reasoning_content": told}
+
+
+def test_parts_of_items_stay_parts() -> None:
+    parts = [{"type": "input_text", "text": text, "prompt_cache_breakpoint": {}} for text in ("a", "b")]
+    items = [{"role": "user", "content": parts}, {"type": "function_call_output", "call_id": "c", "output": parts}]
+    texts = [{"type": "text", "text": text} for text in ("a", "b")]
+    assert [message["content"] for message in read_items("Be brief.", items)] == ["Be brief.", texts, texts]
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": ""}
+    (message,) = read_items(None, [call])
+    assert message["content"] is None
 
 
 def test_a_stream_that_fails_before_its_first_token_begins_nevertheless() -> None:
