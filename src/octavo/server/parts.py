@@ -43,8 +43,8 @@ class AnswerParser(Protocol):
         """Take some more text; return what is certain now."""
         ...
 
-    def finish(self) -> list[Part]:
-        """Return what was held back."""
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        """Return what was held back; of an answer that was cut off not what only begins a marker or a call."""
         ...
 
 
@@ -65,6 +65,12 @@ def without_space(text: str) -> int:
     return max(len(text.rstrip()), len(text) - MAX_HELD_SPACE)
 
 
+def without_cut_marker(text: str, marker: str) -> int:
+    """Return where the beginning of a marker starts with which a text was cut off; a single character is no sign."""
+    num_chars = num_held_back_chars(text, [marker])
+    return len(text) - num_chars if num_chars > 1 else len(text)
+
+
 class PlainParser:
     """All text is content."""
 
@@ -72,7 +78,7 @@ class PlainParser:
         """Return the text."""
         return [Part("content", text)] if text else []
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, is_cut: bool = False) -> list[Part]:  # noqa: ARG002 - the signature is the protocol's
         """Nothing is held back."""
         return []
 
@@ -105,12 +111,15 @@ class ReasoningParser:
             parts += self._behind.feed(self._take(len(self._pending)))
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
         """Return what was held back."""
+        if is_cut and self._place in {"before", "inside"}:
+            marker = REASONING_OPENS if self._place == "before" else REASONING_CLOSES
+            self._pending = self._pending[: without_cut_marker(self._pending, marker)]
         rest = self._take(len(self._pending))
         if self._place == "inside":
             return [Part("reasoning", rest)] if rest.strip() else []
-        return joined([*self._behind.feed(rest), *self._behind.finish()])
+        return joined([*self._behind.feed(rest), *self._behind.finish(is_cut=is_cut)])
 
     def _look_for_beginning(self) -> None:
         text = self._pending.lstrip()
