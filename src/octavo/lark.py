@@ -15,9 +15,11 @@ JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_sepa
 # A text that it foresees llguidance else offers in the tokens that the tokenizer makes of it: of "<think>" in a schema
 # the added token, which it then refuses.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-_ANY = "/(.|\\n)*/"
+# Blanks at a beginning are few, too: chat templates put up to two line feeds around reasoning.
+_SPACE = "SPACE: /\\s{0,4}/"
+FEW_BLANKS = "& ~/\\s{5,}(.|\\n)*/"
+_ANY = f"/(.|\\n)*/ {FEW_BLANKS}"
 _TEXT_RULE = re.compile(r"^TEXT: /.*/$", re.MULTILINE)  # how a grammar of text with calls in it names the text
-_SPACE = "SPACE: /\\s{0,4}/"  # chat templates put up to two line feeds between reasoning and answer
 _COMMENTS = {"description", "title", "examples", "default", "$comment", "deprecated"}
 _NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _VALUES = {"const", "enum", "required"}

@@ -256,8 +256,18 @@ def test_blanks_before_a_structure_are_few(grammars: Grammars, free_from: str | 
     begin = f"{free_from or ''}Hm.</think>"
     for count in range(7):
         assert grammars.accepts(structure, begin + "\n" * count + '{"city": "Rome"}') is (count < 5)
+        assert grammars.accepts(structure, begin.replace("Hm", " " * count + "Hm") + '{"city": "Rome"}') is (count < 5)
         if free_from is not None:
             assert grammars.accepts(structure, "\n" * count + '{"city": "Rome"}') is (count < 5)
+
+
+@each_family
+def test_blanks_before_text_are_few(grammars: Grammars, family: type[ToolFormat]) -> None:
+    structure = StructuredOutputsParams(grammar=family(grammars.spell).optional(FUNCTIONS, only_one=False))
+    for count in range(1, 7):
+        is_accepted = grammars.accepts(structure, "\n" * count + "Hello.\n\n\n\n\n\nYes.")
+        assert is_accepted is (count < 5 and family is not LlamaFormat)
+    assert grammars.accepts(structure, "Hello.\n\n\n\n\n\nYes.")
 
 
 def test_ids_and_rows_need_not_be_as_many(grammars: Grammars) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar
 
 from octavo.engine.stop_strings import num_held_back_chars
-from octavo.server.parts import Part, joined, without_cut_marker, without_space
+from octavo.server.parts import Part, joined, without_space
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -90,7 +90,8 @@ class ToolParser:
             start = self._text.find(opener)
             is_found = start >= 0
             if not is_found:
-                start = self._end_of_content(opener)
+                is_whole = self._is_over and not self._is_cut
+                start = len(self._text) - (0 if is_whole else num_held_back_chars(self._text, [opener]))
             is_last = self._is_over and start == len(self._text)
             shown = start if is_last else without_space(self._text[:start])
             self._position = shown
@@ -101,12 +102,6 @@ class ToolParser:
             if self._is_over:
                 return False
             yield
-
-    def _end_of_content(self, opener: str) -> int:
-        """Return up to where text without an opener is content for certain."""
-        if not self._is_over:
-            return len(self._text) - num_held_back_chars(self._text, [opener])
-        return without_cut_marker(self._text, opener) if self._is_cut else len(self._text)
 
     def _rest_is_content(self) -> Wait[None]:
         while True:
@@ -143,10 +138,10 @@ class ToolParser:
         """Whether the answer was cut off while the call at the beginning of `_text` was read."""
         return self._is_cut and self._position == len(self._text)
 
-    def _skip_cut(self, expected: str) -> None:
-        """Go behind the beginning of a text with which the answer was cut off."""
+    def _drop_cut(self, expected: str) -> None:
+        """Drop the beginning of a text with which the answer was cut off."""
         if self._is_cut and expected.startswith(self._text[self._position :]):
-            self._position = len(self._text)
+            self._text, self._position = "", 0
 
     def _members(self, call: Call) -> Wait[None]:
         yield from self._expect("{")

@@ -65,12 +65,6 @@ def without_space(text: str) -> int:
     return max(len(text.rstrip()), len(text) - MAX_HELD_SPACE)
 
 
-def without_cut_marker(text: str, marker: str) -> int:
-    """Return where the beginning of a marker starts with which a text was cut off; a single character is no sign."""
-    num_chars = num_held_back_chars(text, [marker])
-    return len(text) - num_chars if num_chars > 1 else len(text)
-
-
 class PlainParser:
     """All text is content."""
 
@@ -115,7 +109,7 @@ class ReasoningParser:
         """Return what was held back."""
         if is_cut and self._place in {"before", "inside"}:
             marker = REASONING_OPENS if self._place == "before" else REASONING_CLOSES
-            self._pending = self._pending[: without_cut_marker(self._pending, marker)]
+            self._pending = self._pending[: len(self._pending) - num_held_back_chars(self._pending, [marker])]
         rest = self._take(len(self._pending))
         if self._place == "inside":
             return [Part("reasoning", rest)] if rest.strip() else []

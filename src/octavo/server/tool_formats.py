@@ -7,7 +7,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from octavo.lark import lark_json, pattern, text_up_to
+from octavo.lark import FEW_BLANKS, lark_json, pattern, text_up_to
 from octavo.server.tool_parsers import HermesParser, LlamaParser, MistralParser
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class LlamaFormat(ToolFormat):
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
         """What begins like an object is a call."""
-        text = f"TEXT: /([^{{ \\t\\r\\n](.|\\n)*)?/ & ~/{pattern(LlamaParser.opener)}(.|\\n)*/"
+        text = f"TEXT: /([^{{ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(LlamaParser.opener)}(.|\\n)*/"
         return f"start: TEXT | {self._all(only_one)}\n{text}\n{_calls(functions, 'parameters')}"
 
     def _all(self, only_one: bool) -> str:

@@ -6,7 +6,6 @@ import re
 from typing import TYPE_CHECKING
 
 from octavo.server.call_parser import Call, MalformedError, ToolParser, malformed
-from octavo.server.parts import without_cut_marker
 
 if TYPE_CHECKING:
     from octavo.server.call_parser import Wait
@@ -27,7 +26,7 @@ class HermesParser(ToolParser):
             if (yield from self._call()):
                 yield from self._skip_space()
                 if not (yield from self._takes(self.closer)):
-                    self._skip_cut(self.closer)
+                    self._drop_cut(self.closer)
                 yield from self._skip_space()
                 self._drop()
 
@@ -41,9 +40,8 @@ class LlamaParser(ToolParser):
     def _read(self) -> Wait[None]:
         yield from self._skip_space()
         self._is_tagged = yield from self._takes(self.opener)
-        if self._is_cut and without_cut_marker(self._text, self.opener) <= self._position:
-            self._skip_cut(self.opener)
-            self._drop()
+        if not self._is_tagged:
+            self._drop_cut(self.opener)
         while (yield from self._skip_space()) == "{" and (yield from self._call()):
             if (yield from self._skip_space()) == ";":
                 self._position += 1
