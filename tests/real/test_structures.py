@@ -13,19 +13,17 @@ import shutil
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 
 import jsonschema
 import pytest
+from answer_reading import read_answer
 from server import running
 
-from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
-from octavo.engine.output_processor import OutputProcessor
+from octavo import CacheConfig, LLMEngine, ModelConfig, SchedulerConfig
 from octavo.launch import Checkpoint, make_processors
-from octavo.outputs import EngineCoreOutput
-from octavo.sampling_params import RequestOutputKind
-from octavo.server.answer_form import AnswerForm, AnswerReader, AnswerStyle
-from octavo.server.parts import joined
+from octavo.server.answer_form import AnswerForm, AnswerStyle
 from octavo.server.tools import read_chat_tools
 
 logger = logging.getLogger(__name__)
@@ -273,30 +271,15 @@ WRITTEN = {  # what models of these families write
 }
 
 
-class Reader:
-    """Tokens to what a client gets, as the server does it."""
-
-    def __init__(self, path):
-        config = ModelConfig(model=str(path))
-        inputs, _ = make_processors(config, Checkpoint.find(config))
-        style = AnswerStyle.find("auto", "auto", inputs)
-        toolbox = read_chat_tools(TOOLS, None, True, style.tools)
-        self.tokenizer = inputs.tokenizer
-        self._prompt = inputs.chat_prompt(MESSAGES, tools=list(toolbox.given))
-        self._form = AnswerForm.of(style, toolbox, self._prompt["prompt"])
-        self._params = self._form.applied_to(SamplingParams(output_kind=RequestOutputKind.DELTA))
-
-    def read(self, pieces, finish_reason):
-        """Return the parts of an answer that comes in these pieces."""
-        outputs, reader, parts = OutputProcessor(self.tokenizer, lambda: 0.0), AnswerReader(self._form), []
-        prompt_ids = self._prompt["prompt_token_ids"]
-        outputs.add_request("a", ["a"], None, prompt_ids, self._params, arrival_time=0.0)
-        for index, piece in enumerate(pieces):
-            is_last = index == len(pieces) - 1
-            news = EngineCoreOutput("a", piece, finish_reason=finish_reason if is_last else None)
-            for output in outputs.process([news]).request_outputs:
-                parts += reader.read(output.outputs[0])
-        return joined(parts)
+def reader_of(path):
+    """Return a tokenizer, and a function: pieces of tokens and why they end -> the answer's parts."""
+    config = ModelConfig(model=str(path))
+    inputs, _ = make_processors(config, Checkpoint.find(config))
+    style = AnswerStyle.find("auto", "auto", inputs)
+    toolbox = read_chat_tools(TOOLS, None, True, style.tools)
+    prompt = inputs.chat_prompt(MESSAGES, tools=list(toolbox.given))
+    form = AnswerForm.of(style, toolbox, prompt["prompt"])
+    return inputs.tokenizer, partial(read_answer, inputs.tokenizer, form, prompt["prompt_token_ids"])
 
 
 def told(parts):
@@ -312,8 +295,8 @@ def told(parts):
 @pytest.mark.parametrize("name", WRITTEN)
 def test_calls_that_models_write_are_read_wherever_they_are_cut(name, checkpoint, sampled):
     """Token by token and at once; with a role's tag among them, which is none of the text; in letters, too."""
-    reader, text = Reader(checkpoint(name)), WRITTEN[name]
-    tokenizer = reader.tokenizer
+    text = WRITTEN[name]
+    tokenizer, read = reader_of(checkpoint(name))
     content = "I look." if "I look." in text else ""
     reasoning = "I could write <tool_call>, or not." if THOUGHT in text else ""
     expected = (content, reasoning, [["get_weather", CITY], ["now", "{}"]])
@@ -324,11 +307,11 @@ def test_calls_that_models_write_are_read_wherever_they_are_cut(name, checkpoint
         written.append([each for letter in text for each in tokenizer.encode(letter, add_special_tokens=False)])
     for ids in written:
         whole = [*ids, tokenizer.eos_token_id]
-        assert told(reader.read([whole], "stop")) == expected
-        assert told(reader.read([[each] for each in whole], "stop")) == expected
+        assert told(read([whole], "stop")) == expected
+        assert told(read([[each] for each in whole], "stop")) == expected
         for cut in sampled(range(1, len(ids) + 1)):
-            parts = reader.read([ids[:cut]], "length")
-            assert reader.read([[each] for each in ids[:cut]], "length") == parts, cut
+            parts = read([ids[:cut]], "length")
+            assert read([[each] for each in ids[:cut]], "length") == parts, cut
             begun, thought, calls = told(parts)
             assert f"{content}\n".startswith(begun), cut
             assert reasoning.startswith(thought), cut
