@@ -16,7 +16,7 @@ JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_sepa
 # the added token, which it then refuses.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 # Blanks at a beginning are few, too: chat templates put up to two line feeds around reasoning.
-_SPACE = "SPACE: /\\s{0,4}/"
+_SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"  # which JSON allows before it
 FEW_BLANKS = "& ~/\\s{5,}(.|\\n)*/"
 _ANY = f"/(.|\\n)*/ {FEW_BLANKS}"
 _TEXT_RULE = re.compile(r"^TEXT: /.*/$", re.MULTILINE)  # how a grammar of text with calls in it names the text

@@ -256,6 +256,7 @@ def test_blanks_before_a_structure_are_few(grammars: Grammars, free_from: str | 
     begin = f"{free_from or ''}Hm.</think>"
     for count in range(7):
         assert grammars.accepts(structure, begin + "\n" * count + '{"city": "Rome"}') is (count < 5)
+        assert grammars.accepts(structure, begin + "\u3000" * count + '{"city": "Rome"}') is (count == 0), "no JSON"
         assert grammars.accepts(structure, begin.replace("Hm", " " * count + "Hm") + '{"city": "Rome"}') is (count < 5)
         if free_from is not None:
             assert grammars.accepts(structure, "\n" * count + '{"city": "Rome"}') is (count < 5)
