@@ -64,6 +64,10 @@ def comparable(response: Any) -> dict[str, Any]:
     return fields  # type: ignore[no-any-return]
 
 
+def allowed(*names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": name} for name in names]}
+
+
 def rebuild(events: list[Any]) -> list[dict[str, Any]]:
     """Put the items together from what grew alone."""
     items: list[dict[str, Any]] = []
@@ -105,6 +109,13 @@ def test_stream_equals_whole(client: openai.OpenAI, options: dict[str, Any]) -> 
         for item in whole.output
     ]
     assert [item["text"] for item in rebuild(events)] == texts
+
+
+def test_only_tools_that_are_allowed_are_called(client: openai.OpenAI) -> None:
+    choice: Any = allowed("now")
+    response = client.responses.create(**ASKED, tools=[WEATHER, NOW], tool_choice=choice)  # type: ignore[call-overload]
+    assert [item.name for item in response.output if item.type == "function_call"] == ["now"]
+    assert response.tool_choice.to_dict() == choice
 
 
 def test_a_prompt_is_counted_as_it_is_answered(client: openai.OpenAI) -> None:
@@ -181,6 +192,11 @@ def test_a_whole_conversation_reaches_the_template() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": ["auto"]}, "tool_choice"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "now"}}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": allowed("then")}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 1000.0}, "temperature"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format"),

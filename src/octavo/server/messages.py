@@ -23,7 +23,7 @@ from octavo.server.message_blocks import read_conversation
 from octavo.server.openai_requests import ANTHROPIC_HARMLESS, Strings, check_extra
 from octavo.server.openai_responses import PromptTokensDetails, Receipt, Usage
 from octavo.server.sampling import read_response_format
-from octavo.server.tools import Toolbox, read_function
+from octavo.server.tools import Choice, Toolbox, read_function
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -232,8 +232,8 @@ def _read_tools(request: CountTokensRequest, tool_format: ToolFormat | None) -> 
     elif not isinstance(kind, str) or kind not in _CHOICES:
         _refuse_choice()
     parallel = False if wanted.get("disable_parallel_tool_use") is True else None
-    choice = _CHOICES.get(str(kind), "auto")
-    return Toolbox.make(described, tool_format, choice=choice, named=named, parallel=parallel)
+    choice = Choice(_CHOICES.get(str(kind), "required"), named)
+    return Toolbox.make(described, tool_format, choice, parallel=parallel)
 
 
 def _refuse_choice() -> NoReturn:

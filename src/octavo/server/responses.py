@@ -271,8 +271,9 @@ def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> To
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise RequestError(f"{place}: only tools of type function are here", parameter=f"{place}.type")
         described.append(read_function(tool, place))
-    choice, named = read_choice(request.tool_choice, lambda wanted: wanted.get("name"))
-    return Toolbox.make(described, tool_format, choice=choice, named=named, parallel=request.parallel_tool_calls)
+    has_tools = request.tools is not None
+    choice = read_choice(request.tool_choice, lambda wanted: wanted.get("name"), has_tools=has_tools)
+    return Toolbox.make(described, tool_format, choice, parallel=request.parallel_tool_calls)
 
 
 # --- what is answered
