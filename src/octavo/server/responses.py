@@ -18,13 +18,8 @@ from octavo.server.answering import Job, News, answer, encoder, read_timeout
 from octavo.server.body import look_at
 from octavo.server.chat import render
 from octavo.server.conversation import effort_options, extra_template_options, read_arguments, read_text
-from octavo.server.openai_requests import (
-    HARMLESS,
-    Priority,
-    SamplingControls,
-    SamplingFields,
-    check_extra,
-)
+from octavo.server.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, ExtraFields
+from octavo.server.openai_requests import Priority, SamplingControls
 from octavo.server.openai_responses import Receipt  # noqa: TC001 - msgspec reads the types of fields
 from octavo.server.sampling import read_logit_bias, read_response_format
 from octavo.server.tools import Toolbox, read_choice, read_function
@@ -69,7 +64,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (None,),
     "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
-    **SamplingFields.unsupported,
+    **UNSUPPORTED_OR_ALIAS,
 }
 # The same inside of objects.
 _UNSUPPORTED_PARTS: dict[str, tuple[Any, ...]] = {
@@ -165,7 +160,7 @@ class InputTokens(Struct):
 async def create_response(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
     """Answer a conversation."""
     model = service.check_model(request.model)
-    _refuse_unsupported(request)
+    _refuse_unsupported(request, service.extra_fields)
     params = _params(request, service.default_params, service.model_info.generation_defaults.get("max_tokens"))
     timeout_s = read_timeout(http_request, service.config.request_timeout_s)
     style = service.answer_style
@@ -191,7 +186,7 @@ async def create_response(service: Service, http_request: Request, request: Resp
 async def count_input_tokens(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
     """Tell how many tokens a conversation's prompt has; how it would be answered is not looked at."""
     service.check_model(request.model)
-    _refuse_unsupported(request)
+    _refuse_unsupported(request, service.extra_fields)
     tool_format = service.answer_style.tools
     messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, tool_format))
     with service.enter(http_request, 1):
@@ -212,9 +207,9 @@ async def _render(
         raise
 
 
-def _refuse_unsupported(request: ResponsesRequest) -> None:
+def _refuse_unsupported(request: ResponsesRequest, extra_fields: ExtraFields) -> None:
     extra = request.model_extra or {}
-    check_extra(extra, _UNSUPPORTED, HARMLESS)
+    extra_fields.check(extra, _UNSUPPORTED, HARMLESS)
     objects = {**extra, "reasoning": request.reasoning, "text": request.text}
     for name, neutral in _UNSUPPORTED_PARTS.items():
         outer, inner = name.split(".")
