@@ -22,11 +22,12 @@ DATA = {
     "metrics",
     "logs",
 }
-# room -> rooms it may import, itself included; `grammars` is a tool of both sides
+# room -> rooms it may import, itself included; `grammars`, which reads by `gbnf`, is a tool of both sides
 MAY_IMPORT = {
     "data": DATA,
     "core": DATA | {"core"},
-    "grammars": DATA | {"grammars"},
+    "gbnf": {"gbnf"},
+    "grammars": DATA | {"gbnf", "grammars"},
     "engine": DATA | {"core", "engine", "grammars"},
     "journal": DATA | {"core", "journal"},
     "server": DATA | {"core", "engine", "server", "grammars", "journal"},  # which explains
@@ -39,8 +40,9 @@ JOINTS = {
     "build", "launch", "engine_main", "llm", "cli", "doctor", "assets", "__main__", "__init__", "compatibility",
     "progress", "garbage",
 }  # fmt: skip
-STANDARD_LIBRARY_ONLY = DATA | {"core"}
+STANDARD_LIBRARY_ONLY = DATA | {"core", "gbnf"}
 NO_TORCH = DATA | {
+    "gbnf",
     "grammars",
     "core",
     "engine",
