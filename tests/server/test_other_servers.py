@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anthropic
 import openai
 import pytest
 from fakes import FakeChatTemplate, FakeExecutor, answer_text
@@ -225,13 +226,16 @@ def test_what_is_wrong_is_named_as_it_was_sent(
 @pytest.mark.parametrize("name", ["n_predict", "grammar", "json_schema", "mirostat", "truncate_prompt_tokens", "regex"])
 @pytest.mark.parametrize("route", ["/v1/responses", "/v1/messages"])
 def test_other_routes_refuse_them_by_name(keeper: Running, route: str, name: str) -> None:
-    sound = {"model": "fake", "input": PROMPT, "messages": MESSAGES, "max_tokens": 3}
-    if route == "/v1/responses":
-        sound = {"input": PROMPT}
-    with keeper.http() as http:
-        response = http.post(route, json={**sound, name: 5})
-    assert response.status_code == 400, response.text
-    assert name in response.json()["error"]["message"]
+    with (
+        openai.OpenAI(base_url=f"{keeper.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client,
+        anthropic.Anthropic(base_url=keeper.url, api_key="none", max_retries=0, timeout=DEADLINE_S) as claude,
+    ):
+        if route == "/v1/responses":
+            with pytest.raises(openai.BadRequestError, match=name):
+                client.responses.create(model="fake", input=PROMPT, extra_body={name: 5})
+        else:
+            with pytest.raises(anthropic.BadRequestError, match=name):
+                claude.messages.create(model="fake", messages=MESSAGES, max_tokens=3, extra_body={name: 5})
 
 
 # --- fields that nobody knows

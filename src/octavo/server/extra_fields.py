@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
 from octavo.errors import RequestError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _MAX_NAMED = 100  # unknown fields that a process names: clients choose the names
 _MAX_NAME_CHARS = 40
+_MAX_LOOKED_AT = 1000  # of one request's: the event loop waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +326,7 @@ class ExtraFields:
             return
         refuse(extra, unsupported)
         new = []
-        for name in extra:
+        for name in islice(extra, _MAX_LOOKED_AT):
             if len(self._named) == _MAX_NAMED:
                 break
             shown = name[:_MAX_NAME_CHARS]
@@ -338,6 +340,7 @@ class ExtraFields:
 
 def refuse(given: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise `RequestError` for the first field that would change the answer."""
-    for name, value in given.items():
-        if name in unsupported and value is not None and not any(value == each for each in unsupported[name]):
+    for name, neutral in unsupported.items():
+        value = given.get(name)
+        if value is not None and not any(value == each for each in neutral):
             raise RequestError(f"{name} is not supported by this server", parameter=name)
