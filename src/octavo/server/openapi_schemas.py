@@ -222,6 +222,7 @@ MORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "tool_choice": {"anyOf": [_CHOICE, _object(("type", "name"), type={"const": "function"}, name=_TEXT)]},
             "text": _object(format=_object(("type",), type={"enum": ["text", "json_object", "json_schema"]})),
             "reasoning": _object(effort={"type": ["string", "null"]}),
+            "top_logprobs": _number(0, MAX_LOGPROBS, "integer"),
             "cache_salt": _SAMPLING["cache_salt"],
         },
     ),
