@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octavo.errors import OctavoError, QueueFullError, RequestError
+from octavo.gbnf import is_gbnf, to_lark
 from octavo.lark import JSON_OPTIONS, by_id, free_start, whole_grammar
 
 if TYPE_CHECKING:
@@ -326,7 +327,8 @@ def _structure_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
             case "choice":
                 return str(llguidance.grammar_from("choice", json.dumps(wanted.choice)))
             case _:
-                return str(llguidance.grammar_from("grammar", wanted.grammar))
+                text = str(wanted.grammar)
+                return str(llguidance.grammar_from("lark", to_lark(text) if is_gbnf(text) else text))
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"{wanted.kind}: {_first_line(str(error))}", parameter=_PARAMETER) from None
 

@@ -536,7 +536,7 @@ def test_each_refusal_is_counted_once_with_its_reason(tmp_path: Path, caplog: py
             check("not_found", 404, http.get("/nothing", headers=key))
             check("method_not_allowed", 405, http.get(COMPLETIONS, headers=key))
             check("not_allowed", 403, http.get("/metrics", headers=key))
-            check("bad_request", 400, post(key, max_tokens=-1))
+            check("bad_request", 400, post(key, max_tokens=-2))
             check("bad_request", 400, post(small, n=2))
             check("bad_request", 422, http.post("/generate", json={"inputs": 1}, headers=key))
             check("model_not_found", 404, post(key, model="nobody"))

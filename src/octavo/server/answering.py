@@ -12,7 +12,7 @@ import math
 import time
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 encoder = msgspec.json.Encoder()
 T = TypeVar("T")
+Choice = TypeVar("Choice", bound=msgspec.Struct)
+Chunk = TypeVar("Chunk", bound=msgspec.Struct)
 _MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
 
 
@@ -79,10 +81,10 @@ def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]
         "continuous_usage": bool(options and options.include_usage and options.continuous_usage_stats),
         "priority": request.priority or 0,
         "cache_salt": request.cache_salt,
-        "spelled": {
-            "prompt": prompt_field,
-            "structured_outputs": "structured_outputs" if request.response_format is None else "response_format",
-        },
+        "spelled": request.spelled(
+            prompt=prompt_field,
+            structured_outputs="structured_outputs" if request.response_format is None else "response_format",
+        ),
     }
 
 
@@ -125,7 +127,7 @@ def event(data: Any) -> bytes:
     return b"data: " + encoder.encode(data) + b"\n\n"
 
 
-class OpenAIReply:
+class OpenAIReply(Generic[Choice, Chunk]):
     """What replies share that are chunks."""
 
     _done = b"data: [DONE]\n\n"
@@ -134,22 +136,43 @@ class OpenAIReply:
         self._job = job
 
     def news(self, news: News, usage: Usage | None) -> bytes:
-        """Return a chunk, also where its text is held back: who counts chunks sees when tokens come."""
-        return event(self._chunk(news, usage))
+        """Return a chunk, also where its text is held back: who counts chunks sees when tokens come.
+
+        Why a choice ended stands in a last chunk of its own: a loop that ends there has read everything.
+        """
+        choices = [self._grown(news)]
+        if news.completion.finished:
+            choices.append(self._ended(news))
+        chunks = [self._event([choice], usage) for choice in choices if choice is not None]
+        if news.is_first:
+            self._begin(chunks[0], news)
+        return b"".join(map(event, chunks))
 
     def end(self, usage: Usage) -> bytes:
         """Return the counts, if they are asked for, and the end."""
-        return event(self._usage_chunk(usage)) + self._done if self._job.include_usage else self._done
+        return event(self._event([], self._counted(usage))) + self._done if self._job.include_usage else self._done
 
     def error(self, error: HttpError) -> bytes:
         """Return an error object, and the end."""
         return event(error.body) + self._done
 
-    def _chunk(self, news: News, usage: Usage | None) -> msgspec.Struct:
+    def _grown(self, news: News) -> Choice | None:
+        """Return what a choice grew by; None where a client hears of nothing."""
         raise NotImplementedError
 
-    def _usage_chunk(self, usage: Usage) -> msgspec.Struct:
+    def _ended(self, news: News) -> Choice:
+        """Return why a choice ended, and nothing else."""
         raise NotImplementedError
+
+    def _event(self, choices: list[Choice], usage: Usage | None) -> Chunk:
+        raise NotImplementedError
+
+    def _begin(self, event: Chunk, news: News) -> None:
+        """Add what the first chunk of a choice has besides."""
+
+    def _counted(self, usage: Usage) -> Usage:
+        """Return the last counts."""
+        return usage
 
 
 class UsageCounter:

@@ -15,7 +15,8 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.answering import Job, answer_whole, read_timeout
 from octavo.server.body import look_at
 from octavo.server.completions import read_prompts
-from octavo.server.openai_requests import HARMLESS, Priority, check_extra
+from octavo.server.extra_fields import HARMLESS
+from octavo.server.openai_requests import Priority  # noqa: TC001 - pydantic reads the types of fields
 from octavo.server.openai_responses import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads the types
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class EmbeddingList(Struct):
 async def create_embeddings(service: Service, http_request: Request, request: EmbeddingRequest) -> Response:
     """Turn texts into vectors of length 1."""
     model = service.check_model(request.model)
-    check_extra(request.model_extra, _UNSUPPORTED, HARMLESS)
+    service.extra_fields.check(request.model_extra, _UNSUPPORTED, HARMLESS)
     prompts = await look_at(http_request, lambda: read_prompts(request.input, "input", MAX_INPUTS))
     size = service.model_info.hidden_size
     if request.dimensions is not None and not 0 < request.dimensions <= size:

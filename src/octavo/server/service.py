@@ -23,6 +23,7 @@ from octavo.server.admission import Admission
 from octavo.server.answer_form import AnswerStyle
 from octavo.server.cutting import Cutter
 from octavo.server.errors import AuthenticationError, ModelNotFoundError, ServerClosingError
+from octavo.server.extra_fields import ExtraFields
 from octavo.server.metrics import Metrics
 from octavo.server.tenants import Keyring
 
@@ -70,6 +71,7 @@ class Service:
             self.config.max_open_requests, self.config.max_num_waiting_tokens, _BODIES * self.config.max_body_bytes
         )
         self.cutter = Cutter()
+        self.extra_fields = ExtraFields()
         self.metrics = Metrics(self)
         self.tracing = _make_tracing(self.config.otlp_traces_endpoint)
         self.keyring: Keyring | None = None

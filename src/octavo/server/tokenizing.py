@@ -12,7 +12,8 @@ from starlette.responses import Response
 from octavo.errors import RequestError
 from octavo.server.answering import encoder
 from octavo.server.conversation import read_messages, template_options
-from octavo.server.openai_requests import HARMLESS, TokenIds, check_extra
+from octavo.server.extra_fields import HARMLESS
+from octavo.server.openai_requests import TokenIds  # noqa: TC001 - pydantic reads the types of fields
 from octavo.server.openai_responses import Detokenized, Tokenized
 from octavo.server.tools import read_chat_tools
 
@@ -57,7 +58,7 @@ class DetokenizeRequest(BaseModel):
 async def tokenize(service: Service, http_request: Request, request: TokenizeRequest) -> Response:
     """Return the token ids of a text or a conversation."""
     service.check_model(request.model)
-    check_extra(request.model_extra, _UNSUPPORTED, HARMLESS)
+    service.extra_fields.check(request.model_extra, _UNSUPPORTED, HARMLESS)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give prompt or messages, one of them", parameter="prompt")
     if request.messages is not None and request.add_special_tokens:
