@@ -37,7 +37,7 @@ class ContentLogprobs:
             self._pending.append((text, position))
             self._sort(self._parser.feed(text))
         if completion.finished:
-            self._sort(self._parser.finish())
+            self._sort(self._parser.finish(is_cut=not has_end))
 
     def take(self, run: int) -> list[TokenLogprob]:
         """Return those of a run's tokens that have come since."""
