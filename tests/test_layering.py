@@ -22,12 +22,13 @@ DATA = {
     "metrics",
     "logs",
 }
-# room -> rooms it may import, itself included; `grammars` is a tool of both sides
+# room -> rooms it may import, itself included; `grammars` and `turns` are tools of both sides
 MAY_IMPORT = {
     "data": DATA,
     "core": DATA | {"core"},
-    "grammars": DATA | {"grammars"},
-    "engine": DATA | {"core", "engine", "grammars"},
+    "turns": DATA | {"turns"},
+    "grammars": DATA | {"grammars", "turns"},
+    "engine": DATA | {"core", "engine", "grammars", "turns"},
     "journal": DATA | {"core", "journal"},
     "server": DATA | {"core", "engine", "server", "grammars", "journal"},  # which explains
     "kernels": DATA | {"kernels", "_kernels"},
@@ -42,6 +43,7 @@ JOINTS = {
 STANDARD_LIBRARY_ONLY = DATA | {"core"}
 NO_TORCH = DATA | {
     "grammars",
+    "turns",
     "core",
     "engine",
     "journal",
