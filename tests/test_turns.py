@@ -40,9 +40,7 @@ class Order:
         return lambda: self.ran.append(name)
 
 
-def test_one_key_s_many_tasks_hold_another_key_up_for_one(
-    executor: ThreadPoolExecutor, gate: threading.Event
-) -> None:
+def test_one_key_s_many_tasks_hold_another_key_up_for_one(executor: ThreadPoolExecutor, gate: threading.Event) -> None:
     turns, order = Turns(executor, 20), Order()
     futures = [turns.submit("greedy", order.task(f"greedy {index}")) for index in range(20)]
     futures += [turns.submit("modest", order.task(f"modest {index}")) for index in range(2)]

@@ -52,8 +52,8 @@ class PromptTooLongError(RequestError):
         if num_tokens >= max_model_len:
             rest = "" if is_all else " (counted so far)"
             raise cls(
-                f"prompt is too long: {num_tokens} tokens > {max_model_len - 1} maximum{rest}; this model's maximum context "
-                f"length is {max_model_len} tokens (max_model_len), and the output needs one",
+                f"prompt is too long: {num_tokens} tokens > {max_model_len - 1} maximum{rest}; this model's maximum "
+                f"context length is {max_model_len} tokens (max_model_len), and the output needs one",
                 parameter="prompt",
             )
 

@@ -26,7 +26,9 @@ class Turns:
     which field of a request that is about.
     """
 
-    def __init__(self, executor: Executor, max_waiting: float = math.inf, refusal: str = "", parameter: str | None = None) -> None:
+    def __init__(
+        self, executor: Executor, max_waiting: float = math.inf, refusal: str = "", parameter: str | None = None
+    ) -> None:
         self._executor = executor
         self._max_waiting, self._refusal, self._parameter = max_waiting, refusal, parameter
         self._waiting: OrderedDict[str, deque[_Task]] = OrderedDict()  # whose turn is next comes first

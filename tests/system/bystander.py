@@ -104,7 +104,10 @@ CASES: dict[str, Case] = {
     "most token ids": (COMPLETIONS, lambda: filled(b'{"max_tokens":1,"prompt":[', b"17", b"]}")),
     "most lists": (CHAT, lambda: filled(b'{"messages":[', b"[]", b"]}")),
     "most objects": (CHAT, lambda: filled(b'{"messages":[', b"{}", b"]}")),
-    "most fields": (CHAT, lambda: b'{"messages":[{"role":"user","content":"a"}],"max_tokens":1,' + keys(600_000) + b"}"),
+    "most fields": (
+        CHAT,
+        lambda: b'{"messages":[{"role":"user","content":"a"}],"max_tokens":1,' + keys(600_000) + b"}",
+    ),
     "most metadata": (CHAT, lambda: b'{"messages":[],"max_tokens":1,"metadata":{' + keys(600_000) + b"}}"),
     "largest logit_bias": (
         COMPLETIONS,

@@ -9,6 +9,7 @@ vocabulary made with one that does not would have tokens across. Whether a vocab
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.engine.text_work import progress
@@ -26,8 +27,11 @@ _BLANK, _BREAK = "Ġ▁ ", "Ċ\n"
 _ACROSS_BLANK = re.compile(f"[A-Za-z][{_BLANK}]")
 _ACROSS_BREAK = re.compile(f"[{_BREAK}][^{_BREAK}{_BLANK}ĉč\t\r\f\v]")
 _BLANK_CUT, _BREAK_CUT = r"(?<=[A-Za-z])(?= [A-Za-z])", r"(?<=\n)(?=\S)"
-# What a text consists of, with all that may stand around a cut: a tokenizer must take it apart as said above.
-_SAMPLE = "A fox's 1234567 tails.\nIt said\n(twice): x_y = [0] \n\n  if a b:\n\tc  d\r\n\u72d0\n\u72d0\u72d0 e\u0301 \u00e9t\u00e9 z  \n"
+# All that may stand around a place to cut: a tokenizer must take it apart as said above.
+_SAMPLE = (
+    "A fox's 1234567 tails.\nIt said\n(twice): x_y = [0] \n\n  if a b:\n\tc  d\r\n"
+    "\u72d0\n\u72d0\u72d0 e\u0301 \u00e9t\u00e9 z  \n"
+)
 
 
 class WholeEncoder(Protocol):
@@ -102,7 +106,7 @@ class LongTextEncoder:
             start = end
 
     def _ids(self, text: str, start: int, end: int) -> list[int]:
-        """Return the ids of a piece. A word before it is taken along and left out: some normalizers change a beginning."""
+        """Return the ids of a piece. A word before it goes along and is left out: some normalizers change beginnings."""
         before = self._cut_before(text, start)
         if before == start:
             return self._encode(text[start:end], add_special_tokens=False)
@@ -137,7 +141,7 @@ class LongTextEncoder:
         assert self._cut is not None
         text = _SAMPLE * 2
         places = [0, *(found.start() for found in self._cut.finditer(text)), len(text)]
-        pieces = (self._ids(text, start, end) for start, end in zip(places, places[1:], strict=False))
+        pieces = (self._ids(text, start, end) for start, end in pairwise(places))
         return [id_ for piece in pieces for id_ in piece] == self._encode(text, add_special_tokens=False)
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:

@@ -6,7 +6,6 @@ What one request's texts cost no other request waits for, unless it has texts of
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import threading
 import time
@@ -58,7 +57,7 @@ _local = threading.local()  # `work`: what this thread does
 def progress(num_tokens: int = 0) -> None:
     """Tell that so many more tokens were read by the work that this thread does, where it does any.
 
-    Raises where that shall not go on, as nobody waits for it or it took too long: so whatever takes long calls it often.
+    Raises where that shall not go on, as nobody waits for it or it took too long: whatever takes long calls it often.
     """
     work: _Work | None = getattr(_local, "work", None)
     if work is not None:

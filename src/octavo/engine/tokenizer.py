@@ -126,8 +126,10 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; ids that the tokenizer does not know are nothing."""
-        text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        ids = list(token_ids)
+        if len(ids) <= _SHORT_CHARS:
+            return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
+        return str(self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
 
     @property
     def longest_token_chars(self) -> int:

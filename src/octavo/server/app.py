@@ -50,6 +50,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.config = config
     app.state.admission = service.admission
     app.state.cutter = service.cutter
+    app.state.text = service.llm.text
     add_error_handlers(app)
     _add_routes(app, service)
     _add_model_routes(app, service)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
@@ -29,7 +30,10 @@ _HUGE = 2**64
 
 
 def body_of(schema: type[Schema]) -> Callable[[Request], Awaitable[Schema]]:
-    """Make the dependency that gives a route its checked body."""
+    """Make the dependency that gives a route its checked body.
+
+    The request's time counts from when that has arrived: `request.state.deadline`, on the clock of the event loop.
+    """
 
     async def read(request: Request) -> Schema:
         config: ServerConfig = request.app.state.config
@@ -40,6 +44,8 @@ def body_of(schema: type[Schema]) -> Callable[[Request], Awaitable[Schema]]:
             except TimeoutError:
                 raise SlowBodyError(f"the request's body did not arrive within {config.body_timeout_s:g} s") from None
             request.state.num_body_bytes = len(body)
+            timeout_s = read_timeout(request, config.request_timeout_s)
+            request.state.deadline = asyncio.get_running_loop().time() + timeout_s
             return await look_at(request, lambda: parse(schema, body))
 
     return read
@@ -47,7 +53,23 @@ def body_of(schema: type[Schema]) -> Callable[[Request], Awaitable[Schema]]:
 
 async def look_at(request: Request, work: Callable[[], T]) -> T:
     """Do what takes as long as the request's body is large: beside the event loop where it is."""
-    return await beside(entries_of_bytes(request.state.num_body_bytes), work)
+    state = request.state
+    entries = entries_of_bytes(state.num_body_bytes)
+    return await beside(request.app.state.text, entries, work, tenant=state.tenant.name, deadline=state.deadline)
+
+
+def read_timeout(request: Request, limit_s: float) -> float:
+    """Return the seconds of X-Request-Timeout, at most the limit. Raises `RequestError` for what is no time."""
+    given = request.headers.get("x-request-timeout")
+    if given is None:
+        return limit_s
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise RequestError("X-Request-Timeout must be a number of seconds above 0", parameter="X-Request-Timeout")
+    return min(seconds, limit_s)
 
 
 @contextlib.contextmanager

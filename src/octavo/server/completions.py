@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET
 
 from octavo.errors import RequestError
-from octavo.server.answering import Job, News, OpenAIReply, answer, openai_options, read_timeout
+from octavo.server.answering import Job, News, OpenAIReply, answer, openai_options
 from octavo.server.body import look_at
 from octavo.server.logprobs import completion_logprobs, prompt_logprobs
 from octavo.server.openai_responses import Completion, CompletionChoice, CompletionLogprobs, Usage
@@ -33,13 +33,13 @@ async def create_completion(service: Service, http_request: Request, request: Co
     """Continue one or several prompts."""
     model = service.check_model(request.model)
     request.refuse_unsupported()
-    prompts = await look_at(http_request, lambda: read_prompts(request.prompt))
-    params = _params(request, service.default_params)
+    prompts, params = await look_at(
+        http_request, lambda: (read_prompts(request.prompt), _params(request, service.default_params))
+    )
     if len(prompts) * params.n > MAX_CHOICES:
         raise RequestError(
             f"{len(prompts)} prompts, n = {params.n} times each: the limit is {MAX_CHOICES}", parameter="n"
         )
-    timeout_s = read_timeout(http_request, service.config.request_timeout_s)
     decode = service.llm.engine.output_processor.decode
     echo = Echo(bool(request.echo), is_alone=request.max_tokens == 0, num_chars={}, decode=decode)
     show_prompt_logprobs = request.prompt_logprobs is not None
@@ -50,7 +50,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
             prompts=prompts,
             params=params,
             place=place,
-            timeout_s=timeout_s,
+            deadline=http_request.state.deadline,
             **openai_options(request, "prompt"),
         )
         if request.prompt_logprobs is None:  # those of an echo

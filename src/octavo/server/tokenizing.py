@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
+from octavo.engine.text_work import progress
 from octavo.errors import RequestError
 from octavo.server.answering import encoder
 from octavo.server.conversation import read_messages, template_options
@@ -73,8 +73,8 @@ async def detokenize(service: Service, http_request: Request, request: Detokeniz
 
 async def _in_thread(service: Service, http_request: Request, work: Callable[[], Struct]) -> Response:
     """Do the work, and spell its result, beside the event loop; it takes a place like any other request."""
-    with service.enter(http_request, 1):
-        content = await asyncio.to_thread(lambda: encoder.encode(work()))
+    with service.enter(http_request, 1) as place:
+        content = await service.read(http_request, place, lambda: encoder.encode(work()))
     return Response(content, media_type="application/json")
 
 
@@ -93,6 +93,7 @@ def _tokenized(service: Service, request: TokenizeRequest) -> Tokenized:
 
 def _detokenized(service: Service, request: DetokenizeRequest) -> Detokenized:
     vocab_size = service.model_info.vocab_size
+    progress(len(request.tokens))
     for index, token_id in enumerate(request.tokens):
         if not 0 <= token_id < vocab_size:
             message = f"tokens[{index}]: token id {token_id} is outside the vocabulary of {vocab_size}"
