@@ -22,8 +22,8 @@ T = TypeVar("T")
 class Turns:
     """Tasks for one executor, tenant after tenant: who has many waiting waits for them alone. Any thread may ask.
 
-    max_waiting: tasks of one tenant that have not begun, math.inf for no limit. refusal: what who asks for one more is told, and parameter:
-    which field of a request that is about.
+    max_waiting: tasks of one tenant that have not begun, math.inf for no limit. refusal: what who asks for one more is
+    told, and parameter: which field of a request that is about.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path  # noqa: TC003 - typer reads the types
@@ -41,6 +42,9 @@ _ACCESS = "Access"
 _LIMITS = "Limits"
 _DEFAULT = ServerConfig()
 _PACKAGES = ("zmq", "msgspec", "fastapi", "uvicorn", "httptools", "prometheus_client")  # that only a server needs
+# So long may one thread keep the interpreter while others wait for it. A request changes threads several times, and
+# would wait each time for whoever reads a large one: Python's own 5 ms are made for throughput.
+SWITCH_INTERVAL_S = 0.0005
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -376,6 +380,7 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
             if config.dashboard:
                 say(f"dashboard at {address}/dashboard")
             say(f"serving {names} at {address}/v1 - Ctrl-C stops")
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
             with returning_free_memory():
                 http.run(sockets=[sock])
             if llm.is_dead:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octavo.engine.generation_config import read_json_object
+from octavo.engine.template_environment import BoundedSandbox
 from octavo.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # Names under which a message carries its reasoning; templates read the first, older ones the others.
@@ -184,9 +185,7 @@ def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironm
         # Unlike jinja's own filter it does not escape for HTML.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
-    )
+    environment = BoundedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = strftime_now

@@ -106,7 +106,7 @@ class LongTextEncoder:
             start = end
 
     def _ids(self, text: str, start: int, end: int) -> list[int]:
-        """Return the ids of a piece. A word before it goes along and is left out: some normalizers change beginnings."""
+        """Return the ids of a piece. A word before it goes along and is left out: normalizers may change the first."""
         before = self._cut_before(text, start)
         if before == start:
             return self._encode(text[start:end], add_special_tokens=False)

@@ -15,6 +15,7 @@ from starlette.requests import Request  # noqa: TC002 - fastapi reads the types 
 from octavo.errors import QueueFullError, RequestError
 from octavo.server.answer_size import beside, entries_of_bytes
 from octavo.server.errors import BodyTooLargeError, SlowBodyError
+from octavo.server.json_structure import check_structure
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -115,6 +116,7 @@ async def _read_limited(request: Request, max_bytes: int, take: Callable[[int], 
 
 def parse(schema: type[Schema], body: bytes) -> Schema:
     """Parse JSON (NaN and Infinity are none) and check it. Raises `RequestError` naming the first bad field."""
+    check_structure(body)
     try:
         values = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

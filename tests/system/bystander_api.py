@@ -1,4 +1,4 @@
-"""What the worst requests that the limits allow cost a bystander: `python tests/system/bystander.py`, or names of cases.
+"""What the worst requests that limits allow cost a bystander: `python tests/system/bystander_api.py`, or some kinds.
 
 `octavo serve` as it stands, with its default limits. Of each kind eight requests are in flight, sent again as they end,
 while one client asks for one token, again and again. Its median time beside them may be at most `--ratio` times its own
