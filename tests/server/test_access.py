@@ -506,7 +506,7 @@ def test_each_refusal_is_counted_once_with_its_reason(tmp_path: Path, caplog: py
     key = bearer(add_key(path, Tenant(name="bob")))
     few = bearer(add_key(path, Tenant(name="few", requests_per_minute=1)))
     small = bearer(add_key(path, Tenant(name="small", max_concurrency=1)))
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nAuthorization: {key['Authorization']}\r\n".encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nAuthorization: {key['Authorization']}\r\n".encode()
     with run_server(api_keys_file=path, body_timeout_s=0.5, allowed_hosts=("127.0.0.1", "localhost")) as running:
         expected: Counter[str] = Counter()
 

@@ -15,7 +15,13 @@ import typer
 
 from octavo import logs
 from octavo.cli.command import command
-from octavo.cli.config_file import describe_configuration, describe_settings, read_defaults
+from octavo.cli.config_file import (
+    configuration,
+    describe_configuration,
+    describe_model,
+    describe_settings,
+    read_defaults,
+)
 from octavo.cli.engine_options import EngineOptions, parse_size
 from octavo.config import (
     DEFAULT_MAX_BODY_BYTES,
@@ -359,8 +365,10 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
     # What can go wrong without the model is found before it is loaded.
     logs.configure(config.log_level.upper(), server.log_format, audit_file=server.audit_log)
     say = logger.info if server.log_format == "json" else partial(typer.secho, err=True)
-    for line in (*describe_settings(context), *describe_configuration(config, engine.config())):
+    for line in (describe_model(engine.config(), config.served_model_names), *describe_settings(context)):
         say(line)
+    for line in describe_configuration(config, engine.config()):
+        logger.debug("%s", line)
     check_binding(server.host, config, insecure=server.insecure)
     check_files(config)
     max_connections = allow_open_files()
@@ -371,7 +379,8 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
             from octavo.server.serving import make_server
 
             with made_to_stay():
-                http = make_server(llm, config, max_connections=max_connections)
+                settings = configuration(config, engine.config())
+                http = make_server(llm, config, max_connections=max_connections, settings=settings)
             open_door(sock)
             host = f"[{server.host}]" if ":" in server.host else server.host
             scheme = "http" if config.ssl_certfile is None else "https"

@@ -14,7 +14,7 @@ from starlette.requests import Request  # noqa: TC002 - fastapi reads the types 
 
 from octavo.errors import QueueFullError, RequestError
 from octavo.server.answer_size import beside, entries_of_bytes
-from octavo.server.errors import BodyTooLargeError, SlowBodyError
+from octavo.server.errors import BodyTooLargeError, MediaTypeError, SlowBodyError
 from octavo.server.json_structure import check_structure
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def body_of(schema: type[Schema]) -> Callable[[Request], Awaitable[Schema]]:
 
     async def read(request: Request) -> Schema:
         config: ServerConfig = request.app.state.config
+        _check_media_type(request.headers.get("content-type"))
         with _room(request.app.state.admission.body_bytes, request.state.tenant) as take:
             try:
                 async with request.app.state.cutter.timeout(config.body_timeout_s):
@@ -50,6 +51,16 @@ def body_of(schema: type[Schema]) -> Callable[[Request], Awaitable[Schema]]:
             return await look_at(request, lambda: parse(schema, body))
 
     return read
+
+
+def _check_media_type(given: str | None) -> None:
+    """Take JSON alone: a browser sends a form, plain text or bytes of no type for any page, without asking (CORS).
+
+    Raises `MediaTypeError`.
+    """
+    if given is None or given.partition(";")[0].strip().lower() != "application/json":
+        said = "no Content-Type" if given is None else f"Content-Type {given[:60]!r}"
+        raise MediaTypeError(f"the body must be sent as Content-Type: application/json, got {said}")
 
 
 async def look_at(request: Request, work: Callable[[], T]) -> T:

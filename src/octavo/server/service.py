@@ -28,7 +28,7 @@ from octavo.server.metrics import Metrics
 from octavo.server.tenants import Keyring
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from starlette.requests import Request
 
@@ -61,11 +61,15 @@ class _Open:
 class Service:
     """One engine under its served names, who may use it, and how much of it is taken. Used on one event loop only.
 
+    settings: what was set, by part and name, for GET /server_info; nothing secret.
     Raises `ConfigError` where the file of keys cannot be used, or packages are missing for what is asked for.
     """
 
-    def __init__(self, llm: AsyncLLM, config: ServerConfig | None = None) -> None:
+    def __init__(
+        self, llm: AsyncLLM, config: ServerConfig | None = None, settings: Mapping[str, Any] | None = None
+    ) -> None:
         self.llm = llm
+        self.settings = dict(settings or {})
         self.config = config or ServerConfig()
         self.model_names = self.config.served_model_names or (self.model_info.name,)
         self.admission = Admission(
