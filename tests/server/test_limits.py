@@ -150,7 +150,8 @@ def test_large_but_lawful_headers_are_taken(shared: Running) -> None:
 def test_s8_trailers_are_not_kept(shared: Running) -> None:
     """Headers behind a chunked body: read past, and never collected."""
     body = json.dumps({"prompt": "hello", "max_tokens": 5}).encode()
-    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n".encode()
+    request += b"Connection: close\r\n\r\n"
     with connect(shared) as sock:
         sock.sendall(request + f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n")
         wait_until(lambda: shared.server.server_state.connections, "it is connected")

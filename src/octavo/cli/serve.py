@@ -367,8 +367,8 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
     say = logger.info if server.log_format == "json" else partial(typer.secho, err=True)
     for line in (describe_model(engine.config(), config.served_model_names), *describe_settings(context)):
         say(line)
-    for line in describe_configuration(config, engine.config()):
-        logger.debug("%s", line)
+    for line in describe_configuration(config, engine.config()) if config.log_level == "debug" else ():
+        say(line)
     check_binding(server.host, config, insecure=server.insecure)
     check_files(config)
     max_connections = allow_open_files()

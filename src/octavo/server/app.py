@@ -143,7 +143,7 @@ def _add_tgi_routes(app: FastAPI, service: Service) -> None:
     async def either(request: Request, body: TgiBody) -> Response:
         return await tgi.generate_either(service, request, body)
 
-    @app.get("/")
+    @app.get("/", include_in_schema=False)
     async def front_page() -> HTMLResponse:
         return HTMLResponse(describing.front_page(service), headers=describing.PAGE_HEADERS)
 
