@@ -1,7 +1,8 @@
 """Token ids of long texts, piece by piece, and of their ends alone: the same ids as those of the whole text at once.
 
 A text may be cut where no token of the vocabulary could reach across: in front of a blank that stands between two
-letters, and behind a line break with a visible character behind it. Merges of BPE, and paths of unigram models, build
+letters, and behind a line break that stands alone between two visible characters (some split a run of
+blanks by what follows it). Merges of BPE, and paths of unigram models, build
 tokens only, so those on one side of such a place know nothing of the other side; and pre-tokenizers split there, as a
 vocabulary made with one that does not would have tokens across. Whether a vocabulary is so is looked up in it.
 """
@@ -26,7 +27,7 @@ MAX_UNCUT_CHARS = 1 << 20  # a second or two, in which nothing can end it
 _BLANK, _BREAK = "Ġ▁ ", "Ċ\n"
 _ACROSS_BLANK = re.compile(f"[A-Za-z][{_BLANK}]")
 _ACROSS_BREAK = re.compile(f"[{_BREAK}][^{_BREAK}{_BLANK}ĉč\t\r\f\v]")
-_BLANK_CUT, _BREAK_CUT = r"(?<=[A-Za-z])(?= [A-Za-z])", r"(?<=\n)(?=\S)"
+_BLANK_CUT, _BREAK_CUT = r"(?<=[A-Za-z])(?= [A-Za-z])", r"(?<=\S\n)(?=\S)"
 # All that may stand around a place to cut: a tokenizer must take it apart as said above.
 _SAMPLE = (
     "A fox's 1234567 tails.\nIt said\n(twice): x_y = [0] \n\n  if a b:\n\tc  d\r\n"
