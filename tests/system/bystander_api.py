@@ -106,9 +106,9 @@ CASES: dict[str, Case] = {
     "most objects": (CHAT, lambda: filled(b'{"messages":[', b"{}", b"]}")),
     "most fields": (
         CHAT,
-        lambda: b'{"messages":[{"role":"user","content":"a"}],"max_tokens":1,' + keys(600_000) + b"}",
+        lambda: b'{"messages":[{"role":"user","content":"a"}],"max_tokens":1,' + keys(500_000) + b"}",
     ),
-    "most metadata": (CHAT, lambda: b'{"messages":[],"max_tokens":1,"metadata":{' + keys(600_000) + b"}}"),
+    "most metadata": (CHAT, lambda: b'{"messages":[],"max_tokens":1,"metadata":{' + keys(500_000) + b"}}"),
     "largest logit_bias": (
         COMPLETIONS,
         lambda: spell(prompt="a", max_tokens=1, logit_bias={str(index): 1 for index in range(150_000)}),

@@ -1,10 +1,10 @@
 """Token ids of long texts, piece by piece, and of their ends alone: the same ids as those of the whole text at once.
 
 A text may be cut where no token of the vocabulary could reach across: in front of a blank that stands between two
-letters, and behind a line break that stands alone between two visible characters (some split a run of
-blanks by what follows it). Merges of BPE, and paths of unigram models, build
-tokens only, so those on one side of such a place know nothing of the other side; and pre-tokenizers split there, as a
-vocabulary made with one that does not would have tokens across. Whether a vocabulary is so is looked up in it.
+letters, and behind a line break that stands alone between two visible characters (a run of blanks is split by what
+follows it). Merges of BPE, and paths of unigram models, build tokens only, so those on one side of such a place know
+nothing of the other side; and pre-tokenizers split there, as a vocabulary made with one that does not would have tokens
+across. Whether a vocabulary is so is looked up in it, and tried.
 """
 
 from __future__ import annotations
