@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+_CHARS_PER_ID = 4  # of a list that is checked
 _DEADLINE_GRACE_S = 1.0  # in which the engine itself should tell that a request's time is over
 
 
@@ -149,6 +150,8 @@ class AsyncLLM:
         Raises `RequestError` when it cannot be served, `EngineDeadError` when the engine stops meanwhile, and
         `SlowReaderError` when too many outputs were not read.
         """
+        if self._dead is not None:
+            raise self._dead
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         process = partial(
             self.engine.input_processor.process,
@@ -162,7 +165,7 @@ class AsyncLLM:
             tenant_weight=tenant_weight,
             timeout_s=timeout_s,
         )
-        processed = await self.text.do(process, num_chars=_num_chars(prompt), tenant=tenant)
+        processed = await self.text.do(process, num_chars=_num_chars(prompt, sampling_params), tenant=tenant)
         if on_processed is not None:
             await on_processed(processed)
         stream = _Stream(deadline, on_unread)
@@ -327,12 +330,14 @@ class AsyncLLM:
             logger.exception("a command to the dead engine failed")
 
 
-def _num_chars(prompt: Any) -> int:
-    """Return how much there is to read."""
+def _num_chars(prompt: Any, params: SamplingParams | None) -> int:
+    """Return how much there is to read and to check: a token id is as good as some characters."""
     if hasattr(prompt, "keys"):
         ids = prompt.get("prompt_token_ids")
         prompt = prompt.get("prompt") if ids is None else ids
-    return len(prompt) if hasattr(prompt, "__len__") else 0
+    lists = () if params is None else (params.logit_bias, params.allowed_token_ids, params.stop_token_ids)
+    num_ids = sum(len(ids) for ids in lists if ids is not None and hasattr(ids, "__len__"))
+    return (len(prompt) if hasattr(prompt, "__len__") else 0) + _CHARS_PER_ID * num_ids
 
 
 def _put_all(batch: list[tuple[_Stream, RequestOutput]]) -> None:

@@ -101,9 +101,9 @@ class TextWork:
                 on_read(under_way.num_tokens)
 
     def shutdown(self) -> None:
-        """Let the threads end with what they do now."""
+        """Take nothing new; the threads end when they have done what waits, as somebody may wait for it."""
         for executor in self._executors.values():
-            executor.shutdown(wait=False, cancel_futures=True)
+            executor.shutdown(wait=False)
 
 
 def _run(under_way: _Work, work: Callable[[], T]) -> T:
