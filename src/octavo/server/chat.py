@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,7 +10,7 @@ from msgspec import UNSET
 
 from octavo.errors import PromptTooLongError, RequestError
 from octavo.server.answer_form import AnswerForm, AnswerReader
-from octavo.server.answering import Job, News, OpenAIReply, answer, openai_options, read_timeout
+from octavo.server.answering import Job, News, OpenAIReply, answer, openai_options
 from octavo.server.body import look_at
 from octavo.server.conversation import effort_options, read_messages, template_options
 from octavo.server.logprobs import chat_logprobs, prompt_logprobs
@@ -30,7 +29,7 @@ from octavo.server.openai_responses import (
 )
 from octavo.server.sampling import sampling_params, token_limit
 from octavo.server.tools import read_chat_tools
-from octavo.server.truncation import Truncation
+from octavo.server.truncation import WHOLE, Truncation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
+    from octavo.server.admission import Place
     from octavo.server.openai_requests import ChatCompletionRequest
     from octavo.server.parts import Part
     from octavo.server.service import Service
@@ -52,26 +52,30 @@ async def create_chat_completion(service: Service, http_request: Request, reques
     """Answer a conversation."""
     model = service.check_model(request.model)
     request.settle(service.extra_fields)
-    with request.named_as_sent():
-        params = _params(request, service.default_params, service.model_info.generation_defaults.get("max_tokens"))
-    truncation = Truncation.of(request, params.max_tokens, service.model_info.max_model_len)
-    messages = await look_at(http_request, lambda: read_messages(request.messages))
     style = service.answer_style
-    toolbox = read_chat_tools(request.tools, request.tool_choice, request.parallel_tool_calls, style.tools)
+
+    def read() -> tuple[SamplingParams, list[dict[str, Any]], Toolbox]:
+        default_max_tokens = service.model_info.generation_defaults.get("max_tokens")
+        with request.named_as_sent():
+            params = _params(request, service.default_params, default_max_tokens)
+        messages = read_messages(request.messages)
+        toolbox = read_chat_tools(request.tools, request.tool_choice, request.parallel_tool_calls, style.tools)
+        return params, messages, toolbox
+
+    params, messages, toolbox = await look_at(http_request, read)
     options = effort_options(request.reasoning_effort, "reasoning_effort") | template_options(request)
-    timeout_s = read_timeout(http_request, service.config.request_timeout_s)
+    truncation = Truncation.of(request, params.max_tokens, service.model_info.max_model_len)
     with service.enter(http_request, params.n) as place:
-        prompt = await render(service, messages, toolbox, options)
-        prompt = truncation.applied_to(prompt, service.llm.engine.input_processor)
+        prompt = await render(service, http_request, place, messages, toolbox, options, truncation=truncation)
         form = AnswerForm.of(style, toolbox, prompt["prompt"])
-        params = form.applied_to(params)
+        params = await look_at(http_request, lambda: form.applied_to(params))
         job = Job(
             request_id=f"chatcmpl-{uuid.uuid4().hex}",
             model=model,
             prompts=[prompt],
             params=params,
             place=place,
-            timeout_s=timeout_s,
+            deadline=http_request.state.deadline,
             **openai_options(request, "messages"),
         )
         job.spelled["logprobs"] = job.spelled.get("top_logprobs", "top_logprobs")
@@ -83,12 +87,29 @@ async def create_chat_completion(service: Service, http_request: Request, reques
 
 
 async def render(
-    service: Service, messages: list[dict[str, Any]], toolbox: Toolbox, options: dict[str, Any]
+    service: Service,
+    http_request: Request,
+    place: Place,
+    messages: list[dict[str, Any]],
+    toolbox: Toolbox,
+    options: dict[str, Any],
+    *,
+    is_prompt: bool = True,
+    truncation: Truncation = WHOLE,
 ) -> dict[str, Any]:
-    """Spell a conversation as the chat template does, beside the event loop."""
-    tools = list(toolbox.given) or None
+    """Spell a conversation as the chat template does, beside the event loop. is_prompt: it is to be answered."""
+    inputs, tools = service.llm.engine.input_processor, list(toolbox.given) or None
+
+    def work() -> dict[str, Any]:
+        text = inputs.chat_text(messages, tools=tools, **options)
+        if truncation.num_tokens is None:
+            token_ids = inputs.encode(text, add_special_tokens=False, is_prompt=is_prompt)
+        else:
+            token_ids = truncation.encode(text, inputs, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": token_ids}
+
     try:
-        return await asyncio.to_thread(service.llm.engine.input_processor.chat_prompt, messages, tools=tools, **options)
+        return await service.read(http_request, place, work)
     except PromptTooLongError as error:
         error.parameter = "messages"
         raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET
 
 from octavo.errors import RequestError
-from octavo.server.answering import Job, News, OpenAIReply, answer, openai_options, read_timeout
+from octavo.server.answering import Job, News, OpenAIReply, answer, openai_options
 from octavo.server.body import look_at
 from octavo.server.logprobs import completion_logprobs, prompt_logprobs, token_id_name
 from octavo.server.openai_responses import Completion, CompletionChoice, CompletionLogprobs, Usage
@@ -35,14 +34,17 @@ async def create_completion(service: Service, http_request: Request, request: Co
     """Continue one or several prompts."""
     model = service.check_model(request.model)
     request.settle(service.extra_fields)
-    prompts = await look_at(http_request, lambda: read_prompts(request.prompt))
-    with request.named_as_sent():
-        params = _params(request, service.default_params)
+
+    def read() -> tuple[list[Any], SamplingParams]:
+        prompts = read_prompts(request.prompt)
+        with request.named_as_sent():
+            return prompts, _params(request, service.default_params)
+
+    prompts, params = await look_at(http_request, read)
     if len(prompts) * params.n > MAX_CHOICES:
         raise RequestError(
             f"{len(prompts)} prompts, n = {params.n} times each: the limit is {MAX_CHOICES}", parameter="n"
         )
-    timeout_s = read_timeout(http_request, service.config.request_timeout_s)
     decode = service.llm.engine.output_processor.decode
     echo = Echo(bool(request.echo), is_alone=request.max_tokens == 0, num_chars={}, decode=decode)
     shown = Shown.by(request)
@@ -50,14 +52,17 @@ async def create_completion(service: Service, http_request: Request, request: Co
     inputs = service.llm.engine.input_processor
     with service.enter(http_request, len(prompts) * params.n, at_least=params.n) as place:
         if truncation.num_tokens is not None:
-            prompts = await asyncio.to_thread(lambda: [truncation.applied_to(prompt, inputs) for prompt in prompts])
+            whole = prompts
+            prompts = await service.read(
+                http_request, place, lambda: [truncation.applied_to(prompt, inputs) for prompt in whole]
+            )
         job = Job(
             request_id=f"cmpl-{uuid.uuid4().hex}",
             model=model,
             prompts=prompts,
             params=params,
             place=place,
-            timeout_s=timeout_s,
+            deadline=http_request.state.deadline,
             **openai_options(request, "prompt"),
         )
         if request.prompt_logprobs is None:  # those of an echo

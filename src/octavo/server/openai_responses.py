@@ -190,9 +190,16 @@ class Tokenized(Struct):
 
 
 class Detokenized(Struct):
-    """POST /detokenize."""
+    """POST /detokenize. content: the same text under llama.cpp's name."""
 
     prompt: str
+    content: str
+
+
+class TokenizedContent(Struct):
+    """POST /tokenize with `content`, as llama.cpp's server answers."""
+
+    tokens: list[int]
 
 
 class CompletionLogprobs(Struct):

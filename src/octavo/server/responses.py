@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.server.answer_form import AnswerForm, AnswerReader
-from octavo.server.answering import Job, News, answer, encoder, read_timeout
+from octavo.server.answering import Job, News, answer, encoder
 from octavo.server.block_types import CACHE, fields
 from octavo.server.body import look_at
 from octavo.server.chat import render
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
+    from octavo.server.admission import Place
     from octavo.server.errors import HttpError
     from octavo.server.openai_responses import Usage
     from octavo.server.parts import Part
@@ -180,20 +181,25 @@ async def create_response(service: Service, http_request: Request, request: Resp
     """Answer a conversation."""
     model = service.check_model(request.model)
     _refuse_unsupported(request, service.extra_fields)
-    params = _params(request, service.default_params, service.model_info.generation_defaults.get("max_tokens"))
-    timeout_s = read_timeout(http_request, service.config.request_timeout_s)
-    style = service.answer_style
-    messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, style.tools))
+    style, default_max_tokens = service.answer_style, service.model_info.generation_defaults.get("max_tokens")
+    params, (messages, toolbox) = await look_at(
+        http_request,
+        lambda: (
+            _params(request, service.default_params, default_max_tokens),
+            _read_conversation(request, style.tools),
+        ),
+    )
     with service.enter(http_request, 1) as place:
-        prompt = await _render(service, messages, toolbox, request)
+        prompt = await _render(service, http_request, place, messages, toolbox, request)
         form = AnswerForm.of(style, toolbox, prompt["prompt"])
+        applied = await look_at(http_request, lambda: form.applied_to(params))
         job = Job(
             request_id=f"resp_{uuid.uuid4().hex}",
             model=model,
             prompts=[prompt],
-            params=form.applied_to(params),
+            params=applied,
             place=place,
-            timeout_s=timeout_s,
+            deadline=http_request.state.deadline,
             stream=bool(request.stream),
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
@@ -208,19 +214,26 @@ async def count_input_tokens(service: Service, http_request: Request, request: R
     _refuse_unsupported(request, service.extra_fields)
     tool_format = service.answer_style.tools
     messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, tool_format))
-    with service.enter(http_request, 1):
-        prompt = await _render(service, messages, toolbox, request)
+    with service.enter(http_request, 1) as place:
+        prompt = await _render(service, http_request, place, messages, toolbox, request, is_prompt=False)
     count = InputTokens(len(prompt["prompt_token_ids"]))
     return Response(encoder.encode(count), media_type="application/json")
 
 
 async def _render(
-    service: Service, messages: list[dict[str, Any]], toolbox: Toolbox, request: ResponsesRequest
+    service: Service,
+    http_request: Request,
+    place: Place,
+    messages: list[dict[str, Any]],
+    toolbox: Toolbox,
+    request: ResponsesRequest,
+    *,
+    is_prompt: bool = True,
 ) -> dict[str, Any]:
     options = effort_options((request.reasoning or {}).get("effort"), "reasoning.effort")
     options |= extra_template_options(request.chat_template_kwargs)
     try:
-        return await render(service, messages, toolbox, options)
+        return await render(service, http_request, place, messages, toolbox, options, is_prompt=is_prompt)
     except RequestError as error:
         error.parameter = "input"
         raise

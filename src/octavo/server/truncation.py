@@ -29,6 +29,17 @@ class Truncation:
         """Return what is kept of a prompt: text, or {"prompt_token_ids": ids}. Raises `RequestError`."""
         if self.num_tokens is None:
             return prompt
-        token_ids = inputs.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+        if isinstance(prompt, str):
+            return {"prompt_token_ids": self.encode(prompt, inputs)}
+        token_ids = prompt["prompt_token_ids"]
         kept = token_ids[-self.num_tokens :] if self.from_left else token_ids[: self.num_tokens]
-        return {**({} if isinstance(prompt, str) else prompt), "prompt_token_ids": kept}
+        return {**prompt, "prompt_token_ids": kept}
+
+    def encode(self, text: str, inputs: InputProcessor, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids that are kept of a text, of which not much more is read. Raises `RequestError`."""
+        assert self.num_tokens is not None, "nothing is cut off"
+        take = inputs.encode_end if self.from_left else inputs.encode_start
+        return take(text, self.num_tokens, add_special_tokens=add_special_tokens)
+
+
+WHOLE = Truncation()
