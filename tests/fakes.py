@@ -44,7 +44,7 @@ class ByteTokenizer:
         progress(len(token_ids))
         return token_ids
 
-    def encode_end(self, text: str, num_tokens: int) -> list[int]:
+    def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
         return self.encode(text)[-num_tokens:]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
