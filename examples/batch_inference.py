@@ -241,8 +241,8 @@ def main() -> None:
     watch = StepWatch()
     engine = LLMEngine(
         ModelConfig(model=arguments.model, dtype=arguments.dtype, seed=arguments.seed, max_model_len=None),
-        CacheConfig(enable_prefix_caching=False),
-        SchedulerConfig(
+        cache_config=CacheConfig(enable_prefix_caching=False),
+        scheduler_config=SchedulerConfig(
             max_num_seqs=slots,
             max_num_batched_tokens=arguments.max_num_batched_tokens or default_max_num_batched_tokens(slots),
         ),

@@ -467,15 +467,14 @@ def worked(monkeypatch):
 @pytest.mark.parametrize("page", [DOCS / "questions.md", DOCS / "zh" / "questions.md"], ids=["en", "zh"])
 def test_figures_of_the_questions_are_those_of_the_worked_examples(page, worked):
     text = " ".join(page.read_text(encoding="utf-8").split())
-    batching, shared, chunks = (
-        worked("static_and_continuous"),
-        worked("shared_blocks"),
-        worked("chunked_prefill")["chunks"],
-    )
-    mixed, budget = worked("mixed_batch"), worked("token_budget")
+    batching, shared, chunked = worked("static_and_continuous"), worked("shared_blocks"), worked("chunked_prefill")
+    chunks, (busy, slots), five = chunked["chunks"], batching["busy_of_one_batch"], batching["steps_of_five"]
+    mixed, budget, hits = worked("mixed_batch"), worked("token_budget"), worked("full_hit")
     expected = [
         f"{batching['static_occupancy'] * 100:.1f} %",
         f"{batching['continuous_occupancy'] * 100:.1f} %",
+        *map(str, (busy, slots)),
+        *map(str, five.values()),
         str(batching["static_steps"]),
         str(batching["continuous_steps"]),
         *map(str, mixed["step_totals"]),
@@ -487,6 +486,10 @@ def test_figures_of_the_questions_are_those_of_the_worked_examples(page, worked)
         f"{sum(chunks):,}",
         f"{chunks[0]:,}",
         str(len(chunks)),
+        f"{' + '.join(format(count, ',') for count in chunked['beside_two_decodes'][0])}",
+        str(hits["blocks_of_16"]["from_cache"]),
+        str(hits["blocks_of_16"]["copied"]),
+        str(hits["blocks_of_256"]["from_cache"]),
     ]
     missing = [figure for figure in expected if not re.search(rf"(?<![\d.,]){re.escape(figure)}(?!\d)", text)]
     assert not missing
