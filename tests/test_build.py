@@ -9,6 +9,7 @@ from kernels_available import INSTRUCTION_SETS
 
 from octavo import build
 from octavo.build import build_engine, fit_reservation, resolve_scheduler
+from octavo.capacity import EngineCapacity
 from octavo.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from octavo.core.block_hash import hash_block_tokens
 from octavo.kernels import attention_slowness
@@ -129,5 +130,7 @@ def test_an_engine_says_what_it_can_take(tmp_path, caplog, total, used):
     assert engine.capacity.kv_cache_tokens == 640
     assert engine.capacity.max_batch_total_tokens == engine.core.scheduler.admission.max_total_tokens == used
     assert engine.capacity.max_batch_prefill_tokens == 256
+    roomy = dataclasses.replace(config.scheduler, max_num_batched_tokens=5000)
+    assert EngineCapacity.of(roomy, config.cache, num_blocks=40).max_batch_prefill_tokens == 640  # as the cache holds
     [line] = [record.message for record in caplog.records if record.message.startswith("KV cache: 40 blocks")]
     assert f"kv_cache_tokens 640, max_batch_total_tokens {used}, max_batch_prefill_tokens 256" in line

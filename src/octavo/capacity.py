@@ -14,7 +14,7 @@ class EngineCapacity:
     """Limits that are used, whatever was asked for. Names are vLLM's and those of text-generation-inference.
 
     max_num_seqs, max_num_batched_tokens: requests and tokens of a step. max_batch_prefill_tokens: prompt tokens that a
-    step admits. max_batch_total_tokens: prompt and output of all that run. num_gpu_blocks, num_cpu_blocks: blocks of
+    step can admit. max_batch_total_tokens: prompt and output of all that run. num_gpu_blocks, num_cpu_blocks: blocks of
     `block_size` tokens in the KV cache, and in host memory for preempted requests; kv_cache_dtype: how they are kept.
     """
 
@@ -40,12 +40,12 @@ class EngineCapacity:
     ) -> EngineCapacity:
         """Say what these configurations come to with so many blocks."""
         num_tokens = num_blocks * cache.block_size
-        most = scheduler.max_num_batched_tokens
+        largest_step = min(scheduler.max_num_batched_tokens, num_tokens)
         prefill, total = scheduler.max_batch_prefill_tokens, scheduler.max_batch_total_tokens
         return cls(
             max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=most,
-            max_batch_prefill_tokens=most if prefill is None else min(prefill, most),
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_batch_prefill_tokens=largest_step if prefill is None else min(prefill, largest_step),
             max_batch_total_tokens=num_tokens if total is None else min(total, num_tokens),
             num_gpu_blocks=num_blocks,
             num_cpu_blocks=num_host_blocks,
