@@ -18,6 +18,7 @@ from octavo.engine.engine_core import EngineCore
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.llm_engine import Engine
 from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.text_work import progress
 from octavo.errors import ExecutionError
 from octavo.events import FanOut, RecentEvents
 from octavo.metrics import EngineMetrics
@@ -39,8 +40,13 @@ class ByteTokenizer:
 
     longest_token_chars = 5
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(text.encode())
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        token_ids = list(text.encode())
+        progress(len(token_ids))
+        return token_ids
+
+    def encode_end(self, text: str, num_tokens: int) -> list[int]:
+        return self.encode(text)[-num_tokens:]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         detokenizer = ByteDetokenizer(skip_special_tokens)
@@ -108,7 +114,10 @@ class FakeChatTemplate:
         text = "" if self.tools is None else f"<tools>{json.dumps(self.tools)}\n"
         for message in messages:
             calls = message.get("tool_calls")
-            text += f"<{message['role']}>{message['content']}{json.dumps(calls) if calls else ''}\n"
+            content = message["content"] or ""
+            if not isinstance(content, str):
+                content = "\n".join(part["text"] for part in content)
+            text += f"<{message['role']}>{content}{json.dumps(calls) if calls else ''}\n"
         return text + "<assistant>" + self._behind if options.get("add_generation_prompt", True) else text
 
 

@@ -29,6 +29,7 @@ from octavo.cli.workloads import make_workloads, read_workloads
 from octavo.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, SchedulingPolicy, ServerConfig
 from octavo.engine.input_processor import InputProcessor
 from octavo.errors import ConfigError
+from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.server.listening import bind
 from octavo.server.tenants import Tenant, add_key
 
@@ -569,6 +570,26 @@ def test_models_lists_what_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "GPT9  (not served)" in shown
 
 
+def test_models_tells_why_one_of_a_known_architecture_is_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.cli.models._in_hub_cache", list)
+    write_checkpoint(tmp_path / "good", tiny_config("LlamaForCausalLM"))
+    write_checkpoint(tmp_path / "odd", config := tiny_config("LlamaForCausalLM"))
+    config["quantization_config"] = {"quant_method": "bitsandbytes"}
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(config))
+    found = {each["name"]: each for each in json.loads(run("models", str(tmp_path), "--json").stdout)["checkpoints"]}
+    assert [found[name]["problem"] for name in ("octavo-demo (built in)", "good")] == ["", ""]
+    assert found["odd"]["is_known"]
+    problem = "quantization_config.quant_method = 'bitsandbytes': octavo reads compressed-tensors, gptq, awq"
+    assert found["odd"]["problem"] == problem
+    lines = [line.strip() for line in run("models", str(tmp_path)).stdout.splitlines()]
+    of_odd = next(number for number, line in enumerate(lines) if line.startswith("odd "))
+    assert "LlamaForCausalLM  (not served)" in lines[of_odd]
+    assert lines[of_odd + 1] == problem
+    assert not any("not served" in line for line in lines if line.startswith("good "))
+
+
 def test_serve_refuses_an_open_door(fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OCTAVO_API_KEY", raising=False)
     result = run("serve", "--host", "0.0.0.0", "--port", "0")
@@ -799,7 +820,7 @@ def test_every_value_is_shown_as_it_is_resolved(tmp_path: Path) -> None:
     """Also those that nobody gave, and those that follow from others: a server's limits, its policy with keys."""
     keys = tmp_path / "keys.toml"
     add_key(keys, Tenant(name="alice"))
-    names = ("--allowed-origin", "http://a", "--allowed-origin", "http://b")
+    names = ("--allowed-origin", "http://a", "--allowed-origin", "http://b", "--log-level", "debug")
     text = f'max-num-seqs = 8\napi-keys = "{keys}"\nssl-certfile = "none.pem"\nssl-keyfile = "none.pem"\n'
     lines = serve_with(tmp_path, text, *names).output.splitlines()
     shown = {part: line for line in lines for part, _, rest in [line.partition(": ")] if "=" in rest}
@@ -825,11 +846,22 @@ def test_every_value_is_shown_as_it_is_resolved(tmp_path: Path) -> None:
 
 
 def test_a_secret_is_not_shown(tmp_path: Path) -> None:
-    result = serve_with(tmp_path, 'api-key = "hush"', "--ssl-certfile", "none.pem", "--ssl-keyfile", "none.pem")
+    result = serve_with(
+        tmp_path, 'api-key = "hush"\nlog-level = "debug"', "--ssl-certfile", "none.pem", "--ssl-keyfile", "none.pem"
+    )
     assert result.exit_code == 1
     assert "api_key = ...  (file)" in result.output
     assert " api_key=...," in result.output
     assert "hush" not in result.output
+
+
+def test_a_start_says_what_was_set_and_no_more(tmp_path: Path) -> None:
+    text = 'max-num-seqs = 8\nkv-cache-memory-bytes = "1GiB"\nssl-certfile = "none.pem"\nssl-keyfile = "none.pem"\n'
+    lines = serve_with(tmp_path, text).output.splitlines()
+    assert "octavo-demo (dtype auto, quantization none); KV cache: 1 GiB" in lines[0]
+    assert "max_num_seqs = 8  (file)" in lines
+    assert len(lines) < 12
+    assert max(map(len, lines[:-1])) < 160  # behind them the error of a certificate that is not there
 
 
 @pytest.mark.parametrize(

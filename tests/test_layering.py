@@ -23,14 +23,17 @@ DATA = {
     "metrics",
     "logs",
 }
-# room -> rooms it may import, itself included; `grammars` is a tool of both sides
+# room -> rooms it may import, itself included; `grammars`, which reads by `gbnf`, and `turns` are tools of both sides
 MAY_IMPORT = {
     "data": DATA,
     "core": DATA | {"core"},
-    "grammars": DATA | {"grammars"},
-    "engine": DATA | {"core", "engine", "grammars"},
+    "gbnf": {"gbnf"},
+    "lark": {"lark"},
+    "turns": DATA | {"turns"},
+    "grammars": DATA | {"gbnf", "grammars", "lark", "turns"},
+    "engine": DATA | {"core", "engine", "grammars", "turns"},
     "journal": DATA | {"core", "journal"},
-    "server": DATA | {"core", "engine", "server", "grammars", "journal"},  # which explains
+    "server": DATA | {"core", "engine", "server", "grammars", "lark", "journal"},  # which explains
     "kernels": DATA | {"kernels", "_kernels"},
     "models": DATA | {"kernels", "models"},
     "worker": DATA | {"kernels", "models", "worker", "grammars"},
@@ -40,9 +43,12 @@ JOINTS = {
     "build", "launch", "engine_main", "llm", "cli", "doctor", "assets", "__main__", "__init__", "compatibility",
     "progress", "garbage",
 }  # fmt: skip
-STANDARD_LIBRARY_ONLY = DATA | {"core"}
+STANDARD_LIBRARY_ONLY = DATA | {"core", "gbnf", "lark"}
 NO_TORCH = DATA | {
+    "gbnf",
+    "lark",
     "grammars",
+    "turns",
     "core",
     "engine",
     "journal",

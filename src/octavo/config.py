@@ -86,7 +86,8 @@ class ModelConfig:
     integers in the checkpoint stay what they are in any case.
     group_size: of four bits, a multiple of 32; larger groups take less memory and are less exact.
     packed_cache_bytes: how much disk rounded weights may take in the user's cache directory, so that the next start
-    need not round and pack them again; the longest unused go first; 0 keeps none.
+    need not round and pack them again while the checkpoint's files hold the same bytes; the longest unused go first;
+    0 keeps none.
     seed: the seeds of requests without one are drawn from it and their arrival number.
     generation_config: "auto" honours the checkpoint's generation_config.json, "vllm" (the name vLLM gave it) ignores
     its sampling defaults.
@@ -300,7 +301,8 @@ class ModelInfo:
     generation_defaults: sampling parameters from the checkpoint's generation_config.json, by SamplingParams' names.
     pooling: how the checkpoint wants hidden states to become an embedding, "last" or "mean". pooling_problem: why
     octavo cannot do as it wants, or None. hidden_size: of an embedding.
-    has_head: False for a checkpoint without lm_head, which gives embeddings and no tokens.
+    has_head: False for a checkpoint without lm_head, which gives embeddings and no tokens. model_type, architectures:
+    as config.json names them.
     """
 
     name: str
@@ -312,6 +314,8 @@ class ModelInfo:
     pooling_problem: str | None = None
     has_head: bool = True
     hidden_size: int = 1
+    model_type: str = ""
+    architectures: tuple[str, ...] = ()
 
     def choose_pooling(self, asked: str | None = None) -> str:
         """Return how to make an embedding: as asked, None for as the checkpoint wants. Raises `RequestError`."""

@@ -13,12 +13,12 @@ from octavo.assets import BUILT_IN_MODEL, built_in_model_path
 from octavo.config import EngineConfig, ModelConfig, ModelInfo
 from octavo.engine.chat_template import ChatTemplate
 from octavo.engine.embedding_config import read_embedding_config
-from octavo.engine.generation_config import read_generation_defaults
+from octavo.engine.generation_config import read_generation_defaults, read_json_object
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, ModelError, RequestError
-from octavo.grammars import GrammarCompiler
+from octavo.grammars import GrammarCompiler, Vocabulary
 from octavo.models.model_path import resolve_model_path
 from octavo.models.registry import read_architecture
 from octavo.sampling_params import SamplingParams
@@ -105,9 +105,15 @@ def make_grammars(config: ModelConfig, checkpoint: Checkpoint) -> GrammarCompile
     if config.skip_tokenizer_init:
         return None
 
-    def read() -> tuple[str, frozenset[int]]:
+    def read() -> Vocabulary:
         tokenizer = Tokenizer.from_directory(checkpoint.text_directory)
-        return tokenizer.backend.to_str(), _eos_token_ids(checkpoint, tokenizer)
+        return Vocabulary(
+            text=tokenizer.backend.to_str(),
+            num_ids=tokenizer.vocab_size,
+            eos_token_ids=_eos_token_ids(checkpoint, tokenizer),
+            token_id=tokenizer.token_id,
+            added_ids=tokenizer.added_ids,
+        )
 
     return GrammarCompiler(read, checkpoint.architecture.vocab_size)
 
@@ -133,6 +139,7 @@ def _model_info(model_config: ModelConfig, checkpoint: Checkpoint, tokenizer: To
             f"{directory / 'generation_config.json'}: {error}; mend it, or ignore it with generation_config='vllm'"
         ) from error
     embeddings = read_embedding_config(directory)
+    described = read_json_object(directory / "config.json")
     return ModelInfo(
         name=name,
         vocab_size=architecture.vocab_size,
@@ -143,6 +150,8 @@ def _model_info(model_config: ModelConfig, checkpoint: Checkpoint, tokenizer: To
         pooling_problem=embeddings.problem,
         has_head=architecture.has_head,
         hidden_size=architecture.hidden_size,
+        model_type=str(described.get("model_type", "")),
+        architectures=tuple(map(str, described.get("architectures") or ())),
     )
 
 

@@ -282,11 +282,18 @@ def test_members_of_our_classes_exist(page):
             assert_member(found[1], found[2])
 
 
+@every_page
+def test_tests_that_are_named_exist(page):
+    for path, name in {pair for code in INLINE.findall(prose(page)) for pair in re.findall(r"(\S+\.py)::(\w+)", code)}:
+        functions = ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+        assert name in {each.name for each in functions if isinstance(each, ast.FunctionDef)}, f"{path} has no {name}"
+
+
 def test_names_has_enough_rows_and_each_has_one_of_ours():
     text = (DOCS / "names.md").read_text(encoding="utf-8")
     built = [row for row in table(text.split("\n## Not built yet\n")[0]) if len(row) == 4]
     terms = [term for row in built for term in INLINE.findall(row[0])]
-    assert len(terms) >= 40
+    assert len(terms) >= 180
     assert len(terms) == len(set(terms)), f"twice: {sorted({term for term in terms if terms.count(term) > 1})}"
     for _, _, ours, _ in built:
         assert re.fullmatch(r"`octavo(\.\w+)+`", ours), ours

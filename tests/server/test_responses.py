@@ -12,6 +12,7 @@ from running import DEADLINE_S, run_server
 
 from octavo.sampling_params import SamplingParams
 from octavo.server.openai_requests import SamplingControls
+from octavo.server.response_items import read_items
 from octavo.server.responses import ResponsesRequest, _params
 
 if TYPE_CHECKING:
@@ -63,6 +64,10 @@ def comparable(response: Any) -> dict[str, Any]:
     return fields  # type: ignore[no-any-return]
 
 
+def allowed(*names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": name} for name in names]}
+
+
 def rebuild(events: list[Any]) -> list[dict[str, Any]]:
     """Put the items together from what grew alone."""
     items: list[dict[str, Any]] = []
@@ -104,6 +109,13 @@ def test_stream_equals_whole(client: openai.OpenAI, options: dict[str, Any]) -> 
         for item in whole.output
     ]
     assert [item["text"] for item in rebuild(events)] == texts
+
+
+def test_only_tools_that_are_allowed_are_called(client: openai.OpenAI) -> None:
+    choice: Any = allowed("now")
+    response = client.responses.create(**ASKED, tools=[WEATHER, NOW], tool_choice=choice)  # type: ignore[call-overload]
+    assert [item.name for item in response.output if item.type == "function_call"] == ["now"]
+    assert response.tool_choice.to_dict() == choice
 
 
 def test_a_prompt_is_counted_as_it_is_answered(client: openai.OpenAI) -> None:
@@ -161,6 +173,13 @@ def test_a_whole_conversation_reaches_the_template() -> None:
         ({"input": []}, "input"),
         ({"input": [7]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "web_search_call", "id": "x", "status": "completed"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}]}, "input[0].content[0]"),
+        (
+            {"input": [{"type": "function_call", "name": "a", "arguments": "{}", "namespace": "b"}]},
+            "input[0].namespace",
+        ),
+        ({"input": [{"type": "reasoning", "content": [{"type": "image"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "bot", "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": ["user"], "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
@@ -169,10 +188,15 @@ def test_a_whole_conversation_reaches_the_template() -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": -1}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": ["auto"]}, "tool_choice"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "now"}}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": allowed("then")}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 1000.0}, "temperature"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format"),
@@ -220,6 +244,26 @@ def test_items_of_one_turn_are_one_message() -> None:
         assert usage["input_tokens"] == len(text.encode())
 
 
+def test_thoughts_of_other_servers_are_summaries() -> None:
+    thoughts = {"type": "reasoning", "id": "rs_1", "encrypted_content": "x"}
+    summary = [{"type": "summary_text", "text": "Hm."}, {"type": "summary_text", "text": "So."}]
+    own = [{"type": "reasoning_text", "text": "I think."}]
+    for fields, told in (({"summary": summary}, "Hm.\nSo."), ({"summary": summary, "content": own}, "I think.")):
+        answer = {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
+        (message,) = read_items(None, [{**thoughts, **fields}, answer])
+        assert message == {"role": "assistant", "content": "a", "reasoning_content": told}
+
+
+def test_parts_of_items_stay_parts() -> None:
+    parts = [{"type": "input_text", "text": text, "prompt_cache_breakpoint": {}} for text in ("a", "b")]
+    items = [{"role": "user", "content": parts}, {"type": "function_call_output", "call_id": "c", "output": parts}]
+    texts = [{"type": "text", "text": text} for text in ("a", "b")]
+    assert [message["content"] for message in read_items("Be brief.", items)] == ["Be brief.", texts, texts]
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": ""}
+    (message,) = read_items(None, [call])
+    assert message["content"] is None
+
+
 def test_a_stream_that_fails_before_its_first_token_begins_nevertheless() -> None:
     executor = FakeExecutor()
     with run_server(executor, stream_keep_alive_s=0.05) as running, make_client(running) as client:
@@ -261,3 +305,71 @@ def test_what_would_change_an_answer_is_not_ignored(client, field, value):
         client.responses.create(**ASKED, extra_body={field: value})
     assert caught.value.param == field
     assert client.responses.create(**ASKED, extra_body={"n": 1, "max_tokens": None}).status == "completed"
+
+
+LOGPROBS: Any = ["message.output_text.logprobs"]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_output_tokens": 100}, {"max_output_tokens": 60}, {"tool_choice": "none"}]
+)
+def test_logprobs_are_those_of_the_text(client: openai.OpenAI, options: dict[str, Any]) -> None:
+    """Neither of reasoning nor of calls, nor of the marks around them; streamed as they are whole."""
+    asked = {**ASKED, "tools": [WEATHER, NOW], "include": LOGPROBS, "top_logprobs": 2, **options}
+    whole = client.responses.create(**asked)
+    assert whole.top_logprobs == 2
+    texts = [part for item in whole.output if item.type == "message" for part in item.content]
+    assert len(texts) == 1
+    for part in texts:
+        assert len(part.logprobs) == len(part.text.encode())  # a token is a byte
+        assert part.text.startswith("".join(entry.token for entry in part.logprobs[:7]))
+        for entry in part.logprobs:
+            assert entry.top_logprobs[0].token == entry.token
+            assert (len(entry.top_logprobs), entry.logprob) == (2, -0.25)
+
+    events = list(client.responses.create(stream=True, **asked))
+    assert comparable(events[-1].response) == comparable(whole)
+    told = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    expected = [entry for part in texts for entry in part.logprobs]
+    assert [entry.token for entry in told] == [entry.token for entry in expected]
+    done = [entry for event in events if event.type == "response.output_text.done" for entry in event.logprobs]
+    assert [entry.to_dict() for entry in done] == [entry.to_dict() for entry in expected]
+
+
+def test_logprobs_of_a_plain_answer() -> None:
+    with run_server(FakeExecutor(answer="Rome, over there.")) as running, make_client(running) as client:
+        for asked, num_top in (
+            ({"include": LOGPROBS}, 0),
+            ({"top_logprobs": 3}, 3),
+            ({"include": LOGPROBS, "top_logprobs": 20}, 20),
+        ):
+            part = client.responses.create(**ASKED, **asked).output[0].content[0]
+            assert "".join(entry.token for entry in part.logprobs) == part.text == "Rome, over there."
+            assert [len(entry.top_logprobs) for entry in part.logprobs] == [num_top] * len(part.text)
+        for asked in ({}, {"top_logprobs": 0}, {"include": ["reasoning.encrypted_content"]}):
+            assert client.responses.create(**ASKED, **asked).output[0].content[0].logprobs == []
+        part = (
+            client.responses.create(**ASKED, include=LOGPROBS, extra_body={"stop_token_ids": [ord("v")]})
+            .output[0]
+            .content[0]
+        )
+        assert "".join(entry.token for entry in part.logprobs) == part.text
+        with pytest.raises(openai.BadRequestError) as error:
+            client.responses.create(**ASKED, top_logprobs=21)
+        assert error.value.param == "top_logprobs"
+
+
+def test_text_around_calls_keeps_its_own_logprobs() -> None:
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    answer = f"One.{call}Two, 狐.{call}{call}Three."
+    options = {"chat_template": FakeChatTemplate("<tool_call>")}
+    with run_server(FakeExecutor(answer=answer), engine_options=options) as running, make_client(running) as client:
+        asked = {**ASKED, "tools": [NOW], "include": LOGPROBS}
+        whole = client.responses.create(**asked)
+        texts = [item.content[0] for item in whole.output if item.type == "message"]
+        assert [part.text for part in texts] == ["One.", "Two, 狐.", "Three."]
+        for part in texts:
+            assert len(part.logprobs) == len(part.text.encode())
+            assert part.logprobs[0].token == part.text[0]
+        *_, last = client.responses.create(stream=True, **asked)
+        assert comparable(last.response) == comparable(whole)

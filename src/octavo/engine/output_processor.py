@@ -40,6 +40,10 @@ class DetokenizerFactory(Protocol):
         """Return the text of one token, for logprobs."""
         ...
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is none of the text, unless special tokens are asked for."""
+        ...
+
 
 class _NoDetokenizer:
     """Null object for requests that want token ids only."""
@@ -51,6 +55,23 @@ class _NoDetokenizer:
     def finish(self) -> str:
         """No text."""
         return ""
+
+
+class _SomeSpecialTokens:
+    """Leaves out the special tokens of a stream, but for a few that are shown."""
+
+    def __init__(self, tokenizer: DetokenizerFactory, prompt_token_ids: list[int], shown: list[int]) -> None:
+        self._is_special = tokenizer.is_special
+        self._shown = frozenset(shown)
+        self._behind = tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=False)
+
+    def add(self, token_ids: list[int]) -> str:
+        """Return the text that is certain now."""
+        return self._behind.add([each for each in token_ids if each in self._shown or not self._is_special(each)])
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        return self._behind.finish()
 
 
 @dataclass(slots=True)
@@ -167,6 +188,8 @@ class OutputProcessor:
     def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> Detokenizer:
         if self._tokenizer is None or not params.detokenize:
             return _NoDetokenizer()
+        if params.skip_special_tokens and params.shown_special_token_ids:
+            return _SomeSpecialTokens(self._tokenizer, prompt_token_ids, params.shown_special_token_ids)
         return self._tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def stream_ids(self, request_id: str) -> list[str]:

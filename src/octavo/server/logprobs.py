@@ -22,40 +22,42 @@ Position = dict[int, "Logprob"]  # the token itself first, then the most probabl
 _LOWEST = -9999.0  # JSON has no infinity; vLLM's stand-in
 
 
-def chat_logprobs(positions: Sequence[Position] | None, num_top: int) -> ChatLogprobs | None:
-    """Spell the positions of a chat choice; None where none were asked for."""
+def chat_logprobs(positions: Sequence[Position] | None, num_top: int, *, as_ids: bool = False) -> ChatLogprobs | None:
+    """Spell the positions of a chat choice; None where none were asked for. as_ids: vLLM's token_id:123 for texts."""
     if positions is None:
         return None
     content = []
     for position in positions:
-        token = next(iter(position.values()))
-        best = sorted(position.values(), key=lambda entry: entry.rank or 0)[:num_top]
-        top = [TopLogprob(_text(entry), _finite(entry), _utf8(entry)) for entry in best]
-        content.append(TokenLogprob(_text(token), _finite(token), _utf8(token), top))
+        token_id, token = next(iter(position.items()))
+        best = sorted(position.items(), key=lambda item: item[1].rank or 0)[:num_top]
+        top = [TopLogprob(_name(each, entry, as_ids), _finite(entry), _utf8(entry)) for each, entry in best]
+        content.append(TokenLogprob(_name(token_id, token, as_ids), _finite(token), _utf8(token), top))
     return ChatLogprobs(content)
 
 
 def completion_logprobs(
-    positions: Iterable[Position | None], first_text: str, text_offset: int
+    positions: Iterable[Position | None], first_text: str, text_offset: int, *, as_ids: bool = False
 ) -> tuple[CompletionLogprobs, int]:
     """Spell the positions of a completion choice, and return the text offset behind them.
 
-    A position that is None is the first of an echoed prompt, whose text is `first_text`.
+    A position that is None is the first of an echoed prompt, whose text is `first_text`. as_ids: as in `chat_logprobs`.
     """
     result = CompletionLogprobs([], [], [], [])
     for position in positions:
         result.text_offset.append(text_offset)
         if position is None:
             text, logprob = first_text, None
+            name = text
             result.top_logprobs.append(None)
         else:
-            token = next(iter(position.values()))
+            token_id, token = next(iter(position.items()))
             text, logprob = _text(token), _finite(token)
+            name = _name(token_id, token, as_ids)
             top: dict[str, float] = {}
-            for entry in position.values():
-                top.setdefault(_text(entry), _finite(entry))  # of tokens with one text the first counts
+            for each, entry in position.items():
+                top.setdefault(_name(each, entry, as_ids), _finite(entry))  # of tokens with one text the first counts
             result.top_logprobs.append(top)
-        result.tokens.append(text)
+        result.tokens.append(name)
         result.token_logprobs.append(logprob)
         text_offset += len(text)
     return result, text_offset
@@ -72,6 +74,15 @@ def prompt_logprobs(positions: Iterable[Position | None]) -> PromptLogprobs:
         }
         for position in positions
     ]
+
+
+def token_id_name(token_id: int) -> str:
+    """Name a token by its id, as vLLM does."""
+    return f"token_id:{token_id}"
+
+
+def _name(token_id: int, entry: Logprob, as_ids: bool) -> str:
+    return token_id_name(token_id) if as_ids else _text(entry)
 
 
 def _text(entry: Logprob) -> str:

@@ -6,7 +6,7 @@ Nothing is stored: a request brings its whole conversation.
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET, Struct, UnsetType
@@ -14,18 +14,16 @@ from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.server.answer_form import AnswerForm, AnswerReader
-from octavo.server.answering import Job, News, answer, encoder, read_timeout
+from octavo.server.answering import Job, News, answer, encoder
+from octavo.server.block_types import CACHE, fields
 from octavo.server.body import look_at
 from octavo.server.chat import render
-from octavo.server.conversation import effort_options, extra_template_options, read_arguments, read_text
-from octavo.server.openai_requests import (
-    HARMLESS,
-    Priority,
-    SamplingControls,
-    SamplingFields,
-    check_extra,
-)
+from octavo.server.content_logprobs import ContentLogprobs
+from octavo.server.conversation import effort_options, extra_template_options
+from octavo.server.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, ExtraFields
+from octavo.server.openai_requests import Priority, SamplingControls
 from octavo.server.openai_responses import Receipt  # noqa: TC001 - msgspec reads the types of fields
+from octavo.server.response_items import read_items
 from octavo.server.sampling import read_logit_bias, read_response_format
 from octavo.server.tools import Toolbox, read_choice, read_function
 
@@ -36,14 +34,20 @@ if TYPE_CHECKING:
 
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
+    from octavo.server.admission import Place
     from octavo.server.errors import HttpError
     from octavo.server.openai_responses import Usage
     from octavo.server.parts import Part
     from octavo.server.service import Service
     from octavo.server.tool_formats import ToolFormat
 
-_TEXT_KINDS = ("input_text", "output_text", "text")
-_SPELLED = {"prompt": "input", "structured_outputs": "text.format", "max_tokens": "max_output_tokens"}
+_LOGPROBS = "message.output_text.logprobs"
+_SPELLED = {
+    "prompt": "input",
+    "structured_outputs": "text.format",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+}
 # What would change the answer, and the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "access_programs": (None,),
@@ -67,15 +71,24 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
     "response_format": (None, {"type": "text"}),
     "structured_outputs": (None,),
-    "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
-    **SamplingFields.unsupported,
+    **UNSUPPORTED_OR_ALIAS,
 }
-# The same inside of objects.
-_UNSUPPORTED_PARTS: dict[str, tuple[Any, ...]] = {
-    "prompt_cache_options.prewarm": (None, False),  # asks for no answer at all
-    "reasoning.mode": (None, "standard"),
-    "text.verbosity": (None, "medium"),
+# What objects inside of a request may hold.
+_NESTED = {
+    "prompt_cache_options": fields(
+        harmless=dict.fromkeys(("comparison_response_id", "mode", "ttl"), CACHE),
+        prewarm=(None, False),  # asks for no answer at all
+    ),
+    "reasoning": fields(
+        "effort",
+        harmless={
+            "context": "says which thoughts of older turns are read: the chat template does",
+            **dict.fromkeys(("generate_summary", "summary"), "thoughts are told in full"),
+        },
+        mode=(None, "standard"),
+    ),
+    "text": fields("format", verbosity=(None, "medium")),
 }
 
 
@@ -98,6 +111,7 @@ class ResponsesRequest(SamplingControls):
     text: dict[str, Any] | None = None
     tool_choice: Any = None
     tools: list[Any] | None = None
+    top_logprobs: int | None = None
     priority: Priority | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -152,6 +166,7 @@ class ResponseObject(Struct):
     background: bool = False
     previous_response_id: None = None
     store: bool = False
+    top_logprobs: int = 0
     truncation: str = "disabled"
 
 
@@ -165,21 +180,26 @@ class InputTokens(Struct):
 async def create_response(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
     """Answer a conversation."""
     model = service.check_model(request.model)
-    _refuse_unsupported(request)
-    params = _params(request, service.default_params, service.model_info.generation_defaults.get("max_tokens"))
-    timeout_s = read_timeout(http_request, service.config.request_timeout_s)
-    style = service.answer_style
-    messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, style.tools))
+    _refuse_unsupported(request, service.extra_fields)
+    style, default_max_tokens = service.answer_style, service.model_info.generation_defaults.get("max_tokens")
+    params, (messages, toolbox) = await look_at(
+        http_request,
+        lambda: (
+            _params(request, service.default_params, default_max_tokens),
+            _read_conversation(request, style.tools),
+        ),
+    )
     with service.enter(http_request, 1) as place:
-        prompt = await _render(service, messages, toolbox, request)
+        prompt = await _render(service, http_request, place, messages, toolbox, request)
         form = AnswerForm.of(style, toolbox, prompt["prompt"])
+        applied = await look_at(http_request, lambda: form.applied_to(params))
         job = Job(
             request_id=f"resp_{uuid.uuid4().hex}",
             model=model,
             prompts=[prompt],
-            params=form.applied_to(params),
+            params=applied,
             place=place,
-            timeout_s=timeout_s,
+            deadline=http_request.state.deadline,
             stream=bool(request.stream),
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
@@ -191,38 +211,41 @@ async def create_response(service: Service, http_request: Request, request: Resp
 async def count_input_tokens(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
     """Tell how many tokens a conversation's prompt has; how it would be answered is not looked at."""
     service.check_model(request.model)
-    _refuse_unsupported(request)
+    _refuse_unsupported(request, service.extra_fields)
     tool_format = service.answer_style.tools
     messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, tool_format))
-    with service.enter(http_request, 1):
-        prompt = await _render(service, messages, toolbox, request)
+    with service.enter(http_request, 1) as place:
+        prompt = await _render(service, http_request, place, messages, toolbox, request, is_prompt=False)
     count = InputTokens(len(prompt["prompt_token_ids"]))
     return Response(encoder.encode(count), media_type="application/json")
 
 
 async def _render(
-    service: Service, messages: list[dict[str, Any]], toolbox: Toolbox, request: ResponsesRequest
+    service: Service,
+    http_request: Request,
+    place: Place,
+    messages: list[dict[str, Any]],
+    toolbox: Toolbox,
+    request: ResponsesRequest,
+    *,
+    is_prompt: bool = True,
 ) -> dict[str, Any]:
     options = effort_options((request.reasoning or {}).get("effort"), "reasoning.effort")
     options |= extra_template_options(request.chat_template_kwargs)
     try:
-        return await render(service, messages, toolbox, options)
+        return await render(service, http_request, place, messages, toolbox, options, is_prompt=is_prompt)
     except RequestError as error:
         error.parameter = "input"
         raise
 
 
-def _refuse_unsupported(request: ResponsesRequest) -> None:
+def _refuse_unsupported(request: ResponsesRequest, extra_fields: ExtraFields) -> None:
     extra = request.model_extra or {}
-    check_extra(extra, _UNSUPPORTED, HARMLESS)
+    extra_fields.check(extra, _UNSUPPORTED, HARMLESS)
     objects = {**extra, "reasoning": request.reasoning, "text": request.text}
-    for name, neutral in _UNSUPPORTED_PARTS.items():
-        outer, inner = name.split(".")
-        given = objects.get(outer)
-        if isinstance(given, dict) and given.get(inner) not in neutral:
-            raise RequestError(f"{name} is not supported by this server", parameter=name)
-    if "message.output_text.logprobs" in (request.include or ()):
-        raise RequestError("logprobs are not supported by this route of this server", parameter="include")
+    for name, known in _NESTED.items():
+        if isinstance(objects.get(name), dict):
+            known.check(objects[name], name)
 
 
 def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
@@ -237,6 +260,7 @@ def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tok
             defaults,
             max_tokens=default_max_tokens if request.max_output_tokens is None else request.max_output_tokens,
             structured_outputs=read_response_format(wanted, "text.format"),
+            logprobs=_num_logprobs(request),
             **{**given, "logit_bias": read_logit_bias(request.logit_bias)},
         )
     except RequestError as error:
@@ -245,94 +269,21 @@ def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tok
         raise RequestError(str(error).replace(own, name, 1), parameter=name) from None
 
 
+def _num_logprobs(request: ResponsesRequest) -> int | None:
+    """Tell how many alternatives come with each token; None where no log probabilities are asked for."""
+    if request.top_logprobs or _LOGPROBS in (request.include or ()):
+        return request.top_logprobs or 0
+    return None
+
+
 # --- what is asked
 
 
 def _read_conversation(
     request: ResponsesRequest, tool_format: ToolFormat | None
 ) -> tuple[list[dict[str, Any]], Toolbox]:
-    """Return the messages as chat templates read them, and the tools.
-
-    What stands together and is of one role is one message.
-    """
-    turns: list[_Turn] = []
-    if request.instructions is not None:
-        turns.append(_Turn("system", [request.instructions]))
-    given = request.input
-    if isinstance(given, str):
-        turns.append(_Turn("user", [given]))
-    elif isinstance(given, list) and given:
-        for index, item in enumerate(given):
-            turn = _read_item(item, f"input[{index}]")
-            if turns and turn.role == turns[-1].role and turn.role in {"assistant", "system"}:
-                turns[-1].add(turn)
-            else:
-                turns.append(turn)
-    else:
-        raise RequestError("input must be a text or a list of at least one item", parameter="input")
-    messages = [turn.message() for turn in turns if turn.texts or turn.thoughts or turn.calls]
-    return messages, _read_tools(request, tool_format)
-
-
-@dataclass(slots=True)
-class _Turn:
-    """A message while it is put together from items."""
-
-    role: str
-    texts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    call_id: str | None = None
-
-    def add(self, other: _Turn) -> None:
-        """Go on with what follows."""
-        self.texts += other.texts
-        self.thoughts += other.thoughts
-        self.calls += other.calls
-
-    def message(self) -> dict[str, Any]:
-        """Return the message."""
-        separator = "" if self.role == "assistant" else "\n\n"
-        message: dict[str, Any] = {"role": self.role, "content": separator.join(self.texts)}
-        if self.thoughts:
-            message["reasoning_content"] = "\n".join(self.thoughts)
-        if self.calls:
-            message["tool_calls"] = self.calls
-        if self.call_id is not None:
-            message["tool_call_id"] = self.call_id
-        return message
-
-
-def _read_item(item: Any, place: str) -> _Turn:
-    match item.get("type", "message") if isinstance(item, dict) else None:
-        case "message":
-            role = item.get("role")
-            if not isinstance(role, str) or role not in {"user", "assistant", "system", "developer"}:
-                message = f"{place}.role must be user, assistant, system or developer"
-                raise RequestError(message, parameter=f"{place}.role")
-            text = read_text(item.get("content"), f"{place}.content", _TEXT_KINDS)
-            return _Turn("system" if role == "developer" else role, [text])
-        case "reasoning":
-            content = item.get("content")
-            parts = content if isinstance(content, list) else []
-            texts = [part.get("text") for part in parts if isinstance(part, dict)]
-            return _Turn("assistant", thoughts=[text for text in texts if isinstance(text, str)])
-        case "function_call":
-            return _Turn("assistant", calls=[_read_call(item, place)])
-        case "function_call_output":
-            text = read_text(item.get("output"), f"{place}.output", _TEXT_KINDS)
-            return _Turn("tool", [text], call_id=str(item.get("call_id", "")))
-    raise RequestError(
-        f"{place} must be a message, a function_call, a function_call_output or reasoning", parameter=place
-    )
-
-
-def _read_call(item: dict[str, Any], place: str) -> dict[str, Any]:
-    name = item.get("name")
-    if not isinstance(name, str):
-        raise RequestError(f"{place}.name must be a string", parameter=f"{place}.name")
-    function = {"name": name, "arguments": read_arguments(item.get("arguments"), f"{place}.arguments")}
-    return {"id": str(item.get("call_id", "")), "type": "function", "function": function}
+    """Return the messages as chat templates read them, and the tools."""
+    return read_items(request.instructions, request.input), _read_tools(request, tool_format)
 
 
 def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> Toolbox:
@@ -342,8 +293,9 @@ def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> To
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise RequestError(f"{place}: only tools of type function are here", parameter=f"{place}.type")
         described.append(read_function(tool, place))
-    choice, named = read_choice(request.tool_choice, lambda wanted: wanted.get("name"))
-    return Toolbox.make(described, tool_format, choice=choice, named=named, parallel=request.parallel_tool_calls)
+    has_tools = request.tools is not None
+    choice = read_choice(request.tool_choice, lambda wanted: wanted.get("name"), has_tools=has_tools)
+    return Toolbox.make(described, tool_format, choice, parallel=request.parallel_tool_calls)
 
 
 # --- what is answered
@@ -355,6 +307,8 @@ class ResponseReply:
     def __init__(self, job: Job, form: AnswerForm, request: ResponsesRequest) -> None:
         self._form = form
         self._reader = AnswerReader(form)
+        self._logprobs = ContentLogprobs(form, request.top_logprobs or 0)
+        self._num_messages = 0  # items of text that have begun
         self._num_events = 0
         self._events = b""
         self._is_open = False  # the last item of the output goes on
@@ -374,6 +328,7 @@ class ResponseReply:
             tools=request.tools or [],
             top_p=job.params.top_p,
             output=[],
+            top_logprobs=request.top_logprobs or 0,
         )
 
     def news(self, news: News, _usage: Usage | None) -> bytes:
@@ -407,6 +362,7 @@ class ResponseReply:
         return self._response
 
     def _take(self, completion: CompletionOutput) -> None:
+        self._logprobs.add(completion)
         for part in self._reader.read(completion):
             if not self._is_open or not _goes_on(self._item, part):
                 self._end_item("completed")
@@ -439,6 +395,7 @@ class ResponseReply:
 
     def _begin_item(self, part: Part) -> None:
         item = self._new_item(part)
+        self._num_messages += part.kind == "content"
         self._response.output.append(item)
         self._is_open = True
         self._tell_item("response.output_item.added", item=item)
@@ -464,8 +421,16 @@ class ResponseReply:
             self._tell_item("response.function_call_arguments.delta", item_id=item["id"], delta=part.text)
         elif part.kind != "call":
             item["content"][0]["text"] += part.text
-            more: dict[str, Any] = {"logprobs": []} if part.kind == "content" else {}
+            more = self._more_logprobs(item)
             self._tell_part(f"response.{_text_kind(item)}.delta", delta=part.text, **more)
+
+    def _more_logprobs(self, item: dict[str, Any]) -> dict[str, Any]:
+        """Return what text has and reasoning has not: the log probabilities of its tokens that have come since."""
+        if item["type"] != "message":
+            return {}
+        new = self._logprobs.take(self._num_messages - 1)
+        item["content"][0]["logprobs"] += new
+        return {"logprobs": new}
 
     def _end_item(self, status: str) -> None:
         if not self._is_open:
@@ -477,7 +442,7 @@ class ResponseReply:
             self._tell_item("response.function_call_arguments.done", item_id=item["id"], **fields)
         else:
             text = item["content"][0]["text"]
-            more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+            more = self._more_logprobs(item) and {"logprobs": item["content"][0]["logprobs"]}
             self._tell_part(f"response.{_text_kind(item)}.done", text=text, **more)
             self._tell_part("response.content_part.done", part=item["content"][0])
         self._tell_item("response.output_item.done", item=item)

@@ -13,7 +13,16 @@ if TYPE_CHECKING:
 
 _STRUCTURES = {field.name for field in fields(StructuredOutputsParams)}
 # What the two APIs spell in a way of their own is passed by their routes.
-_OWN = {"max_tokens", "logprobs", "logit_bias", "detokenize", "output_kind", "structured_outputs", "pooling"}
+_OWN = {
+    "max_tokens",
+    "logprobs",
+    "logit_bias",
+    "detokenize",
+    "output_kind",
+    "structured_outputs",
+    "pooling",
+    "shown_special_token_ids",
+}
 _SCHEMA_KEYS = ("schema", "value")  # of a json_object: as llama.cpp has it, and as huggingface_hub writes a json_schema
 _SHARED = tuple(field.name for field in fields(SamplingParams) if field.name not in _OWN)
 
@@ -45,6 +54,13 @@ def _structure(request: SamplingFields) -> StructuredOutputsParams | None:
         name = f"structured_outputs.{min(unknown)}"[:100]
         raise RequestError(f"{name} is not supported by this server", parameter="structured_outputs")
     return StructuredOutputsParams(**fields)
+
+
+def token_limit(given: int | None, default: int | None) -> int | None:
+    """Return how many tokens an answer may have at most; None, which -1 says, for what the context leaves."""
+    if given == -1:
+        return None
+    return default if given is None else given
 
 
 def read_response_format(given: Any, parameter: str = "response_format") -> StructuredOutputsParams | None:
