@@ -192,8 +192,8 @@ def checkpoint(real_model, real_templates, tmp_path):
 def served(path):
     engine = LLMEngine(
         ModelConfig(model=str(path), max_model_len=MAX_MODEL_LEN),
-        CacheConfig(num_gpu_blocks=NUM_THREADS * MAX_MODEL_LEN // 16),
-        SchedulerConfig(max_num_seqs=NUM_THREADS),
+        cache_config=CacheConfig(num_gpu_blocks=NUM_THREADS * MAX_MODEL_LEN // 16),
+        scheduler_config=SchedulerConfig(max_num_seqs=NUM_THREADS),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "make_engine", lambda _: engine)
