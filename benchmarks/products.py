@@ -27,7 +27,7 @@ from workloads import FOLDER, prepare
 
 from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.machine import cold_bytes
-from octavo.kernels.quantization import quantize_int4, quantize_int8
+from octavo.kernels.quantization import quantize_int4, quantize_int8, round_to_int8
 from octavo.models.registry import read_architecture
 
 if TYPE_CHECKING:
@@ -76,10 +76,10 @@ def torch_products(weight: Tensor, precision: str, copies: int) -> list[Callable
         whole = [pack(weight, None) for _ in range(copies)]
         return [lambda x, each=each: multiply(x, each, None, "none", [], "") for each in whole]
     if precision == "int8":
-        rounded, product = quantize_int8(weight), torch.ops.onednn.qlinear_pointwise
-        zeros = torch.zeros(len(rounded.scales), dtype=torch.int32)
-        behind = (rounded.scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], "")
-        bytes_ = [torch.ops.onednn.qlinear_prepack(rounded.values, None) for _ in range(copies)]
+        (values, scales), product = round_to_int8(weight, rotated=False), torch.ops.onednn.qlinear_pointwise
+        zeros = torch.zeros(len(scales), dtype=torch.int32)
+        behind = (scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], "")
+        bytes_ = [torch.ops.onednn.qlinear_prepack(values, None) for _ in range(copies)]
         return [lambda x, each=each: product(x, X_SCALE, X_ZERO, each, *behind) for each in bytes_]
     groups = weight.float().unflatten(1, (-1, GROUP_SIZE))
     scales = groups.abs().amax(2) / 7

@@ -20,6 +20,7 @@ import tokenizers
 from fakes import TEXT, FakeExecutor, answer_text, make_engine
 from typer.testing import CliRunner
 
+from octavo import __version__
 from octavo.cli import Octavo, app
 from octavo.cli.chat import _read_line
 from octavo.cli.command import LazyCommand
@@ -808,10 +809,10 @@ def test_a_model_on_the_command_line_counts_more_than_one_of_a_file_or_the_envir
         ):
             result = serve_with(tmp_path, text, *named, **environment)
             assert result.exit_code == 1, result.output
-            assert f" model={positional}," in result.output
+            assert f"octavo {__version__}: {positional} (" in result.output
             assert option not in result.output
     for text, environment in ((f'model = "{option}"', {}), ("", {"OCTAVO_SERVE_MODEL": option})):
-        assert f" model={option}," in serve_with(tmp_path, text, **environment).output
+        assert f"octavo {__version__}: {option} (" in serve_with(tmp_path, text, **environment).output
     result = serve_with(tmp_path, "", positional, "--model", option)
     assert (result.exit_code, "two models are named" in result.output) == (2, True)
 
