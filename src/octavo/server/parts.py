@@ -129,7 +129,7 @@ class ReasoningParser:
         end = self._pending.find(REASONING_CLOSES)
         is_over = end >= 0
         if not is_over:
-            end = len(self._pending) - num_held_back_chars(self._pending, [REASONING_CLOSES])
+            end = len(self._pending) - num_held_back_chars(self._pending, REASONING_CLOSES)
         text = self._take(without_space(self._pending[:end]))
         if text:
             parts.append(Part("reasoning", text))

@@ -90,7 +90,7 @@ class ToolParser:
             start = self._text.find(opener)
             is_found = start >= 0
             if not is_found:
-                start = len(self._text) - (0 if self._is_over else num_held_back_chars(self._text, [opener]))
+                start = len(self._text) - (0 if self._is_over else num_held_back_chars(self._text, opener))
             shown = start if self._is_over and not is_found else without_space(self._text[:start])
             self._position = shown
             self._tell_content()
