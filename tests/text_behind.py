@@ -1,7 +1,7 @@
-"""What the text of tokens behind a prompt is, by what the `tokenizers` library decodes at once: the measure for streams.
+"""The text of tokens behind a prompt, by what the `tokenizers` library decodes at once: the measure for streams.
 
-A character that the prompt begins and the tokens end is theirs. Bytes of the prompt that never become a character are the
-prompt's, and so is what the library makes of them.
+A character that the prompt begins and the tokens end is theirs. Bytes of the prompt that never become a character are
+the prompt's, and so is what the library makes of them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import functools
 import re
+from itertools import chain
 
 import tokenizers
 from tokenizers import pre_tokenizers
@@ -20,7 +21,8 @@ def text_behind(backend: tokenizers.Tokenizer, prompt: list[int], tokens: list[i
     """Return the text of tokens behind a prompt."""
     kinds = b"" if backend.decoder is None else backend.decoder.__getstate__()
     text = backend.decode(prompt + tokens, skip_special_tokens=skip)
-    seen = [_shown(backend, ids, skip=skip) for ids in (prompt, tokens)]
+    special = _special_ids(backend) if skip else frozenset()
+    seen = [_shown(backend, ids, special) for ids in (prompt, tokens)]
     if b"ByteLevel" in kinds:
         return _behind_bytes(text, *(b"".join(map(_bytes_of, spelled)) for spelled in seen))
     if b"ByteFallback" in kinds and seen[0] and _BYTE.fullmatch(seen[0][-1]):
@@ -31,10 +33,13 @@ def text_behind(backend: tokenizers.Tokenizer, prompt: list[int], tokens: list[i
     return text[len(before) :]
 
 
-def _shown(backend: tokenizers.Tokenizer, ids: list[int], *, skip: bool) -> list[str]:
+@functools.cache
+def _special_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    return frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+
+
+def _shown(backend: tokenizers.Tokenizer, ids: list[int], special: frozenset[int]) -> list[str]:
     """Return how the tokens are spelled that the decoder sees."""
-    added = backend.get_added_tokens_decoder()
-    special = {token_id for token_id, token in added.items() if token.special and skip}
     spelled = [backend.id_to_token(token_id) for token_id in ids if token_id not in special]
     return [token for token in spelled if token is not None]
 
@@ -90,10 +95,11 @@ def _bytes_of(spelled: str) -> bytes:
 def _alphabet() -> dict[str, int]:
     """Return which byte each character of a byte-level vocabulary is, as the library spells them."""
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
-    every = [*range(0x800), *range(0x800, 0xD800, 0x40), *range(0xE000, 0x10000, 0x40), *range(0x10000, 0x110000, 0x1000)]
-    table = {}
-    for code in every:
-        for spelled, byte in zip(spell(chr(code))[0][0], chr(code).encode(), strict=True):
-            table[spelled] = byte
+    codes = [range(0x800), range(0x800, 0xD800, 0x40), range(0xE000, 0x10000, 0x40), range(0x10000, 0x110000, 0x1000)]
+    table = {
+        spelled: byte
+        for character in map(chr, chain(*codes))
+        for spelled, byte in zip(spell(character)[0][0], character.encode(), strict=True)
+    }
     never = [byte for byte in range(256) if byte not in table.values()]  # in UTF-8
     return table | {chr(byte): byte for byte in never}

@@ -106,7 +106,10 @@ def worst_cases() -> dict[str, tuple[list[str], str]]:
     size, count = MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
     return {
         "one letter": (["a" * (size - index) + "b" for index in range(1, count + 1)], "a" * 40_000),
-        "its ends": (["a" * index + "b" * (size - index - 1) + "c" for index in range(count)], ("a" * 64 + "b" * 950) * 40),
+        "its ends": (
+            ["a" * index + "b" * (size - index - 1) + "c" for index in range(count)],
+            ("a" * 64 + "b" * 950) * 40,
+        ),
         "two letters": (["ab" * (size // 2 - index) + "c" for index in range(1, count + 1)], "ab" * 20_000),
         "each its own": ([chr(0x4E00 + index) * (size - 1) + "b" for index in range(count)], "狐" * 40_000),
     }

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from octavo.engine.stop_strings import find_stop, num_held_back_chars
+from octavo.engine.stop_strings import StopSearch, StopStrings
+from octavo.faults import REQUEST_FAILED, log_fault, request_failed
 from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from octavo.sampling_params import RequestOutputKind
 
@@ -57,11 +58,13 @@ class _NoDetokenizer:
 class _Stream:
     """One of the n outputs while it grows. `shown` counts what DELTA outputs have delivered.
 
+    detokenizer, stops: made with the first token; stops: None where nothing is looked for.
     logprobs: of DELTA outputs only what is not delivered yet: they are many times as large as their tokens.
     """
 
     index: int
-    detokenizer: Detokenizer
+    detokenizer: Detokenizer | None = None
+    stops: StopSearch | None = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
@@ -84,6 +87,7 @@ class _RequestState:
     streams: dict[str, _Stream]
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None
+    stop_strings: StopStrings | None = None  # made with the first token
     num_cached_tokens: int = 0
     error: str | None = None
     pooled: bytes | None = None
@@ -98,10 +102,14 @@ class _RequestState:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedOutputs:
-    """What a step means for users, and the streams that a stop string ended: the core must end those, too."""
+    """What a step means for users, and the streams that ended here: the core must end those, too.
+
+    streams_to_stop: by a stop string. streams_to_fail: of requests whose answers could not be made.
+    """
 
     request_outputs: list[RequestOutput]
     streams_to_stop: list[str]
+    streams_to_fail: list[str]
 
 
 class OutputProcessor:
@@ -134,7 +142,7 @@ class OutputProcessor:
         """Expect outputs for a request."""
         streams = {}
         for index, stream_id in enumerate(stream_ids):
-            streams[stream_id] = _Stream(index, self._detokenizer(prompt_token_ids, params))
+            streams[stream_id] = _Stream(index)
             streams[stream_id].logprobs = None if params.logprobs is None else []
             self._owner[stream_id] = request_id
         self._states[request_id] = _RequestState(
@@ -184,18 +192,58 @@ class OutputProcessor:
         return request_ids
 
     def process(self, core_outputs: list[EngineCoreOutput]) -> ProcessedOutputs:
-        """Take a step's news in. A request's last output has `finished` set, and the request is forgotten with it."""
+        """Take a step's news in. A request's last output has `finished` set, and the request is forgotten with it.
+
+        Where something fails that is done for one request, whatever it is, that one ends with an error.
+        """
         changed: dict[str, _RequestState] = {}
         to_stop: list[str] = []
+        to_fail: list[str] = []
         now = self._clock()
         for core_output in core_outputs:
             request_id = self._owner.get(core_output.request_id)
             if request_id is None:
                 continue  # a stop string ended the stream already
             state = changed[request_id] = self._states[request_id]
-            if self._advance(state, state.streams[core_output.request_id], core_output, now):
-                to_stop.append(core_output.request_id)
-        return ProcessedOutputs([output for state in changed.values() for output in self._emit(state, now)], to_stop)
+            try:
+                if self._advance(state, state.streams[core_output.request_id], core_output, now):
+                    to_stop.append(core_output.request_id)
+            except BaseException as error:  # noqa: BLE001 - see octavo.faults
+                to_fail += self._give_up(state, error)
+        outputs: list[RequestOutput] = []
+        for state in changed.values():
+            try:
+                outputs += self._emit(state, now)
+            except BaseException as error:  # noqa: BLE001 - see octavo.faults
+                to_fail += self._give_up(state, error)
+                outputs.append(self._failed_output(state))
+        return ProcessedOutputs(outputs, to_stop, to_fail)
+
+    def _give_up(self, state: _RequestState, error: BaseException) -> list[str]:
+        """End a request whose answer cannot be made; return its streams that go on in the core."""
+        log_fault(state.request_id, "its answer was made", error)
+        state.error = request_failed(state.request_id)
+        stream_ids = []
+        for stream_id, stream in state.streams.items():
+            self._owner.pop(stream_id, None)
+            if stream.finish_reason is None:
+                stream.finish_reason = "error"
+                stream_ids.append(stream_id)
+        return stream_ids
+
+    def _failed_output(self, state: _RequestState) -> RequestOutput:
+        """Forget a request that was given up; return its last output, which has nothing new."""
+        self._states.pop(state.request_id, None)
+        outputs = [CompletionOutput(each.index, "", [], finish_reason="error") for each in state.streams.values()]
+        return RequestOutput(
+            state.request_id,
+            state.prompt,
+            state.prompt_token_ids,
+            outputs,
+            finished=True,
+            metrics=state.metrics,
+            error=state.error,
+        )
 
     def _advance(self, state: _RequestState, stream: _Stream, news: EngineCoreOutput, now: float) -> bool:
         """Add news to a stream; whether a stop string ended it while the core thinks it goes on."""
@@ -203,7 +251,8 @@ class OutputProcessor:
         stream.num_cached_tokens = max(stream.num_cached_tokens, news.num_cached_tokens)
         stream.num_computed_tokens = max(stream.num_computed_tokens, news.num_computed_tokens)
         stream.num_sampled_tokens += len(news.new_token_ids)
-        state.error = state.error or news.error
+        if news.error is not None and state.error is None:
+            state.error = request_failed(state.request_id) if news.error == REQUEST_FAILED else news.error
         state.pooled = state.pooled or news.pooled
         if state.prompt_logprobs is not None and stream.index == 0:
             state.prompt_logprobs.extend(self._logprob_dict(entry) for entry in news.new_prompt_logprobs)
@@ -222,7 +271,9 @@ class OutputProcessor:
 
     def _append(self, state: _RequestState, stream: _Stream, news: EngineCoreOutput) -> bool:
         """Append tokens one by one, so that a stop string ends the output at its own token."""
-        params = state.params
+        params, detokenizer = state.params, stream.detokenizer
+        if detokenizer is None:
+            detokenizer = self._begin(state, stream)
         for position, token_id in enumerate(news.new_token_ids):
             stream.token_ids.append(token_id)
             if stream.logprobs is not None:
@@ -232,22 +283,30 @@ class OutputProcessor:
             is_last = position == len(news.new_token_ids) - 1
             ended = news.finish_reason is not None and is_last
             hidden = ended and news.finish_reason == "stop" and not params.include_stop_str_in_output
-            piece = "" if hidden else stream.detokenizer.add([token_id])
+            piece = "" if hidden else detokenizer.add([token_id])
             if ended:
-                piece += stream.detokenizer.finish()
+                piece += detokenizer.finish()
             stream.text += piece
-            if piece and params.stop_strings and len(stream.token_ids) > params.min_tokens:
-                match = find_stop(
-                    stream.text, len(piece), params.stop_strings, include_in_output=params.include_stop_str_in_output
-                )
+            if piece and stream.stops is not None:
+                match = stream.stops.add(piece, counts=len(stream.token_ids) > params.min_tokens)
                 if match is not None:
-                    stream.text = stream.text[: match.end]
+                    num_cut_off = 0 if params.include_stop_str_in_output else len(match.stop_string)
+                    stream.text = stream.text[: len(stream.text) - match.num_chars_behind - num_cut_off]
                     stream.finish_reason, stream.stop_reason = "stop", match.stop_string
                     state.metrics.num_wasted_tokens += len(news.new_token_ids) - 1 - position
                     return True
         if news.finish_reason is not None and not news.new_token_ids:
-            stream.text += stream.detokenizer.finish()
+            stream.text += detokenizer.finish()
         return False
+
+    def _begin(self, state: _RequestState, stream: _Stream) -> Detokenizer:
+        """Make what a stream's text goes through."""
+        params = state.params
+        if params.stop_strings:
+            state.stop_strings = state.stop_strings or StopStrings(params.stop_strings)
+            stream.stops = StopSearch(state.stop_strings)
+        stream.detokenizer = self._detokenizer(state.prompt_token_ids, params)
+        return stream.detokenizer
 
     def _logprob_dict(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         """The token itself first, then the best ones in order of rank."""
@@ -273,7 +332,7 @@ class OutputProcessor:
                 request_id=state.request_id,
                 prompt=state.prompt,
                 prompt_token_ids=state.prompt_token_ids,
-                outputs=[self._completion(stream, state.params, delta=delta) for stream in state.streams.values()],
+                outputs=[self._completion(stream, delta=delta) for stream in state.streams.values()],
                 finished=finished,
                 prompt_logprobs=state.prompt_logprobs,
                 num_cached_tokens=state.num_cached_tokens,
@@ -284,10 +343,10 @@ class OutputProcessor:
         ]
 
     @staticmethod
-    def _completion(stream: _Stream, params: SamplingParams, *, delta: bool) -> CompletionOutput:
+    def _completion(stream: _Stream, *, delta: bool) -> CompletionOutput:
         end = len(stream.text)
-        if stream.finish_reason is None:
-            end -= num_held_back_chars(stream.text, params.stop_strings)
+        if stream.finish_reason is None and stream.stops is not None:
+            end -= stream.stops.num_held_back_chars
         first_char, first_token = (stream.num_shown_chars, stream.num_shown_tokens) if delta else (0, 0)
         end = max(end, stream.num_shown_chars)
         stream.num_shown_chars, stream.num_shown_tokens = end, len(stream.token_ids)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 import time
 from contextlib import aclosing
@@ -18,7 +17,8 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
-from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestError
+from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestError, RequestFailedError
+from octavo.faults import error_for, request_failed
 from octavo.outputs import DEADLINE_PASSED, GRAMMAR_EXCEEDED, NOTHING_ALLOWED
 from octavo.sampling_params import RequestOutputKind
 from octavo.server.answer_size import LogprobLimit, beside, num_entries
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from octavo.server.openai_requests import SamplingFields
     from octavo.server.service import Service
 
-logger = logging.getLogger(__name__)
 encoder = msgspec.json.Encoder()
 T = TypeVar("T")
+_ANSWERING = "it was answered"
 _MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
 
 
@@ -229,7 +229,8 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
     usage = UsageCounter()
     note(http_request, job, usage)
     news = _news(service, job, usage)
-    first = await _begun(http_request, news, service.config.stream_keep_alive_s)
+    with _failing_alone(job):
+        first = await _begun(http_request, news, service.config.stream_keep_alive_s)
     events = _events(_chain(first, news), http_request.scope["state"], job, reply, usage)
     return EventStream(events, first, news, job.place, service.config.stream_keep_alive_s)
 
@@ -238,10 +239,22 @@ async def answer_whole(service: Service, http_request: Request, job: Job, reply:
     """Answer a job when all of its outputs are there; when the client leaves, its requests are aborted."""
     usage = UsageCounter()
     note(http_request, job, usage)
-    outputs = await unless_disconnected(http_request, _whole(service, job, usage))
-    size = sum(num_entries(output, output.outputs, with_prompt=True) for output in outputs)
-    content = await beside(size, lambda: encoder.encode(reply.whole(outputs, usage.usage())))
+    with _failing_alone(job):
+        outputs = await unless_disconnected(http_request, _whole(service, job, usage))
+        size = sum(num_entries(output, output.outputs, with_prompt=True) for output in outputs)
+        content = await beside(size, lambda: encoder.encode(reply.whole(outputs, usage.usage())))
     return Response(content, media_type="application/json")
+
+
+@contextlib.contextmanager
+def _failing_alone(job: Job) -> Iterator[None]:
+    """Make an error that names the request of whatever goes wrong while it is answered."""
+    try:
+        yield
+    except (OctavoError, ClientDisconnect):
+        raise
+    except Exception as error:
+        raise error_for(job.request_id, _ANSWERING, error) from error
 
 
 @contextlib.contextmanager
@@ -395,12 +408,14 @@ async def _outputs(service: Service, job: Job, usage: UsageCounter) -> AsyncGene
             async for index, output in merged:
                 if output.error is not None:
                     usage.add(output, output.outputs)
-                    raise _error_of(output.error)
+                    raise _error_of(output.error, output.request_id)
                 yield index, output
 
 
-def _error_of(message: str) -> OctavoError:
+def _error_of(message: str, request_id: str) -> OctavoError:
     """Return what a request's `error` is to its client."""
+    if message == request_failed(request_id):
+        return RequestFailedError(message)
     if message == DEADLINE_PASSED:
         return DeadlineError(message)
     if message == GRAMMAR_EXCEEDED:
@@ -438,10 +453,8 @@ async def _events(
                 if told:
                     yield told
         yield reply.end(counter.usage())
-    except Exception as error:
-        if not isinstance(error, OctavoError):
-            logger.exception("a stream failed")
-        yield reply.error(note_error(state, to_http(error)))
+    except Exception as error:  # noqa: BLE001 - it is logged there
+        yield reply.error(note_error(state, to_http(error_for(job.request_id, _ANSWERING, error))))
 
 
 async def _told(reply: Reply, news: News, usage: Usage | None) -> bytes:
