@@ -7,7 +7,7 @@ The sdist of llama-cpp-python brings vocabularies of models, each with texts and
 An example is an answer in random tokens, behind a prompt of such: of texts that are hard to cut, of the whole
 vocabulary, single bytes, special tokens, ids that no token has. Prompts end anywhere, within a character too
 (`text_behind` says whose it is then). What streams, in pieces of random length, and what comes whole are compared with
-what the `tokenizers` library makes of all tokens at once, cut at the first stop string by a search after each character.
+what the `tokenizers` library makes of all tokens at once, cut at the first stop string by a search after every one.
 """
 
 from __future__ import annotations

@@ -114,6 +114,16 @@ class IncrementalDetokenizer:
         if not self._continue(prompt_token_ids) and pieces.strips_start:
             self._first_ids = []
 
+    @property
+    def held(self) -> bytes:
+        """Bytes that wait for those behind them, the prompt's before those of this text."""
+        return bytes(self._held)
+
+    @property
+    def num_prompt_bytes(self) -> int:
+        """How many of the held bytes are the prompt's."""
+        return self._num_prompt_bytes
+
     def add(self, token_ids: Iterable[int]) -> str:
         """Take tokens in and return the text that is certain now."""
         text = ""

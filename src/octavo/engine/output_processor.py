@@ -19,7 +19,20 @@ if TYPE_CHECKING:
 
 
 class Detokenizer(Protocol):
-    """Turns a stream of token ids into text; all pieces together are the text of all tokens at once."""
+    """Turns a stream of token ids into text; all pieces together are the text of all tokens at once.
+
+    held, num_prompt_bytes: bytes that wait for those behind them, and how many of them are the prompt's.
+    """
+
+    @property
+    def held(self) -> bytes:
+        """The bytes."""
+        ...
+
+    @property
+    def num_prompt_bytes(self) -> int:
+        """How many of them the prompt has."""
+        ...
 
     def add(self, token_ids: list[int]) -> str:
         """Return the text that is certain now."""
@@ -31,25 +44,60 @@ class Detokenizer(Protocol):
 
 
 class DetokenizerFactory(Protocol):
-    """What the output processor asks of a tokenizer."""
+    """What the output processor, and who tells of its tokens, ask of a tokenizer."""
+
+    @property
+    def has_byte_runs(self) -> bool:
+        """Whether bytes that follow each other are read together."""
+        ...
 
     def incremental_detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
         """Start a stream behind a prompt."""
         ...
 
-    def decode_token(self, token_id: int) -> str:
+    def decode_token(self, token_id: int) -> str | None:
         """Return the text of one token, for logprobs."""
+        ...
+
+    def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
+        """Return what a token adds to a text: characters, or bytes that are none alone."""
         ...
 
 
 class _NoDetokenizer:
     """Null object for requests that want token ids only."""
 
+    held = b""
+    num_prompt_bytes = 0
+
     def add(self, token_ids: list[int]) -> str:  # noqa: ARG002 - the signature is the protocol's
         """No text."""
         return ""
 
     def finish(self) -> str:
+        """No text."""
+        return ""
+
+
+class _NoTokenizer:
+    """Null object for engines without one."""
+
+    has_byte_runs = False
+
+    def incremental_detokenizer(
+        self,
+        prompt_token_ids: list[int],  # noqa: ARG002 - the signature is the protocol's
+        *,
+        skip_special_tokens: bool,  # noqa: ARG002
+    ) -> Detokenizer:
+        """No text."""
+        return _NoDetokenizer()
+
+    def decode_token(self, token_id: int) -> None:  # noqa: ARG002
+        """No text."""
+        return
+
+    def piece(self, token_id: int, *, skip_special_tokens: bool) -> str:  # noqa: ARG002
         """No text."""
         return ""
 
@@ -116,7 +164,7 @@ class OutputProcessor:
     """Keeps the text side of every request. `stream_ids` are the ids under which the core knows the n outputs."""
 
     def __init__(self, tokenizer: DetokenizerFactory | None, clock: Callable[[], float]) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer or _NoTokenizer()
         self._clock = clock
         self._states: dict[str, _RequestState] = {}
         self._owner: dict[str, str] = {}
@@ -157,25 +205,25 @@ class OutputProcessor:
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids that stand alone, a prompt that is echoed, say; none without a tokenizer."""
-        if self._tokenizer is None:
-            return ""
-        detokenizer = self._tokenizer.incremental_detokenizer([], skip_special_tokens=skip_special_tokens)
+        detokenizer = self.tokenizer.incremental_detokenizer([], skip_special_tokens=skip_special_tokens)
         return detokenizer.add(token_ids) + detokenizer.finish()
+
+    def piece(self, token_id: int) -> str | bytes:
+        """Return what a token adds to a text, a special one its name."""
+        return self.tokenizer.piece(token_id, skip_special_tokens=False)
 
     def pieces(self, prompt_token_ids: list[int], token_ids: list[int]) -> list[str]:
         """Return what each token adds to the text behind a prompt, and at last what their end adds.
 
         A token that is hidden, or ends no character, adds "".
         """
-        if self._tokenizer is None:
-            return [""] * (len(token_ids) + 1)
-        detokenizer = self._tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=True)
+        detokenizer = self.tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=True)
         return [*(detokenizer.add([token_id]) for token_id in token_ids), detokenizer.finish()]
 
     def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> Detokenizer:
-        if self._tokenizer is None or not params.detokenize:
+        if not params.detokenize:
             return _NoDetokenizer()
-        return self._tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+        return self.tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def stream_ids(self, request_id: str) -> list[str]:
         """Ids of a request's unfinished streams in the core; none for an unknown request."""
@@ -314,8 +362,7 @@ class OutputProcessor:
         result: dict[int, Logprob] = {}
         for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
             if token_id not in result:
-                text = None if self._tokenizer is None else self._tokenizer.decode_token(token_id)
-                result[token_id] = Logprob(logprob, rank, text)
+                result[token_id] = Logprob(logprob, rank, self.tokenizer.decode_token(token_id))
         return result
 
     def _emit(self, state: _RequestState, now: float) -> list[RequestOutput]:

@@ -116,6 +116,11 @@ class Tokenizer:
         """Return what a token adds to a text behind others: text, or bytes that are no character alone."""
         return self._pieces.piece(token_id, skip_special_tokens=skip_special_tokens)
 
+    @property
+    def has_byte_runs(self) -> bool:
+        """Whether bytes that follow each other are read together (`octavo.engine.detokenizer`)."""
+        return self._pieces.has_byte_runs
+
     def decode_token(self, token_id: int) -> str:
         """Return the text of one token behind others, special ones included; "" for an unknown id."""
         piece = self.piece(token_id)

@@ -48,6 +48,7 @@ _MERGED = 16  # outputs between their streams and their reader: the streams them
 class Job:
     """What is to be answered. `model` is the name to answer under, `place` what it holds until it is.
 
+    counts_completions: whether tokens of answers count as such; of prompts that are only scored there are none.
     spelled: the engine's name of a parameter -> the one that the client used.
     """
 
@@ -60,6 +61,7 @@ class Job:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    counts_completions: bool = True
     priority: int = 0
     cache_salt: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -153,9 +155,10 @@ class OpenAIReply:
 
 
 class UsageCounter:
-    """Counts tokens of a stream as they go by."""
+    """Counts tokens of a stream as they go by; those of completions where they count (`Job`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_completions: bool = True) -> None:
+        self._counts_completions = counts_completions
         self._prompts: dict[str, tuple[int, int]] = {}
         self._num_completion_tokens = 0
         self._receipt = Receipt()
@@ -172,7 +175,7 @@ class UsageCounter:
             self.metrics.append(output.metrics)
             self._receipt.add(output.metrics)
         for completion in completions:
-            self._num_completion_tokens += len(completion.token_ids)
+            self._num_completion_tokens += len(completion.token_ids) if self._counts_completions else 0
             if completion.finish_reason is not None:
                 choice = output.request_id, completion.index
                 if choice not in self._ended_choices:
@@ -226,7 +229,7 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
     """
     if not job.stream:
         return await answer_whole(service, http_request, job, reply)
-    usage = UsageCounter()
+    usage = UsageCounter(counts_completions=job.counts_completions)
     note(http_request, job, usage)
     news = _news(service, job, usage)
     with _failing_alone(job):
@@ -237,7 +240,7 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
 
 async def answer_whole(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
     """Answer a job when all of its outputs are there; when the client leaves, its requests are aborted."""
-    usage = UsageCounter()
+    usage = UsageCounter(counts_completions=job.counts_completions)
     note(http_request, job, usage)
     with _failing_alone(job):
         outputs = await unless_disconnected(http_request, _whole(service, job, usage))

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
+    from octavo.server.logprobs import Piece
     from octavo.server.openai_requests import ChatCompletionRequest
     from octavo.server.parts import Part
     from octavo.server.service import Service
@@ -72,7 +73,8 @@ async def create_chat_completion(service: Service, http_request: Request, reques
         if toolbox.format is not None and request.response_format is None:
             job.spelled["structured_outputs"] = "tools"
         field = None if request.include_reasoning is False else service.config.reasoning_field
-        reply = ChatReply(job, form, request.top_logprobs or 0, reasoning_field=field)
+        piece = service.llm.engine.output_processor.piece
+        reply = ChatReply(job, form, request.top_logprobs or 0, piece, reasoning_field=field)
         return await answer(service, http_request, job, reply)
 
 
@@ -109,8 +111,11 @@ def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_ma
 class ChatReply(OpenAIReply):
     """Spells outputs as chat completions. reasoning_field: what has the reasoning; None where it is left out."""
 
-    def __init__(self, job: Job, form: AnswerForm, num_top_logprobs: int, *, reasoning_field: str | None) -> None:
+    def __init__(
+        self, job: Job, form: AnswerForm, num_top_logprobs: int, piece: Piece, *, reasoning_field: str | None
+    ) -> None:
         super().__init__(job)
+        self._piece = piece
         self._form = form
         self._num_top = num_top_logprobs
         self._reasoning_field = reasoning_field
@@ -127,7 +132,7 @@ class ChatReply(OpenAIReply):
         if delta is None and not (news.is_first or completion.logprobs or completion.finished or self._form.is_plain):
             return b""  # a parser waits for more
         choice = ChatChunkChoice(
-            news.choice, delta or ChatDelta(content=""), chat_logprobs(completion.logprobs, self._num_top)
+            news.choice, delta or ChatDelta(content=""), chat_logprobs(completion.logprobs, self._num_top, self._piece)
         )
         if news.is_first:
             choice.delta.role = "assistant"
@@ -167,7 +172,7 @@ class ChatReply(OpenAIReply):
         return ChatChoice(
             completion.index,
             answer.message(completion),
-            chat_logprobs(completion.logprobs, self._num_top),
+            chat_logprobs(completion.logprobs, self._num_top, self._piece),
             answer.finish_reason(completion),
             completion.stop_reason,
         )

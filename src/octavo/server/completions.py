@@ -14,17 +14,21 @@ from octavo.server.body import look_at
 from octavo.server.logprobs import completion_logprobs, prompt_logprobs
 from octavo.server.openai_responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from octavo.server.sampling import sampling_params
+from octavo.server.token_places import TokenPlaces, places_in_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from octavo.engine.output_processor import OutputProcessor
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
+    from octavo.server.logprobs import Position
     from octavo.server.openai_requests import CompletionRequest
     from octavo.server.service import Service
+    from octavo.server.token_places import Place
 
 MAX_CHOICES = 1024  # of one request: prompts times n
 
@@ -40,8 +44,8 @@ async def create_completion(service: Service, http_request: Request, request: Co
             f"{len(prompts)} prompts, n = {params.n} times each: the limit is {MAX_CHOICES}", parameter="n"
         )
     timeout_s = read_timeout(http_request, service.config.request_timeout_s)
-    decode = service.llm.engine.output_processor.decode
-    echo = Echo(bool(request.echo), is_alone=request.max_tokens == 0, num_chars={}, decode=decode)
+    texts = service.llm.engine.output_processor
+    echo = Echo(bool(request.echo), bool(request.echo) and request.max_tokens == 0, texts, params.skip_special_tokens)
     show_prompt_logprobs = request.prompt_logprobs is not None
     with service.enter(http_request, len(prompts) * params.n, at_least=params.n) as place:
         job = Job(
@@ -51,6 +55,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
             params=params,
             place=place,
             timeout_s=timeout_s,
+            counts_completions=not echo.is_alone,
             **openai_options(request, "prompt"),
         )
         if request.prompt_logprobs is None:  # those of an echo
@@ -94,16 +99,14 @@ def _is_token_ids(items: list[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """Whether the prompt stands before its completion, or alone.
-
-    num_chars: text offset behind each choice so far. texts: what was decoded, by request id.
-    """
+    """Whether the prompt stands before its completion, or alone. What all choices of a prompt echo is made once."""
 
     is_wanted: bool
     is_alone: bool
-    num_chars: dict[int, int]
-    decode: Callable[[list[int]], str]
-    texts: dict[str, str] = field(default_factory=dict)
+    processor: OutputProcessor
+    skip_special_tokens: bool
+    texts: dict[str, str] = field(default_factory=dict)  # by request id, as the next
+    places: dict[str, list[Place]] = field(default_factory=dict)
 
     def prompt_text(self, output: RequestOutput) -> str:
         """The text that is echoed."""
@@ -111,9 +114,42 @@ class Echo:
             return ""
         if output.prompt is not None:
             return output.prompt
-        if output.request_id not in self.texts:  # all choices of a prompt echo the same
-            self.texts[output.request_id] = self.decode(output.prompt_token_ids)
+        if output.request_id not in self.texts:
+            text = self.processor.decode(output.prompt_token_ids, skip_special_tokens=self.skip_special_tokens)
+            self.texts[output.request_id] = text
         return self.texts[output.request_id]
+
+    def prompt_places(self, output: RequestOutput) -> list[Place]:
+        """The places of the prompt's tokens in that text."""
+        if output.request_id not in self.places:
+            self.places[output.request_id] = self._find(output)
+        return self.places[output.request_id]
+
+    def _find(self, output: RequestOutput) -> list[Place]:
+        tokenizer, token_ids = self.processor.tokenizer, output.prompt_token_ids
+        if output.prompt is not None:
+            return places_in_prompt(tokenizer, output.prompt, token_ids)
+        places = TokenPlaces(tokenizer, [], 0, skip_special_tokens=self.skip_special_tokens)
+        return [*places.add(token_ids), *places.finish()]
+
+
+class _Scored:
+    """The positions of a choice, and the places of its tokens, for as long as some of these are not certain."""
+
+    def __init__(self, echo: Echo, output: RequestOutput, offset: int) -> None:
+        self._places = TokenPlaces(
+            echo.processor.tokenizer, output.prompt_token_ids, offset, skip_special_tokens=echo.skip_special_tokens
+        )
+        self._waiting: list[Position] = []
+
+    def add(self, completion: CompletionOutput) -> tuple[list[Position], list[Place]]:
+        """Take some more in; return what is certain now."""
+        places = self._places.add(completion.token_ids)
+        if completion.finished:
+            places += self._places.finish()
+        positions = self._waiting + (completion.logprobs or [])
+        self._waiting = positions[len(places) :]
+        return positions[: len(places)], places
 
 
 class CompletionReply(OpenAIReply):
@@ -123,6 +159,7 @@ class CompletionReply(OpenAIReply):
         super().__init__(job)
         self._echo = echo
         self._show_prompt_logprobs = show_prompt_logprobs
+        self._scored: dict[int, _Scored] = {}  # by choice
 
     def _chunk(self, news: News, usage: Usage | None) -> Completion:
         """One event; the first one of a choice has the echoed prompt."""
@@ -150,7 +187,7 @@ class CompletionReply(OpenAIReply):
         self, index: int, completion: CompletionOutput, output: RequestOutput, *, with_prompt: bool
     ) -> CompletionChoice:
         prompt = self._echo.prompt_text(output) if with_prompt else ""
-        text = prompt if self._echo.is_wanted and self._echo.is_alone else prompt + completion.text
+        text = prompt if self._echo.is_alone else prompt + completion.text
         choice = CompletionChoice(index, text, self._logprobs(index, completion, output, with_prompt=with_prompt))
         if completion.finished:
             choice.finish_reason, choice.stop_reason = completion.finish_reason, completion.stop_reason
@@ -163,13 +200,14 @@ class CompletionReply(OpenAIReply):
     ) -> CompletionLogprobs | None:
         if completion.logprobs is None:
             return None
-        positions: list[Any] = []
-        first_text = ""
+        positions: list[Position | None] = []
+        places: list[Place] = []
         if self._echo.is_wanted and with_prompt:
             positions += output.prompt_logprobs or []
-            first_text = self._echo.decode(output.prompt_token_ids[:1])
-        if not (self._echo.is_wanted and self._echo.is_alone):
-            positions += completion.logprobs
-        offset = self._echo.num_chars.get(index, 0)
-        result, self._echo.num_chars[index] = completion_logprobs(positions, first_text, offset)
-        return result
+            places += self._echo.prompt_places(output)
+        if not self._echo.is_alone:
+            if index not in self._scored:
+                self._scored[index] = _Scored(self._echo, output, len(self._echo.prompt_text(output)))
+            more_positions, more_places = self._scored[index].add(completion)
+            positions, places = positions + more_positions, places + more_places
+        return completion_logprobs(positions, places, self._echo.processor.piece)

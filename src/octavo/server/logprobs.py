@@ -12,53 +12,57 @@ from octavo.server.openai_responses import (
     TokenLogprob,
     TopLogprob,
 )
+from octavo.server.token_places import BYTES, spelled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+    from typing import TypeAlias
 
     from octavo.outputs import Logprob
+    from octavo.server.token_places import Place
+
+    Piece: TypeAlias = Callable[[int], str | bytes]  # what a token adds to a text, special ones included
 
 Position = dict[int, "Logprob"]  # the token itself first, then the most probable ones
 _LOWEST = -9999.0  # JSON has no infinity; vLLM's stand-in
 
 
-def chat_logprobs(positions: Sequence[Position] | None, num_top: int) -> ChatLogprobs | None:
+def chat_logprobs(positions: Sequence[Position] | None, num_top: int, piece: Piece) -> ChatLogprobs | None:
     """Spell the positions of a chat choice; None where none were asked for."""
     if positions is None:
         return None
     content = []
     for position in positions:
-        token = next(iter(position.values()))
-        best = sorted(position.values(), key=lambda entry: entry.rank or 0)[:num_top]
-        top = [TopLogprob(_text(entry), _finite(entry), _utf8(entry)) for entry in best]
-        content.append(TokenLogprob(_text(token), _finite(token), _utf8(token), top))
+        token_id, token = next(iter(position.items()))
+        best = sorted(position.items(), key=lambda item: item[1].rank or 0)[:num_top]
+        top = [TopLogprob(*_chat_token(piece(id_), entry)) for id_, entry in best]
+        content.append(TokenLogprob(*_chat_token(piece(token_id), token), top))
     return ChatLogprobs(content)
 
 
 def completion_logprobs(
-    positions: Iterable[Position | None], first_text: str, text_offset: int
-) -> tuple[CompletionLogprobs, int]:
-    """Spell the positions of a completion choice, and return the text offset behind them.
-
-    A position that is None is the first of an echoed prompt, whose text is `first_text`.
-    """
+    positions: Iterable[Position | None], places: Iterable[Place], piece: Piece
+) -> CompletionLogprobs:
+    """Spell the positions of a completion choice; one that is None is the first of an echoed prompt."""
     result = CompletionLogprobs([], [], [], [])
-    for position in positions:
-        result.text_offset.append(text_offset)
-        if position is None:
-            text, logprob = first_text, None
-            result.top_logprobs.append(None)
-        else:
-            token = next(iter(position.values()))
-            text, logprob = _text(token), _finite(token)
-            top: dict[str, float] = {}
-            for entry in position.values():
-                top.setdefault(_text(entry), _finite(entry))  # of tokens with one text the first counts
-            result.top_logprobs.append(top)
-        result.tokens.append(text)
-        result.token_logprobs.append(logprob)
-        text_offset += len(text)
-    return result, text_offset
+    for position, place in zip(positions, places, strict=True):
+        result.text_offset.append(place.offset)
+        result.tokens.append(place.text)
+        result.token_logprobs.append(None if position is None else _finite(next(iter(position.values()))))
+        result.top_logprobs.append(None if position is None else _by_text(position, place, piece))
+    return result
+
+
+def _by_text(position: Position, place: Place, piece: Piece) -> dict[str, float]:
+    """Spell all tokens of a position; of those that read alike all but the first by their ids."""
+    token_id = next(iter(position))
+    is_start = spelled(piece(token_id)) == " " + place.text  # of a text, which has no space there
+    result: dict[str, float] = {}
+    for id_, entry in position.items():
+        text = place.text if id_ == token_id else spelled(piece(id_))
+        text = text.removeprefix(" ") if is_start else text
+        result[f"token_id:{id_}" if text in result else text] = _finite(entry)
+    return result
 
 
 def prompt_logprobs(positions: Iterable[Position | None]) -> PromptLogprobs:
@@ -74,13 +78,12 @@ def prompt_logprobs(positions: Iterable[Position | None]) -> PromptLogprobs:
     ]
 
 
-def _text(entry: Logprob) -> str:
-    return entry.decoded_token or ""
-
-
 def _finite(entry: Logprob) -> float:
     return max(entry.logprob, _LOWEST)
 
 
-def _utf8(entry: Logprob) -> list[int]:
-    return list(_text(entry).encode())
+def _chat_token(piece: str | bytes, entry: Logprob) -> tuple[str, float, list[int]]:
+    r"""Return text, log probability and own bytes; a part of a character reads `\xf0\x9f`, as in OpenAI's API."""
+    if isinstance(piece, str):
+        return piece, _finite(entry), list(piece.encode())
+    return spelled(piece).removeprefix(BYTES), _finite(entry), list(piece)
