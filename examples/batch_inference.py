@@ -1,11 +1,14 @@
 """Sequential, static and continuous batching of the same requests, measured side by side.
 
+    python examples/batch_inference.py --prompts "Once upon a time" "The sun" --max-tokens 24
     python examples/batch_inference.py --num-prompts 16 --max-tokens 64 --compare-sequential
     python examples/batch_inference.py --model PATH --dtype bfloat16 --num-prompts 16 --compare-sequential
 
 Sequential computes one request after another, static fills its slots and waits until the longest of the batch is done,
-continuous gives a slot to the next request as soon as one ends. All three run on the same engine and kernels, and every
-figure below is measured in this run. Output lengths vary between a quarter of --max-tokens and --max-tokens.
+continuous gives a slot to the next request as soon as one ends. "one pass each" schedules as continuous does, but each
+request of a step has a forward pass of its own, as where a model is called in a loop over the requests. All run on the
+same engine and kernels, give the same tokens, and every figure below is measured in this run. Output lengths of random
+prompts vary between a quarter of --max-tokens and --max-tokens; those of --prompts are what the model makes of them.
 """
 
 from __future__ import annotations
@@ -13,19 +16,23 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import default_max_num_batched_tokens
-from octavo.events import Event, StepScheduled
+from octavo.events import Event, RequestFinished, RequestPreempted, StepScheduled
+from octavo.model_output import ModelOutput
+from octavo.scheduler_output import BlockCopies, CachedRequestData
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from octavo import RequestOutput
+    from octavo.engine.executor import Executor
+    from octavo.scheduler_output import SchedulerOutput
 
-    Job = tuple[dict[str, list[int]], SamplingParams]
+    Job = tuple[str | dict[str, list[int]], SamplingParams]
 
 
 @dataclass
@@ -36,6 +43,7 @@ class Measured:
     num_slots: int
     seconds: float = 0.0
     num_steps: int = 0
+    num_passes: int = 0
     num_output_tokens: int = 0
     busy_slot_steps: int = 0
     prefill_tokens: int = 0
@@ -49,22 +57,80 @@ class Measured:
         prefill = self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
         decode = self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
         return (
-            f"{self.name:<12}{self.seconds:>8.2f}{self.num_output_tokens:>8}"
-            f"{self.num_output_tokens / self.seconds:>10.1f}{self.num_steps:>8}{occupancy:>10.1%}"
+            f"{self.name:<14}{self.seconds:>8.2f}{self.num_output_tokens:>8}"
+            f"{self.num_output_tokens / self.seconds:>10.1f}{self.num_steps:>8}{self.num_passes:>8}{occupancy:>10.1%}"
             f"{prefill:>12.1f}{decode:>12.1f}{baseline.seconds / self.seconds:>9.2f}x"
         )
 
 
 class StepWatch:
-    """Reads the engine's events: what the last step was made of."""
+    """Reads the engine's events: what the last step was made of, and what KV took in the fullest one."""
 
     def __init__(self) -> None:
         self.last: StepScheduled | None = None
+        self.num_used_slots = 0
+        self.fullest: StepScheduled | None = None
+        self._slots: dict[str, int] = {}  # that each running request has written, this step's included
 
     def emit(self, event: Event) -> None:
-        """Keep the newest step."""
-        if isinstance(event, StepScheduled):
+        """Keep the newest step, and the fullest."""
+        if isinstance(event, (RequestFinished, RequestPreempted)):
+            self._slots.pop(event.request_id, None)
+        elif isinstance(event, StepScheduled):
             self.last = event
+            for request_id, count in event.num_scheduled_tokens.items():
+                self._slots[request_id] = self._slots.get(request_id, 0) + count
+            if sum(self._slots.values()) > self.num_used_slots:
+                self.num_used_slots = sum(self._slots.values())
+                self.fullest = event
+
+
+class CountedPasses:
+    """An executor that counts forward passes: one a step."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.num_passes = 0
+        self.results: list[ModelOutput] = []
+        self.prepare, self.shutdown = executor.prepare, executor.shutdown
+
+    def submit(self, scheduled: SchedulerOutput) -> None:
+        """Compute a step."""
+        self.results = []
+        for part in self.parts(scheduled):
+            self.num_passes += bool(part.num_scheduled_tokens)
+            self.executor.submit(part)
+            self.results.append(self.executor.collect())
+
+    def parts(self, scheduled: SchedulerOutput) -> Iterator[SchedulerOutput]:
+        """What is computed together."""
+        yield scheduled
+
+    def collect(self) -> ModelOutput:
+        """Return the step's result."""
+        sampled = {id_: tokens for result in self.results for id_, tokens in result.sampled_token_ids.items()}
+        errors = {id_: error for result in self.results for id_, error in result.errors.items()}
+        return ModelOutput(self.results[0].step, sampled, errors=errors)
+
+
+class OnePassEach(CountedPasses):
+    """Gives each request of a step a forward pass of its own."""
+
+    def parts(self, scheduled: SchedulerOutput) -> Iterator[SchedulerOutput]:
+        """The first one brings all that is new to the worker."""
+        part = scheduled
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            yield replace(part, num_scheduled_tokens={request_id: count}, total_num_scheduled_tokens=count)
+            part = replace(
+                scheduled,
+                scheduled_new_reqs=[],
+                scheduled_cached_reqs=CachedRequestData.make_empty(),
+                finished_req_ids=set(),
+                preempted_req_ids=set(),
+                copies=BlockCopies(),
+            )
+        if not scheduled.num_scheduled_tokens:
+            yield scheduled
 
 
 def drive(engine: LLMEngine, watch: StepWatch, batches: Iterable[list[Job]], measured: Measured) -> list[RequestOutput]:
@@ -88,8 +154,8 @@ def drive(engine: LLMEngine, watch: StepWatch, batches: Iterable[list[Job]], mea
 
 def record(measured: Measured, watch: StepWatch, seconds: float) -> None:
     """A step counts as decode when each of its requests got one token, as prefill otherwise."""
-    step = watch.last
-    if step is None or step.num_tokens == 0:
+    step, watch.last = watch.last, None
+    if step is None:  # nothing was computed: the worker was told who has ended
         return
     measured.num_steps += 1
     measured.busy_slot_steps += len(step.num_scheduled_tokens)
@@ -102,9 +168,20 @@ def record(measured: Measured, watch: StepWatch, seconds: float) -> None:
 
 
 def make_jobs(arguments: argparse.Namespace, vocab_size: int) -> list[Job]:
-    """Random prompts of 16 to 128 tokens, the same for every run with the same --seed."""
+    """The prompts of --prompts, or random ones of 16 to 128 tokens, the same for every run with the same --seed."""
     rng = random.Random(arguments.seed)
-    jobs = []
+    jobs: list[Job] = []
+    for text in arguments.prompts or []:
+        params = SamplingParams(
+            max_tokens=arguments.max_tokens,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            seed=rng.randrange(2**32),
+        )
+        jobs.append((text, params))
+    if jobs:
+        return jobs
     for _ in range(arguments.num_prompts):
         prompt = [rng.randrange(min(300, vocab_size // 2), vocab_size) for _ in range(rng.randint(16, 128))]
         params = SamplingParams(
@@ -123,7 +200,8 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="directory or hub id (default: the built-in model)")
-    parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument("--prompts", nargs="+", metavar="TEXT", help="answer these, and print what they become")
+    parser.add_argument("--num-prompts", type=int, default=16, help="random prompts, where no --prompts are given")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--device", default=None, help="cpu or cuda (default: the best there is)")
     parser.add_argument("--dtype", default="auto")
@@ -132,9 +210,28 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--max-num-seqs", type=int, default=16, help="slots of the batch")
     parser.add_argument("--max-num-batched-tokens", type=int, default=None, help="token budget of a step")
-    parser.add_argument("--compare-sequential", action="store_true", help="run sequential and static batching as well")
+    parser.add_argument("--compare-sequential", action="store_true", help="run the other ways as well")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
+
+
+def print_kv_slots(watch: StepWatch, engine: LLMEngine, outputs: list[RequestOutput], jobs: list[Job]) -> None:
+    """Print what the KV of the fullest step took, and what it would where each request reserves what the longest may.
+
+    A slot is the room of one token's keys and values.
+    """
+    if watch.fullest is None:
+        return
+    manager = engine.core.scheduler.kv_cache_manager
+    num_blocks = round(watch.fullest.kv_cache_usage * manager.pool.num_blocks)
+    longest = max(
+        len(output.prompt_token_ids) + params.max_tokens for output, (_, params) in zip(outputs, jobs, strict=True)
+    )
+    print(
+        f"KV slots in the fullest step ({watch.fullest.num_running} requests): {watch.num_used_slots} used, "
+        f"{num_blocks * manager.block_size} held in blocks of {manager.block_size}, "
+        f"{watch.fullest.num_running * longest} if each reserved what the longest may need"
+    )
 
 
 def main() -> None:
@@ -144,8 +241,8 @@ def main() -> None:
     watch = StepWatch()
     engine = LLMEngine(
         ModelConfig(model=arguments.model, dtype=arguments.dtype, seed=arguments.seed, max_model_len=None),
-        CacheConfig(enable_prefix_caching=False),
-        SchedulerConfig(
+        cache_config=CacheConfig(enable_prefix_caching=False),
+        scheduler_config=SchedulerConfig(
             max_num_seqs=slots,
             max_num_batched_tokens=arguments.max_num_batched_tokens or default_max_num_batched_tokens(slots),
         ),
@@ -153,22 +250,33 @@ def main() -> None:
         sink=watch,
     )
     jobs = make_jobs(arguments, engine.input_processor.model_info.vocab_size)
-    ways = {"continuous": (slots, [jobs])}
+    executor = engine.core.executor
+    ways = {"continuous": (slots, [jobs], CountedPasses(executor))}
     if arguments.compare_sequential:
         static = [jobs[start : start + slots] for start in range(0, len(jobs), slots)]
-        ways = {"sequential": (1, [[job] for job in jobs]), "static": (slots, static)} | ways
-    header = ("seconds", "tokens", "tok/s", "steps", "busy", "prefill/s", "decode/s", "speed-up")
-    widths = (8, 8, 10, 8, 10, 12, 12, 10)
-    print(f"{'':<12}" + "".join(f"{name:>{width}}" for name, width in zip(header, widths, strict=True)))
+        ways = {
+            "sequential": (1, [[job] for job in jobs], CountedPasses(executor)),
+            "one pass each": (slots, [jobs], OnePassEach(executor)),
+            "static": (slots, static, CountedPasses(executor)),
+        } | ways
+    header = ("seconds", "tokens", "tok/s", "steps", "passes", "busy", "prefill/s", "decode/s", "speed-up")
+    widths = (8, 8, 10, 8, 8, 10, 12, 12, 10)
+    print(f"{'':<14}" + "".join(f"{name:>{width}}" for name, width in zip(header, widths, strict=True)))
     baseline, expected = None, None
-    for name, (num_slots, batches) in ways.items():
+    for name, (num_slots, batches, passes) in ways.items():
         measured = Measured(name, num_slots)
-        tokens = [output.outputs[0].token_ids for output in drive(engine, watch, batches, measured)]
+        engine.core.executor = passes
+        outputs = drive(engine, watch, batches, measured)
+        measured.num_passes = passes.num_passes
+        tokens = [output.outputs[0].token_ids for output in outputs]
         baseline, expected = baseline or measured, expected or tokens
         if tokens != expected:
             raise SystemExit(f"{name} batching gave other tokens than {baseline.name}")
         print(measured.row(baseline))
     print("busy: slot-steps with a request in them; prefill/s: tokens of steps that held a prompt, per second of those")
+    print_kv_slots(watch, engine, outputs, jobs)
+    for output in outputs if arguments.prompts else []:
+        print(f"req-{output.request_id}: {output.prompt} -> {output.outputs[0].text}")
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ def main() -> None:
     arguments = parser.parse_args()
     engine = LLMEngine(
         ModelConfig(model=arguments.model),
-        CacheConfig(num_gpu_blocks=64),
-        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+        cache_config=CacheConfig(num_gpu_blocks=64),
+        scheduler_config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
     )
     assert isinstance(engine.core.executor, LocalExecutor)
     for number, prompt in enumerate(arguments.prompt or PROMPTS):

@@ -119,7 +119,10 @@ class FakeChatTemplate:
         text = "" if self.tools is None else f"<tools>{json.dumps(self.tools)}\n"
         for message in messages:
             calls = message.get("tool_calls")
-            text += f"<{message['role']}>{message['content']}{json.dumps(calls) if calls else ''}\n"
+            content = message["content"] or ""
+            if not isinstance(content, str):
+                content = "\n".join(part["text"] for part in content)
+            text += f"<{message['role']}>{content}{json.dumps(calls) if calls else ''}\n"
         return text + "<assistant>" + self._behind if options.get("add_generation_prompt", True) else text
 
 

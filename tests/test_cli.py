@@ -29,6 +29,7 @@ from octavo.cli.workloads import make_workloads, read_workloads
 from octavo.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, SchedulingPolicy, ServerConfig
 from octavo.engine.input_processor import InputProcessor
 from octavo.errors import ConfigError
+from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.server.listening import bind
 from octavo.server.tenants import Tenant, add_key
 
@@ -567,6 +568,26 @@ def test_models_lists_what_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     shown = run("models", str(tmp_path)).stdout
     assert "2.0 KiB" in shown
     assert "GPT9  (not served)" in shown
+
+
+def test_models_tells_why_one_of_a_known_architecture_is_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.cli.models._in_hub_cache", list)
+    write_checkpoint(tmp_path / "good", tiny_config("LlamaForCausalLM"))
+    write_checkpoint(tmp_path / "odd", config := tiny_config("LlamaForCausalLM"))
+    config["quantization_config"] = {"quant_method": "bitsandbytes"}
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(config))
+    found = {each["name"]: each for each in json.loads(run("models", str(tmp_path), "--json").stdout)["checkpoints"]}
+    assert [found[name]["problem"] for name in ("octavo-demo (built in)", "good")] == ["", ""]
+    assert found["odd"]["is_known"]
+    problem = "quantization_config.quant_method = 'bitsandbytes': octavo reads compressed-tensors, gptq, awq"
+    assert found["odd"]["problem"] == problem
+    lines = [line.strip() for line in run("models", str(tmp_path)).stdout.splitlines()]
+    of_odd = next(number for number, line in enumerate(lines) if line.startswith("odd "))
+    assert "LlamaForCausalLM  (not served)" in lines[of_odd]
+    assert lines[of_odd + 1] == problem
+    assert not any("not served" in line for line in lines if line.startswith("good "))
 
 
 def test_serve_refuses_an_open_door(fake_model: FakeExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

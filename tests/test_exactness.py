@@ -115,14 +115,14 @@ def make_requests() -> list[tuple[list[int], SamplingParams]]:
 def make_engine(checkpoint, dtype: str, schedule: Schedule, kernels: str, isa: str = "auto") -> LLMEngine:
     return LLMEngine(
         ModelConfig(model=str(checkpoint), **precision(dtype), skip_tokenizer_init=True, max_model_len=512),
-        CacheConfig(
+        cache_config=CacheConfig(
             block_size=schedule.block_size,
             num_gpu_blocks=schedule.num_blocks or 4096 // schedule.block_size * 2,
             enable_prefix_caching=schedule.prefix_caching,
             swap_space_bytes=schedule.swap_space_bytes,
             **kv_precision(dtype),
         ),
-        SchedulerConfig(
+        scheduler_config=SchedulerConfig(
             max_num_seqs=schedule.max_num_seqs,
             max_num_batched_tokens=schedule.budget,
             long_prefill_token_threshold=schedule.threshold,
@@ -289,6 +289,33 @@ def test_n_outputs_are_the_ones_of_their_sample_index(checkpoint, n):
     first = engine.generate({"prompt_token_ids": prompt}, replace(params, n=1)).outputs[0].token_ids
     assert output.outputs[0].token_ids == first
     assert len({tuple(each.token_ids) for each in output.outputs}) == n
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("dtype", "block_size"), [("float32", 2), ("bfloat16", 64), ("int8", 16), ("bfloat16 with int8 KV", 16)]
+)
+def test_all_but_one_token_of_a_prompt_that_ends_on_a_block_come_from_the_cache(checkpoint, dtype, block_size):
+    rng = random.Random(2)
+    prompt = {"prompt_token_ids": [rng.randrange(2, 1500) for _ in range(64)]}
+    ways = [
+        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3),
+        SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=6, ignore_eos=True, logprobs=3),
+    ]
+    cold = make_engine(checkpoint, dtype, Schedule("cold", block_size=block_size, prefix_caching=False), "cpu")
+    warm = make_engine(checkpoint, dtype, Schedule("warm", block_size=block_size), "cpu")
+    for _ in range(3):
+        for params in ways:
+            expected, output = cold.generate(prompt, params), warm.generate(prompt, params)
+            assert [(each.token_ids, each.logprobs) for each in output.outputs] == [
+                (each.token_ids, each.logprobs) for each in expected.outputs
+            ]
+    assert (output.num_cached_tokens, expected.num_cached_tokens) == (63, 0)
+    crowd = warm.generate_batch([prompt] * 5, ways[0])
+    assert {output.num_cached_tokens for output in crowd.values()} == {63}
+    alone = cold.generate(prompt, ways[0]).outputs[0]
+    for output in crowd.values():
+        assert (output.outputs[0].token_ids, output.outputs[0].logprobs) == (alone.token_ids, alone.logprobs)
 
 
 @needs_kernels

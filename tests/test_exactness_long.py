@@ -27,8 +27,8 @@ def checkpoint(tmp_path_factory):
 def make_engine(checkpoint, dtype, *, num_threads=2, num_blocks=600, max_num_seqs=8, budget=4096, **scheduler):
     return LLMEngine(
         ModelConfig(model=str(checkpoint), **precision(dtype), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN),
-        CacheConfig(num_gpu_blocks=num_blocks, enable_prefix_caching=False, **kv_precision(dtype)),
-        SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **scheduler),
+        cache_config=CacheConfig(num_gpu_blocks=num_blocks, enable_prefix_caching=False, **kv_precision(dtype)),
+        scheduler_config=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **scheduler),
         device_config=DeviceConfig(device="cpu", kernels="cpu", num_threads=num_threads),
     )
 

@@ -45,8 +45,8 @@ def engine(request, tmp_path_factory):
             ModelConfig(
                 model=str(directory), **precision(request.param), load_format="dummy", skip_tokenizer_init=True
             ),
-            CacheConfig(num_gpu_blocks=256, enable_prefix_caching=False, **kv_precision(request.param)),
-            SchedulerConfig(max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=256),
+            cache_config=CacheConfig(num_gpu_blocks=256, enable_prefix_caching=False, **kv_precision(request.param)),
+            scheduler_config=SchedulerConfig(max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=256),
             device_config=DeviceConfig(device="cpu", kernels="cpu"),
         )
 

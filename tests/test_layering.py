@@ -27,10 +27,11 @@ DATA = {
 MAY_IMPORT = {
     "data": DATA,
     "core": DATA | {"core"},
-    "grammars": DATA | {"grammars"},
+    "lark": {"lark"},
+    "grammars": DATA | {"grammars", "lark"},
     "engine": DATA | {"core", "engine", "grammars"},
     "journal": DATA | {"core", "journal"},
-    "server": DATA | {"core", "engine", "server", "grammars", "journal"},  # which explains
+    "server": DATA | {"core", "engine", "server", "grammars", "lark", "journal"},  # which explains
     "kernels": DATA | {"kernels", "_kernels"},
     "models": DATA | {"kernels", "models"},
     "worker": DATA | {"kernels", "models", "worker", "grammars"},
@@ -40,8 +41,9 @@ JOINTS = {
     "build", "launch", "engine_main", "llm", "cli", "doctor", "assets", "__main__", "__init__", "compatibility",
     "progress", "garbage",
 }  # fmt: skip
-STANDARD_LIBRARY_ONLY = DATA | {"core"}
+STANDARD_LIBRARY_ONLY = DATA | {"core", "lark"}
 NO_TORCH = DATA | {
+    "lark",
     "grammars",
     "core",
     "engine",

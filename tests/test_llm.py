@@ -259,6 +259,14 @@ def test_llm_engine_as_written(checkpoint):
     engine.abort_request("mine")
 
 
+@pytest.mark.parametrize("device", [(), (None,), ("cpu",)])
+def test_llm_engine_by_position(checkpoint, device):
+    engine = LLMEngine(ModelConfig(model=str(checkpoint)), SchedulerConfig(max_num_seqs=3), *device)
+    assert engine.core.scheduler.config.max_num_seqs == 3
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    assert len(engine.generate("a", params).outputs[0].token_ids) == 3
+
+
 def test_a_batch_keeps_what_came_of_requests_of_others(checkpoint):
     engine = LLMEngine(
         model_config=ModelConfig(model=str(checkpoint)), scheduler_config=SchedulerConfig(max_num_seqs=4), device=None

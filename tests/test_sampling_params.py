@@ -35,6 +35,7 @@ def test_defaults_are_vllms():
         ("prompt_logprobs", [-1, 21]),
         ("stop", ["", ["a", ""], ["x" * 1025], [3], ["a"] * 65, 3]),
         ("stop_token_ids", [[-1], [1.5], 7]),
+        ("shown_special_token_ids", [[-1], [1.5], 7]),
         ("logit_bias", [{-1: 0.0}, {1: math.nan}, {1: 101.0}, [7], np.array([1, 2])]),
         ("allowed_token_ids", [[], [-4], 7]),
         ("ignore_eos", [None, 2, "yes"]),

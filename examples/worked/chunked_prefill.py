@@ -1,18 +1,36 @@
-"""Worked case (e): 8,192 prompt tokens at a threshold of 2,048 take 4 chunks; the first token comes with the last."""
+"""Worked case (e): 8,192 prompt tokens at a threshold of 2,048 take 4 chunks; the first token comes with the last.
+
+Beside two requests that decode each of these steps computes 1 + 1 + 2,048 tokens: a long prompt holds up no answer.
+"""
 
 from __future__ import annotations
 
 from driver import Driver
 
 
-def run() -> dict[str, object]:
-    """Drive the scheduler through the case; return the chunks and the step of the first token."""
+def compute_long_prompt(*, num_decodes: int) -> tuple[list[dict[str, int]], int]:
+    """Compute the prompt beside so many decodes; return what each step gave to whom, and that of the first token."""
     driver = Driver(max_num_batched_tokens=16_384, long_prefill_token_threshold=2_048)
+    for index in range(num_decodes):
+        driver.add(f"decode{index}", 10, max_tokens=20)
+    if num_decodes:
+        driver.step()
     driver.add("long", 8_192, max_tokens=2)
-    chunks = []
+    steps = []
     while "long" not in driver.first_token_step:
-        chunks.append(driver.step().num_scheduled_tokens["long"])
-    return {"chunks": chunks, "first_sample_in_step": driver.first_token_step["long"]}
+        steps.append(driver.step().num_scheduled_tokens)
+    return steps, driver.first_token_step["long"]
+
+
+def run() -> dict[str, object]:
+    """Drive the scheduler through both cases; return the chunks and the step of the first token."""
+    alone, first_token_step = compute_long_prompt(num_decodes=0)
+    beside, _ = compute_long_prompt(num_decodes=2)
+    return {
+        "chunks": [step["long"] for step in alone],
+        "first_sample_in_step": first_token_step,
+        "beside_two_decodes": [list(step.values()) for step in beside],
+    }
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 A static batch holds its four slots until the longest is done: 158 busy of 400 slot-steps, 39.5 %. With continuous
 batching a slot is given to the next request as soon as one ends. Both are real runs of the scheduler; `--svg FILE`
 draws them.
+
+Smaller ones: 5, 20 and 3 tokens keep 28 of the 60 slot-steps of a static batch busy. Five requests of 3, 10, 5, 8 and 2
+tokens take 28 steps one after the other, 18 in static batches of three, and 11 where three slots are filled again.
 """
 
 from __future__ import annotations
@@ -10,12 +13,18 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from driver import Driver
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 OUTPUT_LENGTHS = (5, 50, 3, 100)
 NUM_SLOTS = 4
 NUM_ROUNDS = 4
+ONE_BATCH = (5, 20, 3)
+FIVE_REQUESTS = (3, 10, 5, 8, 2)
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
 
 
@@ -25,28 +34,34 @@ class Run:
 
     steps: dict[str, list[int]]
     num_steps: int
+    num_slots: int
+
+    @property
+    def num_busy(self) -> int:
+        """Slot-steps in which a request was computed."""
+        return sum(map(len, self.steps.values()))
 
     @property
     def occupancy(self) -> float:
         """Busy slot-steps / all slot-steps."""
-        return sum(map(len, self.steps.values())) / (NUM_SLOTS * self.num_steps)
+        return self.num_busy / (self.num_slots * self.num_steps)
 
 
-def simulate(*, static: bool, num_rounds: int) -> Run:
-    """Run num_rounds x 4 requests; static: the next four enter only when all four before them have ended."""
-    driver = Driver(max_num_seqs=NUM_SLOTS)
-    waiting = [(f"{round_}.{length}", length) for round_ in range(num_rounds) for length in OUTPUT_LENGTHS]
+def simulate(lengths: Sequence[int], num_slots: int, *, static: bool) -> Run:
+    """Run requests with so many output tokens; static: the next batch enters when all before it have ended."""
+    driver = Driver(max_num_seqs=num_slots)
+    waiting = [(f"{index}.{length}", length) for index, length in enumerate(lengths)]
     steps: dict[str, list[int]] = {name: [] for name, _ in waiting}
     num_steps = 0
     while waiting or driver.scheduler.requests:
         if not static or not driver.scheduler.requests:
-            batch, waiting = (waiting[:NUM_SLOTS], waiting[NUM_SLOTS:]) if static else (waiting, [])
+            batch, waiting = (waiting[:num_slots], waiting[num_slots:]) if static else (waiting, [])
             for name, length in batch:
                 driver.add(name, 1, max_tokens=length)
         for name in driver.step().num_scheduled_tokens:
             steps[name].append(num_steps)
         num_steps += 1
-    return Run(steps, num_steps)
+    return Run(steps, num_steps, num_slots)
 
 
 def draw(runs: dict[str, Run]) -> str:
@@ -71,10 +86,17 @@ def draw(runs: dict[str, Run]) -> str:
 
 def run() -> dict[str, object]:
     """Run both ways; return occupancies and steps."""
-    one_batch = simulate(static=True, num_rounds=1)
-    static = simulate(static=True, num_rounds=NUM_ROUNDS)
-    continuous = simulate(static=False, num_rounds=NUM_ROUNDS)
+    one_batch = simulate(OUTPUT_LENGTHS, NUM_SLOTS, static=True)
+    static = simulate(OUTPUT_LENGTHS * NUM_ROUNDS, NUM_SLOTS, static=True)
+    continuous = simulate(OUTPUT_LENGTHS * NUM_ROUNDS, NUM_SLOTS, static=False)
+    small = simulate(ONE_BATCH, len(ONE_BATCH), static=True)
     return {
+        "busy_of_one_batch": (small.num_busy, small.num_slots * small.num_steps),
+        "steps_of_five": {
+            "sequential": simulate(FIVE_REQUESTS, 1, static=True).num_steps,
+            "static": simulate(FIVE_REQUESTS, 3, static=True).num_steps,
+            "continuous": simulate(FIVE_REQUESTS, 3, static=False).num_steps,
+        },
         "static_occupancy": one_batch.occupancy,
         "static_steps": static.num_steps,
         "continuous_steps": continuous.num_steps,

@@ -86,7 +86,8 @@ class ModelConfig:
     integers in the checkpoint stay what they are in any case.
     group_size: of four bits, a multiple of 32; larger groups take less memory and are less exact.
     packed_cache_bytes: how much disk rounded weights may take in the user's cache directory, so that the next start
-    need not round and pack them again; the longest unused go first; 0 keeps none.
+    need not round and pack them again while the checkpoint's files hold the same bytes; the longest unused go first;
+    0 keeps none.
     seed: the seeds of requests without one are drawn from it and their arrival number.
     generation_config: "auto" honours the checkpoint's generation_config.json, "vllm" (the name vLLM gave it) ignores
     its sampling defaults.

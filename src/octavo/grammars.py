@@ -10,26 +10,26 @@ import contextlib
 import functools
 import json
 import logging
-import re
 import threading
 import weakref
 from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from octavo.errors import OctavoError, QueueFullError, RequestError
+from octavo.lark import JSON_OPTIONS, by_id, free_start, whole_grammar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Executor
 
     from numpy.typing import NDArray
 
     from octavo.sampling_params import StructuredOutputsParams
 
-    Vocabulary = tuple[str, Iterable[int]]
     _Task = tuple[Future[None], Callable[[], None]]
 
 logger = logging.getLogger(__name__)
@@ -46,15 +46,6 @@ _LIMITS = {
     "max_lexer_states": 30_000,
     "max_grammar_size": 200_000,
 }
-# JSON comes on one line, with a space behind commas and colons if the model likes: where white space has no bound,
-# small models fill an answer with it until they have no tokens left.
-_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-ANY_TEXT = "TEXT: /(.|\\n)*/"  # how a grammar of text with calls in it names the text
-_TEXT_RULE = re.compile(r"^TEXT: /.*/$", re.MULTILINE)
-_FREE = "start: {} SPACE @answer\nfree[lazy]: ANY {}\nANY: /(.|\\n)*/\nSPACE: /\\s*/"
-_COMMENTS = {"description", "title", "examples", "default", "$comment", "deprecated"}
-_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-_VALUES = {"const", "enum", "required"}
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -90,6 +81,22 @@ class Matcher:
         return np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[: self._vocab_size].view(np.bool_)
 
 
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What is asked of a tokenizer.
+
+    text: its tokenizer.json. num_ids: how many it has; a model may have more rows than that, or fewer.
+    eos_token_ids: what ends an answer. token_id: returns the token of a text, None where it is not one.
+    added_ids: tokens beside those of the model of text.
+    """
+
+    text: str
+    num_ids: int
+    eos_token_ids: frozenset[int]
+    token_id: Callable[[str], int | None]
+    added_ids: frozenset[int]
+
+
 class _Compiled:
     """A grammar at its beginning. Made so that it can be known without being kept."""
 
@@ -102,13 +109,14 @@ class _Compiled:
 class GrammarCompiler:
     """Compiles grammars for one vocabulary, and keeps those used last, and of whoever waits or runs.
 
-    read_vocabulary: returns the text of tokenizer.json and the ids that end an answer. It is called for the first
-    grammar: a vocabulary of 150,000 takes llguidance a second or two, and 110 MB.
+    read_vocabulary: is called for the first grammar: a vocabulary of 150,000 takes llguidance a second or two, and
+    110 MB. vocab_size: rows of the model; what has no row is never allowed.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int) -> None:
         self._read_vocabulary = read_vocabulary
         self._vocab_size = vocab_size
+        self._vocabulary: Vocabulary | None = None
         self._tokenizer: Any = None
         self._known: weakref.WeakValueDictionary[str, _Compiled] = weakref.WeakValueDictionary()
         self._kept: OrderedDict[str, _Compiled] = OrderedDict()
@@ -129,8 +137,8 @@ class GrammarCompiler:
     def compile(self, wanted: StructuredOutputsParams) -> Matcher:
         """Return a matcher at its beginning; waits where the grammar has not been prepared. Raises `GrammarError`."""
         with _told_apart():
-            text = _grammar_text(_llguidance(), wanted)
-            compiled = self._find(text) or _executor().submit(self._compile, wanted).result()
+            key = _key(_structure_text(_llguidance(), wanted), wanted)
+            compiled = self._find(key) or _executor().submit(self._compile, wanted).result()
             return Matcher(compiled.matcher.deep_copy(), self._vocab_size)
 
     def let_go(self, wanted: int) -> None:
@@ -161,27 +169,49 @@ class GrammarCompiler:
     def _compile(self, wanted: StructuredOutputsParams) -> _Compiled:
         with _told_apart():
             llguidance = _llguidance()
-            text = _grammar_text(llguidance, wanted)
-            if known := self._find(text):
+            structure = _structure_text(llguidance, wanted)
+            key = _key(structure, wanted)
+            if known := self._find(key):
                 return known
+            tokenizer = self._load(llguidance)
+            text = whole_grammar(structure, self._start(wanted), wanted.free_from)
             limits = llguidance.LLParserLimits(**_LIMITS)
-            matcher = llguidance.LLMatcher(self._load(llguidance), text, log_level=0, limits=limits)
+            matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
             if matcher.is_error():
                 raise GrammarError(f"{wanted.kind}: {_first_line(matcher.get_error())}", parameter=_PARAMETER)
             compiled = _Compiled(matcher)
             with self._lock:
-                self._known[text] = compiled
-                self._keep(text, compiled)
+                self._known[key] = compiled
+                self._keep(key, compiled)
             return compiled
 
     def _load(self, llguidance: Any) -> Any:
         if self._tokenizer is None:
-            text, eos_token_ids = self._read_vocabulary()
-            eos = sorted(eos_token_ids)
+            vocabulary = self._read_vocabulary()
+            num_ids = max(vocabulary.num_ids, self._vocab_size)
+            eos = sorted(each for each in vocabulary.eos_token_ids if each < min(vocabulary.num_ids, self._vocab_size))
             if not eos:
                 raise GrammarError("this model has no token that ends an answer", parameter=_PARAMETER)
-            self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
+            self._tokenizer = llguidance.LLTokenizer(vocabulary.text, n_vocab=num_ids, eos_token=eos)
+            self._vocabulary = vocabulary
         return self._tokenizer
+
+    def _start(self, wanted: StructuredOutputsParams) -> str:
+        """Return the rules of an answer: its structure, `@answer`, and what is free before it."""
+        if wanted.starts_after is None:
+            return "start: @answer"
+        vocabulary, ends = self._vocabulary, self._token(wanted.starts_after)
+        assert vocabulary is not None
+        opens = wanted.free_from and (self._token(wanted.free_from) or json.dumps(wanted.free_from))
+        added = vocabulary.added_ids - vocabulary.eos_token_ids - {vocabulary.token_id(wanted.starts_after)}
+        between = sorted(each for each in added if each < self._vocab_size)
+        return free_start(wanted.starts_after, ends, opens, between)
+
+    def _token(self, text: str) -> str | None:
+        """Return how a grammar names the token of a text; None where it is no token that the model has a row for."""
+        assert self._vocabulary is not None
+        token_id = self._vocabulary.token_id(text)
+        return None if token_id is None or token_id >= self._vocab_size else by_id(token_id)
 
 
 def _forget(compiler: weakref.ref[GrammarCompiler], wanted: int) -> None:
@@ -278,39 +308,9 @@ def _llguidance() -> Any:
     return llguidance
 
 
-def lark_json(schema: str | dict[str, Any]) -> str:
-    """Return how a grammar in Lark's notation names JSON of a schema, spelled as `json` structures are."""
-    fields = json.loads(schema) if isinstance(schema, str) else schema
-    return "%json " + json.dumps({**_bare(fields), "x-guidance": _JSON_OPTIONS})
-
-
-def _bare(schema: Any) -> Any:
-    """Leave out of a schema what only people read: tools are described at length, and a grammar has a limit."""
-    if isinstance(schema, list):
-        return [_bare(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: {name: _bare(each) for name, each in value.items()}
-        if key in _NAMED_SCHEMAS and isinstance(value, dict)
-        else (value if key in _VALUES else _bare(value))
-        for key, value in schema.items()
-        if key not in _COMMENTS
-    }
-
-
-def _grammar_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
-    """Return what llguidance compiles."""
-    text = _structure_text(llguidance, wanted)
-    if wanted.starts_after is None:
-        return text
-    begin = "free" if wanted.free_from is None else f"({json.dumps(wanted.free_from)} free)?"
-    free = _FREE.format(begin, json.dumps(wanted.starts_after))
-    if wanted.free_from is not None:  # text that a grammar allows is none that begins so: it would be both
-        begins_so = f"/{re.escape(wanted.free_from)}(.|\\n)*/"
-        text = _TEXT_RULE.sub(lambda rule: f"{rule.group()} & ~{begins_so}", text)
-    inner = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
-    return json.dumps({"grammars": [{"name": "all", "lark_grammar": free}, {**inner[0], "name": "answer"}, *inner[1:]]})
+def _key(structure: str, wanted: StructuredOutputsParams) -> str:
+    """Return under what a grammar is known."""
+    return structure if wanted.starts_after is None else repr((structure, wanted.starts_after, wanted.free_from))
 
 
 def _structure_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
@@ -318,9 +318,9 @@ def _structure_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
     try:
         match wanted.kind:
             case "json":
-                return str(matcher.grammar_from_json_schema(wanted.json, overrides=_JSON_OPTIONS))
+                return str(matcher.grammar_from_json_schema(wanted.json, overrides=JSON_OPTIONS))
             case "json_object":
-                return str(matcher.grammar_from_json_schema(_ANY_OBJECT, overrides=_JSON_OPTIONS))
+                return str(matcher.grammar_from_json_schema(_ANY_OBJECT, overrides=JSON_OPTIONS))
             case "regex":
                 return str(matcher.grammar_from_regex(wanted.regex))
             case "choice":

@@ -18,7 +18,7 @@ from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, ModelError, RequestError
-from octavo.grammars import GrammarCompiler
+from octavo.grammars import GrammarCompiler, Vocabulary
 from octavo.models.model_path import resolve_model_path
 from octavo.models.registry import read_architecture
 from octavo.sampling_params import SamplingParams
@@ -105,9 +105,15 @@ def make_grammars(config: ModelConfig, checkpoint: Checkpoint) -> GrammarCompile
     if config.skip_tokenizer_init:
         return None
 
-    def read() -> tuple[str, frozenset[int]]:
+    def read() -> Vocabulary:
         tokenizer = Tokenizer.from_directory(checkpoint.text_directory)
-        return tokenizer.backend.to_str(), _eos_token_ids(checkpoint, tokenizer)
+        return Vocabulary(
+            text=tokenizer.backend.to_str(),
+            num_ids=tokenizer.vocab_size,
+            eos_token_ids=_eos_token_ids(checkpoint, tokenizer),
+            token_id=tokenizer.token_id,
+            added_ids=tokenizer.added_ids,
+        )
 
     return GrammarCompiler(read, checkpoint.architecture.vocab_size)
 

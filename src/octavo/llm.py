@@ -57,10 +57,10 @@ class LLMEngine(Engine):
     def __init__(
         self,
         model_config: ModelConfig | None = None,
-        cache_config: CacheConfig | None = None,
         scheduler_config: SchedulerConfig | None = None,
         device: str | None = None,
         *,
+        cache_config: CacheConfig | None = None,
         device_config: DeviceConfig | None = None,
         sink: EventSink | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -182,15 +182,6 @@ class LLM:
                     generation_config=generation_config,
                     chat_template=chat_template,
                 ),
-                CacheConfig(
-                    block_size=DEFAULT_BLOCK_SIZE if block_size is None else block_size,
-                    num_gpu_blocks=num_gpu_blocks_override,
-                    kv_cache_memory_bytes=kv_cache_memory_bytes,
-                    kv_cache_dtype=kv_cache_dtype,
-                    enable_prefix_caching=enable_prefix_caching,
-                    probe_largest_batch=probe_largest_batch,
-                    **cache_options,
-                ),
                 SchedulerConfig(
                     max_num_seqs=max_num_seqs,
                     max_num_batched_tokens=(
@@ -202,6 +193,15 @@ class LLM:
                     enable_chunked_prefill=enable_chunked_prefill,
                     long_prefill_token_threshold=long_prefill_token_threshold,
                     **scheduler_options,
+                ),
+                cache_config=CacheConfig(
+                    block_size=DEFAULT_BLOCK_SIZE if block_size is None else block_size,
+                    num_gpu_blocks=num_gpu_blocks_override,
+                    kv_cache_memory_bytes=kv_cache_memory_bytes,
+                    kv_cache_dtype=kv_cache_dtype,
+                    enable_prefix_caching=enable_prefix_caching,
+                    probe_largest_batch=probe_largest_batch,
+                    **cache_options,
                 ),
                 device_config=DeviceConfig(device=device, kernels=kernels, isa=isa, num_threads=num_threads),
                 progress=progress,

@@ -105,7 +105,8 @@ class SamplingParams:
     typical sampling (`octavo.worker.typical`).
     max_tokens None means up to the model's limit. logprobs/prompt_logprobs: how many of the best are reported beside
     the token itself; None for none at all. logit_bias: token id -> number added to its logit. structured_outputs: what
-    form the answer must have; it ends where that does. pooling: "last" or "mean" asks for the hidden states of the
+    form the answer must have; it ends where that does. shown_special_token_ids: special tokens that are text all the
+    same where skip_special_tokens leaves out the others. pooling: "last" or "mean" asks for the hidden states of the
     prompt as one vector, beside the one token that max_tokens must allow.
 
     Numbers may be numpy's. Raises `RequestError` for a value out of range. Fields may be changed until the request is
@@ -136,6 +137,7 @@ class SamplingParams:
     pooling: str | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    shown_special_token_ids: list[int] = field(default_factory=list)
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -182,6 +184,7 @@ class SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         self.stop = _listed("stop", stop, "strings")
         self.stop_token_ids = _plain_ids("stop_token_ids", self.stop_token_ids)
+        self.shown_special_token_ids = _plain_ids("shown_special_token_ids", self.shown_special_token_ids)
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _plain_ids("allowed_token_ids", self.allowed_token_ids)
         if self.logit_bias is not None:
@@ -199,8 +202,9 @@ class SamplingParams:
                 _refuse("stop", text, f"strings of 1 to {MAX_STOP_STRING_CHARS} characters")
         if self.stop_strings and not self.detokenize:
             raise RequestError("stop strings need detokenize=True; use stop_token_ids instead", parameter="stop")
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, 0)
+        for name in ("stop_token_ids", "shown_special_token_ids"):
+            for token_id in getattr(self, name):
+                _check_int(name, token_id, 0)
         for token_id, bias in (self.logit_bias or {}).items():
             _check_int("logit_bias", token_id, 0)
             _check_float("logit_bias", bias, -100.0, 100.0)

@@ -76,15 +76,16 @@ class BlockCopies:
     """Copies of whole blocks that a step begins with, in this order, before anything else is written.
 
     swap_out: (block, host block) of preempted requests; their blocks may be written to in this very step.
-    swap_in: (host block, block) of requests that resume. block_copies: (block, block), copy on write.
+    block_copies: (block, block), copy on write; a source may be a target of what comes after it.
+    swap_in: (host block, block) of requests that resume.
     """
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.swap_out or self.swap_in or self.block_copies)
+        return bool(self.swap_out or self.block_copies or self.swap_in)
 
 
 @dataclass(frozen=True, slots=True)

@@ -361,3 +361,51 @@ def test_a_victim_is_swapped_when_that_costs_less(options, expected):
 def test_a_wrong_option_is_named(name, value):
     with pytest.raises(ConfigError, match="scheduling policy|" + name):
         SchedulerConfig(**{name: value})
+
+
+class WaitingFirst:
+    """What docs/why.md argues against: admit the waiting, with a token kept for everyone who runs, then serve those."""
+
+    prefill_limit = 0
+
+    def fill(self, plan, running, outranked, grow, admit):
+        plan.budget -= len(running)
+        admit(plan, None)
+        plan.budget += len(running)
+        grow(plan, running)
+
+    def learn(self, seconds):
+        pass
+
+
+def steps_to_the_first_token_of_a_long_prompt(core):
+    core.add("long", 1000, max_tokens=1)
+    for step in range(1, 1000):
+        core.add(f"short{step}", 60, max_tokens=1)
+        core.step()
+        if "long" in core.finished:
+            return step
+    raise AssertionError("it starves")
+
+
+def preempted_and_computed(core):
+    core.add("long", 500, max_tokens=4)
+    for index in range(20):
+        core.add(f"short{index}", 60, max_tokens=20)
+        core.step()
+    core.run()
+    stats = core.scheduler.get_stats()
+    return stats.total_preempted, stats.total_tokens_scheduled
+
+
+@pytest.mark.parametrize(
+    ("batching", "steps", "cost"),
+    [(None, 16, (0, 2083)), (WaitingFirst(), 250, (6, 2422))],
+    ids=["mixed", "waiting first"],
+)
+def test_why_the_running_go_before_the_waiting(make_core, batching, steps, cost):
+    cores = [make_core(max_num_batched_tokens=64, block_size=16, num_blocks=count) for count in (200, 40)]
+    for core in cores:
+        core.scheduler._batching = batching or core.scheduler._batching
+    assert steps_to_the_first_token_of_a_long_prompt(cores[0]) == steps
+    assert preempted_and_computed(cores[1]) == cost

@@ -75,11 +75,82 @@ def test_partial_prefix_hit():
     assert computed.num_tokens == 4
 
 
-@pytest.mark.parametrize(("length", "hit"), [(7, 4), (8, 4), (9, 8), (12, 8), (13, 12)])
+@pytest.mark.parametrize(("length", "hit"), [(3, 0), (4, 3), (7, 4), (8, 7), (9, 8), (12, 11), (13, 12), (16, 15)])
 def test_a_full_hit_still_computes_one_token(length, hit):
     manager = KVCacheManager(16, 4)
     admit(manager, make_request("a", list(range(16))))
     assert manager.get_computed_blocks(make_request("b", list(range(length)))).num_tokens == hit
+
+
+@pytest.mark.parametrize(("size", "length", "hit"), [(16, 48, 47), (256, 256, 255), (2, 4, 3), (1, 4, 3), (1, 1, 0)])
+def test_a_prompt_that_ends_on_a_block_is_found_but_for_one_token(size, length, hit):
+    manager = KVCacheManager(16, size)
+    first = make_request("a", list(range(length)))
+    admit(manager, first)
+    manager.free(first)
+    again = make_request("b", list(range(length)))
+    computed = manager.get_computed_blocks(again)
+    assert computed.num_tokens == hit
+    assert manager.why_missed(again, computed) is None or length == 1
+    assert [block.block_id for block in computed.blocks] == list(range(hit // size))
+
+
+def test_the_last_block_of_a_full_hit_is_copied_and_the_copy_is_private():
+    manager = KVCacheManager(8, 4)
+    first = make_request("a", list(range(8)))
+    admit(manager, first)
+    manager.free(first)
+    again = make_request("b", list(range(8)))
+    table = admit(manager, again)
+    assert table[0] == 0
+    assert table[1] not in {0, 1}
+    assert manager.take_copies().block_copies == [(1, table[1])]
+    assert not manager.take_copies()
+    assert again.sequence.num_cached_tokens == 7
+    assert manager.pool.blocks[table[1]].hash is None  # the block that was copied goes on standing for its content
+    assert manager.num_cached_blocks == 2
+    longer = manager.get_computed_blocks(make_request("c", list(range(9))))
+    assert [block.block_id for block in longer.blocks] == [0, 1]
+
+
+def test_what_is_copied_is_not_evicted_for_its_copy():
+    evicted: list[int] = []
+    manager = KVCacheManager(4, 4, on_evict=evicted.append)
+    for name, start in (("a", 0), ("b", 100)):
+        request = make_request(name, list(range(start, start + 8)))
+        admit(manager, request)
+        manager.free(request)
+    table = admit(manager, make_request("again", list(range(8))))  # of the least recently used blocks
+    assert evicted == [3]  # b's tail
+    assert manager.take_copies().block_copies == [(1, table[1])] == [(1, 3)]
+    assert manager.get_computed_blocks(make_request("c", list(range(9)))).num_tokens == 8
+
+
+def test_without_room_for_a_copy_the_block_itself_is_written():
+    manager = KVCacheManager(3, 4)
+    first = make_request("a", list(range(8)))
+    admit(manager, first)
+    manager.free(first)
+    admit(manager, make_request("other", [77, 78]))  # of 3 blocks two are left, both cached
+    again = make_request("again", list(range(8)))
+    computed = manager.get_computed_blocks(again)
+    assert manager.can_hold(8, computed, 0)
+    assert manager.allocate_slots(again, 1, computed) == [0, 1]
+    assert not manager.take_copies()
+    assert manager.pool.blocks[1].hash is None  # nobody finds it before its step is done
+    assert manager.get_computed_blocks(make_request("c", list(range(9)))).num_tokens == 4
+    again.num_computed_tokens = 8
+    manager.commit(again)
+    assert manager.get_computed_blocks(make_request("d", list(range(9)))).num_tokens == 8
+
+
+def test_salts_and_scored_prompts_copy_nothing():
+    manager = KVCacheManager(20, 4)
+    admit(manager, make_request("a", list(range(8)), cache_salt="tenant"))
+    assert manager.get_computed_blocks(make_request("b", list(range(8)), cache_salt="other")).num_tokens == 0
+    scored = Request("c", list(range(8)), SamplingParams(prompt_logprobs=1), cache_salt="tenant")
+    assert manager.get_computed_blocks(scored).num_tokens == 0
+    assert manager.get_computed_blocks(make_request("d", list(range(8)), cache_salt="tenant")).num_tokens == 7
 
 
 def test_lru_eviction():
@@ -102,6 +173,23 @@ def test_tails_are_evicted_before_heads():
     manager.free(first)
     admit(manager, make_request("b", [77] * 3))
     assert manager.get_computed_blocks(make_request("c", list(range(16)))).num_tokens == 12
+
+
+def test_the_block_that_stands_for_a_copy_is_evicted_behind_what_follows_it():
+    manager = KVCacheManager(6, 4)
+    first = make_request("a", list(range(8)))
+    admit(manager, first)
+    manager.free(first)  # 0 and 1 are cached
+    second = make_request("b", list(range(8)))
+    admit(manager, second)
+    second.sequence.token_ids += [50, 51, 52, 53]
+    manager.allocate_slots(second, 4)
+    second.num_computed_tokens = 12
+    manager.commit(second)
+    manager.free(second)
+    assert manager.get_computed_blocks(make_request("c", [*range(8), 50, 51, 52, 53, 9])).num_tokens == 12
+    admit(manager, make_request("filler", [77] * 16))  # all blocks but 0 and 1: what follows them goes first
+    assert manager.get_computed_blocks(make_request("d", [*range(8), 50, 51, 52, 53, 9])).num_tokens == 8
 
 
 def test_shared_prefix_multi_requests():
@@ -224,6 +312,33 @@ def test_hit_rate_counts_tokens_once(make_core):
     assert core.scheduler.get_request_counts() == (1, 1)  # b waits for blocks: its lookup is not counted yet
     core.run()
     assert core.scheduler.get_stats().cache_hit_rate == 8 / (9 + 24 + 9)
+
+
+def test_a_full_hit_counts_all_its_tokens_but_one(make_core):
+    core = make_core(block_size=16)
+    prompt = list(range(48))
+    core.add("a", prompt, max_tokens=1)
+    core.run()
+    again = core.add("b", prompt, max_tokens=1)
+    scheduled = core.step()
+    assert scheduled.num_scheduled_tokens == {"b": 1}
+    assert scheduled.scheduled_new_reqs[0].num_computed_tokens == again.sequence.num_cached_tokens == 47
+    assert scheduled.copies.block_copies == [(2, scheduled.scheduled_new_reqs[0].block_ids[2])]
+    assert core.scheduler.get_stats().cache_hit_rate == 47 / 96
+
+
+def test_requests_with_one_prompt_wait_for_its_last_block_and_copy_it(make_core):
+    core = make_core(block_size=4, max_num_seqs=8)
+    for index in range(8):
+        core.add(f"r{index}", list(range(8)), max_tokens=3)
+    assert core.step().num_scheduled_tokens == {"r0": 8}
+    scheduled = core.step()
+    assert scheduled.num_scheduled_tokens == {f"r{index}": 1 for index in range(8)}
+    targets = [data.block_ids[1] for data in scheduled.scheduled_new_reqs]
+    assert scheduled.copies.block_copies == [(1, target) for target in targets]
+    assert len({1, *targets}) == 8
+    core.run()
+    assert set(core.finished.values()) == {"length"}
 
 
 @pytest.mark.parametrize("prompt_length", [7, 8, 9])

@@ -282,11 +282,18 @@ def test_members_of_our_classes_exist(page):
             assert_member(found[1], found[2])
 
 
+@every_page
+def test_tests_that_are_named_exist(page):
+    for path, name in {pair for code in INLINE.findall(prose(page)) for pair in re.findall(r"(\S+\.py)::(\w+)", code)}:
+        functions = ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+        assert name in {each.name for each in functions if isinstance(each, ast.FunctionDef)}, f"{path} has no {name}"
+
+
 def test_names_has_enough_rows_and_each_has_one_of_ours():
     text = (DOCS / "names.md").read_text(encoding="utf-8")
     built = [row for row in table(text.split("\n## Not built yet\n")[0]) if len(row) == 4]
     terms = [term for row in built for term in INLINE.findall(row[0])]
-    assert len(terms) >= 40
+    assert len(terms) >= 180
     assert len(terms) == len(set(terms)), f"twice: {sorted({term for term in terms if terms.count(term) > 1})}"
     for _, _, ours, _ in built:
         assert re.fullmatch(r"`octavo(\.\w+)+`", ours), ours
@@ -460,15 +467,14 @@ def worked(monkeypatch):
 @pytest.mark.parametrize("page", [DOCS / "questions.md", DOCS / "zh" / "questions.md"], ids=["en", "zh"])
 def test_figures_of_the_questions_are_those_of_the_worked_examples(page, worked):
     text = " ".join(page.read_text(encoding="utf-8").split())
-    batching, shared, chunks = (
-        worked("static_and_continuous"),
-        worked("shared_blocks"),
-        worked("chunked_prefill")["chunks"],
-    )
-    mixed, budget = worked("mixed_batch"), worked("token_budget")
+    batching, shared, chunked = worked("static_and_continuous"), worked("shared_blocks"), worked("chunked_prefill")
+    chunks, (busy, slots), five = chunked["chunks"], batching["busy_of_one_batch"], batching["steps_of_five"]
+    mixed, budget, hits = worked("mixed_batch"), worked("token_budget"), worked("full_hit")
     expected = [
         f"{batching['static_occupancy'] * 100:.1f} %",
         f"{batching['continuous_occupancy'] * 100:.1f} %",
+        *map(str, (busy, slots)),
+        *map(str, five.values()),
         str(batching["static_steps"]),
         str(batching["continuous_steps"]),
         *map(str, mixed["step_totals"]),
@@ -480,6 +486,10 @@ def test_figures_of_the_questions_are_those_of_the_worked_examples(page, worked)
         f"{sum(chunks):,}",
         f"{chunks[0]:,}",
         str(len(chunks)),
+        f"{' + '.join(format(count, ',') for count in chunked['beside_two_decodes'][0])}",
+        str(hits["blocks_of_16"]["from_cache"]),
+        str(hits["blocks_of_16"]["copied"]),
+        str(hits["blocks_of_256"]["from_cache"]),
     ]
     missing = [figure for figure in expected if not re.search(rf"(?<![\d.,]){re.escape(figure)}(?!\d)", text)]
     assert not missing

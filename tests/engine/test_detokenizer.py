@@ -11,7 +11,7 @@ from tokenizers import decoders, models
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ModelError
 
-BAD = [0xF0, 0xFF, 0xC3, 0x80, 0xE4]
+BAD = [0xF0, 0xFF, 0xC3, 0x80, 0xE4, 0xED, 0xA6, 0xE0]
 PARTS = ["é", "狐", "🦜", "\ufffd", "a", " ", "¡"]
 
 

@@ -2,19 +2,62 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+from octavo import LLM, SamplingParams
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_compare_sequential_prints_all_three_ways():
-    command = [sys.executable, str(EXAMPLES / "batch_inference.py"), "--num-prompts", "4", "--max-tokens", "8"]
-    done = subprocess.run([*command, "--compare-sequential"], capture_output=True, text=True, check=False, timeout=120)
+WAYS = ("sequential", "one pass each", "static", "continuous")
+
+
+def run(*arguments):
+    """Run the example; return its rows by name, as numbers by column, and its other lines."""
+    command = [sys.executable, str(EXAMPLES / "batch_inference.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr[-500:]
+    header, *lines = done.stdout.splitlines()
+    rows = {}
+    for name in WAYS:
+        for line in [line for line in lines if line.startswith(f"{name} ")]:
+            numbers = [float(number.strip("%x")) for number in line.removeprefix(name).split()]
+            rows[name] = dict(zip(header.split(), numbers, strict=True))
+            lines.remove(line)
+    return rows, lines
+
+
+def test_compare_sequential_prints_all_ways():
+    rows, _ = run("--num-prompts", "4", "--max-tokens", "8", "--max-num-seqs", "2", "--compare-sequential")
+    assert tuple(rows) == WAYS
+    assert len({row["tokens"] for row in rows.values()}) == 1
+    passes = {name: row["passes"] for name, row in rows.items()}
+    assert min(passes["one pass each"], passes["sequential"]) > passes["static"] >= passes["continuous"]
     for name in ("sequential", "static", "continuous"):
-        assert f"\n{name} " in done.stdout
+        assert rows[name]["passes"] == rows[name]["steps"], name
+    assert rows["one pass each"]["steps"] == rows["continuous"]["steps"]
+    assert rows["sequential"]["busy"] == 100 > rows["static"]["busy"]
+
+
+def test_prompts_are_answered_and_kv_slots_told():
+    prompts = ["Once upon a time", "The sun"]
+    rows, lines = run("--prompts", *prompts, "--max-tokens", "8")
+    assert tuple(rows) == ("continuous",)
+    llm = LLM(enable_prefix_caching=False)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=8, temperature=0.0), use_tqdm=False)
+    answers = [f"req-{number}: {output.prompt} -> {output.outputs[0].text}" for number, output in enumerate(outputs)]
+    assert "\n".join(lines).endswith("\n".join(answers))
+    told = re.search(r"\((\d) requests\): (\d+) used, (\d+) held in blocks of 16, (\d+) if each", "\n".join(lines))
+    num_requests, used, held, reserved = map(int, told.groups())
+    # The last token of an answer is never computed on, so its keys and values are in no slot.
+    lengths = [len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1 for output in outputs]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [8, 8]
+    assert (num_requests, used) == (2, sum(lengths))
+    assert held == sum(-(-length // 16) * 16 for length in lengths)
+    assert reserved == 2 * (max(lengths) + 1)
 
 
 def test_step_by_step_prints_all_seven_stages():

@@ -51,9 +51,18 @@ def test_shared_blocks(worked):
     }
 
 
+def test_full_hit(worked):
+    assert worked("full_hit") == {
+        "blocks_of_16": {"from_cache": 47, "computed": 1, "block_table": [0, 1, 3], "copied": [(2, 3)]},
+        "blocks_of_256": {"from_cache": 255, "computed": 1, "block_table": [1], "copied": [(0, 1)]},
+    }
+
+
 def test_static_and_continuous(worked):
     result = worked("static_and_continuous")
     drawing = result.pop("svg")
+    assert result["busy_of_one_batch"] == (28, 60)
+    assert result["steps_of_five"] == {"sequential": 28, "static": 18, "continuous": 11}
     assert result["static_occupancy"] == 0.395
     assert result["static_steps"] == 400
     assert result["continuous_steps"] == 208
@@ -61,7 +70,11 @@ def test_static_and_continuous(worked):
 
 
 def test_chunked_prefill(worked):
-    assert worked("chunked_prefill") == {"chunks": [2048, 2048, 2048, 2048], "first_sample_in_step": 4}
+    assert worked("chunked_prefill") == {
+        "chunks": [2048, 2048, 2048, 2048],
+        "first_sample_in_step": 4,
+        "beside_two_decodes": [[1, 1, 2048]] * 4,
+    }
 
 
 def test_prefill_first(worked):

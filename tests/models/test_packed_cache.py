@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +12,9 @@ from safetensors import safe_open
 
 from octavo.config import DEFAULT_GROUP_SIZE, kernels_required
 from octavo.kernels.reference import ReferenceKernels
-from octavo.models import packed_cache
+from octavo.models import packed_cache, weight_hashes
 from octavo.models.loader import load_model
-from octavo.models.packed_cache import PackedCache, identify
+from octavo.models.packed_cache import HASHES_FILE, PackedCache
 from octavo.models.quantize_checkpoint import quantize_checkpoint
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
@@ -53,6 +55,16 @@ def packs(monkeypatch):
     return counts
 
 
+@pytest.fixture
+def reads(monkeypatch):
+    """Note the files that are read whole; what has just been written is known by its times at once."""
+    monkeypatch.setattr(weight_hashes, "_SETTLED_NS", -(10**9))
+    files = []
+    hash_file = weight_hashes.hash_file
+    monkeypatch.setattr(weight_hashes, "hash_file", lambda path, *rest: (files.append(path), hash_file(path, *rest))[1])
+    return files
+
+
 def load(path, cache, dtype="bfloat16", quantization="int8", isa="auto", **options):
     from octavo.kernels.cpu import CpuKernels
 
@@ -63,7 +75,7 @@ def load(path, cache, dtype="bfloat16", quantization="int8", isa="auto", **optio
 
 
 def kept_files(cache):
-    return sorted(cache.directory.glob("*"))
+    return sorted(path for path in cache.directory.glob("*") if path.name != HASHES_FILE)
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), FORMATS)
@@ -142,11 +154,18 @@ def change_weights(checkpoint):
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-def touch(checkpoint):
-    os.utime(checkpoint / "model.safetensors", (1, 1))
+def replace_weights(checkpoint):
+    """Other weights of the same size and time, moved into the place of the first ones."""
+    file, other = checkpoint / "model.safetensors", checkpoint / "other"
+    shutil.copy2(file, other)
+    data = bytearray(other.read_bytes())
+    data[-1000:] = bytes(1000)
+    other.write_bytes(data)
+    shutil.copystat(file, other)
+    other.replace(file)
 
 
-@pytest.mark.parametrize("change", [change_config, change_weights, touch])
+@pytest.mark.parametrize("change", [change_config, change_weights, replace_weights])
 def test_a_changed_checkpoint_is_packed_again(change, checkpoint, cache, packs, prompt_logits):
     load(checkpoint, cache)
     change(checkpoint)
@@ -262,7 +281,7 @@ def test_a_damaged_file_that_cannot_be_removed(checkpoint, cache, prompt_logits,
     def refuse(*_args, **_options):
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(packed_cache.Path, "unlink", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
     assert torch.equal(prompt_logits(load(checkpoint, cache), PROMPT), expected)
 
 
@@ -276,8 +295,9 @@ def test_a_load_that_fails_lets_go_of_the_file(checkpoint, cache, monkeypatch):
     assert closed == [1]
 
 
-def interrupt(_done, _total):
-    raise KeyboardInterrupt
+def interrupt(done, _total):
+    if done:  # the first calls come from reading the files' hashes
+        raise KeyboardInterrupt
 
 
 def test_who_multiplies_belongs_to_the_layout():
@@ -291,7 +311,7 @@ def test_no_home_is_no_cache(monkeypatch, caplog):
     from octavo.worker.worker import _packed_cache
 
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(packed_cache.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home directory")))
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home directory")))
     assert _packed_cache(1 << 30) is None
     assert "XDG_CACHE_HOME" in caplog.text
 
@@ -342,17 +362,62 @@ def test_others_can_look_into_the_file(checkpoint, cache):
         assert set(file.metadata()) == {"identity", "linears", "digest"}
 
 
-def test_identity_looks_at_the_whole_of_a_file(tmp_path):
-    file = tmp_path / "weights"
-    file.write_bytes(bytes(64 * 1000))
-    before, stat = identify([file], "a"), file.stat()
-    assert before == identify([file], "a") != identify([file], "b")
-    for place in (0, 1, 31_999, 63_999):
-        data = bytearray(64 * 1000)
-        data[place] = 1
-        file.write_bytes(data)
-        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        assert identify([file], "a") != before
+def test_the_same_weights_under_another_time_are_not_packed_again(checkpoint, cache, packs):
+    load(checkpoint, cache)
+    packs.clear()
+    os.utime(checkpoint / "model.safetensors", (1, 1))
+    load(checkpoint, cache)
+    assert packs == []
+
+
+def test_files_are_read_whole_once(checkpoint, cache, reads):
+    """Not before there is something to compare them with, and not by the starts that come after."""
+    load(checkpoint, None)
+    assert reads == []
+    load(checkpoint, cache)
+    assert sorted(path.name for path in reads) == ["config.json", "model.safetensors"]
+    reads.clear()
+    load(checkpoint, cache)
+    load(checkpoint, cache, quantization="int4")
+    assert reads == []
+
+
+def test_files_of_the_hub_are_links(checkpoint, cache, tmp_path, packs, reads):
+    """A snapshot's links lead to files that are named by what they hold; one that leads elsewhere is another file."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    for path in checkpoint.iterdir():
+        path.rename(blobs / path.name)
+        (snapshot / path.name).symlink_to(blobs / path.name)
+    load(snapshot, cache)
+    packs.clear()
+    reads.clear()
+    load(snapshot, cache)
+    assert (packs, reads) == ([], [])
+    write_checkpoint(tmp_path / "next", tiny_config("Qwen2ForCausalLM", attention_bias=True), std=0.1, seed=1)
+    (tmp_path / "next" / "model.safetensors").rename(blobs / "next")
+    shutil.copystat(blobs / "model.safetensors", blobs / "next")
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to(blobs / "next")
+    load(snapshot, cache)
+    assert len(packs) == 10
+    assert [path.name for path in reads] == ["model.safetensors"]
+
+
+def test_weights_that_change_while_they_are_loaded_are_not_kept(checkpoint, cache, packs, caplog):
+    def change(done, _total):
+        if done and not packs[1:]:
+            change_weights(checkpoint)
+            os.utime(checkpoint / "model.safetensors", (1, 1))
+
+    load(checkpoint, cache, progress=change)
+    assert kept_files(cache) == []
+    assert "was changed while it was loaded" in caplog.text
+    packs.clear()
+    load(checkpoint, cache)
+    assert len(packs) == 10
+    assert len(kept_files(cache)) == 1
 
 
 def test_writing_the_file_is_told_as_progress(checkpoint, cache):
@@ -364,4 +429,5 @@ def test_writing_the_file_is_told_as_progress(checkpoint, cache):
         num_tensors = len(list(file.keys()))
     done, total = told[-1]
     assert done == total
-    assert told == of_packing + [(total, total)] * num_tensors
+    num_files = 2  # are read whole
+    assert told == of_packing + [(total, total)] * (num_files + num_tensors)

@@ -165,8 +165,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(checkpoint: Path) -> Iterator[running.Running]:
     engine = LLMEngine(
         ModelConfig(model=str(checkpoint), max_model_len=256),
-        CacheConfig(num_gpu_blocks=1024, enable_prefix_caching=False),
-        SchedulerConfig(max_num_seqs=NUM_OTHERS + 1, max_num_batched_tokens=256),
+        cache_config=CacheConfig(num_gpu_blocks=1024, enable_prefix_caching=False),
+        scheduler_config=SchedulerConfig(max_num_seqs=NUM_OTHERS + 1, max_num_batched_tokens=256),
     )
     with served_engine(engine) as server:
         yield server

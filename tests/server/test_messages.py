@@ -26,6 +26,7 @@ WEATHER: Any = {
     "description": "What the weather is like.",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
+USE: Any = {"type": "tool_use", "id": "c1", "name": "now", "input": {}}
 NOW: Any = {"name": "now", "input_schema": {"type": "object"}}
 MESSAGES: list[Any] = [{"role": "user", "content": "How is Rome?"}]
 ASKED: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "max_tokens": 1000}
@@ -172,6 +173,23 @@ def test_vllms_fields_reach_the_template_and_the_cache() -> None:
             assert f"chat_template_kwargs must not set {name}" in response.json()["error"]["message"]
 
 
+def test_what_says_how_to_think_is_read() -> None:
+    """Clients must send a budget; here max_tokens alone bounds an answer."""
+    template = FakeChatTemplate()
+    kinds: list[Any] = [
+        ({"type": "enabled", "budget_tokens": 1024, "display": "omitted"}, True),
+        ({"type": "disabled"}, False),
+        ({"type": "adaptive", "display": "summarized"}, None),
+    ]
+    with (
+        run_server(engine_options={"chat_template": template}) as running,
+        anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0, timeout=DEADLINE_S) as client,
+    ):
+        for config, wanted in kinds:
+            assert client.messages.create(**{**ASKED, "max_tokens": 3}, thinking=config).content
+            assert template.options.get("enable_thinking") is wanted
+
+
 def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(running: Running) -> None:
     """Claude Code shortens a conversation when it reads Anthropic's, litellm turns to another model at OpenAI's."""
     asked = {**ASKED, "messages": [{"role": "user", "content": "x" * 3000}]}
@@ -202,6 +220,9 @@ def test_an_answer_that_has_begun_is_gone_on_with(client: anthropic.Anthropic) -
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0]"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": [USE]}]}, "tool_result"),
+        ({"thinking": {"type": "between_tools"}}, "between_tools"),
+        ({"thinking": {"type": "often"}}, "thinking"),
         ({"system": 7}, "system"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
         ({"tools": [{"name": "a", "input_schema": 7}]}, "tools[0].input_schema"),
@@ -228,16 +249,16 @@ def test_what_is_refused(running: Running, body: dict[str, Any], parameter: str)
 def test_every_error_below_the_route_is_spelled_as_anthropic_does(running: Running) -> None:
     with running.http() as http:
         replies = [http.post("/v1/messages/nothing"), http.get("/v1/messages"), http.post("/v1/messages", content=b"{")]
-        thinking = {**ASKED, "thinking": {"type": []}}
-        assert http.post("/v1/messages", json=thinking).status_code == 200
+        replies.append(http.post("/v1/messages", json={**ASKED, "thinking": {"type": []}}))
     with run_server(api_key="key") as keyed, keyed.http() as http:
         replies.append(http.post("/v1/messages", json=ASKED))
     executor = FakeExecutor()
     with run_server(executor) as failing, failing.http() as http:
         executor.fail_next = True
         replies.append(http.post("/v1/messages", json=ASKED))
-    assert [reply.status_code for reply in replies] == [404, 405, 400, 401, 500]
-    kinds = ["not_found_error", "api_error", "invalid_request_error", "authentication_error", "api_error"]
+    assert [reply.status_code for reply in replies] == [404, 405, 400, 400, 401, 500]
+    invalid = ["invalid_request_error"] * 2
+    kinds = ["not_found_error", "api_error", *invalid, "authentication_error", "api_error"]
     assert [reply.json()["error"]["type"] for reply in replies] == kinds
     assert {reply.json()["type"] for reply in replies} == {"error"}
 

@@ -30,6 +30,14 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"messages": [USER], "n": 2, "logprobs": True, "top_logprobs": 2, "max_tokens": 4, "prompt_logprobs": 1},
         {"messages": [USER], "tools": [TOOL], "tool_choice": "auto", "stop": ["a", "b"], "temperature": 0.5},
         {
+            "messages": [USER],
+            "tools": [TOOL],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]},
+            },
+        },
+        {
             "messages": [
                 {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
                 USER,
@@ -50,6 +58,11 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     ],
     "/v1/responses": [
         {"input": "Hello."},
+        {
+            "input": "Hello.",
+            "tools": [{"type": "function", "name": "now", "parameters": {"type": "object"}}],
+            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "now"}]},
+        },
         {"input": [USER, {"type": "function_call_output", "call_id": "a", "output": "noon"}], "max_output_tokens": 5},
     ],
     "/v1/responses/input_tokens": [{"input": [USER], "instructions": "Be brief."}],

@@ -14,6 +14,7 @@ from octavo.server.tool_parsers import HermesParser, LlamaParser, MistralParser
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from octavo.server.call_parser import ToolParser
     from octavo.server.parts import AnswerParser
 
 NAMES = frozenset({"get_weather", "add", "nothing"})
@@ -33,9 +34,9 @@ def content(text: str) -> list[Part]:
     return [Part("content", text)]
 
 
-def read(make: Callable[[], AnswerParser], pieces: list[str]) -> list[Part]:
+def read(make: Callable[[], AnswerParser], pieces: list[str], *, is_cut: bool = False) -> list[Part]:
     parser = make()
-    return joined([part for piece in pieces for part in parser.feed(piece)] + parser.finish())
+    return joined([part for piece in pieces for part in parser.feed(piece)] + parser.finish(is_cut=is_cut))
 
 
 def check_every_cut(make: Callable[[], AnswerParser], text: str, expected: list[Part]) -> None:
@@ -193,6 +194,89 @@ def test_random_arguments_come_as_they_were_written() -> None:
         assert read(lambda: HermesParser(NAMES), pieces) == expected
 
 
+LLAMA_CALLS = f"{WEATHER}; {ADD}".replace('"arguments"', '"parameters"')
+HERMES_CALLS = f"<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>\n{ADD}\n</tool_call>"
+# What families write, and what of it is content; everything else is two calls.
+CALLS: dict[str, tuple[type[ToolParser], str, str]] = {
+    "hermes": (HermesParser, f"I look.\n{HERMES_CALLS}", "I look.\n"),
+    "hermes, calls alone": (HermesParser, HERMES_CALLS, ""),
+    "llama": (LlamaParser, LLAMA_CALLS, ""),
+    "llama with its tag": (LlamaParser, f"<|python_tag|>{LLAMA_CALLS}", ""),
+    "mistral": (MistralParser, f"Well:[TOOL_CALLS][{WEATHER}, {ADD}]", "Well:"),
+    "mistral with names": (
+        MistralParser,
+        f'[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}[TOOL_CALLS]add[CALL_ID]a1b2c3d4e[ARGS]{{"a": 1, "b": -2.5e3}}',
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_nothing_of_a_call_that_was_cut_off_is_content(family: str) -> None:
+    """Wherever a limit cuts: in what opens a call, its name, between name and arguments, within them, behind them."""
+    make, text, before = CALLS[family]
+    whole = [("get_weather", ARGUMENTS), ("add", '{"a": 1, "b": -2.5e3}')]
+    num_calls = set()
+    for cut in range(len(text) + 1):
+        parts = read(lambda: make(NAMES), [text[:cut]], is_cut=True)
+        assert read(lambda: make(NAMES), list(text[:cut]), is_cut=True) == parts, f"cut at {cut}"
+        told = "".join(part.text for part in parts if part.kind == "content")
+        assert before.startswith(told), f"cut at {cut}"
+        names = [part.text for part in parts if part.kind == "call"]
+        assert names == [name for name, _ in whole[: len(names)]]
+        for index, (_, arguments) in enumerate(whole[: len(names)]):
+            begun = "".join(part.text for part in parts if part.kind == "arguments" and part.call == index)
+            assert arguments.startswith(begun)
+            assert begun == arguments or index == len(names) - 1
+        num_calls.add(len(names))
+    assert num_calls == {0, 1, 2}
+
+
+CUT_OFF = [
+    # The name is known: a client learns what was called, without arguments.
+    (HermesParser, 'x\n<tool_call>\n{"name": "add"', [*content("x"), Part("call", "add", 0)]),
+    (HermesParser, '<tool_call>{"name": "add", "arguments": ', [Part("call", "add", 0)]),
+    (HermesParser, '<tool_call>{"arguments": {"a": 1}, "name": "add"', call(0, "add", '{"a": 1}')),
+    (MistralParser, "[TOOL_CALLS]add[ARGS]", [Part("call", "add", 0)]),
+    (LlamaParser, '{"type": "function", "name": "add", "para', [Part("call", "add", 0)]),
+    (HermesParser, '<tool_call>{"name": "rm', []),
+    (MistralParser, "[TOOL_CALLS]ad", []),
+    # What cannot be a call is content as ever.
+    (HermesParser, "<tool_call>hello", content("<tool_call>hello")),
+    (HermesParser, '<tool_call>{"name": "rm", "arguments": {"a', content('<tool_call>{"name": "rm", "arguments": {"a')),
+    (HermesParser, "a < b", content("a < b")),
+    (MistralParser, "[TOOL_CALLS] is what opens a call", content("[TOOL_CALLS] is what opens a call")),
+    (LlamaParser, '{"name": "Bob', content('{"name": "Bob')),
+    (LlamaParser, '{"age": 3, "name"', content('{"age": 3, "name"')),
+    (LlamaParser, "<|python_tag|>print(", content("<|python_tag|>print(")),
+    (LlamaParser, "<b>bold", content("<b>bold")),
+]
+
+
+@pytest.mark.parametrize(("make", "text", "expected"), CUT_OFF)
+def test_what_is_left_of_an_answer_that_was_cut_off(make: type[ToolParser], text: str, expected: list[Part]) -> None:
+    assert read(lambda: make(NAMES), [text], is_cut=True) == expected
+    assert read(lambda: make(NAMES), list(text), is_cut=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "expected"),
+    [
+        ("  <thin", False, content("  ")),
+        ("<think>Hm.</thi", False, [Part("reasoning", "Hm.")]),
+        ("Hm.\n</", True, [Part("reasoning", "Hm.")]),
+        ("<think>Hm.</think>\n\n<tool", False, [Part("reasoning", "Hm.")]),
+        ("a <", False, content("a")),
+    ],
+)
+def test_reasoning_that_was_cut_off(text: str, is_open: bool, expected: list[Part]) -> None:
+    def make() -> AnswerParser:
+        return ReasoningParser(HermesParser(NAMES), is_open=is_open)
+
+    assert read(make, [text], is_cut=True) == expected
+    assert read(make, list(text), is_cut=True) == expected
+
+
 @pytest.mark.parametrize("make", [HermesParser, LlamaParser, MistralParser])
 def test_garbage_is_read_to_its_end_the_same_way(make: type[HermesParser]) -> None:
     rng = random.Random(7)
@@ -209,5 +293,6 @@ def test_garbage_is_read_to_its_end_the_same_way(make: type[HermesParser]) -> No
     words += [":", ",", "{", "}", "[", "]", '"', "\\", " ", "\n", "x", "1", ";", "add", WEATHER, ADD]
     for _ in range(1500):
         text = "".join(rng.choice(words) for _ in range(rng.randrange(1, 14)))
-        whole = read(lambda: make(NAMES), [text])
-        assert read(lambda: make(NAMES), list(text)) == whole, text
+        for is_cut in (False, True):
+            whole = read(lambda: make(NAMES), [text], is_cut=is_cut)
+            assert read(lambda: make(NAMES), list(text), is_cut=is_cut) == whole, text

@@ -68,8 +68,8 @@ def offline(checkpoint: Path) -> LLM:
 def served(checkpoint: Path) -> Iterator[running.Running]:
     engine = LLMEngine(
         ModelConfig(model=str(checkpoint)),
-        CacheConfig(num_gpu_blocks=2 * MAX_MODEL_LEN // 16),
-        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+        cache_config=CacheConfig(num_gpu_blocks=2 * MAX_MODEL_LEN // 16),
+        scheduler_config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
     )
     with served_engine(engine) as server:
         yield server
@@ -536,8 +536,8 @@ def tool_client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     checkpoint = write_byte_checkpoint(tmp_path_factory.mktemp("tools") / "tiny", template)
     engine = LLMEngine(
         ModelConfig(model=str(checkpoint)),
-        CacheConfig(num_gpu_blocks=256),
-        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+        cache_config=CacheConfig(num_gpu_blocks=256),
+        scheduler_config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
     )
     with served_engine(engine) as server:
         url = f"{server.url}/v1"

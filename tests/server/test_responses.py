@@ -12,6 +12,7 @@ from running import DEADLINE_S, run_server
 
 from octavo.sampling_params import SamplingParams
 from octavo.server.openai_requests import SamplingControls
+from octavo.server.response_items import read_items
 from octavo.server.responses import ResponsesRequest, _params
 
 if TYPE_CHECKING:
@@ -63,6 +64,10 @@ def comparable(response: Any) -> dict[str, Any]:
     return fields  # type: ignore[no-any-return]
 
 
+def allowed(*names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": name} for name in names]}
+
+
 def rebuild(events: list[Any]) -> list[dict[str, Any]]:
     """Put the items together from what grew alone."""
     items: list[dict[str, Any]] = []
@@ -104,6 +109,13 @@ def test_stream_equals_whole(client: openai.OpenAI, options: dict[str, Any]) -> 
         for item in whole.output
     ]
     assert [item["text"] for item in rebuild(events)] == texts
+
+
+def test_only_tools_that_are_allowed_are_called(client: openai.OpenAI) -> None:
+    choice: Any = allowed("now")
+    response = client.responses.create(**ASKED, tools=[WEATHER, NOW], tool_choice=choice)  # type: ignore[call-overload]
+    assert [item.name for item in response.output if item.type == "function_call"] == ["now"]
+    assert response.tool_choice.to_dict() == choice
 
 
 def test_a_prompt_is_counted_as_it_is_answered(client: openai.OpenAI) -> None:
@@ -161,6 +173,13 @@ def test_a_whole_conversation_reaches_the_template() -> None:
         ({"input": []}, "input"),
         ({"input": [7]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "web_search_call", "id": "x", "status": "completed"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}]}, "input[0].content[0]"),
+        (
+            {"input": [{"type": "function_call", "name": "a", "arguments": "{}", "namespace": "b"}]},
+            "input[0].namespace",
+        ),
+        ({"input": [{"type": "reasoning", "content": [{"type": "image"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "bot", "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": ["user"], "content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
@@ -173,6 +192,11 @@ def test_a_whole_conversation_reaches_the_template() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": ["auto"]}, "tool_choice"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "now"}}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": allowed("then")}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 1000.0}, "temperature"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format"),
@@ -218,6 +242,26 @@ def test_items_of_one_turn_are_one_message() -> None:
         function = {"id": "c", "type": "function", "function": {"name": "now", "arguments": {}}}
         text = f"<user>a\n<assistant>{json.dumps([function] * 2)}\n<tool>noon\n<tool>noon\n<assistant>"
         assert usage["input_tokens"] == len(text.encode())
+
+
+def test_thoughts_of_other_servers_are_summaries() -> None:
+    thoughts = {"type": "reasoning", "id": "rs_1", "encrypted_content": "x"}
+    summary = [{"type": "summary_text", "text": "Hm."}, {"type": "summary_text", "text": "So."}]
+    own = [{"type": "reasoning_text", "text": "I think."}]
+    for fields, told in (({"summary": summary}, "Hm.\nSo."), ({"summary": summary, "content": own}, "I think.")):
+        answer = {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
+        (message,) = read_items(None, [{**thoughts, **fields}, answer])
+        assert message == {"role": "assistant", "content": "a", "reasoning_content": told}
+
+
+def test_parts_of_items_stay_parts() -> None:
+    parts = [{"type": "input_text", "text": text, "prompt_cache_breakpoint": {}} for text in ("a", "b")]
+    items = [{"role": "user", "content": parts}, {"type": "function_call_output", "call_id": "c", "output": parts}]
+    texts = [{"type": "text", "text": text} for text in ("a", "b")]
+    assert [message["content"] for message in read_items("Be brief.", items)] == ["Be brief.", texts, texts]
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": ""}
+    (message,) = read_items(None, [call])
+    assert message["content"] is None
 
 
 def test_a_stream_that_fails_before_its_first_token_begins_nevertheless() -> None:

@@ -11,7 +11,8 @@ import tokenizers
 
 from octavo import assets
 from octavo.errors import RequestError
-from octavo.grammars import GrammarCompiler, GrammarError, lark_json
+from octavo.grammars import GrammarCompiler, GrammarError, Vocabulary
+from octavo.lark import lark_json
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.server.parts import joined
 from octavo.server.tool_formats import Function, HermesFormat, LlamaFormat, MistralFormat, NamedMistralFormat
@@ -30,35 +31,51 @@ CITY: dict[str, Any] = {
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 FUNCTIONS = [Function("weather", CITY), Function("now", NOTHING)]
 NAMES = frozenset({"weather", "now"})
-SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
+MARKERS = ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>", "<think>", "</think>", "<more>"]
 
 
 class Grammars:
-    """The vocabulary of the built-in model, with or without the special tokens that families have."""
+    """The vocabulary of the built-in model, and the markers as the vocabularies of families have them.
 
-    def __init__(self, special: list[str]) -> None:
-        fields = json.loads((Path(assets.__file__).parent / "demo" / "tokenizer.json").read_text(encoding="utf-8"))
-        self.tokenizer = tokenizers.Tokenizer.from_str(json.dumps(fields))
-        self.tokenizer.add_special_tokens(special)
-        self._special = special
-        size = self.tokenizer.get_vocab_size()
-        self._compiler = GrammarCompiler(lambda: (self.tokenizer.to_str(), [EOS]), size)
+    kind: "plain": no token of its own for any; "special": special tokens; "added": tokens that are text, as Qwen's are.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        text = (Path(assets.__file__).parent / "demo" / "tokenizer.json").read_text(encoding="utf-8")
+        self.plain, self.tokenizer = tokenizers.Tokenizer.from_str(text), tokenizers.Tokenizer.from_str(text)
+        self.plain.encode_special_tokens = True
+        if kind != "plain":
+            markers = [tokenizers.AddedToken(each, special=kind == "special", normalized=False) for each in MARKERS]
+            (self.tokenizer.add_special_tokens if kind == "special" else self.tokenizer.add_tokens)(markers)
+        self.size = self.tokenizer.get_vocab_size()
+        self.compile = self.compiler(self.size).compile
+
+    def compiler(self, num_rows: int) -> GrammarCompiler:
+        """Make one for a model with so many rows."""
+        added_ids = frozenset(self.tokenizer.get_added_tokens_decoder())
+        eos_ids = frozenset({EOS, self.size, self.size + 999})
+        vocabulary = Vocabulary(self.tokenizer.to_str(), self.size, eos_ids, self.tokenizer.token_to_id, added_ids)
+        return GrammarCompiler(lambda: vocabulary, num_rows)
 
     def spell(self, text: str) -> str | None:
-        return f"<[{self.tokenizer.token_to_id(text)}]>" if text in self._special else None
+        token_id = self.tokenizer.token_to_id(text)
+        return None if token_id is None else f"<[{token_id}]>"
 
-    def accepts(self, structure: StructuredOutputsParams, text: str) -> bool:
-        matcher = self._compiler.compile(structure)
+    def accepts(self, structure: StructuredOutputsParams, text: str, *, in_letters: bool = False) -> bool:
+        """Whether it is a whole answer. in_letters: written without the tokens that markers have."""
+        matcher = self.compile(structure)
+        tokenizer = self.plain if in_letters else self.tokenizer
         try:
-            matcher.advance(self.tokenizer.encode(text, add_special_tokens=False).ids)
+            matcher.advance(tokenizer.encode(text, add_special_tokens=False).ids)
         except GrammarError:
             return False
         return bool(matcher.allowed()[EOS])
 
 
-@pytest.fixture(scope="module", params=["plain", "special"])
+@pytest.fixture(scope="module", params=["plain", "special", "added"])
 def grammars(request: pytest.FixtureRequest) -> Grammars:
-    return Grammars([] if request.param == "plain" else SPECIAL)
+    return Grammars(request.param)
 
 
 ROME, NOW = '{"name": "weather", "arguments": {"city": "Röme"}}', '{"name": "now", "arguments": {}}'
@@ -179,6 +196,95 @@ def test_reasoning_before_calls(grammars: Grammars, family: type[ToolFormat]) ->
         assert grammars.accepts(structure, thought + one)
         assert not grammars.accepts(structure, thought + wrong)
         assert not grammars.accepts(structure, "<think>" + one)
+
+
+@each_family
+def test_markers_that_are_tokens_are_written_as_such(grammars: Grammars, family: type[ToolFormat]) -> None:
+    """Parsers read text, so a call in letters would be one that no grammar has seen."""
+    one, _, wrong = FAMILIES[family]
+    style = family(grammars.spell)
+    has_token = grammars.kind != "plain" and family is not LlamaFormat  # whose calls need no marker
+    forced = StructuredOutputsParams(grammar=style.forced(FUNCTIONS, only_one=False))
+    optional = StructuredOutputsParams(grammar=style.optional(FUNCTIONS, only_one=False))
+    for structure in (forced, optional):
+        assert grammars.accepts(structure, one)
+        assert grammars.accepts(structure, one, in_letters=True) is not has_token
+        assert not grammars.accepts(structure, wrong, in_letters=True)
+    assert grammars.accepts(optional, one[:5], in_letters=True) is (family is not LlamaFormat)
+    thought = StructuredOutputsParams(regex="a", starts_after="</think>")
+    assert grammars.accepts(thought, "<th</think>a")
+    assert grammars.accepts(thought, "<th</think>a", in_letters=True) is (grammars.kind == "plain")
+    assert not grammars.accepts(thought, "<th</think>b</think>a")
+
+
+def test_llamas_tag_before_calls(grammars: Grammars) -> None:
+    style = LlamaFormat(grammars.spell)
+    for grammar in (style.forced(FUNCTIONS, only_one=True), style.optional(FUNCTIONS, only_one=True)):
+        structure = StructuredOutputsParams(grammar=grammar)
+        assert grammars.accepts(structure, "<|python_tag|>" + LLAMA_ROME) is (grammars.kind != "plain")
+        for begin in ("\t", "\r\n", "<|python_tag|>", " <|python_tag|>"):  # which the parser passes over
+            assert not grammars.accepts(structure, begin + WRONG.replace("arguments", "parameters"), in_letters=True)
+
+
+def test_a_text_that_markers_have_may_stand_in_a_schema(grammars: Grammars) -> None:
+    """It is foreseen, and so would be offered as the token, which is no part of any text."""
+    for marker in ("<think>", "<tool_call>", "<|endoftext|>"):
+        quoted = json.dumps(marker)
+        for structure in (
+            {"json": {"const": marker}},
+            {"choice": [quoted]},
+            {"grammar": f"start: {json.dumps(quoted)}"},
+        ):
+            assert grammars.accepts(StructuredOutputsParams(**structure), quoted, in_letters=True), structure
+            if grammars.kind != "plain" and marker in MARKERS:
+                assert not grammars.accepts(StructuredOutputsParams(**structure), quoted)
+
+
+def test_thoughts_may_name_every_token_but_ends(grammars: Grammars) -> None:
+    structure = StructuredOutputsParams(regex="a", starts_after="</think>", free_from="<think>")
+    assert grammars.accepts(structure, "<think>I <more> <tool_call> </tool_call><think>!\n</think>a")
+    assert grammars.accepts(structure, "\n<think></think>\n\na")
+    matcher = grammars.compile(structure)
+    matcher.advance(grammars.tokenizer.encode("<think>I", add_special_tokens=False).ids)
+    assert not matcher.allowed()[EOS]
+
+
+@pytest.mark.parametrize("free_from", [None, "<think>"])
+def test_blanks_before_a_structure_are_few(grammars: Grammars, free_from: str | None) -> None:
+    """A small model fills an answer with them until it has no tokens left."""
+    structure = StructuredOutputsParams(json=CITY, starts_after="</think>", free_from=free_from)
+    begin = f"{free_from or ''}Hm.</think>"
+    for count in range(7):
+        assert grammars.accepts(structure, begin + "\n" * count + '{"city": "Rome"}') is (count < 5)
+        assert grammars.accepts(structure, begin + "\u3000" * count + '{"city": "Rome"}') is (count == 0), "no JSON"
+        assert grammars.accepts(structure, begin.replace("Hm", " " * count + "Hm") + '{"city": "Rome"}') is (count < 5)
+        if free_from is not None:
+            assert grammars.accepts(structure, "\n" * count + '{"city": "Rome"}') is (count < 5)
+
+
+@each_family
+def test_blanks_before_text_are_few(grammars: Grammars, family: type[ToolFormat]) -> None:
+    structure = StructuredOutputsParams(grammar=family(grammars.spell).optional(FUNCTIONS, only_one=False))
+    for count in range(1, 7):
+        is_accepted = grammars.accepts(structure, "\n" * count + "Hello.\n\n\n\n\n\nYes.")
+        assert is_accepted is (count < 5 and family is not LlamaFormat)
+    assert grammars.accepts(structure, "Hello.\n\n\n\n\n\nYes.")
+
+
+def test_ids_and_rows_need_not_be_as_many(grammars: Grammars) -> None:
+    """Some tokenizers have ids that the model has no row for, and most models have rows without an id."""
+    structures = [
+        StructuredOutputsParams(json=CITY),
+        StructuredOutputsParams(json=CITY, starts_after="</think>", free_from="<think>"),
+    ]
+    for num_rows in (grammars.size - len(MARKERS) - 1, grammars.size - 1, grammars.size + 40):
+        compiler = grammars.compiler(num_rows)
+        for structure in structures:
+            matcher = compiler.compile(structure)
+            matcher.advance(grammars.plain.encode('{"city": "Rome"}', add_special_tokens=False).ids)
+            allowed = matcher.allowed()
+            assert allowed.shape == (num_rows,)
+            assert allowed.nonzero()[0].tolist() == [EOS]
 
 
 @pytest.mark.parametrize("parameters", [{"properties": {}}, {"description": "anything"}, {}])

@@ -34,7 +34,13 @@ CALLS = (
     '<think>Rome, 狐.</think>\n\nI look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Röme"}}\n'
     '</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 )
+NAMED = {"type": "function", "function": {"name": "now"}}
 MESSAGES: list[Any] = [{"role": "user", "content": "How is Rome?"}]
+
+
+def allowed(*names: str, mode: Any = "auto") -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +143,42 @@ def test_calls_cut_off_by_a_limit(client: openai.OpenAI) -> None:
         assert (streamed["content"] or "") == (whole.message.content or "")
         calls = [[call.function.name, call.function.arguments] for call in whole.message.tool_calls or []]
         assert [call[1:] for call in streamed["calls"]] == calls
+        assert "I look.\n".startswith(whole.message.content or "")
+
+
+def test_calls_cut_off_by_a_stop_string(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "tools": [WEATHER, NOW]}
+    for stop, calls in (("_call>\n", []), (', "arg', ["get_weather"]), ('"now"', ["get_weather"])):
+        choice = client.chat.completions.create(**asked, stop=stop).choices[0]
+        assert choice.message.content == "I look.", stop
+        assert [call.function.name for call in choice.message.tool_calls or []] == calls
+
+
+def test_only_tools_that_are_allowed_are_called() -> None:
+    """The template is given them all, as what a prompt begins with shall not change."""
+    template, executor = FakeChatTemplate("<tool_call> </think>"), FakeExecutor(answer=CALLS)
+    wanted: list[Any] = []
+    executor.prepare = lambda params, _: wanted.append(params.structured_outputs)  # type: ignore[method-assign]
+    with (
+        run_server(executor, engine_options={"chat_template": template}) as running,
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client,
+    ):
+        for names, mode in ((["now"], "auto"), (["now"], "required"), (["get_weather", "now"], "auto")):
+            asked: dict[str, Any] = {"tools": [WEATHER, NOW], "tool_choice": allowed(*names, mode=mode)}
+            choice = client.chat.completions.create(model="fake", messages=MESSAGES, **asked).choices[0]
+            assert [call.function.name for call in choice.message.tool_calls or []] == names
+            assert [each["function"]["name"] for each in template.tools or []] == ["get_weather", "now"]
+    limited, required, free = wanted
+    assert free is None, "all of them are allowed"
+    for structure in (limited, required):
+        assert ("now" in structure.grammar, "get_weather" in structure.grammar) == (True, False)
+    assert ("TEXT" in limited.grammar, "TEXT" in required.grammar) == (True, False)
+
+
+def test_no_tools_and_none_of_them_wanted(running: Running) -> None:
+    with running.http() as http:
+        for body in ({"tool_choice": "none"}, {"tools": [], "tool_choice": "auto"}, {"tool_choice": None}):
+            assert http.post("/v1/chat/completions", json={**GOOD, **body}).status_code == 200
 
 
 def test_the_template_gets_the_tools_and_their_results() -> None:
@@ -200,7 +242,19 @@ GOOD = {"messages": MESSAGES, "max_tokens": 1}
         ({"tools": [NOW], "tool_choice": ["auto"]}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        *[({"tool_choice": choice}, "tool_choice") for choice in ("auto", "required", NAMED, allowed("now"))],
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [], "tool_choice": allowed("now")}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": allowed("now", "then")}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": allowed()}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": allowed("now", mode="none")}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": allowed("now", mode=["auto"])}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": {"type": "allowed_tools", "allowed_tools": ["now"]}}, "tool_choice"),
+        (
+            {"tools": [NOW], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}},
+            "tool_choice",
+        ),
         ({"tools": [NOW], "tool_choice": "auto", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"tools": [NOW], "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0]"),

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NEVER = 99
-PROMPTS = ([1, 2, 3], [1, 2, 4], [1, 2, 3, 4, 5])  # block size 2: all share a block; the last fills most of the cache
+PROMPTS = (
+    [1, 2, 3, 4],
+    [1, 2, 4],
+    [1, 2, 3, 4, 5],
+)  # block size 2: all share a block, and the first ends on the last's
 CONFIGS = tuple(
     {"policy": policy, "admission": admission, "preemption": preemption, "batching": batching}
     for policy, admission, preemption, batching in (

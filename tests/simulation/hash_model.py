@@ -116,10 +116,10 @@ class HashWorker:
         copies = scheduled.copies
         for block, host in copies.swap_out:
             self.host[host] = self.blocks[block][:]
-        for host, block in copies.swap_in:
-            self.blocks[block] = self.host[host][:]
         for source, target in copies.block_copies:
             self.blocks[target] = self.blocks[source][:]
+        for host, block in copies.swap_in:
+            self.blocks[block] = self.host[host][:]
 
     def _update(self, scheduled: SchedulerOutput) -> None:
         for request_id in (*scheduled.finished_req_ids, *scheduled.preempted_req_ids):

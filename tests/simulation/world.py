@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from octavo.core.block_pool import Block
+    from octavo.core.kv_cache_manager import ComputedBlocks
     from octavo.outputs import EngineCoreOutput
     from octavo.scheduler_output import SchedulerOutput
 
@@ -167,6 +168,7 @@ class Totals:
     swaps: int = 0
     evictions: int = 0
     hits: int = 0
+    copies: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     combinations: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
@@ -214,6 +216,7 @@ class World:
         self.scheduler = self._make_scheduler()
         self.last: tuple[SchedulerOutput, ModelOutput] | None = None
         self._watch_releases()
+        self._watch_lookups()
         self.prefixes = [[self.rng.randrange(VOCAB_SIZE) for _ in range(config.longest_prompt)] for _ in range(3)]
 
     def _make_scheduler(self) -> Scheduler:
@@ -253,6 +256,39 @@ class World:
             release(blocks)
 
         pool.release = watched  # type: ignore[method-assign]
+
+    def _watch_lookups(self) -> None:
+        """9: a lookup leaves one token to compute, and no more where the cache has the others."""
+        manager = self.scheduler.kv_cache_manager
+        look_up = manager.get_computed_blocks
+
+        def watched(request: Request) -> ComputedBlocks:
+            computed, num_tokens = look_up(request), len(request.sequence.token_ids)
+            if computed.num_tokens >= num_tokens:
+                raise SimulationError(f"{request.request_id}: nothing is left to compute of {num_tokens} tokens")
+            if computed.num_tokens < min(self._num_in_cache(request), num_tokens - 1):
+                raise SimulationError(f"{request.request_id}: the cache has more than {computed.num_tokens} tokens")
+            return computed
+
+        manager.get_computed_blocks = watched  # type: ignore[method-assign]
+
+    def _num_in_cache(self, request: Request) -> int:
+        """Tokens at the beginning of a request whose blocks are cached, found without any hash."""
+        manager, size, token_ids = self.scheduler.kv_cache_manager, self.config.block_size, request.sequence.token_ids
+        if not (manager.enable_prefix_caching and request.reads_prefix_cache):
+            return 0
+        cached = {
+            (block.parent, block.token_ids, block.extra_keys): block.link
+            for block in manager.pool.blocks
+            if block.hash is not None
+        }
+        link, start = None, 0
+        while start + size <= len(token_ids):
+            link = cached.get((link, tuple(token_ids[start : start + size]), manager._chain(request).extra_keys))
+            if link is None:
+                break
+            start += size
+        return start
 
     # --- the story ----------------------------------------------------------------------------------------------------
 
@@ -299,6 +335,7 @@ class World:
         self._check_output(scheduled)
         self._check_order(scheduled)
         self.shared = self._look_at_sharing(scheduled)
+        self.totals.copies += len(scheduled.copies.block_copies)
         if scheduled.num_scheduled_tokens:
             self.totals.steps += 1
         if not scheduled.is_empty:
@@ -308,7 +345,7 @@ class World:
         self.worker.poison(pool.free_list())
 
     def _execute(self, scheduled: SchedulerOutput) -> None:
-        rate = self.config.step_failure_rate * (10 if scheduled.copies else 1)
+        rate = self.config.step_failure_rate * (20 if scheduled.copies else 1)
         if not self.healed and self.rng.random() < rate:
             self._fail_step(scheduled)
             return

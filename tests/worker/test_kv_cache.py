@@ -50,12 +50,13 @@ def test_a_copied_block_is_a_block_of_its_own(cache):
     assert torch.equal(bits(cache.blocks[0]), before)
 
 
-def test_out_comes_before_in_before_copies(cache):
-    out, copied = bits(cache.blocks[0]), bits(cache.blocks[1])
-    cache.copy(BlockCopies(swap_out=[(0, 0)], swap_in=[(0, 1)], block_copies=[(1, 2)]))
-    assert torch.equal(bits(cache.blocks[1]), out)
+def test_out_comes_before_copies_before_in(cache):
+    out, copied, other = (bits(cache.blocks[index]) for index in range(3))
+    cache.copy(BlockCopies(swap_out=[(0, 0)], block_copies=[(1, 0), (2, 1), (0, 3)], swap_in=[(0, 2)]))
+    assert torch.equal(bits(cache.blocks[0]), copied)
+    assert torch.equal(bits(cache.blocks[1]), other)
     assert torch.equal(bits(cache.blocks[2]), out)
-    assert not torch.equal(out, copied)
+    assert torch.equal(bits(cache.blocks[3]), copied)
 
 
 def test_a_block_of_int8_is_one_object_with_its_scales(tmp_path):

@@ -24,8 +24,8 @@ from octavo.worker.probe import _peak, _reset_peak, _status_bytes
 import torch
 before = _status_bytes("RssAnon:")
 engine = LLMEngine(ModelConfig(model=sys.argv[1], skip_tokenizer_init=True),
-                   CacheConfig(num_gpu_blocks=256, enable_prefix_caching=False),
-                   SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=1024))
+                   cache_config=CacheConfig(num_gpu_blocks=256, enable_prefix_caching=False),
+                   scheduler_config=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=1024))
 _reset_peak(torch.device("cpu"))
 params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 engine.generate_batch([{"prompt_token_ids": list(range(2, 250))} for _ in range(16)], params)
@@ -95,8 +95,8 @@ def test_probe_runs_once_and_is_kept(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build = lambda: LLMEngine(  # noqa: E731
         ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=256),
-        CacheConfig(probe_largest_batch=True),
-        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=128),
+        cache_config=CacheConfig(probe_largest_batch=True),
+        scheduler_config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=128),
     )
     first = build().core.scheduler.kv_cache_manager.pool.num_blocks
     (path,) = (tmp_path / "octavo" / "probes").iterdir()
@@ -128,8 +128,8 @@ def test_a_largest_step_that_does_not_fit_is_refused_not_served(checkpoint, tmp_
     def build():
         return LLMEngine(
             ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=256),
-            CacheConfig(probe_largest_batch=True),
-            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=128),
+            cache_config=CacheConfig(probe_largest_batch=True),
+            scheduler_config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=128),
         )
 
     monkeypatch.setattr(worker, "warm_up", run)

@@ -25,11 +25,15 @@ _MAX_DEPTH = 3  # folders below a given directory that are searched
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One that was found. `architecture` is what its config.json says; `size_bytes` counts its weights."""
+    """One that was found. `architecture` is what its config.json says; `size_bytes` counts its weights.
+
+    is_known: whether octavo has the architecture. problem: why it is not served all the same; empty where it is.
+    """
 
     name: str
     architecture: str
     is_known: bool
+    problem: str
     size_bytes: int
     path: str
 
@@ -53,8 +57,10 @@ def models(directories: Directories = None, json_: Json = False) -> None:
         typer.echo("  none; give a directory to look in, or a hub id to any command")
     width = max((len(each.name) for each in found), default=0)
     for each in found:
-        state = "" if each.is_known else "  (not served)"
+        state = "  (not served)" if each.problem else ""
         typer.echo(f"  {each.name:{width}}  {show_size(each.size_bytes):>8}  {each.architecture}{state}  {each.path}")
+        if each.problem:
+            typer.echo(f"  {'':{width}}  {each.problem}")
 
 
 def _built_in() -> Iterator[Checkpoint]:
@@ -95,7 +101,7 @@ def _below(directory: Path) -> Iterator[Checkpoint]:
 def _read(directory: Path, name: str) -> Checkpoint:
     from octavo.errors import ModelError
     from octavo.models.config_file import ConfigFile
-    from octavo.models.registry import FAMILIES
+    from octavo.models.registry import FAMILIES, read_architecture
 
     try:
         names = ConfigFile.read(directory / "config.json").values.get("architectures")
@@ -103,8 +109,13 @@ def _read(directory: Path, name: str) -> Checkpoint:
         names = None
     known = [each for each in names if each in FAMILIES] if isinstance(names, list) else []
     architecture = str((known or names or ["unknown"])[0]) if isinstance(names, list) else "unknown"
+    problem = ""
+    try:
+        read_architecture(directory)
+    except ModelError as error:
+        problem = str(error).removeprefix(f"{directory / 'config.json'}: ")
     size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    return Checkpoint(name, architecture, bool(known), size, str(directory))
+    return Checkpoint(name, architecture, bool(known), problem, size, str(directory))
 
 
 def show_size(num_bytes: int) -> str:

@@ -24,9 +24,10 @@ class Block:
     """One block. generation grows whenever it gets new content; `parent` names the block before it in its chain.
 
     token_ids, extra_keys and parent are kept beside the hash, so that a hit is believed only when all of them agree.
+    canonical: of a private block, names the one that stands for the same content in the index.
     """
 
-    __slots__ = ("block_id", "extra_keys", "generation", "hash", "parent", "ref_count", "token_ids")
+    __slots__ = ("block_id", "canonical", "extra_keys", "generation", "hash", "parent", "ref_count", "token_ids")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -36,6 +37,7 @@ class Block:
         self.token_ids: tuple[int, ...] = ()
         self.extra_keys: tuple[str, ...] = ()
         self.parent: BlockLink | None = None
+        self.canonical: BlockLink | None = None
 
     @property
     def link(self) -> BlockLink:
@@ -139,6 +141,7 @@ class BlockPool:
             self._on_evict(block.block_id)
         block.generation += 1
         block.ref_count = 1
+        block.canonical = None
         return block
 
     def touch(self, blocks: Iterable[Block]) -> None:
@@ -149,7 +152,10 @@ class BlockPool:
             block.ref_count += 1
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """Give up one reference of each. Pass a sequence's tail first: what is released first is evicted first."""
+        """Give up one reference of each. Pass a sequence's tail first: what is released first is evicted first.
+
+        The block that stands for a private one counts as used with it: it is the parent of those that follow.
+        """
         for block in blocks:
             if block.ref_count <= 0:
                 raise AssertionError(f"double free of {block}")
@@ -157,8 +163,16 @@ class BlockPool:
             if block.ref_count == 0 and block.block_id not in self.quarantined:
                 if block.hash is None:
                     self._free.append(block)
+                    if block.canonical is not None:
+                        self.renew(block.canonical)
                 else:
                     self._cached[block.block_id] = block
+
+    def renew(self, link: BlockLink) -> None:
+        """Make a cached block the last one to be evicted; nothing happens to one that is held or has other content."""
+        block_id, generation = link
+        if block_id in self._cached and self.blocks[block_id].generation == generation:
+            self._cached.move_to_end(block_id)
 
     def register(
         self,
@@ -177,7 +191,9 @@ class BlockPool:
             self._orphan(present)
             present = None
         if present is not None:
-            return self.find(block_hash, token_ids, parent, extra_keys) or block
+            found = self.find(block_hash, token_ids, parent, extra_keys)
+            block.canonical = None if found is None else found.link
+            return found or block
         block.hash, block.token_ids, block.parent, block.extra_keys = block_hash, token_ids, parent, extra_keys
         self._index[block_hash] = block
         return block

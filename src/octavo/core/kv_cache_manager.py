@@ -22,13 +22,14 @@ class ComputedBlocks:
     """What need not be computed of a request: its first `num_tokens`. Valid until anything is allocated.
 
     blocks: full blocks from its start that others share with it. Behind them come copies into blocks of its own:
-    host_blocks: what was swapped out when it was preempted; partial: a block that another filled only in part.
+    host_blocks: what was swapped out when it was preempted; source: a block that holds all the tokens behind `blocks`,
+    and the last of them is computed again: a cached one that the tokens fill, or one that another filled only in part.
     """
 
     blocks: list[Block]
     num_tokens: int
     host_blocks: list[int] = field(default_factory=list)
-    partial: Block | None = None
+    source: Block | None = None
 
 
 NO_COMPUTED_BLOCKS = ComputedBlocks([], 0)
@@ -128,16 +129,22 @@ class KVCacheManager:
         At most num_tokens - 1 tokens: one token is always computed, for its logits. Changes no block.
         """
         found = self._find_full_blocks(request)
+        num_found, num_tokens = len(found) * self.block_size, len(request.sequence.token_ids)
         saved = self._saved.get(request.request_id)
-        if saved is not None and saved.num_tokens > len(found) * self.block_size:
+        if saved is not None and saved.num_tokens > num_found:
             return ComputedBlocks(found, saved.num_tokens, host_blocks=saved.host_blocks[len(found) :])
-        partial = self._find_partial(request, found)
-        if partial is not None:
-            return ComputedBlocks(found, len(request.sequence.token_ids) - 1, partial=partial)
-        return ComputedBlocks(found, len(found) * self.block_size) if found else NO_COMPUTED_BLOCKS
+        source = found.pop() if num_found == num_tokens else self._find_partial(request, found)
+        if source is not None:
+            return ComputedBlocks(found, num_tokens - 1, source=source)
+        return ComputedBlocks(found, num_found) if found else NO_COMPUTED_BLOCKS
 
     def _reads_cache(self, request: Request) -> bool:
         return self.enable_prefix_caching and request.reads_prefix_cache
+
+    def _num_useful_blocks(self, request: Request) -> int:
+        """Return how many of a request's full blocks spare it something: its last token is computed anyway."""
+        num_tokens = len(request.sequence.token_ids)
+        return min(num_tokens // self.block_size, self.num_blocks_for(num_tokens - 1))
 
     def _find_full_blocks(self, request: Request) -> list[Block]:
         if not self._reads_cache(request):
@@ -146,7 +153,7 @@ class KVCacheManager:
         token_ids = request.sequence.token_ids
         found: list[Block] = []
         link: BlockLink | None = None
-        for index in range((len(token_ids) - 1) // self.block_size):
+        for index in range(self._num_useful_blocks(request)):
             start = index * self.block_size
             tokens = tuple(token_ids[start : start + self.block_size])
             block = self.pool.find(hashes[index], tokens, link, extra_keys)
@@ -189,9 +196,10 @@ class KVCacheManager:
         token_ids = request.sequence.token_ids
         if not self._reads_cache(request):
             return None
-        if (len(token_ids) - 1) // size == 0:
+        num_useful = self._num_useful_blocks(request)
+        if num_useful == 0:
             return Miss(MissReason.TOO_SHORT)
-        if index >= (len(token_ids) - 1) // size:
+        if index >= num_useful or computed.source is not None:
             return None
         hashes = self._hashes(request)
         parent = hashes[index - 1] if index else None
@@ -203,7 +211,7 @@ class KVCacheManager:
         index = len(computed.blocks)
         if not self._reads_cache(request) or computed.num_tokens > index * self.block_size:
             return None
-        if index >= (len(request.sequence.token_ids) - 1) // self.block_size:
+        if index >= self._num_useful_blocks(request):
             return None
         name = self._hashes(request)[index]
         owner = self._computing.get(name)
@@ -237,6 +245,8 @@ class KVCacheManager:
         if num_new_blocks + num_unheld > self.pool.num_free_blocks:
             return None
         self.pool.touch(computed.blocks)
+        if computed.source is not None:
+            self.pool.renew(computed.source.link)
         new_blocks = self.pool.take(num_new_blocks)
         assert new_blocks is not None
         if computed is not NO_COMPUTED_BLOCKS:
@@ -256,13 +266,16 @@ class KVCacheManager:
         return self.num_blocks_for(num_tokens) - num_held + num_spare_blocks <= self.pool.num_free_blocks
 
     def _adopt(self, request: Request, computed: ComputedBlocks, new_blocks: list[Block]) -> None:
-        """Take over what was found; what must be copied is copied at the beginning of the step."""
+        """Take over what was found; what must be copied is copied at the beginning of the step.
+
+        The source of a copy is not held: where no other block was left, it is given away, even as the copy's target.
+        """
         if computed.blocks:
             chain = self._chain(request)
             chain.num_committed = len(computed.blocks)
             chain.link = computed.blocks[-1].link
-        if computed.partial is not None:
-            self._copies.block_copies.append((computed.partial.block_id, new_blocks[0].block_id))
+        if computed.source is not None and computed.source is not new_blocks[0]:
+            self._copies.block_copies.append((computed.source.block_id, new_blocks[0].block_id))
         targets = [block.block_id for block in new_blocks[: len(computed.host_blocks)]]
         self._copies.swap_in.extend(zip(computed.host_blocks, targets, strict=True))
         if not request.num_preemptions:  # what it finds of itself when it resumes was not found in its prompt

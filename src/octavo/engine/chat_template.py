@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+import pydantic_core
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octavo.engine.generation_config import read_json_object
+from octavo.engine.template_traits import TOOL, TemplateTraits
 from octavo.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
@@ -94,19 +97,17 @@ class ChatTemplate:
                 parameter="continue_final_message",
             )
         compiled = self._find(chat_template, has_tools=tools is not None)
-        chat = _read_messages(messages, keep_parts=compiled.reads_parts)
+        chat = _read_messages(messages)
         if continue_final_message:
             _tag_final_message(chat)
-        try:
-            text = compiled.template.render(
-                **{**self._special_tokens, **_plain(chat_template_kwargs)},
-                messages=chat,
-                tools=_plain(tools),
-                documents=_plain(documents),
-                add_generation_prompt=add_generation_prompt,
-            )
-        except _TEMPLATE_ERRORS as error:
-            raise RequestError(f"the chat template refused the conversation: {error}", parameter="messages") from error
+        variables = {
+            **self._special_tokens,
+            **_plain(chat_template_kwargs),
+            "tools": _plain(tools),
+            "documents": _plain(documents),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = compiled.render(chat, variables)
         return _cut_at_tag(text) if continue_final_message else text
 
     def _find(self, chosen: str | None, *, has_tools: bool) -> _Compiled:
@@ -124,7 +125,7 @@ class ChatTemplate:
         compiled = self._compiled.get(source)
         if compiled is None:
             try:
-                compiled = _Compiled(self._environment, source)
+                compiled = _Compiled(self._environment, source, self._special_tokens)
             except _TEMPLATE_ERRORS as error:
                 raise RequestError(f"the chat template is broken: {error}", parameter="chat_template") from error
             if source in self.templates.values():  # those of requests are not kept
@@ -133,25 +134,35 @@ class ChatTemplate:
 
 
 class _Compiled:
-    """A template ready to render. `reads_parts`: it walks through a message's content itself, part by part."""
+    """A template ready to render, and what it wants of its messages."""
 
-    __slots__ = ("reads_parts", "template")
+    __slots__ = ("template", "traits")
 
-    def __init__(self, environment: ImmutableSandboxedEnvironment, source: str) -> None:
-        tree = environment.parse(source)
-        self.template = environment.from_string(tree)
-        self.reads_parts = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
+    def __init__(self, environment: ImmutableSandboxedEnvironment, source: str, special: Mapping[str, str]) -> None:
+        self.template = environment.from_string(source)
+        self.traits = TemplateTraits.find(lambda messages: self._try(messages, special))
 
+    def render(self, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        """Return the text of a conversation, by the first of its shapes that the template takes.
 
-def _is_content(node: nodes.Node) -> bool:
-    """Whether an expression is a message's content, a variable of that name, or one of them filtered."""
-    if isinstance(node, nodes.Filter) and node.node is not None:
-        return _is_content(node.node)
-    if isinstance(node, nodes.Getitem):
-        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-    return (isinstance(node, nodes.Getattr) and node.attr == "content") or (
-        isinstance(node, nodes.Name) and node.name == "content"
-    )
+        Raises `RequestError` with what it said of the first one.
+        """
+        refusal: Exception | None = None
+        for messages in self.traits.shapes(chat):
+            try:
+                return self.template.render(variables, messages=messages)
+            except _TEMPLATE_ERRORS as error:
+                refusal = refusal or error
+        raise RequestError(f"the chat template refused the conversation: {refusal}", parameter="messages") from refusal
+
+    def _try(self, messages: list[dict[str, Any]], special: Mapping[str, str]) -> str | None:
+        """Return the text of a small conversation, with a tool where it must have one; None where it is refused."""
+        for tools in (None, [TOOL]):
+            with contextlib.suppress(*_TEMPLATE_ERRORS):
+                return self.template.render(
+                    special, messages=messages, tools=tools, documents=None, add_generation_prompt=True
+                )
+        return None
 
 
 class _GenerationBlock(Extension):
@@ -215,26 +226,46 @@ def _read_config_templates(path: Path) -> dict[str, str]:
     return templates
 
 
-def _read_messages(messages: Sequence[Mapping[str, Any]], *, keep_parts: bool) -> list[dict[str, Any]]:
-    """Copy messages into plain data without their null fields; text parts are joined unless the template reads them."""
+def _read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copy messages into plain data without their null fields; content is text, a list of text parts or null."""
     if not messages or isinstance(messages, str | Mapping):
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     chat = []
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f"messages[{index}] must be an object with a role", parameter="messages")
-        plain = {key: _plain(value) for key, value in message.items() if value is not None}
+        plain = {key: _plain(value) for key, value in message.items() if value is not None or key == "content"}
         content = plain.get("content")
         if isinstance(content, list):
-            texts = [_part_text(part, index) for part in content]
-            plain["content"] = [{"type": "text", "text": text} for text in texts] if keep_parts else "\n".join(texts)
+            plain["content"] = [{"type": "text", "text": _part_text(part, index)} for part in content]
         elif content is not None and not isinstance(content, str):
             raise RequestError(f"messages[{index}].content must be text or a list of text parts", parameter="messages")
+        for call in plain["tool_calls"] if isinstance(plain.get("tool_calls"), list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                function["arguments"] = read_arguments(function["arguments"])
         reasoning = next((plain[key] for key in _REASONING_KEYS if key in plain), None)
         if reasoning is not None:
             plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
         chat.append(plain)
     return chat
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call, which APIs spell as JSON in a string and templates want as an object."""
+    arguments = parse_arguments(text or "{}")
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def parse_arguments(text: str) -> Any:
+    """Parse arguments that a model wrote: what a limit cut off may lack its end; {} for what is no JSON at all.
+
+    So a call that the server itself gave can stand in the next request, as it is.
+    """
+    try:
+        return pydantic_core.from_json(text, allow_partial=True, allow_inf_nan=False)
+    except ValueError:
+        return {}
 
 
 def _part_text(part: Any, index: int) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from octavo.engine.stop_strings import StopSearch, StopStrings
+from octavo.engine.tokenizer_interface import NoDetokenizer, NoTokenizer, SomeSpecialTokens
 from octavo.faults import REQUEST_FAILED, log_fault, request_failed
 from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from octavo.sampling_params import RequestOutputKind
@@ -13,93 +14,10 @@ from octavo.sampling_params import RequestOutputKind
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from octavo.engine.tokenizer_interface import Detokenizer, DetokenizerFactory
     from octavo.model_output import TokenLogprobs
     from octavo.outputs import EngineCoreOutput
     from octavo.sampling_params import SamplingParams
-
-
-class Detokenizer(Protocol):
-    """Turns a stream of token ids into text; all pieces together are the text of all tokens at once.
-
-    held, num_prompt_bytes: bytes that wait for those behind them, and how many of them are the prompt's.
-    """
-
-    @property
-    def held(self) -> bytes:
-        """The bytes."""
-        ...
-
-    @property
-    def num_prompt_bytes(self) -> int:
-        """How many of them the prompt has."""
-        ...
-
-    def add(self, token_ids: list[int]) -> str:
-        """Return the text that is certain now."""
-        ...
-
-    def finish(self) -> str:
-        """Return what was held back."""
-        ...
-
-
-class DetokenizerFactory(Protocol):
-    """What the output processor, and who tells of its tokens, ask of a tokenizer."""
-
-    @property
-    def has_byte_runs(self) -> bool:
-        """Whether bytes that follow each other are read together."""
-        ...
-
-    def incremental_detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """Start a stream behind a prompt."""
-        ...
-
-    def decode_token(self, token_id: int) -> str | None:
-        """Return the text of one token, for logprobs."""
-        ...
-
-    def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """Return what a token adds to a text: characters, or bytes that are none alone."""
-        ...
-
-
-class _NoDetokenizer:
-    """Null object for requests that want token ids only."""
-
-    held = b""
-    num_prompt_bytes = 0
-
-    def add(self, token_ids: list[int]) -> str:  # noqa: ARG002 - the signature is the protocol's
-        """No text."""
-        return ""
-
-    def finish(self) -> str:
-        """No text."""
-        return ""
-
-
-class _NoTokenizer:
-    """Null object for engines without one."""
-
-    has_byte_runs = False
-
-    def incremental_detokenizer(
-        self,
-        prompt_token_ids: list[int],  # noqa: ARG002 - the signature is the protocol's
-        *,
-        skip_special_tokens: bool,  # noqa: ARG002
-    ) -> Detokenizer:
-        """No text."""
-        return _NoDetokenizer()
-
-    def decode_token(self, token_id: int) -> None:  # noqa: ARG002
-        """No text."""
-        return
-
-    def piece(self, token_id: int, *, skip_special_tokens: bool) -> str:  # noqa: ARG002
-        """No text."""
-        return ""
 
 
 @dataclass(slots=True)
@@ -164,7 +82,7 @@ class OutputProcessor:
     """Keeps the text side of every request. `stream_ids` are the ids under which the core knows the n outputs."""
 
     def __init__(self, tokenizer: DetokenizerFactory | None, clock: Callable[[], float]) -> None:
-        self.tokenizer = tokenizer or _NoTokenizer()
+        self.tokenizer = tokenizer or NoTokenizer()
         self._clock = clock
         self._states: dict[str, _RequestState] = {}
         self._owner: dict[str, str] = {}
@@ -222,7 +140,9 @@ class OutputProcessor:
 
     def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> Detokenizer:
         if not params.detokenize:
-            return _NoDetokenizer()
+            return NoDetokenizer()
+        if params.skip_special_tokens and params.shown_special_token_ids:
+            return SomeSpecialTokens(self.tokenizer, prompt_token_ids, params.shown_special_token_ids)
         return self.tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def stream_ids(self, request_id: str) -> list[str]:

@@ -108,6 +108,11 @@ class Tokenizer:
         token_id: int | None = self.backend.token_to_id(text)
         return token_id
 
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Tokens beside those of the model of text: special ones, and others, such as the markers of calls."""
+        return frozenset(self.backend.get_added_tokens_decoder())
+
     def token(self, token_id: int) -> str:
         """Return how the vocabulary spells a token; "" for an id that has no token."""
         return self.backend.id_to_token(token_id) or ""

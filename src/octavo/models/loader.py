@@ -14,7 +14,7 @@ from octavo.kernels.quantization import ROUNDING_VERSION, fuse_quantized
 from octavo.models.architecture import is_norm, rounded_bits
 from octavo.models.checkpoint import CheckpointFiles
 from octavo.models.layers import CausalLM, ModelContext
-from octavo.models.packed_cache import KeptWeights, PackedCache, identify
+from octavo.models.packed_cache import Identity, KeptWeights, PackedCache
 from octavo.models.process_memory import return_free_memory
 from octavo.models.quantized_weights import READING_VERSION, read_quantized
 from octavo.models.random_weights import RandomWeights
@@ -93,7 +93,7 @@ def load_model(
     try:
         model = find_family(architecture.name).build(context)
         if kept is not None:
-            kept.finish(lambda: packer.progress(packer.done_bytes, packer.total_bytes))
+            kept.finish()
     finally:
         if kept is not None:
             kept.close()
@@ -117,8 +117,10 @@ def _kept_weights(cache: PackedCache, directory: Path, packer: _Packer, dtype: s
         return None
     formats = (packer.kernels.layout, dtype, packer.quantization, packer.group_size)
     versions = (ROUNDING_VERSION, READING_VERSION)
-    identity = identify([directory / "config.json", *find_weight_files(directory)], *formats, *versions)
-    return KeptWeights(cache, cache.path(directory, *formats), identity, packer.kernels, packer)
+    files = [directory / "config.json", *find_weight_files(directory)]
+    identity = Identity(files, (*formats, *versions), cache.hashes(), packer.tell_progress)
+    path = cache.path(directory, *formats)
+    return KeptWeights(cache, path, identity, packer.kernels, packer, packer.tell_progress)
 
 
 class _Packer:
@@ -223,4 +225,8 @@ class _Packer:
 
     def _count(self, num_bytes: int) -> None:
         self.done_bytes += num_bytes
+        self.tell_progress()
+
+    def tell_progress(self) -> None:
+        """Tell how far it is: also a call that tells nothing new says that the load goes on."""
         self.progress(self.done_bytes, self.total_bytes)

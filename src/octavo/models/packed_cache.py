@@ -1,8 +1,8 @@
 """Rounded weights kept on disk as they are packed: a later start need not round and pack them again.
 
 One file per checkpoint, number formats and layout, in safetensors' format (anyone can look into it; it holds no code),
-in the user's cache directory. It is used only if it was made from the very files that the checkpoint holds now, and
-every tensor is checked against its BLAKE2b digest as it is read. What does not agree is made anew.
+in the user's cache directory. It is used only if it was made from what the checkpoint's files hold now, byte for byte,
+and every tensor is checked against its BLAKE2b digest as it is read. What does not agree is made anew.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from octavo.config import cache_directory
 from octavo.kernels.interface import KeptLinear
+from octavo.models.weight_hashes import FileHashes, FileState, written_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -36,27 +36,38 @@ logger = logging.getLogger(__name__)
 
 LEAST_BYTES = 64 << 20  # smaller models are packed in no time
 _READERS = 2
-_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16  # of each file of the checkpoint
+HASHES_FILE = "hashes.json"
 _SUFFIX = ".packed.safetensors"
 _ABANDONED_S = 3600.0
 _IN_USE_S = 86400.0
 
 
-def identify(files: Iterable[Path], *formats: object) -> str:
-    """Return a digest of what packed weights are made from: the files as they are now, and the formats asked for.
+class Identity:
+    """What packed weights are made from: all that the files hold, and the formats asked for.
 
-    Of each file its size, its time of change, its beginning and 64 KiB at 64 places are looked at.
+    goes_on is called after each part of a file that is read.
     """
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(json.dumps([str(each) for each in formats]).encode())
-    for path in sorted(files):
-        stat = path.stat()
-        digest.update(f"{path.name}/{stat.st_size}/{stat.st_mtime_ns}".encode())
-        with path.open("rb") as file:
-            for index in range(_SAMPLES):
-                file.seek(index * stat.st_size // _SAMPLES)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+
+    def __init__(
+        self, files: Iterable[Path], formats: Iterable[object], hashes: FileHashes, goes_on: Callable[[], None]
+    ) -> None:
+        self._states = {path: FileState.of(path) for path in sorted(files)}
+        self._formats = [str(each) for each in formats]
+        self._hashes = hashes
+        self._goes_on = goes_on
+
+    def digest(self) -> str:
+        """Return a hash of it; files are read unless they are known. Raises `OSError`."""
+        files = [(path.name, self._hashes.sha256(path, state, self._goes_on)) for path, state in self._states.items()]
+        return _digest_text(json.dumps([self._formats, files]))
+
+    def is_current(self) -> bool:
+        """Whether no file was changed since this was made. Raises `OSError`."""
+        return all(FileState.of(path) == state for path, state in self._states.items())
+
+    def keep(self) -> None:
+        """Let the next start know the files without reading them."""
+        self._hashes.keep()
 
 
 class PackedCache:
@@ -65,6 +76,10 @@ class PackedCache:
     def __init__(self, max_bytes: int, directory: Path | None = None) -> None:
         self.max_bytes = max_bytes
         self.directory = directory or cache_directory() / "packed"
+
+    def hashes(self) -> FileHashes:
+        """Return the hashes of checkpoints' files that are kept beside the weights."""
+        return FileHashes(self.directory / HASHES_FILE)
 
     def path(self, checkpoint: Path, *formats: object) -> Path:
         """Return where the weights of a checkpoint in these formats are kept."""
@@ -105,18 +120,28 @@ class PackedCache:
 class KeptWeights:
     """`Weights` that come from a kept file where it has them, and from a checkpoint where it has not.
 
-    identity: of `identify`. `finish` writes the file if it could not serve everything.
+    identity: of what `source` reads. `finish` writes the file if it could not serve everything.
+    goes_on is called after each tensor that is written: a slow disk may take minutes for all.
     """
 
-    def __init__(self, cache: PackedCache, path: Path, identity: str, kernels: Kernels, source: Weights) -> None:
+    def __init__(
+        self,
+        cache: PackedCache,
+        path: Path,
+        identity: Identity,
+        kernels: Kernels,
+        source: Weights,
+        goes_on: Callable[[], None],
+    ) -> None:
         self._cache = cache
         self._path = path
         self._identity = identity
         self._kernels = kernels
         self._source = source
+        self._goes_on = goes_on
         self._packed: dict[str, KeptLinear] = {}
         self._is_complete = True  # everything asked for so far can be kept
-        self._reader = _Reader.open(path, identity, kernels)
+        self._reader = _Reader.open(path, identity.digest(), kernels) if os.access(path, os.R_OK) else None
 
     def linear(self, *names: str, bias: bool = False, float32_out: bool = False) -> PackedLinear:
         """Return a packed weight: see `octavo.models.layers.Weights`."""
@@ -148,23 +173,27 @@ class KeptWeights:
         """Tell that these linear layers come from elsewhere."""
         self._source.skip(*names, bias=bias)
 
-    def finish(self, goes_on: Callable[[], None] = lambda: None) -> None:
-        """Write the file, if all weights were packed now; a failure is told and harms nothing.
-
-        goes_on is called after each tensor: a slow disk may take minutes for all.
-        """
+    def finish(self) -> None:
+        """Write the file, if all weights were packed now; a failure is told and harms nothing."""
         if self._reader is not None:
             with suppress(OSError):
                 os.utime(self._path)  # used just now
+            self._identity.keep()
             return
         packed, self._packed = self._packed, {}
         num_bytes = sum(entry.data.nbytes for entry in packed.values())
         if not packed or not self._is_complete or num_bytes < LEAST_BYTES:
             return
         try:
-            if self._cache.make_room(num_bytes, self._path):
-                _write(self._path, self._identity, packed, goes_on)
-                logger.info("packed weights are kept in %s (%d MB)", self._path, num_bytes // 10**6)
+            if not self._cache.make_room(num_bytes, self._path):
+                return
+            digest = self._identity.digest()
+            if not self._identity.is_current():
+                logger.warning("the checkpoint was changed while it was loaded: its packed weights are not kept")
+                return
+            _write(self._path, digest, packed, self._goes_on)
+            self._identity.keep()
+            logger.info("packed weights are kept in %s (%d MB)", self._path, num_bytes // 10**6)
         except OSError as error:
             logger.warning("packed weights cannot be kept in %s: %s", self._path, error)
 
@@ -279,18 +308,11 @@ def _write(path: Path, identity: str, packed: dict[str, KeptLinear], goes_on: Ca
         offset += tensor.nbytes
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 64)
-    number, unfinished = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(number, "wb") as file:
-            file.write(len(head).to_bytes(8, "little") + head)
-            for tensor in tensors.values():
-                file.write(_bytes_of(tensor))
-                goes_on()
-        Path(unfinished).replace(path)
-    except BaseException:
-        with suppress(OSError):
-            Path(unfinished).unlink()
-        raise
+    with written_whole(path) as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for tensor in tensors.values():
+            file.write(_bytes_of(tensor))
+            goes_on()
 
 
 def _digest(tensor: Tensor) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from octavo.lark import by_id
 from octavo.server.parts import REASONING_CLOSES, REASONING_OPENS, Part, ReasoningParser, joined
 from octavo.server.tool_formats import find_tool_format
 from octavo.server.tools import NO_TOOLS
 
+REASONING_MARKERS = (REASONING_OPENS, REASONING_CLOSES)
 _PIECE = 4096  # characters that a parser takes at once: what it cuts off is copied
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from octavo.engine.input_processor import InputProcessor
     from octavo.outputs import CompletionOutput
@@ -26,12 +28,14 @@ if TYPE_CHECKING:
 class AnswerStyle:
     """How a model writes what is not plain content: calls of tools, and reasoning.
 
-    reasoning_end_id: the token that ends reasoning, where it is one.
+    reasoning_end_id: the token that ends reasoning, where it is one. special_ids: markers of calls and of reasoning
+    that are special tokens of this model.
     """
 
     tools: ToolFormat | None = None
     has_reasoning: bool = False
     reasoning_end_id: int | None = None
+    special_ids: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def find(cls, tool_parser: str, reasoning_parser: str, inputs: InputProcessor) -> AnswerStyle:
@@ -42,26 +46,39 @@ class AnswerStyle:
 
         def spell(text: str) -> str | None:
             token_id = inputs.tokenizer.token_id(text)
-            return None if token_id is None or not inputs.tokenizer.is_special(token_id) else f"<[{token_id}]>"
+            return None if token_id is None or token_id >= inputs.model_info.vocab_size else by_id(token_id)
 
+        tools = find_tool_format(tool_parser, templates, spell)
         end_id = inputs.tokenizer.token_id(REASONING_CLOSES) if has_reasoning else None
-        return cls(find_tool_format(tool_parser, templates, spell), has_reasoning, end_id)
+        markers = [*(tools.markers if tools else ()), *(REASONING_MARKERS if has_reasoning else ())]
+        ids = {text: token_id for text in markers if (token_id := inputs.tokenizer.token_id(text)) is not None}
+        special = {text: token_id for text, token_id in ids.items() if inputs.tokenizer.is_special(token_id)}
+        return cls(tools, has_reasoning, end_id, special)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How one request's answers are read. in_reasoning: they begin within it, because the prompt ends so."""
+    """How one request's answers are read.
+
+    has_reasoning: they may begin with it. in_reasoning: they begin within it, because the prompt ends so.
+    shown_ids: the special tokens that are part of their text.
+    """
 
     toolbox: Toolbox = NO_TOOLS
     has_reasoning: bool = False
     in_reasoning: bool = False
     reasoning_end_id: int | None = None
+    shown_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, style: AnswerStyle, toolbox: Toolbox, prompt: str) -> AnswerForm:
-        """Look at the text of a prompt."""
-        in_reasoning = style.has_reasoning and prompt.rstrip().endswith(REASONING_OPENS)
-        return cls(toolbox, style.has_reasoning, in_reasoning, style.reasoning_end_id)
+        """Look at the text of a prompt: one that ends with an end of reasoning has had it, empty as a rule."""
+        end = prompt.rstrip()
+        has_reasoning = style.has_reasoning and not end.endswith(REASONING_CLOSES)
+        in_reasoning = has_reasoning and end.endswith(REASONING_OPENS)
+        markers = [*(toolbox.format.markers if toolbox.format else ()), *(REASONING_MARKERS if has_reasoning else ())]
+        shown = tuple(style.special_ids[text] for text in markers if text in style.special_ids)
+        return cls(toolbox, has_reasoning, in_reasoning, style.reasoning_end_id, shown)
 
     @property
     def is_plain(self) -> bool:
@@ -79,10 +96,7 @@ class AnswerForm:
         if structure is not None and self.has_reasoning and structure.starts_after is None:
             free_from = None if self.in_reasoning else REASONING_OPENS
             structure = replace(structure, starts_after=REASONING_CLOSES, free_from=free_from)
-        shows = self.toolbox.format is not None and self.toolbox.format.shows_special_tokens
-        return replace(
-            params, structured_outputs=structure, skip_special_tokens=params.skip_special_tokens and not shows
-        )
+        return replace(params, structured_outputs=structure, shown_special_token_ids=list(self.shown_ids))
 
 
 class AnswerReader:
@@ -107,7 +121,8 @@ class AnswerReader:
         for start in range(0, len(text), _PIECE):  # of no matter which length: the parts are the same
             parts += self._parser.feed(text[start : start + _PIECE])
         if completion.finished:
-            parts += self._parser.finish()
+            is_own_end = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
+            parts += self._parser.finish(is_cut=not is_own_end)
         self._has_reasoning = self._has_reasoning or any(part.kind == "reasoning" for part in parts)
         return joined(parts)
 

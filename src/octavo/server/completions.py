@@ -209,5 +209,6 @@ class CompletionReply(OpenAIReply):
             if index not in self._scored:
                 self._scored[index] = _Scored(self._echo, output, len(self._echo.prompt_text(output)))
             more_positions, more_places = self._scored[index].add(completion)
-            positions, places = positions + more_positions, places + more_places
+            positions += more_positions
+            places = places + more_places
         return completion_logprobs(positions, places, self._echo.processor.piece)

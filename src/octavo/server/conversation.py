@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import pydantic_core
-
+from octavo.engine.chat_template import read_arguments
 from octavo.errors import RequestError
+from octavo.server.block_types import CACHE, MEDIA, BlockTypes, fields, text_field
 
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "chat_template", "self"}
 _GENERATION = {"add_generation_prompt", "continue_final_message"}
 _ROLES = {"developer": "system"}  # OpenAI's newer name; templates know the older one
+# What messages of chat completions may hold, by their role.
+MESSAGE_FIELDS = fields(
+    "role", "content", "name", "refusal", "tool_calls", "tool_call_id", audio=(None,), function_call=(None,)
+)
+_TEXT = fields("text", harmless={"prompt_cache_breakpoint": CACHE})
+_MEDIA = dict.fromkeys(("image_url", "input_audio", "file"), MEDIA)
+TEXT_PARTS = BlockTypes({"text": _TEXT}, _MEDIA)
+ANSWER_PARTS = BlockTypes({"text": _TEXT, "refusal": fields("refusal")}, _MEDIA)
+CALLS = BlockTypes({"function": fields("id", "function", "index")}, {"custom": "its tools are functions"})
 
 
 class TemplateFields(Protocol):
@@ -22,7 +31,7 @@ class TemplateFields(Protocol):
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
-    """Check a conversation; the text parts of a message are joined. Raises `RequestError` with the place."""
+    """Check a conversation; content stays text or text parts. Raises `RequestError` with the place."""
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     return [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -34,35 +43,53 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str):
         raise RequestError(f"{place}.role must be a string", parameter=f"{place}.role")
+    MESSAGE_FIELDS.check({name: message[name] for name in message.keys() & MESSAGE_FIELDS.unsupported.keys()}, place)
     result = {**message, "role": _ROLES.get(role, role)}
     if message.get("tool_calls"):
         result["tool_calls"] = _read_tool_calls(message["tool_calls"], f"{place}.tool_calls")
     else:
         result.pop("tool_calls", None)
+    is_answer = role == "assistant"
+    refusal = result.pop("refusal", None) if is_answer else None
     content = message.get("content")
-    is_empty = content is None and role == "assistant"
-    return {**result, "content": "" if is_empty else read_text(content, f"{place}.content")}
+    if content is None and is_answer:  # how a call without text is told is for the template to say
+        result["content"] = None if "tool_calls" in result else ""
+    else:
+        types = ANSWER_PARTS if is_answer else TEXT_PARTS
+        result["content"] = read_content(content, f"{place}.content", types)
+    if refusal is not None:
+        result["content"] = _with_text(result["content"], text_field(message, "refusal", place))
+    return result
 
 
-def read_text(content: Any, place: str, kinds: tuple[str, ...] = ("text",)) -> str:
-    """Return a text that may come in parts. Raises `RequestError` with the place."""
+def read_content(content: Any, place: str, types: BlockTypes) -> str | list[dict[str, str]]:
+    """Return a text, or the text parts that it comes in; how they are joined is for the template to say.
+
+    types: what the parts may be; each has its text under the name of its type, or under "text".
+    Raises `RequestError` with the place.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise RequestError(f"{place} must be text or a list of text parts", parameter=place)
-    return "\n".join(read_text_part(part, f"{place}[{index}]", kinds) for index, part in enumerate(content))
+    texts = [_read_part(part, f"{place}[{index}]", types) for index, part in enumerate(content)]
+    return [text_part(text) for text in texts]
 
 
-def read_text_part(part: Any, place: str, kinds: tuple[str, ...] = ("text",)) -> str:
-    """Return the text of a part of a message. Raises `RequestError` for what is no text."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in kinds:
-        shown = f", got type {kind!r}" if isinstance(kind, str) else ""
-        raise RequestError(f'{place} must be {{"type": "{kinds[0]}", "text": ...}}{shown[:60]}', parameter=place)
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise RequestError(f"{place}.text must be a string", parameter=f"{place}.text")
-    return text
+def _read_part(part: Any, place: str, types: BlockTypes) -> str:
+    kind = types.check(part, place)
+    return text_field(part, "refusal" if kind == "refusal" else "text", place)
+
+
+def text_part(text: str) -> dict[str, str]:
+    """Return a text as templates read it among parts."""
+    return {"type": "text", "text": text}
+
+
+def _with_text(content: str | list[dict[str, str]] | None, text: str) -> str | list[dict[str, str]]:
+    if not content:
+        return text
+    return [*([text_part(content)] if isinstance(content, str) else content), text_part(text)]
 
 
 def _read_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
@@ -72,31 +99,20 @@ def _read_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _read_tool_call(call: Any, place: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
+    CALLS.check(call, place, default="function")
+    function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         message = f'{place} must be {{"id": ..., "type": "function", "function": {{"name": ..., "arguments": ...}}}}'
         raise RequestError(message, parameter=place)
-    arguments = read_arguments(function.get("arguments"), f"{place}.function.arguments")
+    arguments = read_call_arguments(function.get("arguments"), f"{place}.function.arguments")
     return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def read_arguments(text: Any, place: str) -> dict[str, Any]:
-    """Return the arguments of a call, which APIs spell as JSON in a string and templates want as an object."""
+def read_call_arguments(text: Any, place: str) -> dict[str, Any]:
+    """Return the arguments of a call, which may come as an object. Raises `RequestError` with the place."""
     if text is not None and not isinstance(text, str | dict):
         raise RequestError(f"{place} must be a JSON object in a string", parameter=place)
-    arguments = parse_arguments(text or "{}") if not isinstance(text, dict) else text
-    return arguments if isinstance(arguments, dict) else {}
-
-
-def parse_arguments(text: str) -> Any:
-    """Parse arguments that a model wrote: what a limit cut off may lack its end; {} for what is no JSON at all.
-
-    So a call that the server itself gave can stand in the next request, as it is.
-    """
-    try:
-        return pydantic_core.from_json(text, allow_partial=True, allow_inf_nan=False)
-    except ValueError:
-        return {}
+    return text if isinstance(text, dict) else read_arguments(text or "")
 
 
 def effort_options(effort: Any, parameter: str) -> dict[str, Any]:

@@ -5,32 +5,28 @@ from __future__ import annotations
 import hashlib
 import uuid
 from dataclasses import replace
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
+from octavo.engine.chat_template import parse_arguments
 from octavo.errors import RequestError
 from octavo.server.answer_form import AnswerForm, AnswerReader
 from octavo.server.answering import Job, News, answer, encoder, read_timeout
+from octavo.server.block_types import LABEL, BlockTypes, fields
 from octavo.server.body import look_at
 from octavo.server.chat import render
-from octavo.server.conversation import (
-    effort_options,
-    extra_template_options,
-    parse_arguments,
-    read_text,
-    read_text_part,
-)
+from octavo.server.conversation import effort_options, extra_template_options
+from octavo.server.message_blocks import read_conversation
 from octavo.server.openai_requests import ANTHROPIC_HARMLESS, Strings, check_extra
 from octavo.server.openai_responses import PromptTokensDetails, Receipt, Usage
 from octavo.server.sampling import read_response_format
-from octavo.server.tools import Toolbox, read_function
+from octavo.server.tools import Choice, Toolbox, read_function
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from starlette.requests import Request
 
@@ -45,7 +41,16 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # The engine's names of parameters, and Anthropic's.
 _SPELLED = {"prompt": "messages", "structured_outputs": "tools", "stop": "stop_sequences"}
 _FORMAT = "output_config.format"
-_ACCOUNTING = "x-anthropic-billing-header"
+_OUTPUT_CONFIG = {"effort", "format"}
+_THOUGHTS = {
+    "block_binding": LABEL,
+    "budget_tokens": "bounds thinking: here max_tokens alone does, and clients must send it",
+    "display": "says how much of the thinking is shown: all of it is",
+}
+_THINKING = BlockTypes(
+    {"enabled": fields(harmless=_THOUGHTS), "adaptive": fields(harmless=_THOUGHTS), "disabled": fields()},
+    {"between_tools": "a chat template begins thinking or does not"},
+)
 # What would change the answer, and the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
@@ -170,7 +175,7 @@ def _params(request: MessagesRequest, defaults: SamplingParams) -> SamplingParam
 def _read_format(config: dict[str, Any] | None) -> StructuredOutputsParams | None:
     """Read the schema that an answer shall have. Raises `RequestError`."""
     config = config or {}
-    if unknown := config.keys() - {"effort", "format"}:
+    if unknown := {name for name, value in config.items() if name not in _OUTPUT_CONFIG and value is not None}:
         name = f"output_config.{min(unknown)}"[:100]
         raise RequestError(f"{name} is not supported by this server", parameter=name)
     wanted = config.get("format")
@@ -192,32 +197,10 @@ def _read_conversation(
     request: CountTokensRequest, tool_format: ToolFormat | None
 ) -> tuple[list[dict[str, Any]], Toolbox]:
     """Return the messages as chat templates read them, and the tools."""
-    messages: list[dict[str, Any]] = []
-    if request.system is not None:
-        messages += _read_system(request.system)
-    if not isinstance(request.messages, list) or not request.messages:
-        raise RequestError("messages must be a list of at least one message", parameter="messages")
-    for index, message in enumerate(request.messages):
-        messages += _read_message(message, f"messages[{index}]")
+    messages = read_conversation(request.system, request.messages)
+    if messages[-1].get("tool_calls"):
+        raise RequestError("the last tool_use needs its tool_result behind it", parameter="messages")
     return messages, _read_tools(request, tool_format)
-
-
-def _read_system(system: Any) -> list[dict[str, Any]]:
-    """Return what the system says, without Claude Code's note for Anthropic's accounting.
-
-    That differs in every request and stands before all else: no prefix of a conversation would be found in the cache.
-    """
-    blocks = system
-    if isinstance(system, list):
-        blocks = [block for block in system if not _is_note(block)]
-        if system and not blocks:
-            return []
-    return [{"role": "system", "content": read_text(blocks, "system")}]
-
-
-def _is_note(block: Any) -> bool:
-    text = block.get("text") if isinstance(block, dict) else None
-    return isinstance(text, str) and text.startswith(_ACCOUNTING)
 
 
 def _template_options(request: CountTokensRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -226,76 +209,11 @@ def _template_options(request: CountTokensRequest, messages: list[dict[str, Any]
     options: dict[str, Any] = {"add_generation_prompt": not begun, "continue_final_message": begun}
     effort = (request.output_config or {}).get("effort")
     options |= effort_options(effort, "output_config.effort")
-    kind = _kind(request.thinking)
-    if kind in {"enabled", "disabled"}:
-        options["enable_thinking"] = kind == "enabled"
+    if request.thinking is not None:
+        kind = _THINKING.check(request.thinking, "thinking")
+        if kind != "adaptive":
+            options["enable_thinking"] = kind == "enabled"
     return options | extra_template_options(request.chat_template_kwargs)
-
-
-def _read_message(message: Any, place: str) -> list[dict[str, Any]]:
-    """Return one message, or several: a tool's results are messages of their own for chat templates."""
-    role = message.get("role") if isinstance(message, dict) else None
-    if not isinstance(role, str) or role not in {"user", "assistant", "system"}:
-        raise RequestError(f"{place}.role must be user or assistant", parameter=f"{place}.role")
-    content = message.get("content")
-    if isinstance(content, str):
-        return [{"role": role, "content": content}]
-    if not isinstance(content, list):
-        raise RequestError(f"{place}.content must be text or a list of blocks", parameter=f"{place}.content")
-    places = [f"{place}.content[{index}]" for index in range(len(content))]
-    blocks = list(zip(content, places, strict=True))
-    return [_read_answer(blocks)] if role == "assistant" else _read_turn(role, blocks)
-
-
-def _read_answer(blocks: Iterable[tuple[Any, str]]) -> dict[str, Any]:
-    """Read what the model said, thought and called."""
-    texts, thoughts, calls = [], [], []
-    for block, place in blocks:
-        match _kind(block):
-            case "tool_use":
-                calls.append(_read_tool_use(block, place))
-            case "thinking":
-                thoughts.append(str(block.get("thinking", "")))
-            case "redacted_thinking":
-                pass  # nobody can read it
-            case _:
-                texts.append(read_text_part(block, place))
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-def _read_turn(role: str, blocks: Iterable[tuple[Any, str]]) -> list[dict[str, Any]]:
-    """Read what a user said, and what tools gave."""
-    messages: list[dict[str, Any]] = []
-    for is_result, run in groupby(blocks, key=lambda block: _kind(block[0]) == "tool_result"):
-        if is_result:
-            messages += [_read_result(block, place) for block, place in run]
-        else:
-            messages.append({"role": role, "content": "\n".join(read_text_part(block, place) for block, place in run)})
-    return messages or [{"role": role, "content": ""}]
-
-
-def _read_result(block: dict[str, Any], place: str) -> dict[str, Any]:
-    content = block.get("content")
-    text = "" if content is None else read_text(content, f"{place}.content")
-    return {"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": text}
-
-
-def _read_tool_use(block: dict[str, Any], place: str) -> dict[str, Any]:
-    name, arguments = block.get("name"), block.get("input")
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise RequestError(f"{place} must have a name and an object as input", parameter=place)
-    function = {"name": name, "arguments": arguments}
-    return {"id": str(block.get("id", "")), "type": "function", "function": function}
-
-
-def _kind(block: Any) -> str | None:
-    kind = block.get("type") if isinstance(block, dict) else None
-    return kind if isinstance(kind, str) else None
 
 
 def _read_tools(request: CountTokensRequest, tool_format: ToolFormat | None) -> Toolbox:
@@ -314,8 +232,8 @@ def _read_tools(request: CountTokensRequest, tool_format: ToolFormat | None) -> 
     elif not isinstance(kind, str) or kind not in _CHOICES:
         _refuse_choice()
     parallel = False if wanted.get("disable_parallel_tool_use") is True else None
-    choice = _CHOICES.get(str(kind), "auto")
-    return Toolbox.make(described, tool_format, choice=choice, named=named, parallel=parallel)
+    choice = Choice(_CHOICES.get(str(kind), "required"), named)
+    return Toolbox.make(described, tool_format, choice, parallel=parallel)
 
 
 def _refuse_choice() -> NoReturn:

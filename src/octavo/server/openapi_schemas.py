@@ -40,6 +40,10 @@ def _text_or(parts: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [_TEXT, _list(parts)]}
 
 
+def _allowed(tool: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return _object(("mode", "tools"), mode={"enum": ["auto", "required"]}, tools=_list(tool, minItems=1), **more)
+
+
 _TEXT_PART = _object(("type", "text"), type={"const": "text"}, text=_TEXT)
 _FUNCTION_NAME = {**_TEXT, "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"}
 _FUNCTION = _object(
@@ -80,12 +84,14 @@ _CHAT_MESSAGE = {
     ]
 }
 _CHOICE: dict[str, Any] = {"enum": ["none", "auto", "required"]}
-_NAME = _object(("name",), name=_TEXT)
+_CHAT_TOOL = _object(("type", "function"), type={"const": "function"}, function=_object(("name",), name=_TEXT))
+_RESPONSES_TOOL = _object(("type", "name"), type={"const": "function"}, name=_TEXT)
+_ALLOWED = {"type": {"const": "allowed_tools"}}
 _CHAT_TOOLS = {
     "messages": _list(_CHAT_MESSAGE, minItems=1),
     "tools": _list(_object(("type", "function"), type={"const": "function"}, function=_FUNCTION), maxItems=MAX_TOOLS),
     "tool_choice": {
-        "anyOf": [_CHOICE, _object(("type", "function"), type={"const": "function"}, function=_NAME)],
+        "anyOf": [_CHOICE, _CHAT_TOOL, _object(("type",), **_ALLOWED, allowed_tools=_allowed(_CHAT_TOOL))],
     },
 }
 _SAMPLING = {
@@ -208,7 +214,7 @@ MORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
                 {**_FUNCTION, "properties": {**_FUNCTION["properties"], "type": {"const": "function"}}},
                 maxItems=MAX_TOOLS,
             ),
-            "tool_choice": {"anyOf": [_CHOICE, _object(("type", "name"), type={"const": "function"}, name=_TEXT)]},
+            "tool_choice": {"anyOf": [_CHOICE, _RESPONSES_TOOL, _allowed(_RESPONSES_TOOL, **_ALLOWED)]},
             "text": _object(format=_object(("type",), type={"enum": ["text", "json_object", "json_schema"]})),
             "reasoning": _object(effort={"type": ["string", "null"]}),
             "cache_salt": _SAMPLING["cache_salt"],

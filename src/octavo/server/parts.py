@@ -43,8 +43,8 @@ class AnswerParser(Protocol):
         """Take some more text; return what is certain now."""
         ...
 
-    def finish(self) -> list[Part]:
-        """Return what was held back."""
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        """Return what was held back; of an answer that was cut off not what only begins a marker or a call."""
         ...
 
 
@@ -72,7 +72,7 @@ class PlainParser:
         """Return the text."""
         return [Part("content", text)] if text else []
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, is_cut: bool = False) -> list[Part]:  # noqa: ARG002 - the signature is the protocol's
         """Nothing is held back."""
         return []
 
@@ -105,12 +105,15 @@ class ReasoningParser:
             parts += self._behind.feed(self._take(len(self._pending)))
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
         """Return what was held back."""
+        if is_cut and self._place in {"before", "inside"}:
+            marker = REASONING_OPENS if self._place == "before" else REASONING_CLOSES
+            self._pending = self._pending[: len(self._pending) - num_held_back_chars(self._pending, marker)]
         rest = self._take(len(self._pending))
         if self._place == "inside":
             return [Part("reasoning", rest)] if rest.strip() else []
-        return joined([*self._behind.feed(rest), *self._behind.finish()])
+        return joined([*self._behind.feed(rest), *self._behind.finish(is_cut=is_cut)])
 
     def _look_for_beginning(self) -> None:
         text = self._pending.lstrip()

@@ -6,7 +6,7 @@ Nothing is stored: a request brings its whole conversation.
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET, Struct, UnsetType
@@ -15,9 +15,10 @@ from starlette.responses import Response
 from octavo.errors import RequestError
 from octavo.server.answer_form import AnswerForm, AnswerReader
 from octavo.server.answering import Job, News, answer, encoder, read_timeout
+from octavo.server.block_types import CACHE, fields
 from octavo.server.body import look_at
 from octavo.server.chat import render
-from octavo.server.conversation import effort_options, extra_template_options, read_arguments, read_text
+from octavo.server.conversation import effort_options, extra_template_options
 from octavo.server.openai_requests import (
     HARMLESS,
     Priority,
@@ -26,6 +27,7 @@ from octavo.server.openai_requests import (
     check_extra,
 )
 from octavo.server.openai_responses import Receipt  # noqa: TC001 - msgspec reads the types of fields
+from octavo.server.response_items import read_items
 from octavo.server.sampling import read_logit_bias, read_response_format
 from octavo.server.tools import Toolbox, read_choice, read_function
 
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
     from octavo.server.tool_formats import ToolFormat
 
-_TEXT_KINDS = ("input_text", "output_text", "text")
 _SPELLED = {"prompt": "input", "structured_outputs": "text.format", "max_tokens": "max_output_tokens"}
 # What would change the answer, and the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -71,11 +72,21 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "truncation": (None, "disabled"),
     **SamplingFields.unsupported,
 }
-# The same inside of objects.
-_UNSUPPORTED_PARTS: dict[str, tuple[Any, ...]] = {
-    "prompt_cache_options.prewarm": (None, False),  # asks for no answer at all
-    "reasoning.mode": (None, "standard"),
-    "text.verbosity": (None, "medium"),
+# What objects inside of a request may hold.
+_NESTED = {
+    "prompt_cache_options": fields(
+        harmless=dict.fromkeys(("comparison_response_id", "mode", "ttl"), CACHE),
+        prewarm=(None, False),  # asks for no answer at all
+    ),
+    "reasoning": fields(
+        "effort",
+        harmless={
+            "context": "says which thoughts of older turns are read: the chat template does",
+            **dict.fromkeys(("generate_summary", "summary"), "thoughts are told in full"),
+        },
+        mode=(None, "standard"),
+    ),
+    "text": fields("format", verbosity=(None, "medium")),
 }
 
 
@@ -216,11 +227,9 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
     extra = request.model_extra or {}
     check_extra(extra, _UNSUPPORTED, HARMLESS)
     objects = {**extra, "reasoning": request.reasoning, "text": request.text}
-    for name, neutral in _UNSUPPORTED_PARTS.items():
-        outer, inner = name.split(".")
-        given = objects.get(outer)
-        if isinstance(given, dict) and given.get(inner) not in neutral:
-            raise RequestError(f"{name} is not supported by this server", parameter=name)
+    for name, known in _NESTED.items():
+        if isinstance(objects.get(name), dict):
+            known.check(objects[name], name)
     if "message.output_text.logprobs" in (request.include or ()):
         raise RequestError("logprobs are not supported by this route of this server", parameter="include")
 
@@ -251,88 +260,8 @@ def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tok
 def _read_conversation(
     request: ResponsesRequest, tool_format: ToolFormat | None
 ) -> tuple[list[dict[str, Any]], Toolbox]:
-    """Return the messages as chat templates read them, and the tools.
-
-    What stands together and is of one role is one message.
-    """
-    turns: list[_Turn] = []
-    if request.instructions is not None:
-        turns.append(_Turn("system", [request.instructions]))
-    given = request.input
-    if isinstance(given, str):
-        turns.append(_Turn("user", [given]))
-    elif isinstance(given, list) and given:
-        for index, item in enumerate(given):
-            turn = _read_item(item, f"input[{index}]")
-            if turns and turn.role == turns[-1].role and turn.role in {"assistant", "system"}:
-                turns[-1].add(turn)
-            else:
-                turns.append(turn)
-    else:
-        raise RequestError("input must be a text or a list of at least one item", parameter="input")
-    messages = [turn.message() for turn in turns if turn.texts or turn.thoughts or turn.calls]
-    return messages, _read_tools(request, tool_format)
-
-
-@dataclass(slots=True)
-class _Turn:
-    """A message while it is put together from items."""
-
-    role: str
-    texts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    call_id: str | None = None
-
-    def add(self, other: _Turn) -> None:
-        """Go on with what follows."""
-        self.texts += other.texts
-        self.thoughts += other.thoughts
-        self.calls += other.calls
-
-    def message(self) -> dict[str, Any]:
-        """Return the message."""
-        separator = "" if self.role == "assistant" else "\n\n"
-        message: dict[str, Any] = {"role": self.role, "content": separator.join(self.texts)}
-        if self.thoughts:
-            message["reasoning_content"] = "\n".join(self.thoughts)
-        if self.calls:
-            message["tool_calls"] = self.calls
-        if self.call_id is not None:
-            message["tool_call_id"] = self.call_id
-        return message
-
-
-def _read_item(item: Any, place: str) -> _Turn:
-    match item.get("type", "message") if isinstance(item, dict) else None:
-        case "message":
-            role = item.get("role")
-            if not isinstance(role, str) or role not in {"user", "assistant", "system", "developer"}:
-                message = f"{place}.role must be user, assistant, system or developer"
-                raise RequestError(message, parameter=f"{place}.role")
-            text = read_text(item.get("content"), f"{place}.content", _TEXT_KINDS)
-            return _Turn("system" if role == "developer" else role, [text])
-        case "reasoning":
-            content = item.get("content")
-            parts = content if isinstance(content, list) else []
-            texts = [part.get("text") for part in parts if isinstance(part, dict)]
-            return _Turn("assistant", thoughts=[text for text in texts if isinstance(text, str)])
-        case "function_call":
-            return _Turn("assistant", calls=[_read_call(item, place)])
-        case "function_call_output":
-            text = read_text(item.get("output"), f"{place}.output", _TEXT_KINDS)
-            return _Turn("tool", [text], call_id=str(item.get("call_id", "")))
-    raise RequestError(
-        f"{place} must be a message, a function_call, a function_call_output or reasoning", parameter=place
-    )
-
-
-def _read_call(item: dict[str, Any], place: str) -> dict[str, Any]:
-    name = item.get("name")
-    if not isinstance(name, str):
-        raise RequestError(f"{place}.name must be a string", parameter=f"{place}.name")
-    function = {"name": name, "arguments": read_arguments(item.get("arguments"), f"{place}.arguments")}
-    return {"id": str(item.get("call_id", "")), "type": "function", "function": function}
+    """Return the messages as chat templates read them, and the tools."""
+    return read_items(request.instructions, request.input), _read_tools(request, tool_format)
 
 
 def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> Toolbox:
@@ -342,8 +271,9 @@ def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> To
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise RequestError(f"{place}: only tools of type function are here", parameter=f"{place}.type")
         described.append(read_function(tool, place))
-    choice, named = read_choice(request.tool_choice, lambda wanted: wanted.get("name"))
-    return Toolbox.make(described, tool_format, choice=choice, named=named, parallel=request.parallel_tool_calls)
+    has_tools = request.tools is not None
+    choice = read_choice(request.tool_choice, lambda wanted: wanted.get("name"), has_tools=has_tools)
+    return Toolbox.make(described, tool_format, choice, parallel=request.parallel_tool_calls)
 
 
 # --- what is answered

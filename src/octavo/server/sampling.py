@@ -13,7 +13,16 @@ if TYPE_CHECKING:
 
 _STRUCTURES = {field.name for field in fields(StructuredOutputsParams)}
 # What the two APIs spell in a way of their own is passed by their routes.
-_OWN = {"max_tokens", "logprobs", "logit_bias", "detokenize", "output_kind", "structured_outputs", "pooling"}
+_OWN = {
+    "max_tokens",
+    "logprobs",
+    "logit_bias",
+    "detokenize",
+    "output_kind",
+    "structured_outputs",
+    "pooling",
+    "shown_special_token_ids",
+}
 _SCHEMA_KEYS = ("schema", "value")  # of a json_object: as llama.cpp has it, and as huggingface_hub writes a json_schema
 _SHARED = tuple(field.name for field in fields(SamplingParams) if field.name not in _OWN)
 

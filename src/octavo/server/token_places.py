@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from codecs import utf_8_decode
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from octavo.engine.output_processor import DetokenizerFactory
+    from octavo.engine.tokenizer_interface import DetokenizerFactory
 
 BYTES = "bytes:"  # in front of bytes that are no text
 _MOST_SKIPPED_BYTES = 32  # of a prompt, for which no token stands: white space beside a special one, say
@@ -86,10 +85,8 @@ class TokenPlaces:
 
     def _place_bytes(self, token_id: int, piece: bytes) -> Place:
         """Find the character that the first byte is part of: one that has begun, or the one behind it."""
-        held, num_prompt_bytes = self._detokenizer.held, self._detokenizer.num_prompt_bytes
-        text, num_bytes = utf_8_decode(held + piece[:1], "replace", False)
-        index = len(text) - (num_bytes > len(held))
-        if index and num_prompt_bytes:
+        index = len((self._detokenizer.held + piece[:1]).decode(errors="replace")) - 1
+        if index and self._detokenizer.num_prompt_bytes:
             index -= 1  # what the prompt began and nobody ended is not in this text
         place = Place(self._offset + index, _spelled_bytes(piece))
         self._offset += len(self._detokenizer.add([token_id]))
@@ -111,7 +108,7 @@ class TokenPlaces:
         try:
             num_stripped = len(run.decode()) - len(text)  # at the start of a text
         except UnicodeDecodeError:
-            num_before, is_text = range(len(run) + 1), False
+            num_before, is_text = list(range(len(run) + 1)), False
             num_stripped = self._num_prompt_bytes
         else:
             num_before, is_text = [0, *accumulate(byte not in _CONTINUING for byte in run)], True
@@ -121,10 +118,13 @@ class TokenPlaces:
             # A byte that goes on with a character stands where that does.
             index = num_before[position] - (is_text and _goes_on(run, position))
             offset = start + max(index - num_stripped, 0)
-            if not piece:
-                places.append(Place(offset, spelled(self._tokenizer.piece(token_id, skip_special_tokens=False))))
-            elif isinstance(piece, bytes):
-                places.append(Place(offset, spelled(piece) if is_text else _spelled_bytes(piece)))
+            if not isinstance(piece, bytes):
+                text = spelled(self._tokenizer.piece(token_id, skip_special_tokens=False))
+            elif index < num_stripped:
+                text = ""
+            else:
+                text = spelled(piece) if is_text else _spelled_bytes(piece)
+            places.append(Place(offset, text))
         return places
 
 

@@ -7,11 +7,13 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from octavo.grammars import ANY_TEXT, lark_json
-from octavo.server.tool_parsers import HermesParser, LlamaParser, MistralParser, ToolParser
+from octavo.lark import FEW_BLANKS, lark_json, pattern, text_up_to
+from octavo.server.tool_parsers import HermesParser, LlamaParser, MistralParser
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    from octavo.server.call_parser import ToolParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +29,13 @@ class ToolFormat:
     """One family's way. Grammars are in llguidance's dialect of Lark.
 
     takes_one: chat templates of the family refuse several calls at once: several are read only if that is asked for.
-    shows_special_tokens: what opens a call is a special token, which must not be left out of the text.
-    spell: how a grammar names a text that is one special token (`<[123]>`); None for what is none.
+    markers: what its calls are told from other text by; none of it is left out of an answer's text, special or not.
+    spell: how a grammar names a text that is one token (`<[123]>`); None for what is none.
     """
 
     name: ClassVar[str]
     parser: ClassVar[type[ToolParser]]
-    shows_special_tokens: ClassVar[bool] = False
+    markers: ClassVar[tuple[str, ...]]
     takes_one: ClassVar[bool] = False
 
     def __init__(self, spell: Callable[[str], str | None] = lambda _: None) -> None:
@@ -61,8 +63,7 @@ class ToolFormat:
 
     def _behind_text(self, opener: str) -> str:
         """Return the rules of text up to what opens a call."""
-        special = self._spell(opener)
-        return f"head: TEXT {special}\n{ANY_TEXT}" if special else f"head[lazy]: TEXT {json.dumps(opener)}\n{ANY_TEXT}"
+        return text_up_to(opener, self._spell(opener))
 
 
 class HermesFormat(ToolFormat):
@@ -70,6 +71,7 @@ class HermesFormat(ToolFormat):
 
     name = "hermes"
     parser = HermesParser
+    markers = (HermesParser.opener, HermesParser.closer)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
         """One call behind the other, on lines of their own."""
@@ -83,7 +85,7 @@ class HermesFormat(ToolFormat):
         return f"{start}\n{self._behind_text(HermesParser.opener)}\n{self._rest(functions)}"
 
     def _rest(self, functions: Sequence[Function]) -> str:
-        return f'rest: "\\n" call "\\n" {self._marker("</tool_call>")}\n{_calls(functions, "arguments")}'
+        return f'rest: "\\n" call "\\n" {self._marker(HermesParser.closer)}\n{_calls(functions, "arguments")}'
 
 
 class LlamaFormat(ToolFormat):
@@ -91,21 +93,22 @@ class LlamaFormat(ToolFormat):
 
     name = "llama3_json"
     parser = LlamaParser
-    shows_special_tokens = True
+    markers = (LlamaParser.opener,)
     takes_one = True
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Objects with semicolons between."""
+        """Objects with semicolons between, behind the tag if it is a token."""
         return f"start: {self._all(only_one)}\n{_calls(functions, 'parameters')}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
         """What begins like an object is a call."""
-        text = "TEXT: /([^{ \\n](.|\\n)*)?/"
+        text = f"TEXT: /([^{{ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(LlamaParser.opener)}(.|\\n)*/"
         return f"start: TEXT | {self._all(only_one)}\n{text}\n{_calls(functions, 'parameters')}"
 
-    @staticmethod
-    def _all(only_one: bool) -> str:
-        return "call" if only_one else 'call ("; " call)*'
+    def _all(self, only_one: bool) -> str:
+        tag = self._spell(LlamaParser.opener)
+        calls = "call" if only_one else 'call ("; " call)*'
+        return f"{tag}? {calls}" if tag else calls
 
 
 class MistralFormat(ToolFormat):
@@ -113,7 +116,7 @@ class MistralFormat(ToolFormat):
 
     name = "mistral"
     parser = MistralParser
-    shows_special_tokens = True
+    markers = (MistralParser.opener, "[CALL_ID]", MistralParser.arguments_marker)
 
     def new_call_id(self) -> str:
         """Mistral's templates take ids of nine characters."""
@@ -137,7 +140,7 @@ class NamedMistralFormat(MistralFormat):
     """Mistral's models since 2025: a name and its arguments."""
 
     def _rest(self, functions: Sequence[Function], only_one: bool) -> str:
-        opener, arguments = self._marker(MistralParser.opener), self._marker("[ARGS]")
+        opener, arguments = self._marker(MistralParser.opener), self._marker(MistralParser.arguments_marker)
         calls = [f'call{i}: "{f.name}" {arguments} {lark_json(f.parameters)}' for i, f in enumerate(functions)]
         more = "" if only_one else f" ({opener} call)*"
         return f"rest: call{more}\n{_choice(len(functions))}\n" + "\n".join(calls)
@@ -179,5 +182,5 @@ def find_tool_format(wanted: str, templates: Iterable[str], spell: Callable[[str
         if found is None or (found == "hermes" and "<function=" in text):  # Qwen3-Coder's calls are not JSON
             return None
         wanted = found
-    kind = NamedMistralFormat if wanted == "mistral" and "[ARGS]" in text else TOOL_FORMATS[wanted]
-    return kind(spell)
+    is_named = wanted == "mistral" and MistralParser.arguments_marker in text
+    return (NamedMistralFormat if is_named else TOOL_FORMATS[wanted])(spell)

@@ -1,288 +1,32 @@
-"""Calls of tools in an answer's text, read while it comes: one parser for each family of models.
-
-Each reads calls that are JSON objects with a name and arguments. What looks like a call and is none (broken JSON, a
-name that no tool has) is content. A call whose arguments have begun to be told stays one, whatever follows.
-"""
+"""Calls of tools in an answer's text: one parser for each family of models."""
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING
 
-from octavo.engine.stop_strings import num_held_back_chars
-from octavo.server.parts import Part, joined, without_space
+from octavo.server.call_parser import Call, MalformedError, ToolParser, malformed
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from octavo.server.call_parser import Wait
 
-    T = TypeVar("T")
-    Wait: TypeAlias = Generator[None, None, T]
-    """Reads on, and waits where it needs more text."""
-
-_SPACE = " \t\r\n"
-_BEHIND_VALUE = "}]," + _SPACE
-_ARGUMENTS = ("arguments", "parameters")
-_STRING_STOPS = re.compile(r'["\\]')
-_PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
 _NAMED_HEAD = re.compile(r"\s*([^\s\[]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\])?\s*")
 _MAX_HEAD_CHARS = 256
-
-
-class _MalformedError(Exception):
-    """The text is no call."""
-
-
-@dataclass(slots=True)
-class _Call:
-    """What is known of a call. index: set when it began to be told."""
-
-    name: str | None = None
-    arguments: str | None = None
-    index: int | None = None
-
-
-class ToolParser:
-    """Tells calls of tools from other text.
-
-    names: of the tools there are. only_one: further calls are left out.
-    """
-
-    def __init__(self, names: frozenset[str], *, only_one: bool = False) -> None:
-        self._names = names
-        self._only_one = only_one
-        self._num_calls = 0
-        self._text = ""  # what has not been told yet
-        self._position = 0  # in it: what was looked at
-        self._is_over = False
-        self._told: _Call | None = None  # the call whose arguments are being told
-        self._parts: list[Part] = []
-        self._steps = self._read()
-
-    def feed(self, text: str) -> list[Part]:
-        """Take some more text."""
-        self._text += text
-        return self._advance()
-
-    def finish(self) -> list[Part]:
-        """Return what was held back."""
-        self._is_over = True
-        return self._advance()
-
-    def _advance(self) -> list[Part]:
-        next(self._steps, None)
-        parts, self._parts = self._parts, []
-        return joined(parts)
-
-    def _read(self) -> Wait[None]:
-        """Read a whole answer."""
-        raise NotImplementedError
-
-    # --- what families share
-
-    def _content(self, opener: str) -> Wait[bool]:
-        """Tell content up to what opens a call, and go behind that; False at the end of the text.
-
-        White space before it is held back: it is content only if no call follows.
-        """
-        while True:
-            start = self._text.find(opener)
-            is_found = start >= 0
-            if not is_found:
-                start = len(self._text) - (0 if self._is_over else num_held_back_chars(self._text, opener))
-            shown = start if self._is_over and not is_found else without_space(self._text[:start])
-            self._position = shown
-            self._tell_content()
-            if is_found:
-                self._position = start - shown + len(opener)
-                return True
-            if self._is_over:
-                return False
-            yield
-
-    def _rest_is_content(self) -> Wait[None]:
-        while True:
-            self._position = len(self._text)
-            self._tell_content()
-            if self._is_over:
-                return
-            yield
-
-    def _call(self) -> Wait[bool]:
-        """Read a call; False where there was none, and what was looked at is content."""
-        call = _Call()
-        try:
-            yield from self._members(call)
-        except _MalformedError:
-            if call.index is None:
-                self._tell_content()
-                return False
-        self._drop()
-        return True
-
-    def _members(self, call: _Call) -> Wait[None]:
-        yield from self._expect("{")
-        while (yield from self._skip_space()) != "}":
-            key = yield from self._string()
-            yield from self._skip_space()
-            yield from self._expect(":")
-            char = yield from self._skip_space()
-            if key == "name":
-                call.name = yield from self._string()
-            elif key not in _ARGUMENTS or call.index is not None:
-                yield from self._value()
-            elif char == "{" and call.name is not None:
-                yield from self._tell_arguments(call)
-            else:
-                call.arguments = (yield from self._string()) if char == '"' else (yield from self._value())
-            if (yield from self._skip_space()) != ",":
-                break
-            self._position += 1
-        yield from self._expect("}")
-        if call.index is None:
-            self._tell_whole(call)
-
-    def _tell_whole(self, call: _Call) -> None:
-        arguments = "{}" if call.arguments in {None, "", "null"} else str(call.arguments)
-        if not arguments.lstrip().startswith("{"):
-            _malformed()
-        self._begin(call)
-        self._tell("arguments", arguments, call)
-
-    def _tell_arguments(self, call: _Call) -> Wait[None]:
-        """Read a call's arguments, and tell them as they come."""
-        self._begin(call)
-        self._drop()
-        self._told = call
-        try:
-            yield from self._value()
-        finally:
-            self._flush()
-            self._told = None
-
-    def _begin(self, call: _Call) -> None:
-        """Decide that this is a call."""
-        if call.name not in self._names:
-            _malformed()
-        call.index, self._num_calls = self._num_calls, self._num_calls + 1
-        self._tell("call", call.name or "", call)
-
-    def _value(self) -> Wait[str]:
-        """Go behind a JSON value of any kind; return its text, unless it was told as it came."""
-        start, depth = self._position, 0
-        while True:
-            char = yield from self._peek()
-            if char == '"':
-                yield from self._skip_string()
-            elif char and char in "{[":
-                depth += 1
-                self._position += 1
-            elif char and char in "}]" and depth:
-                depth -= 1
-                self._position += 1
-            elif char and (depth or char not in _BEHIND_VALUE):
-                run = _PLAIN.match(self._text, self._position)
-                self._position = self._position + 1 if run is None else run.end()
-                continue  # a number may go on in the next piece
-            elif depth:
-                _malformed()
-            if depth == 0:
-                break
-        if self._told is None and start == self._position:
-            _malformed()
-        return self._text[start : self._position]
-
-    def _string(self) -> Wait[str]:
-        """Read a JSON string."""
-        start = self._position
-        if (yield from self._peek()) != '"':
-            _malformed()
-        yield from self._skip_string()
-        try:
-            value = json.loads(self._text[start : self._position], strict=False)
-            value.encode()
-        except ValueError:
-            _malformed()
-        return str(value)
-
-    def _skip_string(self) -> Wait[None]:
-        self._position += 1
-        while True:
-            stop = _STRING_STOPS.search(self._text, self._position)
-            self._position = len(self._text) if stop is None else stop.end()
-            if stop is not None and stop.group() == '"':
-                return
-            if not (yield from self._peek()):
-                _malformed()
-            if stop is not None:
-                self._position += 1  # whatever was escaped
-
-    def _expect(self, text: str) -> Wait[None]:
-        if not (yield from self._takes(text)):
-            _malformed()
-
-    def _takes(self, expected: str) -> Wait[bool]:
-        """Go behind a text if that is what comes."""
-        while True:
-            seen = self._text[self._position : self._position + len(expected)]
-            if seen == expected:
-                self._position += len(expected)
-                return True
-            if self._is_over or not expected.startswith(seen):
-                return False
-            yield
-
-    def _skip_space(self) -> Wait[str]:
-        """Go behind white space; return the character that follows, "" at the end."""
-        while (char := (yield from self._peek())) and char in _SPACE:
-            self._position += 1
-        return char
-
-    def _peek(self) -> Wait[str]:
-        """Return the next character, "" at the end."""
-        while self._position == len(self._text):
-            if self._is_over:
-                return ""
-            self._flush()
-            yield
-        return self._text[self._position]
-
-    # --- what is told
-
-    def _flush(self) -> None:
-        """Tell what was looked at of the arguments that are being told."""
-        if self._told is not None:
-            self._tell("arguments", self._text[: self._position], self._told)
-            self._drop()
-
-    def _tell(self, kind: str, text: str, call: _Call) -> None:
-        if call.index is not None and not (self._only_one and call.index):
-            self._parts.append(Part("call" if kind == "call" else "arguments", text, call.index))
-
-    def _tell_content(self) -> None:
-        self._parts.append(Part("content", self._text[: self._position]))
-        self._drop()
-
-    def _drop(self) -> None:
-        self._text, self._position = self._text[self._position :], 0
-
-
-def _malformed() -> NoReturn:
-    raise _MalformedError
+_LLAMA_HEADS = ('{"name":"', '{"type":"function","name":"')  # without white space
 
 
 class HermesParser(ToolParser):
     """Qwen and Hermes: <tool_call>{"name": ..., "arguments": ...}</tool_call>, as often as wanted, anywhere."""
 
-    opener = "<tool_call>"
+    opener, closer = "<tool_call>", "</tool_call>"
 
     def _read(self) -> Wait[None]:
         while (yield from self._content(self.opener)):
             yield from self._skip_space()
             if (yield from self._call()):
                 yield from self._skip_space()
-                yield from self._takes("</tool_call>")
+                if not (yield from self._takes(self.closer)):
+                    self._drop_cut(self.closer)
                 yield from self._skip_space()
                 self._drop()
 
@@ -291,22 +35,35 @@ class LlamaParser(ToolParser):
     """Llama 3: the whole answer is {"name": ..., "parameters": ...}, or several with semicolons or lines between."""
 
     opener = "<|python_tag|>"
+    _is_tagged = False
 
     def _read(self) -> Wait[None]:
         yield from self._skip_space()
-        yield from self._takes(self.opener)
+        self._is_tagged = yield from self._takes(self.opener)
+        if not self._is_tagged:
+            self._drop_cut(self.opener)
         while (yield from self._skip_space()) == "{" and (yield from self._call()):
             if (yield from self._skip_space()) == ";":
                 self._position += 1
             yield from self._skip_space()
             self._drop()
+        if self._is_tagged and self._is_cut_here():
+            self._drop()
         yield from self._rest_is_content()
+
+    def _is_cut_here(self) -> bool:
+        """An answer without a tag is a call for certain only if it begins as one."""
+        if not super()._is_cut_here():
+            return False
+        begun = "".join(self._text.split())
+        calls = (head + name for head in _LLAMA_HEADS for name in self._names)
+        return self._is_tagged or any(call.startswith(begun) or begun.startswith(call + '"') for call in calls)
 
 
 class MistralParser(ToolParser):
     """Mistral: [TOOL_CALLS] and a list of calls; newer: [TOOL_CALLS], a name, [ARGS] and its arguments, each time."""
 
-    opener = "[TOOL_CALLS]"
+    opener, arguments_marker = "[TOOL_CALLS]", "[ARGS]"
 
     def _read(self) -> Wait[None]:
         while (yield from self._content(self.opener)):
@@ -337,15 +94,24 @@ class MistralParser(ToolParser):
         while (brace := self._text.find("{", start, end)) < 0 and len(self._text) < end and not self._is_over:
             yield
         head = None if brace < 0 else _NAMED_HEAD.fullmatch(self._text, start, brace)
-        call = _Call(None if head is None else head.group(1))
+        call = Call(None if head is None else head.group(1))
         try:
             if head is None:
-                _malformed()
+                self._read_cut_head(call)
+                malformed()
             self._position = brace
             yield from self._tell_arguments(call)
-        except _MalformedError:
-            if call.index is None:
+        except MalformedError:
+            if call.index is None and not self._tell_cut(call):
                 self._tell_content()
                 return
         yield from self._skip_space()
         self._drop()
+
+    def _read_cut_head(self, call: Call) -> None:
+        """Go behind what is there of a name and its marks, where the answer was cut off behind them."""
+        rest = self._text[self._position :]
+        if self._is_cut and len(rest.split()) < 2 and "{" not in rest:
+            head = _NAMED_HEAD.fullmatch(rest) if rest.rstrip().endswith(self.arguments_marker) else None
+            call.name = None if head is None else head.group(1)
+            self._position = len(self._text)

@@ -73,10 +73,10 @@ class PagedKVCache:
         """Copy whole blocks, bit for bit, in the order that `BlockCopies` states (mutates blocks and host_blocks)."""
         for block, host in copies.swap_out:
             self.host_blocks[host].copy_(self.blocks[block])
-        for host, block in copies.swap_in:
-            self.blocks[block].copy_(self.host_blocks[host])
         for source, target in copies.block_copies:
             self.blocks[target].copy_(self.blocks[source])
+        for host, block in copies.swap_in:
+            self.blocks[block].copy_(self.host_blocks[host])
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (k_cache, v_cache) of a layer: views [num_blocks, num_kv_heads, block_size, head_dim]."""

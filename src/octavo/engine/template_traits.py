@@ -1,0 +1,209 @@
+"""What a chat template wants of messages that can be spelled in several ways, found by rendering small ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    Message = dict[str, Any]
+    Render = Callable[[list[Message]], str | None]
+
+EmptyContent = Literal["null", "empty", "absent"]
+
+_SEPARATOR = "\n\n"  # between what were messages of their own
+_FIRST, _SECOND, _EXTRA = "octavo-first", "octavo-second", "octavo-extra"
+_USER = {"role": "user", "content": "Question"}
+_ARGUMENTS = {_FIRST: 1}
+_CALL_ID = "call00001"  # nine letters and digits: some templates check that
+_TOOL_NAME = "lookup"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": _TOOL_NAME,
+        "description": "Look it up",
+        "parameters": {"type": "object", "properties": {_FIRST: {"type": "integer"}}, "required": [_FIRST]},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """How one template wants its messages.
+
+    part_roles: roles whose content it reads part by part; others get the texts of parts joined by a line's end.
+    only_part_roles: those of them whose content it reads in no other way.
+    null_content, empty_content: how a call's message says that it has no text, where the client said null, and "".
+    takes_text_arguments: a call's arguments are wanted as JSON in a string, not as an object.
+    joins_turns: it refuses two turns of one role behind each other, so they become one.
+    joins_results: it refuses a user's turn behind a tool's result, so its text goes on with the result.
+    """
+
+    part_roles: frozenset[str] = frozenset()
+    only_part_roles: frozenset[str] = frozenset()
+    null_content: EmptyContent = "empty"
+    empty_content: EmptyContent = "empty"
+    takes_text_arguments: bool = False
+    joins_turns: bool = False
+    joins_results: bool = False
+
+    @classmethod
+    def find(cls, render: Render) -> TemplateTraits:
+        """Find the traits of a template. render: a conversation's text; None where the template refuses it.
+
+        Some twenty conversations of a few words are rendered, whatever the template does: no clock ends this, because
+        a prompt must not depend on how busy the machine is.
+        """
+        null_content, takes_text = _find_call_form(render, ("null", "empty", "absent"), (False, True))
+        empty_content, _ = _find_call_form(render, ("empty", "null", "absent"), (takes_text,))
+        head = [_USER, _calling(null_content, as_text=takes_text)]
+        around: dict[str, tuple[list[Message], list[Message]]] = {
+            "system": ([], [_USER]),
+            "user": ([], []),
+            "assistant": ([_USER], [_USER]),
+            "tool": (head, []),
+        }
+
+        def reads(role: str, content: str | list[Message], *marks: str) -> bool:
+            before, behind = around[role]
+            return _shows(render([*before, _message(role, content), *behind]), *marks)
+
+        parts = [{"type": "text", "text": text, "mark": _EXTRA} for text in (_FIRST, _SECOND)]
+        part_roles = frozenset(role for role in around if reads(role, parts, _FIRST, _SECOND))
+        only_part_roles = frozenset(role for role in part_roles if not reads(role, _FIRST, _FIRST))
+        further = _message("user", _SECOND)
+
+        def wants_joined(before: list[Message], last: Message) -> bool:
+            joined = {**last, "content": last["content"] + _SEPARATOR + _SECOND}
+            return not _shows(render([*before, last, further]), _SECOND) and _shows(render([*before, joined]), _SECOND)
+
+        return cls(
+            part_roles,
+            only_part_roles,
+            null_content,
+            empty_content,
+            takes_text,
+            joins_turns=wants_joined([], _USER),
+            joins_results=wants_joined(head, _message("tool", "Result")),
+        )
+
+    def shapes(self, chat: Sequence[Message]) -> Iterator[list[Message]]:
+        """Yield messages as the template wants them; then, for where it refuses those, with turns joined.
+
+        content is text, text parts or nothing at all; arguments of calls are objects.
+        """
+        yield [self._adapted(message) for message in chat]
+        joined = self._joined(chat)
+        if len(joined) < len(chat):
+            yield [self._adapted(message) for message in joined]
+
+    def _joined(self, chat: Sequence[Message]) -> list[Message]:
+        runs: list[list[Message]] = []
+        for message in chat:
+            if runs and self._goes_on(runs[-1], message):
+                runs[-1].append(message)
+            else:
+                runs.append([message])
+        return [_join(run) for run in runs]
+
+    def _goes_on(self, run: list[Message], message: Message) -> bool:
+        role = run[0]["role"]
+        if role == "tool" and message["role"] == "user":
+            return self.joins_results
+        has_calls = "tool_calls" in run[-1] or "tool_calls" in message
+        return self.joins_turns and role == message["role"] and role in {"user", "assistant"} and not has_calls
+
+    def _adapted(self, message: Message) -> Message:
+        role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
+        result = dict(message)
+        if isinstance(content, list) and (role not in self.part_roles or not content):
+            content = result["content"] = _text_of(content)
+        if role == "assistant" and not content:
+            has_none = "content" not in result or content is None
+            form = (self.null_content if has_none else self.empty_content) if calls else "empty"
+            _set_empty(result, form)
+        elif isinstance(content, str) and role in self.only_part_roles:
+            result["content"] = [{"type": "text", "text": content}]
+        if calls and self.takes_text_arguments:
+            result["tool_calls"] = [_with_text_arguments(call) for call in calls]
+        return result
+
+
+def _find_call_form(
+    render: Render, contents: Sequence[EmptyContent], forms: Sequence[bool]
+) -> tuple[EmptyContent, bool]:
+    """Return how a call without text is to be spelled: the first of the spellings that come out best.
+
+    Better is what shows the call's arguments, and then what prints less of "None", "null" and Python's dictionaries.
+    forms: whether arguments are text.
+    """
+    best: tuple[EmptyContent, bool] = ("empty", False)
+    best_faults: tuple[bool, int] | None = None
+    for as_text in forms:
+        for content in contents:
+            text = render([_USER, _calling(content, as_text=as_text), _message("tool", "Result")])
+            if text is None:
+                continue
+            faults = (_FIRST not in text, sum(text.count(fault) for fault in ("None", "null", "{'")))
+            if best_faults is None or faults < best_faults:
+                best, best_faults = (content, as_text), faults
+    return best
+
+
+def _shows(text: str | None, *marks: str) -> bool:
+    """Whether a text holds all marks in their order, and not the extra field of parts: those it printed, not read."""
+    if text is None or _EXTRA in text:
+        return False
+    place = 0
+    for mark in marks:
+        place = text.find(mark, place)
+        if place < 0:
+            return False
+        place += len(mark)
+    return True
+
+
+def _message(role: str, content: str | list[Message]) -> Message:
+    message: Message = {"role": role, "content": content}
+    return {**message, "tool_call_id": _CALL_ID, "name": _TOOL_NAME} if role == "tool" else message
+
+
+def _calling(content: EmptyContent, *, as_text: bool) -> Message:
+    call = {"id": _CALL_ID, "type": "function", "function": {"name": _TOOL_NAME, "arguments": dict(_ARGUMENTS)}}
+    message = {"role": "assistant", "content": "", "tool_calls": [_with_text_arguments(call) if as_text else call]}
+    _set_empty(message, content)
+    return message
+
+
+def _set_empty(message: Message, form: EmptyContent) -> None:
+    if form == "absent":
+        message.pop("content", None)
+    else:
+        message["content"] = None if form == "null" else ""
+
+
+def _with_text_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _join(run: list[Message]) -> Message:
+    """Make one turn of several; what they say stands in its order."""
+    joined = dict(run[0])
+    for name in ("content", "reasoning_content", "thinking") if len(run) > 1 else ():
+        texts = [message[name] for message in run if message.get(name)]
+        if texts and all(isinstance(text, list) for text in texts):
+            joined[name] = [part for parts in texts for part in parts]
+        elif texts:
+            joined[name] = _SEPARATOR.join(map(_text_of, texts))
+    return joined
+
+
+def _text_of(content: str | list[Message]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

@@ -1,0 +1,93 @@
+"""Grammars in llguidance's dialect of Lark, piece by piece: https://github.com/guidance-ai/llguidance."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# JSON comes on one line, with a space behind commas and colons if the model likes: where white space has no bound,
+# small models fill an answer with it until they have no tokens left.
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+# A text that it foresees llguidance else offers in the tokens that the tokenizer makes of it: of "<think>" in a schema
+# the added token, which it then refuses.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+# Blanks at a beginning are few, too: chat templates put up to two line feeds around reasoning.
+_SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"  # which JSON allows before it
+FEW_BLANKS = "& ~/\\s{5,}(.|\\n)*/"
+_ANY = f"/(.|\\n)*/ {FEW_BLANKS}"
+_TEXT_RULE = re.compile(r"^TEXT: /.*/$", re.MULTILINE)  # how a grammar of text with calls in it names the text
+_COMMENTS = {"description", "title", "examples", "default", "$comment", "deprecated"}
+_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_VALUES = {"const", "enum", "required"}
+
+
+def lark_json(schema: str | dict[str, Any]) -> str:
+    """Return how a grammar in Lark's notation names JSON of a schema, spelled as `json` structures are."""
+    fields = json.loads(schema) if isinstance(schema, str) else schema
+    return "%json " + json.dumps({**_bare(fields), "x-guidance": JSON_OPTIONS})
+
+
+def _bare(schema: Any) -> Any:
+    """Leave out of a schema what only people read: tools are described at length, and a grammar has a limit."""
+    if isinstance(schema, list):
+        return [_bare(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: {name: _bare(each) for name, each in value.items()}
+        if key in _NAMED_SCHEMAS and isinstance(value, dict)
+        else (value if key in _VALUES else _bare(value))
+        for key, value in schema.items()
+        if key not in _COMMENTS
+    }
+
+
+def by_id(token_id: int) -> str:
+    """Return how a grammar names a token.
+
+    llguidance takes every added token of the form <...> for a special one: no text of a grammar is written with it.
+    """
+    return f"<[{token_id}]>"
+
+
+def text_up_to(
+    marker: str, token: str | None, *, head: str = "head", text: str = "TEXT", between: Sequence[int] = ()
+) -> str:
+    """Return two rules: `head`, any text up to and with a marker, and `text`, any text.
+
+    token: what names the marker where it is one token: `text` is without it then, however it is spelled. between: added
+    tokens that may stand in the head.
+    """
+    if token is None:
+        return f"{head}[lazy]: {text} {json.dumps(marker)}\n{text}: {_ANY}"
+    more = f" (<[{','.join(map(str, between))}]> {text})*" if between else ""
+    return f"{head}: {text}{more} {token}\n{text}: {_ANY} & ~/(.|\\n)*{pattern(marker)}(.|\\n)*/"
+
+
+def free_start(ends: str, ends_token: str | None, opens: str | None, between: Sequence[int]) -> str:
+    """Return the rules of an answer that is free up to a marker: `@answer` stands behind it.
+
+    opens: how a grammar names what begins the free part, where the answer may have none.
+    """
+    begin = "free" if opens is None else f"(SPACE {opens} free)?"
+    rules = text_up_to(ends, ends_token, head="free", text="ANY", between=between)
+    return f"start: {begin} SPACE @answer\n{rules}\n{_SPACE}"
+
+
+def pattern(text: str) -> str:
+    """Return a regular expression for just this text, whatever is in it."""
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def whole_grammar(structure: str, rules: str, free_from: str | None) -> str:
+    """Return what llguidance compiles."""
+    if free_from is not None:  # text that a grammar allows is none that begins so: it would be both
+        begins_so = f"/\\s*{pattern(free_from)}(.|\\n)*/"
+        structure = _TEXT_RULE.sub(lambda rule: f"{rule.group()} & ~{begins_so}", structure)
+    inner = json.loads(structure)["grammars"] if structure.startswith("{") else [{"lark_grammar": structure}]
+    outer = {"name": "all", "lark_grammar": _OPTIONS + rules}
+    return json.dumps({"grammars": [outer, {**inner[0], "name": "answer"}, *inner[1:]]})

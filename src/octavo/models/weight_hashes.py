@@ -1,0 +1,147 @@
+"""SHA-256 of a checkpoint's files, kept with what the file system tells of each, so that a file is read whole once.
+
+A file whose size, times and inode are what they were is not read again. The times are not what users can set back: the
+time of the last change of a file's state (ctime) moves with every change, of its times too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+logger = logging.getLogger(__name__)
+
+MAX_ENTRIES = 1024  # a checkpoint has up to a few hundred files
+_PART_BYTES, _READ_BYTES = 8 << 20, 1 << 20
+_READERS = 4
+# A change within the file system's clock tick after a hash leaves no trace in the times: only what has rested for so
+# long is known by them.
+_SETTLED_NS = 2 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What the file system tells of a file without reading it."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        """Look at a file, or at what a link to it leads to."""
+        stat = path.stat()
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+
+
+class FileHashes:
+    """Hashes of files by their resolved paths, kept in one JSON file of at most `MAX_ENTRIES`; the oldest go first.
+
+    It is no more than a shortcut: a file that cannot be read or written costs the reading of what it was to know.
+    Several processes may use it; where two write at once, the later one's entries stay.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known = _read(path)
+        self._new: dict[str, tuple[FileState, str]] = {}
+
+    def sha256(self, file: Path, state: FileState, goes_on: Callable[[], None]) -> str:
+        """Return a hash over all of a file that was found in this state.
+
+        goes_on is called after each part that was read. Raises `OSError`.
+        """
+        name = str(file.resolve())
+        known = self._new.get(name) or self._known.get(name)
+        if known is not None and known[0] == state:
+            return known[1]
+        settled_ns = time.time_ns() - _SETTLED_NS
+        digest = hash_file(file, goes_on)
+        if state.ctime_ns < settled_ns and FileState.of(file) == state:
+            self._new[name] = state, digest
+        return digest
+
+    def keep(self) -> None:
+        """Write what was learnt; a failure is told and harms nothing."""
+        if not self._new:
+            return
+        entries = _read(self.path)  # another process may have written meanwhile
+        for name, entry in self._new.items():
+            entries.pop(name, None)
+            entries[name] = entry
+        newest = list(entries.items())[-MAX_ENTRIES:]
+        text = json.dumps({name: asdict(state) | {"sha256": digest} for name, (state, digest) in newest}, indent=0)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with written_whole(self.path) as file:
+                file.write(text.encode())
+        except OSError as error:
+            logger.warning("%s cannot be written (%s): the next start reads the weights' files again", self.path, error)
+        else:
+            self._new.clear()
+
+
+def hash_file(path: Path, goes_on: Callable[[], None] = lambda: None) -> str:
+    """Return SHA-256 over the SHA-256 of each 8 MiB of a file: its parts are hashed in several threads.
+
+    goes_on is called after each part. Raises `OSError`.
+    """
+    whole = hashlib.sha256()
+    with path.open("rb") as file, ThreadPoolExecutor(_READERS, thread_name_prefix="octavo-hash") as pool:
+        number = file.fileno()
+        size = os.fstat(number).st_size
+
+        def hash_part(start: int) -> bytes:
+            digest, end = hashlib.sha256(), min(start + _PART_BYTES, size)
+            while start < end:
+                data = os.pread(number, min(end - start, _READ_BYTES), start)
+                if not data:
+                    raise OSError(f"{path} became shorter while it was read")
+                digest.update(data)
+                start += len(data)
+            return digest.digest()
+
+        for part in pool.map(hash_part, range(0, size, _PART_BYTES)):
+            whole.update(part)
+            goes_on()
+    return whole.hexdigest()
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file that takes the place of `path` once it is complete; an error leaves what stood there."""
+    number, unfinished = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(number, "wb") as file:
+            yield file
+        Path(unfinished).replace(path)
+    except BaseException:
+        with suppress(OSError):
+            Path(unfinished).unlink()
+        raise
+
+
+def _read(path: Path) -> dict[str, tuple[FileState, str]]:
+    """Return what is kept; nothing where there is no file, or none that can be read."""
+    try:
+        entries = json.loads(path.read_bytes())
+        digests = {name: entry.pop("sha256") for name, entry in entries.items()}
+        return {name: (FileState(**entry), str(digests[name])) for name, entry in entries.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        logger.warning("%s cannot be read (%s): the weights' files are read again", path, error)
+        return {}

@@ -1,0 +1,327 @@
+"""Calls and structured answers of tiny random models with real tokenizers and templates: valid, or cut off in the open.
+
+A random model wanders: only the grammar keeps it to the form that was asked for, at each temperature. Biases make it
+end its thoughts, and begin calls, which it would else do once in 150,000 tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+
+import jsonschema
+import pytest
+from answer_reading import read_answer
+from server import running
+
+from octavo import CacheConfig, LLMEngine, ModelConfig, SchedulerConfig
+from octavo.launch import Checkpoint, make_processors
+from octavo.server.answer_form import AnswerForm, AnswerStyle
+from octavo.server.tools import read_chat_tools
+
+logger = logging.getLogger(__name__)
+SHORT = {"type": "string", "maxLength": 12}
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Rome", "São Paulo", "東京"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+        "note": SHORT,
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+MARKED = {  # what markers of real vocabularies look like, in a schema of one's own
+    "type": "object",
+    "properties": {"<think>": {"enum": ["<tool_call>", "</s>"]}, "b": {"type": "boolean"}},
+    "required": ["<think>", "b"],
+    "additionalProperties": False,
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+SCHEMAS = {"get_weather": WEATHER, "mark": MARKED, "now": NOTHING}
+MESSAGES = [{"role": "user", "content": "What is the weather in Rome?"}]
+MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>")
+MAX_TOKENS = 160
+MAX_MODEL_LEN = 1024
+NUM_THREADS = 8
+TIMEOUT_S = 300
+
+
+def tool(name, *, strict=False):
+    return {"type": "function", "function": {"name": name, "parameters": SCHEMAS[name], "strict": strict}}
+
+
+TOOLS = [tool(name) for name in SCHEMAS]
+STRICT = [tool(name, strict=True) for name in SCHEMAS]
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+JSON = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER}}
+ASKED = {
+    "required": {"tools": TOOLS, "tool_choice": "required"},
+    "named": {"tools": TOOLS, "tool_choice": NAMED},
+    "strict": {"tools": STRICT},
+    "json": {"response_format": JSON},
+    "json or calls": {"response_format": JSON, "tools": TOOLS},
+}
+THINKING = {
+    "unsaid": {},
+    "on": {"chat_template_kwargs": {"enable_thinking": True}},
+    "off": {"chat_template_kwargs": {"enable_thinking": False}},
+}
+
+
+@dataclass
+class Answer:
+    """What a client gets, whole or streamed."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+def whole(http, body):
+    response = http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    message = choice["message"]
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or []]
+    reasoning = message.get("reasoning_content") or ""
+    return Answer(message["content"] or "", reasoning, calls, choice["finish_reason"])
+
+
+def streamed(http, body):
+    answer = Answer()
+    response = http.post("/v1/chat/completions", json={**body, "stream": True})
+    lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]", response.text
+    for choice in (choice for line in lines[:-1] for choice in json.loads(line)["choices"]):
+        delta = choice["delta"]
+        answer.content += delta.get("content") or ""
+        answer.reasoning += delta.get("reasoning_content") or ""
+        for call in delta.get("tool_calls") or []:
+            if call["index"] == len(answer.calls):
+                answer.calls.append([call["function"]["name"], ""])
+            answer.calls[call["index"]][1] += call["function"]["arguments"]
+        answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+    return answer
+
+
+def fits(text, schema):
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def is_valid(kind, answer):
+    """Whether an answer that the model ended is what was asked for."""
+    names = [name for name, _ in answer.calls]
+    has_json = not names and fits(answer.content, WEATHER)
+    has_calls = bool(names) and all(fits(arguments, SCHEMAS[name]) for name, arguments in answer.calls)
+    match kind:
+        case "required":
+            return has_calls and not answer.content
+        case "named":
+            return has_calls and names == ["get_weather"] and not answer.content
+        case "json":
+            return has_json
+        case "json or calls":
+            return has_json or (has_calls and not answer.content)
+        case _:
+            return has_calls or not names
+
+
+def fault(kind, answer):
+    """Return what is wrong with an answer, None for a right one."""
+    if any(marker in answer.content for marker in MARKERS):
+        return "a marker in the content"
+    if answer.finish_reason != "length":
+        return None if is_valid(kind, answer) else "not what was asked for"
+    return None if (answer.content + answer.reasoning).strip() or answer.calls else "nothing but blanks"
+
+
+def copied(source, directory, *, renamed=None, special=(), template=None):
+    """Copy a checkpoint, with some tokens renamed and special as other models of its family have them."""
+    shutil.copytree(source, directory)
+    text = (directory / "tokenizer.json").read_text(encoding="utf-8")
+    for old, new in (renamed or {}).items():
+        text = text.replace(json.dumps(old), json.dumps(new))
+    fields = json.loads(text)
+    for token in fields["added_tokens"]:
+        token["special"] = token["special"] or token["content"] in special
+    (directory / "tokenizer.json").write_text(json.dumps(fields), encoding="utf-8")
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return directory
+
+
+@pytest.fixture
+def checkpoint(real_model, real_templates, tmp_path):
+    """Return a function: a name -> a checkpoint with a real tokenizer, as published or as other models have it."""
+
+    def find(name):
+        directory = tmp_path / "copy"
+        match name:
+            case "qwen3, markers special":  # as fine-tunes have them
+                return copied(real_model("qwen3"), directory, special=MARKERS)
+            case "llama31 with its tag":  # the vocabulary at hand is Llama 3.0's
+                tag = {"<|reserved_special_token_5|>": "<|python_tag|>"}
+                return copied(real_model("llama31"), directory, renamed=tag)
+            case "mistral, markers special":
+                marks = {"<|placeholder1|>": "[TOOL_CALLS]"}
+                return copied(real_model("mistral"), directory, renamed=marks)
+            case "mistral with names":
+                marks = {"<|placeholder1|>": "[TOOL_CALLS]", "<|placeholder2|>": "[ARGS]"}
+                template = real_templates["Mistral-Small-3.2-24B-Instruct-2506"]
+                return copied(real_model("mistral"), directory, renamed=marks, template=template)
+        return real_model(name)
+
+    return find
+
+
+@contextlib.contextmanager
+def served(path):
+    engine = LLMEngine(
+        ModelConfig(model=str(path), max_model_len=MAX_MODEL_LEN),
+        CacheConfig(num_gpu_blocks=NUM_THREADS * MAX_MODEL_LEN // 16),
+        SchedulerConfig(max_num_seqs=NUM_THREADS),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "make_engine", lambda _: engine)
+        with running.run_server(served_model_names=["real"]) as server, server.http() as http:
+            http.timeout = TIMEOUT_S
+            yield http, engine.input_processor.tokenizer
+
+
+def biases(tokenizer):
+    """What a random model is to write now and then: the end of its thoughts, the beginning of a call."""
+    likely = {"</think>": 6.0, "<tool_call>": 4.0, "[TOOL_CALLS]": 4.0}
+    ids = {tokenizer.token_id(text): bias for text, bias in likely.items()}
+    return {str(token_id): bias for token_id, bias in ids.items() if token_id is not None}
+
+
+WITH_TOOLS = ("required", "named", "strict", "json or calls")
+MODELS = {
+    "qwen3": ("json", *WITH_TOOLS),
+    "qwen3, markers special": ("json", *WITH_TOOLS),
+    "hermes3": WITH_TOOLS,  # whose template needs tools
+    "llama31": ("json", *WITH_TOOLS),
+    "llama31 with its tag": WITH_TOOLS,
+    "mistral": ("json", *WITH_TOOLS),
+    "mistral, markers special": WITH_TOOLS,
+    "mistral with names": WITH_TOOLS,
+    "phi35": ("json",),
+    "deepseek-r1-distill": ("json",),
+    "smollm2": ("json",),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_have_the_form_that_was_asked_for(name, checkpoint, sampled):
+    with served(checkpoint(name)) as (http, tokenizer):
+        likely = biases(tokenizer)
+
+        def ask(case):
+            kind, thinking, temperature, seed, is_biased = case
+            body = {"messages": MESSAGES, "temperature": temperature, "seed": seed, "max_tokens": MAX_TOKENS}
+            body |= ASKED[kind] | THINKING[thinking] | ({"logit_bias": likely} if is_biased else {})
+            try:
+                answer = whole(http, body)
+            except AssertionError as error:
+                return "refused", str(error)
+            if streamed(http, body) != answer:
+                return "streamed otherwise", answer
+            return fault(kind, answer) or answer.finish_reason, answer
+
+        chosen = sampled(list(product(MODELS[name], THINKING, (0, 1), range(6), (False, True))))
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            answers = list(pool.map(ask, chosen))
+    told = [(*case, *answer) for case, answer in zip(chosen, answers, strict=True)]
+    logger.info("%s, %d answers twice: %s", name, len(told), Counter(answer[-2] for answer in told))
+    wrong = [answer for answer in told if answer[-2] not in {"stop", "tool_calls", "length"}]
+    assert not wrong, f"{len(wrong)} of {len(told)}, such as {wrong[0]}"
+
+
+THOUGHT = "<think>\nI could write <tool_call>, or not.\n</think>\n\n"
+CITY = '{"city": "Rome", "days": 3, "note": "a < b, ü🙂 </tool_call>"}'
+HERMES = (
+    f'<tool_call>\n{{"name": "get_weather", "arguments": {CITY}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+LLAMA = f'{{"name": "get_weather", "parameters": {CITY}}}; {{"name": "now", "parameters": {{}}}}'
+MISTRAL = f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {CITY}}}, {{"name": "now", "arguments": {{}}}}]'
+NAMED_CALLS = f"[TOOL_CALLS]get_weather[ARGS]{CITY}[TOOL_CALLS]now[ARGS]{{}}"
+WRITTEN = {  # what models of these families write
+    "qwen3": f"{THOUGHT}I look.\n{HERMES}",
+    "qwen3, markers special": f"{THOUGHT}I look.\n{HERMES}",
+    "hermes3": f"I look.\n{HERMES}",
+    "llama31": LLAMA,
+    "llama31 with its tag": f"<|python_tag|>{LLAMA}",
+    "mistral": f"I look.{MISTRAL}",
+    "mistral, markers special": f"I look.{MISTRAL}",
+    "mistral with names": f"I look.{NAMED_CALLS}",
+}
+
+
+def reader_of(path):
+    """Return a tokenizer, and a function: pieces of tokens and why they end -> the answer's parts."""
+    config = ModelConfig(model=str(path))
+    inputs, _ = make_processors(config, Checkpoint.find(config))
+    style = AnswerStyle.find("auto", "auto", inputs)
+    toolbox = read_chat_tools(TOOLS, None, True, style.tools)
+    prompt = inputs.chat_prompt(MESSAGES, tools=list(toolbox.given))
+    form = AnswerForm.of(style, toolbox, prompt["prompt"])
+    return inputs.tokenizer, partial(read_answer, inputs.tokenizer, form, prompt["prompt_token_ids"])
+
+
+def told(parts):
+    """Return content, reasoning, and calls with their arguments."""
+    kinds = {kind: "".join(part.text for part in parts if part.kind == kind) for kind in ("content", "reasoning")}
+    calls = [[part.text, ""] for part in parts if part.kind == "call"]
+    for part in parts:
+        if part.kind == "arguments":
+            calls[part.call][1] += part.text
+    return kinds["content"].removeprefix(" "), kinds["reasoning"], calls  # sentencepiece begins a word with it
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_that_models_write_are_read_wherever_they_are_cut(name, checkpoint, sampled):
+    """Token by token and at once; with a role's tag among them, which is none of the text; in letters, too."""
+    text = WRITTEN[name]
+    tokenizer, read = reader_of(checkpoint(name))
+    content = "I look." if "I look." in text else ""
+    reasoning = "I could write <tool_call>, or not." if THOUGHT in text else ""
+    expected = (content, reasoning, [["get_weather", CITY], ["now", "{}"]])
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    role = next(each for each in sorted(tokenizer.added_ids) if tokenizer.is_special(each))
+    written = [tokens, [*tokens[: len(tokens) // 4], role, *tokens[len(tokens) // 4 :]]]
+    if "mistral" not in name:  # a letter alone begins with a space there
+        written.append([each for letter in text for each in tokenizer.encode(letter, add_special_tokens=False)])
+    for ids in written:
+        whole = [*ids, tokenizer.eos_token_id]
+        assert told(read([whole], "stop")) == expected
+        assert told(read([[each] for each in whole], "stop")) == expected
+        for cut in sampled(range(1, len(ids) + 1)):
+            parts = read([ids[:cut]], "length")
+            assert read([[each] for each in ids[:cut]], "length") == parts, cut
+            begun, thought, calls = told(parts)
+            assert f"{content}\n".startswith(begun), cut
+            assert reasoning.startswith(thought), cut
+            for (name_, arguments), (called, whole_arguments) in zip(calls, expected[2], strict=False):
+                assert name_ == called, cut
+                assert whole_arguments.startswith(arguments.rstrip("\ufffd")), cut  # of a character cut in two
+
+
+def test_tools_of_a_template_that_shows_none(real_model):
+    with served(real_model("phi35")) as (http, _):
+        response = http.post("/v1/chat/completions", json={"messages": MESSAGES, "tools": TOOLS})
+        assert response.status_code == 400
+        assert "--tool-call-parser" in response.json()["error"]["message"]

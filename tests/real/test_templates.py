@@ -1,0 +1,254 @@
+"""What conversations become under the chat templates of real models: the text that transformers gives.
+
+APIs spell some things in another way than templates read them: a call without text has `content: null`, arguments are
+JSON in a string, texts come in parts. transformers hands messages on as they are, so it is asked for each spelling, and
+the prompt must be that of the first one that it renders best: nothing that was said is missing, no data is printed.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from datetime import datetime
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import pytest
+from transformers.utils import chat_template_utils
+
+from octavo.engine.chat_template import ChatTemplate
+from octavo.errors import RequestError
+from octavo.server.conversation import read_messages
+from octavo.server.message_blocks import read_conversation
+from octavo.server.response_items import read_items
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Messages = list[dict[str, Any]]
+
+NOW = datetime(2026, 3, 1, 12)  # noqa: DTZ001 - local time, as templates show it
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+SYSTEM = {"role": "system", "content": "Be brief, naïve & <b>kind</b>."}
+USER = {"role": "user", "content": "How is Rome, and what time is it?"}
+ANSWER = {"role": "assistant", "content": "Sunny. Noon."}
+FURTHER = {"role": "user", "content": "And in 東京?"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "First part."}, {"type": "text", "text": "Second part."}]}
+
+
+def call(number: int, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": f"call0000{number}", "type": "function", "function": function}
+
+
+def result(number: int, text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"call0000{number}", "content": text}
+
+
+WEATHER = call(1, "get_weather", {"city": "Röme", "days": 2, "units": {"wind": "knots"}})
+TIME = call(2, "get_time", {"zone": "CET"})
+SUNNY, NOON = result(1, '{"sky": "sunny"}'), result(2, "noon")
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Tells the {argument}'s {name[4:]}",
+            "parameters": {
+                "type": "object",
+                "properties": {argument: {"type": "string", "description": f"the {argument}"}},
+                "required": [argument],
+            },
+        },
+    }
+    for name, argument in (("get_weather", "city"), ("get_time", "zone"))
+]
+DOCUMENTS = [{"title": "Rome", "text": "Rome is warm."}, {"title": "Tokyo", "text": "Tokyo is far."}]
+
+CONVERSATIONS: dict[str, tuple[Messages, dict[str, Any]]] = {
+    "one turn": ([USER], {}),
+    "system": ([SYSTEM, USER], {}),
+    "turns": ([SYSTEM, USER, ANSWER, FURTHER], {}),
+    "tools": ([SYSTEM, USER], {"tools": TOOLS}),
+    "tool loop": (
+        [USER, {**ANSWER, "content": "", "tool_calls": [WEATHER]}, SUNNY, ANSWER, FURTHER],
+        {"tools": TOOLS},
+    ),
+    "parallel calls": ([USER, {**ANSWER, "content": "", "tool_calls": [WEATHER, TIME]}, SUNNY, NOON], {"tools": TOOLS}),
+    "null content": ([SYSTEM, USER, {**ANSWER, "content": None, "tool_calls": [WEATHER]}, SUNNY], {"tools": TOOLS}),
+    "reasoning": ([USER, {**ANSWER, "reasoning_content": "It is summer."}, FURTHER], {}),
+    "reasoning with calls": (
+        [USER, {"role": "assistant", "content": None, "reasoning_content": "Look.", "tool_calls": [WEATHER]}, SUNNY],
+        {"tools": TOOLS},
+    ),
+    "parts": ([SYSTEM, PARTS, ANSWER, PARTS], {}),
+    "documents": ([USER], {"documents": DOCUMENTS}),
+    "flags": ([USER, ANSWER, FURTHER], {"enable_thinking": False, "reasoning_effort": "low", "thinking": False}),
+    "text behind a result": (
+        [USER, {**ANSWER, "content": None, "tool_calls": [WEATHER]}, SUNNY, FURTHER],
+        {"tools": TOOLS},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled(real_templates: dict[str, str]) -> Callable[[str], ChatTemplate]:
+    @cache
+    def compile_once(name: str) -> ChatTemplate:
+        return ChatTemplate(real_templates[name], SPECIAL, now=lambda: NOW)
+
+    return compile_once
+
+
+@pytest.fixture(autouse=True)
+def _frozen_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return NOW.replace(tzinfo=tz)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+
+
+def spellings(messages: Messages) -> Iterator[Messages]:
+    """Yield the ways in which transformers may be told the same."""
+    calls = [message for message in messages if message.get("tool_calls")]
+    nulls = [message["content"] for message in calls if not message["content"]]
+    is_null = bool(nulls) and nulls[0] is None
+    contents = (("null", "", "absent") if is_null else ("", "null", "absent")) if nulls else ("",)
+    has_parts = any(isinstance(message["content"], list) for message in messages)
+    for as_parts, as_text, content in itertools.product(
+        (True, False) if has_parts else (True,), (False, True) if calls else (False,), contents
+    ):
+        yield [_spelled(copy.deepcopy(message), as_parts, as_text, content) for message in messages]
+
+
+def _spelled(message: dict[str, Any], as_parts: bool, as_text: bool, content: str) -> dict[str, Any]:
+    if isinstance(message["content"], list) and not as_parts:
+        message["content"] = "\n".join(part["text"] for part in message["content"])
+    for each in message.get("tool_calls", ()):
+        if not as_text:
+            each["function"]["arguments"] = json.loads(each["function"]["arguments"])
+    if message.get("tool_calls") and not message["content"]:
+        message["content"] = None if content == "null" else ""
+        if content == "absent":
+            del message["content"]
+    return message
+
+
+def said(messages: Messages) -> list[str]:
+    """Return what must stand in the prompt."""
+    texts = []
+    for message in messages:
+        content = message["content"] or ""
+        texts += [part["text"] for part in content] if isinstance(content, list) else [content]
+        texts += [name for each in message.get("tool_calls", ()) for name in (each["function"]["name"], "city")]
+    return texts
+
+
+def of_transformers(source: str, messages: Messages, options: dict[str, Any]) -> str | None:
+    """Return the rendering of the first of the best spellings; None where all are refused."""
+    best, best_faults = None, None
+    for spelled in spellings(messages):
+        try:
+            ((text,), _) = chat_template_utils.render_jinja_template(
+                [spelled], chat_template=source, add_generation_prompt=True, **SPECIAL, **options
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError):
+            continue
+        missing = sum(part not in text for part in said(messages))
+        faults = (missing, sum(text.count(fault) for fault in ("None", "null", "{'", '"type"')))
+        if best_faults is None or faults < best_faults:
+            best, best_faults = text, faults
+    return best
+
+
+@pytest.mark.parametrize("kind", CONVERSATIONS)
+def test_prompts_are_those_of_transformers(
+    kind: str,
+    real_templates: dict[str, str],
+    compiled: Callable[[str], ChatTemplate],
+    sampled: Callable[[list[str]], list[str]],
+) -> None:
+    messages, options = CONVERSATIONS[kind]
+    wrong = {}
+    for name in sampled([*real_templates]):
+        expected = of_transformers(real_templates[name], messages, options)
+        try:
+            text = compiled(name).render(read_messages(messages), **options)
+        except RequestError as error:
+            text = None
+            if expected is not None:
+                wrong[name] = str(error)
+        if expected is None and text is not None and any(part not in text for part in said(messages)):
+            wrong[name] = f"refused by transformers, and something is missing here:\n{text}"
+        elif expected is not None and text is not None and text != expected:
+            wrong[name] = f"{text}\n--- but transformers\n{expected}"
+    assert not wrong, "\n\n".join(f"=== {name}\n{what}" for name, what in wrong.items())
+
+
+def as_blocks(messages: Messages) -> tuple[str | None, Messages]:
+    """Spell a conversation as Anthropic's API does: its system prompt, and turns of blocks."""
+    system, turns = None, list[dict[str, Any]]()
+    for message in messages:
+        content = message["content"] or []
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else [*content]
+        if message["role"] == "system":
+            system = content
+            continue
+        if message["role"] == "tool":
+            blocks = [{"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": content}]
+        if reasoning := message.get("reasoning_content"):
+            blocks.insert(0, {"type": "thinking", "thinking": reasoning, "signature": ""})
+        for each in message.get("tool_calls", ()):
+            name, arguments = each["function"]["name"], json.loads(each["function"]["arguments"])
+            blocks.append({"type": "tool_use", "id": each["id"], "name": name, "input": arguments})
+        turns.append({"role": "assistant" if message["role"] == "assistant" else "user", "content": blocks})
+    return system, turns
+
+
+def as_items(messages: Messages) -> Messages:
+    """Spell a conversation as OpenAI's Responses API does."""
+    items = []
+    for message in messages:
+        content, role = message["content"], message["role"]
+        if role == "tool":
+            items.append({"type": "function_call_output", "call_id": message["tool_call_id"], "output": content})
+            continue
+        if reasoning := message.get("reasoning_content"):
+            items.append({"type": "reasoning", "content": [{"type": "reasoning_text", "text": reasoning}]})
+        if isinstance(content, list):
+            content = [{"type": "input_text", "text": part["text"]} for part in content]
+        if content:
+            items.append({"role": role, "content": content})
+        items += [
+            {"type": "function_call", "call_id": each["id"], **each["function"]}
+            for each in message.get("tool_calls", ())
+        ]
+    return items
+
+
+def prompt_of(template: ChatTemplate, messages: Messages, options: dict[str, Any]) -> str:
+    """Return the prompt, or the words of the refusal."""
+    try:
+        return template.render(messages, **options)
+    except RequestError as error:
+        return f"refused: {error}"
+
+
+@pytest.mark.parametrize("kind", CONVERSATIONS)
+def test_prompts_are_the_same_by_every_api(
+    kind: str,
+    real_templates: dict[str, str],
+    compiled: Callable[[str], ChatTemplate],
+    sampled: Callable[[list[str]], list[str]],
+) -> None:
+    messages, options = CONVERSATIONS[kind]
+    # Blocks and items know no text that is there and empty.
+    messages = [{**message, "content": message["content"] or None} for message in messages]
+    names = sampled([*real_templates])
+    prompts = [prompt_of(compiled(name), read_messages(messages), options) for name in names]
+    assert [prompt_of(compiled(name), read_conversation(*as_blocks(messages)), options) for name in names] == prompts
+    assert [prompt_of(compiled(name), read_items(None, as_items(messages)), options) for name in names] == prompts
