@@ -9,15 +9,13 @@ import httpx
 import pytest
 from text_behind import text_behind
 
-from octavo.engine.async_llm import AsyncLLM
-from octavo.engine.tokenizer import Tokenizer
-from octavo.llm import LLMEngine
-
-sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("server", "system")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
 import running
 from real_tokenizers import some_tokens
 
-from octavo import CacheConfig, ModelConfig, SchedulerConfig
+from octavo import CacheConfig, LLMEngine, ModelConfig, SchedulerConfig
+from octavo.engine.tokenizer import Tokenizer
 
 MODELS = ["qwen3", "qwen3-coder", "deepseek-r1-distill", "hermes3", "llama31", "phi35", "mistral", "gemma3", "smollm2"]
 SERVED = ["phi35", "qwen3", "mistral"]
@@ -49,7 +47,7 @@ def test_bytes_of_tokens_are_those_of_their_text(tokenizer):
     for text in ("Zwölf Boxkämpfer 🦜\n\n狐 don't   3.14 naïve\u00a0x", "def f(x):\n\treturn x ** 2  # 中文 ▁ Ġ"):
         pieces = [tokenizer.piece(token_id) for token_id in tokenizer.encode(text, add_special_tokens=False)]
         data = b"".join(piece.encode() if isinstance(piece, str) else piece for piece in pieces).decode()
-        assert data in {text, " " + text} or data.replace("▁", " ") == text.replace("▁", " ")
+        assert data.removeprefix(" ") in {text, text.replace("▁", " ")}  # which sentencepiece cannot tell apart
 
 
 @pytest.fixture(scope="module", params=SERVED)
@@ -61,7 +59,6 @@ def served(request, real_model):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "make_engine", lambda executor: engine)
-        patch.setattr(running, "AsyncLLM", AsyncLLM)
         with running.run_server(served_model_names=["real"]) as server, server.http() as http:
             yield engine.input_processor.tokenizer, http
 
@@ -112,7 +109,7 @@ def check_places(text, scored, num_asked, hidden):
 def test_answers_with_log_probabilities(served, real_scale, options):
     tokenizer, http = served
     hidden = {""} | {
-        tokenizer.token(i) for i in tokenizer._special_ids if not options.get("skip_special_tokens") is False
+        tokenizer.token(i) for i in tokenizer._special_ids if options.get("skip_special_tokens") is not False
     }
     draw = random.Random(2)
     for number in range(max(4, int(NUM_ANSWERS * real_scale))):
