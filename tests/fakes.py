@@ -17,6 +17,7 @@ from octavo.engine.engine_core import EngineCore
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.llm_engine import Engine
 from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.text_work import progress
 from octavo.errors import ExecutionError
 from octavo.events import FanOut, RecentEvents
 from octavo.metrics import EngineMetrics
@@ -39,8 +40,13 @@ class ByteTokenizer:
     longest_token_chars = 5
     has_byte_runs = False
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(text.encode())
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        token_ids = list(text.encode())
+        progress(len(token_ids))
+        return token_ids
+
+    def encode_end(self, text: str, num_tokens: int) -> list[int]:
+        return self.encode(text)[-num_tokens:]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         detokenizer = ByteDetokenizer(skip_special_tokens)

@@ -820,7 +820,7 @@ def test_every_value_is_shown_as_it_is_resolved(tmp_path: Path) -> None:
     """Also those that nobody gave, and those that follow from others: a server's limits, its policy with keys."""
     keys = tmp_path / "keys.toml"
     add_key(keys, Tenant(name="alice"))
-    names = ("--allowed-origin", "http://a", "--allowed-origin", "http://b")
+    names = ("--allowed-origin", "http://a", "--allowed-origin", "http://b", "--log-level", "debug")
     text = f'max-num-seqs = 8\napi-keys = "{keys}"\nssl-certfile = "none.pem"\nssl-keyfile = "none.pem"\n'
     lines = serve_with(tmp_path, text, *names).output.splitlines()
     shown = {part: line for line in lines for part, _, rest in [line.partition(": ")] if "=" in rest}
@@ -846,11 +846,22 @@ def test_every_value_is_shown_as_it_is_resolved(tmp_path: Path) -> None:
 
 
 def test_a_secret_is_not_shown(tmp_path: Path) -> None:
-    result = serve_with(tmp_path, 'api-key = "hush"', "--ssl-certfile", "none.pem", "--ssl-keyfile", "none.pem")
+    result = serve_with(
+        tmp_path, 'api-key = "hush"\nlog-level = "debug"', "--ssl-certfile", "none.pem", "--ssl-keyfile", "none.pem"
+    )
     assert result.exit_code == 1
     assert "api_key = ...  (file)" in result.output
     assert " api_key=...," in result.output
     assert "hush" not in result.output
+
+
+def test_a_start_says_what_was_set_and_no_more(tmp_path: Path) -> None:
+    text = 'max-num-seqs = 8\nkv-cache-memory-bytes = "1GiB"\nssl-certfile = "none.pem"\nssl-keyfile = "none.pem"\n'
+    lines = serve_with(tmp_path, text).output.splitlines()
+    assert "octavo-demo (dtype auto, quantization none); KV cache: 1 GiB" in lines[0]
+    assert "max_num_seqs = 8  (file)" in lines
+    assert len(lines) < 12
+    assert max(map(len, lines[:-1])) < 160  # behind them the error of a certificate that is not there
 
 
 @pytest.mark.parametrize(

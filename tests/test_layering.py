@@ -23,13 +23,15 @@ DATA = {
     "metrics",
     "logs",
 }
-# room -> rooms it may import, itself included; `grammars` is a tool of both sides
+# room -> rooms it may import, itself included; `grammars`, which reads by `gbnf`, and `turns` are tools of both sides
 MAY_IMPORT = {
     "data": DATA,
     "core": DATA | {"core"},
+    "gbnf": {"gbnf"},
     "lark": {"lark"},
-    "grammars": DATA | {"grammars", "lark"},
-    "engine": DATA | {"core", "engine", "grammars"},
+    "turns": DATA | {"turns"},
+    "grammars": DATA | {"gbnf", "grammars", "lark", "turns"},
+    "engine": DATA | {"core", "engine", "grammars", "turns"},
     "journal": DATA | {"core", "journal"},
     "server": DATA | {"core", "engine", "server", "grammars", "lark", "journal"},  # which explains
     "kernels": DATA | {"kernels", "_kernels"},
@@ -41,10 +43,12 @@ JOINTS = {
     "build", "launch", "engine_main", "llm", "cli", "doctor", "assets", "__main__", "__init__", "compatibility",
     "progress", "garbage",
 }  # fmt: skip
-STANDARD_LIBRARY_ONLY = DATA | {"core", "lark"}
+STANDARD_LIBRARY_ONLY = DATA | {"core", "gbnf", "lark"}
 NO_TORCH = DATA | {
+    "gbnf",
     "lark",
     "grammars",
+    "turns",
     "core",
     "engine",
     "journal",

@@ -24,7 +24,7 @@ def test_defaults_are_vllms():
         ("min_tokens", [-1, 17, 0.5]),
         ("temperature", [-0.1, math.nan, math.inf, "hot", True]),
         ("top_k", [-2, 1.5]),
-        ("top_p", [0.0, -0.1, 1.1, math.nan]),
+        ("top_p", [False, -0.1, 1.1, math.nan]),
         ("min_p", [-0.1, 1.1, math.nan]),
         ("typical_p", [0.0, 1.1, math.nan]),
         ("seed", [2**64, -(2**63) - 1, 1.0, "x"]),

@@ -301,7 +301,8 @@ class ModelInfo:
     generation_defaults: sampling parameters from the checkpoint's generation_config.json, by SamplingParams' names.
     pooling: how the checkpoint wants hidden states to become an embedding, "last" or "mean". pooling_problem: why
     octavo cannot do as it wants, or None. hidden_size: of an embedding.
-    has_head: False for a checkpoint without lm_head, which gives embeddings and no tokens.
+    has_head: False for a checkpoint without lm_head, which gives embeddings and no tokens. model_type, architectures:
+    as config.json names them.
     """
 
     name: str
@@ -313,6 +314,8 @@ class ModelInfo:
     pooling_problem: str | None = None
     has_head: bool = True
     hidden_size: int = 1
+    model_type: str = ""
+    architectures: tuple[str, ...] = ()
 
     def choose_pooling(self, asked: str | None = None) -> str:
         """Return how to make an embedding: as asked, None for as the checkpoint wants. Raises `RequestError`."""

@@ -48,12 +48,13 @@ class PromptTooLongError(RequestError):
     """
 
     @classmethod
-    def check(cls, num_tokens: int, max_model_len: int) -> None:
-        """Raise it for a prompt that leaves no room for a token of output."""
+    def check(cls, num_tokens: int, max_model_len: int, *, is_all: bool = True) -> None:
+        """Raise it for a prompt that leaves no room for a token of output. is_all: whether these are its tokens."""
         if num_tokens >= max_model_len:
+            rest = "" if is_all else " (counted so far)"
             raise cls(
-                f"prompt is too long: {num_tokens} tokens > {max_model_len - 1} maximum; this model's maximum context "
-                f"length is {max_model_len} tokens (max_model_len), and the output needs one",
+                f"prompt is too long: {num_tokens} tokens > {max_model_len - 1} maximum{rest}; this model's maximum "
+                f"context length is {max_model_len} tokens (max_model_len), and the output needs one",
                 parameter="prompt",
             )
 

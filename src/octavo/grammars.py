@@ -12,25 +12,26 @@ import json
 import logging
 import threading
 import weakref
-from collections import OrderedDict, deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octavo.errors import OctavoError, QueueFullError, RequestError
+from octavo.errors import OctavoError, RequestError
+from octavo.gbnf import is_gbnf, to_lark
 from octavo.lark import JSON_OPTIONS, by_id, free_start, whole_grammar
+from octavo.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from concurrent.futures import Executor
+    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
     from octavo.sampling_params import StructuredOutputsParams
 
-    _Task = tuple[Future[None], Callable[[], None]]
 
 logger = logging.getLogger(__name__)
 _MAX_KEPT = 128  # compiled grammars, besides those that somebody waits for: one of a small schema takes 0.2 MB
@@ -220,57 +221,10 @@ def _forget(compiler: weakref.ref[GrammarCompiler], wanted: int) -> None:
         there.let_go(wanted)
 
 
-class Turns:
-    """Tasks for one executor, tenant after tenant: who has many waiting waits for them alone. Any thread may ask."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self._waiting: OrderedDict[str, deque[_Task]] = OrderedDict()  # whose turn is next comes first
-        self._lock = threading.Lock()
-
-    def submit(self, tenant: str, run: Callable[[], None]) -> Future[None]:
-        """Run it when it is the tenant's turn. Raises `QueueFullError` where too many of the tenant's wait."""
-        future: Future[None] = Future()
-        with self._lock:
-            if len(self._waiting.get(tenant, ())) >= _MAX_WAITING:
-                self._waiting[tenant] = deque(task for task in self._waiting[tenant] if not task[0].cancelled())
-            if len(self._waiting.get(tenant, ())) >= _MAX_WAITING:
-                raise QueueFullError(f"{_MAX_WAITING} grammars wait to be compiled already", parameter=_PARAMETER)
-            self._executor.submit(self._run_next)  # which waits for the lock
-            self._waiting.setdefault(tenant, deque()).append((future, run))
-        return future
-
-    def _take(self) -> _Task | None:
-        """Take a task of the tenant whose turn it is, which comes last then; what was cancelled takes no turn."""
-        with self._lock:
-            while self._waiting:
-                tenant, tasks = self._waiting.popitem(last=False)
-                future, run = tasks.popleft()
-                is_wanted = future.set_running_or_notify_cancel()
-                if tasks:
-                    self._waiting[tenant] = tasks
-                    self._waiting.move_to_end(tenant, last=is_wanted)
-                if is_wanted:
-                    return future, run
-        return None
-
-    def _run_next(self) -> None:
-        """Run a task; there are at least as many calls as tasks."""
-        if (task := self._take()) is None:
-            return
-        future, run = task
-        try:
-            run()
-        except BaseException as error:  # noqa: BLE001 - raised again by the result
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-
 @functools.cache
 def _turns() -> Turns:
     """Return who waits for the one thread that compiles."""
-    return Turns(_executor())
+    return Turns(_executor(), _MAX_WAITING, f"{_MAX_WAITING} grammars wait to be compiled already", _PARAMETER)
 
 
 @functools.cache
@@ -326,7 +280,8 @@ def _structure_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
             case "choice":
                 return str(llguidance.grammar_from("choice", json.dumps(wanted.choice)))
             case _:
-                return str(llguidance.grammar_from("grammar", wanted.grammar))
+                text = str(wanted.grammar)
+                return str(llguidance.grammar_from("lark", to_lark(text) if is_gbnf(text) else text))
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"{wanted.kind}: {_first_line(str(error))}", parameter=_PARAMETER) from None
 

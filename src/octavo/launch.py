@@ -13,7 +13,7 @@ from octavo.assets import BUILT_IN_MODEL, built_in_model_path
 from octavo.config import EngineConfig, ModelConfig, ModelInfo
 from octavo.engine.chat_template import ChatTemplate
 from octavo.engine.embedding_config import read_embedding_config
-from octavo.engine.generation_config import read_generation_defaults
+from octavo.engine.generation_config import read_generation_defaults, read_json_object
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.tokenizer import Tokenizer
@@ -139,6 +139,7 @@ def _model_info(model_config: ModelConfig, checkpoint: Checkpoint, tokenizer: To
             f"{directory / 'generation_config.json'}: {error}; mend it, or ignore it with generation_config='vllm'"
         ) from error
     embeddings = read_embedding_config(directory)
+    described = read_json_object(directory / "config.json")
     return ModelInfo(
         name=name,
         vocab_size=architecture.vocab_size,
@@ -149,6 +150,8 @@ def _model_info(model_config: ModelConfig, checkpoint: Checkpoint, tokenizer: To
         pooling_problem=embeddings.problem,
         has_head=architecture.has_head,
         hidden_size=architecture.hidden_size,
+        model_type=str(described.get("model_type", "")),
+        architectures=tuple(map(str, described.get("architectures") or ())),
     )
 
 

@@ -21,6 +21,7 @@ MAX_COUNT = 2**31 - 1  # what the worker's tensors hold
 SEED_RANGE = (-(2**63), 2**64 - 1)
 _STRUCTURED = "structured_outputs"
 _STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
+_LEAST_TOP_P = 1e-9  # less than the most probable of any vocabulary has: it stays alone
 _SAMPLING_EPS = 1e-5  # as in vLLM: a temperature below it is greedy
 
 
@@ -101,8 +102,8 @@ class SamplingParams:
     """Parameters of one request; names, defaults and meaning are those of vLLM and the OpenAI API.
 
     n: output sequences per prompt. seed: makes sampling reproducible (drawn by the engine when None, or -1).
-    temperature 0 is greedy. top_k 0 or -1, top_p 1, min_p 0 and typical_p 1 mean "all"; typical_p is TGI's: locally
-    typical sampling (`octavo.worker.typical`).
+    temperature 0 is greedy, and top_p 0 the most probable token alone. top_k 0 or -1, top_p 1, min_p 0 and typical_p 1
+    mean "all"; typical_p is TGI's: locally typical sampling (`octavo.worker.typical`).
     max_tokens None means up to the model's limit. logprobs/prompt_logprobs: how many of the best are reported beside
     the token itself; None for none at all. logit_bias: token id -> number added to its logit. structured_outputs: what
     form the answer must have; it ends where that does. shown_special_token_ids: special tokens that are text all the
@@ -150,7 +151,7 @@ class SamplingParams:
             _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_int("top_k", self.top_k, 0, MAX_COUNT)
-        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_float("top_p", self.top_p, 0.0, 1.0)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_float("typical_p", self.typical_p, 0.0, 1.0, open_low=True)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -191,6 +192,8 @@ class SamplingParams:
             self.logit_bias = _plain_bias(self.logit_bias)
         if self.top_k == -1:
             self.top_k = 0
+        if type(self.top_p) in (int, float) and self.top_p == 0:
+            self.top_p = _LEAST_TOP_P
         if isinstance(self.temperature, (int, float)) and 0 < self.temperature < _SAMPLING_EPS:
             self.temperature = 0.0
 

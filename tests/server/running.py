@@ -85,7 +85,8 @@ class Running:
         return self.engine.core.scheduler.get_num_unfinished_requests()
 
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=DEADLINE_S, trust_env=False, limits=ALL_KEPT)
+        headers = {"Content-Type": "application/json"}
+        return httpx.Client(base_url=self.url, timeout=DEADLINE_S, trust_env=False, limits=ALL_KEPT, headers=headers)
 
 
 @contextlib.contextmanager

@@ -97,9 +97,9 @@ def test_small_work_stays_where_it_is(shared: Running, monkeypatch: pytest.Monke
     places: list[str] = []
     spell = completions.completion_logprobs
 
-    def watched(*args: Any) -> Any:
+    def watched(*args: Any, **options: Any) -> Any:
         places.append(threading.current_thread().name)
-        return spell(*args)
+        return spell(*args, **options)
 
     monkeypatch.setattr(completions, "completion_logprobs", watched)
     with shared.http() as http:

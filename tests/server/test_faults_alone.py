@@ -135,7 +135,7 @@ ADDING: dict[str, tuple[Patch, dict[str, Any]]] = {"a grammar is prepared": (pre
 CHAT: dict[str, tuple[Patch, dict[str, Any]]] = {
     "reasoning and calls": (break_where(AnswerReader, "read", lambda *_: True), {}),
     "logprobs as the API has them": (
-        break_where(chat, "chat_logprobs", lambda _positions, num_top, _piece: num_top == TOP),
+        break_where(chat, "chat_logprobs", lambda _positions, num_top, _piece, **_: num_top == TOP),
         {"logprobs": True, "top_logprobs": TOP},
     ),
 }

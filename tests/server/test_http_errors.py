@@ -88,7 +88,7 @@ def test_table(error: Exception, status: int, code: str | None) -> None:
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": 1e300}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"top_k": 2**31}, "top_k"),
@@ -105,7 +105,7 @@ def test_table(error: Exception, status: int, code: str | None) -> None:
         ({"seed": 2**64 - 1 + 1}, "seed"),
         ({"seed": 0.5}, "seed"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"max_tokens": 2**63}, "max_tokens"),
         ({"max_tokens": 2**70}, "max_tokens"),
         ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
@@ -134,7 +134,8 @@ def test_table(error: Exception, status: int, code: str | None) -> None:
         ({"model": 5}, "model"),
         ({"response_format": {"type": "json"}}, "response_format"),
         ({"response_format": "json_object"}, "response_format"),
-        ({"guided_json": {}}, "guided_json"),
+        ({"guided_json": 5}, "guided_json"),
+        ({"guided_whitespace_pattern": "a"}, "guided_whitespace_pattern"),
     ],
 )
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])

@@ -35,11 +35,12 @@ if TYPE_CHECKING:
     from running import Running
 
 COMPLETIONS = "/v1/completions"
+JSON = "Content-Type: application/json\r\n"
 
 
 def head(path: str, num_bytes: int, key: str = "") -> bytes:
     asked = f"Authorization: Bearer {key}\r\n" if key else ""
-    return f"POST {path} HTTP/1.1\r\nHost: x\r\n{asked}Content-Length: {num_bytes}\r\n\r\n".encode()
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\n{JSON}{asked}Content-Length: {num_bytes}\r\n\r\n".encode()
 
 
 def trickle(sock: socket.socket) -> None:
@@ -126,7 +127,7 @@ def test_s8_complete_headers_that_are_too_large_are_refused(shared: Running) -> 
 
 def test_s8_a_body_in_millions_of_chunks_costs_what_its_bytes_do() -> None:
     chunks = b"1\r\na\r\n" * 10_000
-    request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n".encode()
     with run_server(max_body_bytes=1 << 20) as running, connect(running) as sock:
         check_serves(running)
         sent = 0
@@ -149,7 +150,8 @@ def test_large_but_lawful_headers_are_taken(shared: Running) -> None:
 def test_s8_trailers_are_not_kept(shared: Running) -> None:
     """Headers behind a chunked body: read past, and never collected."""
     body = json.dumps({"prompt": "hello", "max_tokens": 5}).encode()
-    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n".encode()
+    request += b"Connection: close\r\n\r\n"
     with connect(shared) as sock:
         sock.sendall(request + f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n")
         wait_until(lambda: shared.server.server_state.connections, "it is connected")
@@ -507,7 +509,7 @@ def test_a_trickle_behind_an_answer_ends_the_connection() -> None:
 
 def test_s9_a_body_is_cut_off_while_it_streams_in() -> None:
     """Its size is not looked at once all of it has been read: the answer is there before the body has an end."""
-    request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n".encode()
     with run_server(max_body_bytes=10_000) as running, connect(running) as sock:
         sock.sendall(request + (b"3e8\r\n" + b" " * 1000 + b"\r\n") * 11)
         answer = sock.recv(1 << 16)

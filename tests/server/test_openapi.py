@@ -28,6 +28,13 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [
         {"messages": [USER]},
         {"messages": [USER], "n": 2, "logprobs": True, "top_logprobs": 2, "max_tokens": 4, "prompt_logprobs": 1},
+        {
+            "messages": [USER],
+            "max_tokens": -1,
+            "top_p": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        },
         {"messages": [USER], "tools": [TOOL], "tool_choice": "auto", "stop": ["a", "b"], "temperature": 0.5},
         {
             "messages": [USER],
@@ -55,6 +62,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
         {"prompt": "a", "max_tokens": 3, "logprobs": 2, "echo": True},
         {"prompt": [[1, 2], [3]], "max_tokens": 3, "n": 2},
+        {"prompt": "abc", "n_predict": -1, "n_probs": 2, "return_token_ids": True, "truncate_prompt_tokens": 2},
     ],
     "/v1/responses": [
         {"input": "Hello."},
@@ -63,6 +71,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "tools": [{"type": "function", "name": "now", "parameters": {"type": "object"}}],
             "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "now"}]},
         },
+        {"input": "Hello.", "include": ["message.output_text.logprobs"], "top_logprobs": 2},
         {"input": [USER, {"type": "function_call_output", "call_id": "a", "output": "noon"}], "max_output_tokens": 5},
     ],
     "/v1/responses/input_tokens": [{"input": [USER], "instructions": "Be brief."}],

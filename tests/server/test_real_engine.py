@@ -270,6 +270,7 @@ def test_an_anthropic_answer_fits_its_schema(served: running.Running) -> None:
         ({"regex": "[0-9]{3}"}, lambda text: len(text) == 3 and text.isdecimal()),
         ({"json": SCHEMA}, lambda text: set(json.loads(text)) == {"name", "age"}),
         ({"grammar": 'root ::= "a" "b"+ "c"{2}'}, lambda text: text.strip("b") == "acc" or text.startswith("ab")),
+        ({"grammar": 'root ::= word "a"\nword ::= [a-c]{3}'}, lambda text: len(text) == 4 and text.endswith("a")),
     ],
 )
 def test_vllm_s_structures_in_a_completion(client: openai.OpenAI, structure: dict[str, Any], check: Any) -> None:
@@ -281,8 +282,44 @@ def test_vllm_s_structures_in_a_completion(client: openai.OpenAI, structure: dic
 
 
 @pytest.mark.parametrize(
+    ("fields", "check"),
+    [
+        ({"json_schema": SCHEMA}, lambda text: set(json.loads(text)) == {"name", "age"}),
+        ({"json_schema": {"enum": ["left"]}}, lambda text: json.loads(text) == "left"),
+        ({"json_schema": json.dumps(SCHEMA)}, lambda text: set(json.loads(text)) == {"name", "age"}),
+        ({"grammar": 'root ::= "\\u00e9" [0-9]{2}'}, lambda text: text[0] == "é" and text[1:].isdecimal()),
+        ({"regex": "[0-9]{3}"}, lambda text: len(text) == 3 and text.isdecimal()),
+    ],
+)
+def test_structures_as_llama_cpp_and_sglang_ask_for_them(
+    client: openai.OpenAI, fields: dict[str, Any], check: Any
+) -> None:
+    text = client.completions.create(model="tiny", prompt="a", max_tokens=300, extra_body=fields, **SAMPLED)
+    assert text.choices[0].finish_reason == "stop"
+    assert check(text.choices[0].text)
+    chat = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=300, extra_body=fields, **SAMPLED)
+    assert check(chat.choices[0].message.content)
+
+
+def test_top_p_of_zero_leaves_the_most_probable_token_alone(client: openai.OpenAI) -> None:
+    greedy = client.completions.create(model="tiny", prompt="a", max_tokens=40, temperature=0)
+    for typical_p in (1.0, 0.9):
+        extra = {"typical_p": typical_p}
+        alone = client.completions.create(
+            model="tiny", prompt="a", max_tokens=40, top_p=0, extra_body=extra, **{**SAMPLED, "temperature": 2.0}
+        )
+        assert alone.choices[0].text == greedy.choices[0].text
+    chat = {"model": "tiny", "messages": MESSAGES, "max_tokens": 20}
+    alone = client.chat.completions.create(top_p=0, **chat, **SAMPLED)
+    assert alone.choices[0].message == client.chat.completions.create(temperature=0, **chat).choices[0].message
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"grammar": "root ::= nothing"}, "grammar"),
+        ({"json_schema": {"type": "x"}}, "json_schema"),
+        ({"regex": "(a"}, "regex"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),

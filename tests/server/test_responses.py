@@ -188,7 +188,7 @@ def test_a_whole_conversation_reaches_the_template() -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": -1}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": ["auto"]}, "tool_choice"),
@@ -305,3 +305,71 @@ def test_what_would_change_an_answer_is_not_ignored(client, field, value):
         client.responses.create(**ASKED, extra_body={field: value})
     assert caught.value.param == field
     assert client.responses.create(**ASKED, extra_body={"n": 1, "max_tokens": None}).status == "completed"
+
+
+LOGPROBS: Any = ["message.output_text.logprobs"]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_output_tokens": 100}, {"max_output_tokens": 60}, {"tool_choice": "none"}]
+)
+def test_logprobs_are_those_of_the_text(client: openai.OpenAI, options: dict[str, Any]) -> None:
+    """Neither of reasoning nor of calls, nor of the marks around them; streamed as they are whole."""
+    asked = {**ASKED, "tools": [WEATHER, NOW], "include": LOGPROBS, "top_logprobs": 2, **options}
+    whole = client.responses.create(**asked)
+    assert whole.top_logprobs == 2
+    texts = [part for item in whole.output if item.type == "message" for part in item.content]
+    assert len(texts) == 1
+    for part in texts:
+        assert len(part.logprobs) == len(part.text.encode())  # a token is a byte
+        assert part.text.startswith("".join(entry.token for entry in part.logprobs[:7]))
+        for entry in part.logprobs:
+            assert entry.top_logprobs[0].token == entry.token
+            assert (len(entry.top_logprobs), entry.logprob) == (2, -0.25)
+
+    events = list(client.responses.create(stream=True, **asked))
+    assert comparable(events[-1].response) == comparable(whole)
+    told = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    expected = [entry for part in texts for entry in part.logprobs]
+    assert [entry.token for entry in told] == [entry.token for entry in expected]
+    done = [entry for event in events if event.type == "response.output_text.done" for entry in event.logprobs]
+    assert [entry.to_dict() for entry in done] == [entry.to_dict() for entry in expected]
+
+
+def test_logprobs_of_a_plain_answer() -> None:
+    with run_server(FakeExecutor(answer="Rome, over there.")) as running, make_client(running) as client:
+        for asked, num_top in (
+            ({"include": LOGPROBS}, 0),
+            ({"top_logprobs": 3}, 3),
+            ({"include": LOGPROBS, "top_logprobs": 20}, 20),
+        ):
+            part = client.responses.create(**ASKED, **asked).output[0].content[0]
+            assert "".join(entry.token for entry in part.logprobs) == part.text == "Rome, over there."
+            assert [len(entry.top_logprobs) for entry in part.logprobs] == [num_top] * len(part.text)
+        for asked in ({}, {"top_logprobs": 0}, {"include": ["reasoning.encrypted_content"]}):
+            assert client.responses.create(**ASKED, **asked).output[0].content[0].logprobs == []
+        part = (
+            client.responses.create(**ASKED, include=LOGPROBS, extra_body={"stop_token_ids": [ord("v")]})
+            .output[0]
+            .content[0]
+        )
+        assert "".join(entry.token for entry in part.logprobs) == part.text
+        with pytest.raises(openai.BadRequestError) as error:
+            client.responses.create(**ASKED, top_logprobs=21)
+        assert error.value.param == "top_logprobs"
+
+
+def test_text_around_calls_keeps_its_own_logprobs() -> None:
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    answer = f"One.{call}Two, 狐.{call}{call}Three."
+    options = {"chat_template": FakeChatTemplate("<tool_call>")}
+    with run_server(FakeExecutor(answer=answer), engine_options=options) as running, make_client(running) as client:
+        asked = {**ASKED, "tools": [NOW], "include": LOGPROBS}
+        whole = client.responses.create(**asked)
+        texts = [item.content[0] for item in whole.output if item.type == "message"]
+        assert [part.text for part in texts] == ["One.", "Two, 狐.", "Three."]
+        for part in texts:
+            assert len(part.logprobs) == len(part.text.encode())
+            assert part.logprobs[0].token == part.text[0]
+        *_, last = client.responses.create(stream=True, **asked)
+        assert comparable(last.response) == comparable(whole)

@@ -16,8 +16,9 @@ from running import run_server
 
 from octavo.server import embeddings, messages, responses
 from octavo.server.embeddings import EmbeddingRequest
+from octavo.server.extra_fields import ANTHROPIC_HARMLESS, HARMLESS
 from octavo.server.messages import CountTokensRequest, MessagesRequest
-from octavo.server.openai_requests import ANTHROPIC_HARMLESS, HARMLESS, ChatCompletionRequest, CompletionRequest
+from octavo.server.openai_requests import ChatCompletionRequest, CompletionRequest
 from octavo.server.responses import ResponsesRequest
 
 if TYPE_CHECKING:

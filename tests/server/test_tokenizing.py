@@ -27,8 +27,11 @@ def test_a_text(http: httpx.Client) -> None:
     assert "token_strs" not in http.post("/tokenize", json={"prompt": "a", "return_token_strs": None}).json()
     answer = http.post("/tokenize", json={"prompt": "a", "return_token_strs": True}).json()
     assert answer["token_strs"] == ["<97>"]
-    assert http.post("/detokenize", json={"tokens": [231, 139, 144, 33, 256]}).json() == {"prompt": "狐!<eos>"}
-    assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    assert http.post("/detokenize", json={"tokens": [231, 139, 144, 33, 256]}).json() == {
+        "prompt": "狐!<eos>",
+        "content": "狐!<eos>",
+    }
+    assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": "", "content": ""}
 
 
 def test_a_conversation_is_what_a_chat_would_send(http: httpx.Client) -> None:

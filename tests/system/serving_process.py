@@ -77,9 +77,18 @@ class Served:
 
 
 @contextlib.contextmanager
-def serve(*options: str, key: str | None = None, certificate: str | None = None, **variables: str) -> Iterator[Served]:
-    """Run `octavo serve` on a free port, with variables in its environment; key, certificate: its clients' ones."""
-    command = [sys.executable, "-m", "octavo", "serve", "--port", "0", "--shutdown-timeout", "0", *options]
+def serve(
+    *options: str,
+    key: str | None = None,
+    certificate: str | None = None,
+    python: str = sys.executable,
+    **variables: str,
+) -> Iterator[Served]:
+    """Run `octavo serve` on a free port, with variables in its environment; key, certificate: its clients' ones.
+
+    python: the interpreter whose octavo it is.
+    """
+    command = [python, "-m", "octavo", "serve", "--port", "0", "--shutdown-timeout", "0", *options]
     environment = {**os.environ, "OCTAVO_API_KEY": "", **variables}
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment

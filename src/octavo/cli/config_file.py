@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import fields
-from pathlib import Path  # noqa: TC003 - typer reads the types
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from octavo import __version__
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from octavo.config import EngineConfig, ServerConfig
 
 _SECRET = {"api_key"}
+_FILES = {"model", "tokenizer", "chat_template"}  # which may be ids or texts as well
 _NO_SETTINGS = {"config", "help", "debug"}
 _SOURCES = {
     "COMMANDLINE": "command line",
@@ -63,19 +68,55 @@ def describe_settings(context: typer.Context) -> list[str]:
     return lines
 
 
+def describe_model(engine: EngineConfig, names: Sequence[str]) -> str:
+    """Say in a line which model is served under which names, and how its weights and its KV cache are kept."""
+    model, cache = engine.model, engine.cache
+    if cache.num_gpu_blocks is not None:
+        size = f"{cache.num_gpu_blocks * cache.block_size} tokens"
+    elif cache.kv_cache_memory_bytes is not None:
+        size = f"{cache.kv_cache_memory_bytes / 2**30:.3g} GiB"
+    else:
+        size = "as much as memory allows"
+    weights = f"dtype {model.dtype}, quantization {model.quantization or 'none'}"
+    return f"octavo {__version__}: {', '.join(names)} ({weights}); KV cache: {size}, dtype {cache.kv_cache_dtype}"
+
+
+def configuration(server: ServerConfig, engine: EngineConfig) -> dict[str, dict[str, Any]]:
+    """Return every value that a server runs with, by part of the configuration; secrets are named, not shown."""
+    return {name: _told(part) for name, part in _parts(server, engine).items()}
+
+
+def _told(part: Any) -> dict[str, Any]:
+    return {each.name: _plain(each.name, getattr(part, each.name)) for each in fields(part)}
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Return a value as JSON has it. Of a file its name is told, not where it lies."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, tuple):
+        return [str(each) for each in value]
+    if isinstance(value, Path) or (name in _FILES and Path(value).exists()):
+        return Path(value).name
+    return "..." if name in _SECRET else str(value)
+
+
 def describe_configuration(server: ServerConfig, engine: EngineConfig) -> list[str]:
     """Say every value that a server runs with, a line for each part of the configuration.
 
     None is what has no limit, is not asked for, or is found when the model is loaded. Secrets are named, not shown.
     """
-    parts: dict[str, Any] = {
+    return [f"{name}: " + ", ".join(_values(part)) for name, part in _parts(server, engine).items()]
+
+
+def _parts(server: ServerConfig, engine: EngineConfig) -> dict[str, Any]:
+    return {
         "server": server,
         "model": engine.model,
         "cache": engine.cache,
         "scheduler": engine.scheduler,
         "device": engine.device,
     }
-    return [f"{name}: " + ", ".join(_values(part)) for name, part in parts.items()]
 
 
 def _values(part: Any) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path  # noqa: TC003 - typer reads the types
@@ -14,7 +15,13 @@ import typer
 
 from octavo import logs
 from octavo.cli.command import command
-from octavo.cli.config_file import describe_configuration, describe_settings, read_defaults
+from octavo.cli.config_file import (
+    configuration,
+    describe_configuration,
+    describe_model,
+    describe_settings,
+    read_defaults,
+)
 from octavo.cli.engine_options import EngineOptions, parse_size
 from octavo.config import (
     DEFAULT_MAX_BODY_BYTES,
@@ -41,6 +48,9 @@ _ACCESS = "Access"
 _LIMITS = "Limits"
 _DEFAULT = ServerConfig()
 _PACKAGES = ("zmq", "msgspec", "fastapi", "uvicorn", "httptools", "prometheus_client")  # that only a server needs
+# So long may one thread keep the interpreter while others wait for it. A request changes threads several times, and
+# would wait each time for whoever reads a large one: Python's own 5 ms are made for throughput.
+SWITCH_INTERVAL_S = 0.0005
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -355,7 +365,9 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
     # What can go wrong without the model is found before it is loaded.
     logs.configure(config.log_level.upper(), server.log_format, audit_file=server.audit_log)
     say = logger.info if server.log_format == "json" else partial(typer.secho, err=True)
-    for line in (*describe_settings(context), *describe_configuration(config, engine.config())):
+    for line in (describe_model(engine.config(), config.served_model_names), *describe_settings(context)):
+        say(line)
+    for line in describe_configuration(config, engine.config()) if config.log_level == "debug" else ():
         say(line)
     check_binding(server.host, config, insecure=server.insecure)
     check_files(config)
@@ -367,7 +379,8 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
             from octavo.server.serving import make_server
 
             with made_to_stay():
-                http = make_server(llm, config, max_connections=max_connections)
+                settings = configuration(config, engine.config())
+                http = make_server(llm, config, max_connections=max_connections, settings=settings)
             open_door(sock)
             host = f"[{server.host}]" if ":" in server.host else server.host
             scheme = "http" if config.ssl_certfile is None else "https"
@@ -376,6 +389,7 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
             if config.dashboard:
                 say(f"dashboard at {address}/dashboard")
             say(f"serving {names} at {address}/v1 - Ctrl-C stops")
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
             with returning_free_memory():
                 http.run(sockets=[sock])
             if llm.is_dead:

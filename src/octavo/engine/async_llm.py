@@ -8,8 +8,10 @@ import logging
 import queue
 import threading
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from octavo.engine.text_work import TextWork
 from octavo.errors import DeadlineError, EngineDeadError, OctavoError, SlowReaderError
 from octavo.faults import log_fault
 from octavo.outputs import DEADLINE_PASSED
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+_CHARS_PER_ID = 4  # of a list that is checked
 _DEADLINE_GRACE_S = 1.0  # in which the engine itself should tell that a request's time is over
 
 
@@ -103,10 +106,12 @@ class AsyncLLM:
 
     The engine belongs to that thread alone: everything reaches it through one inbox.
     max_unread_outputs: a request whose reader leaves more than so many outputs lying is ended; None for no limit.
+    `text` does what the texts of requests cost, beside the event loop.
     """
 
     def __init__(self, engine: Engine | RemoteEngine, *, max_unread_outputs: int | None = None) -> None:
         self.engine = engine
+        self.text = TextWork()
         self._max_unread = max_unread_outputs
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._read: dict[str, _Stream] = {}  # by request, while there is a reader
@@ -150,8 +155,10 @@ class AsyncLLM:
         Raises `RequestError` when it cannot be served, `EngineDeadError` when the engine stops meanwhile, and
         `SlowReaderError` when too many outputs were not read.
         """
+        if self._dead is not None:
+            raise self._dead
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        processed = await asyncio.to_thread(
+        process = partial(
             self.engine.input_processor.process,
             request_id,
             prompt,
@@ -163,6 +170,7 @@ class AsyncLLM:
             tenant_weight=tenant_weight,
             timeout_s=timeout_s,
         )
+        processed = await self.text.do(process, num_chars=_num_chars(prompt, sampling_params), tenant=tenant)
         if on_processed is not None:
             await on_processed(processed)
         stream = _Stream(deadline, on_unread)
@@ -215,6 +223,7 @@ class AsyncLLM:
         """Stop the thread; open streams end with `EngineDeadError`."""
         self._inbox.put(None)
         self._thread.join()
+        self.text.shutdown()
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._door:
@@ -324,6 +333,16 @@ class AsyncLLM:
             command()
         except Exception:
             logger.exception("a command to the dead engine failed")
+
+
+def _num_chars(prompt: Any, params: SamplingParams | None) -> int:
+    """Return how much there is to read and to check: a token id is as good as some characters."""
+    if hasattr(prompt, "keys"):
+        ids = prompt.get("prompt_token_ids")
+        prompt = prompt.get("prompt") if ids is None else ids
+    lists = () if params is None else (params.logit_bias, params.allowed_token_ids, params.stop_token_ids)
+    num_ids = sum(len(ids) for ids in lists if ids is not None and hasattr(ids, "__len__"))
+    return (len(prompt) if hasattr(prompt, "__len__") else 0) + _CHARS_PER_ID * num_ids
 
 
 def _put_all(batch: list[tuple[_Stream, RequestOutput]]) -> None:

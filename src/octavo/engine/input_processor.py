@@ -32,8 +32,15 @@ class TextCodec(Protocol):
         """Characters of the longest token."""
         ...
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Turn text into token ids; a BOS that the text already begins with is not doubled."""
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """Turn text into token ids; a BOS that the text already begins with is not doubled.
+
+        most: of a long text with more tokens than that, some more than these are returned, and not all.
+        """
+        ...
+
+    def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the last token ids of a text."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -110,10 +117,11 @@ class InputProcessor:
         """Build the parameters of a request that names none: the checkpoint's own defaults, else vLLM's."""
         return SamplingParams(**{**self.model_info.generation_defaults, **overrides})
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, is_prompt: bool = False) -> list[int]:
         """Return the token ids of a text. Raises `RequestError`, and `PromptTooLongError` for one that cannot fit.
 
-        A text that is longer than the longest tokens make it is refused before it is taken apart.
+        A text that is longer than the longest tokens make it is refused before it is taken apart. is_prompt: so is one
+        whose tokens do not fit, when so many have been found.
         """
         num_tokens = self.model_info.max_model_len
         if len(text) > _ORDINARY_CHARS * num_tokens:  # the longest token is looked for when a text makes it necessary
@@ -124,19 +132,37 @@ class InputProcessor:
                     f"model's maximum context length is {num_tokens} tokens (max_model_len)",
                     parameter="prompt",
                 )
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if not is_prompt:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, most=num_tokens)
+        PromptTooLongError.check(len(token_ids), num_tokens, is_all=len(token_ids) <= num_tokens)
+        return token_ids
+
+    def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the last token ids of a text, at most as many as a prompt could have: of those, one is too many."""
+        most = min(num_tokens, self.model_info.max_model_len)
+        return self.tokenizer.encode_end(text, most, add_special_tokens=add_special_tokens)
+
+    def encode_start(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the first token ids of a text, at most as many as a prompt could have: of those, one is too many."""
+        most = min(num_tokens, self.model_info.max_model_len)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, most=most)[:most]
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
         """Render a conversation into a prompt for `process`: {"prompt": text, "prompt_token_ids": ids}.
 
         options: add_generation_prompt, continue_final_message, tools, and whatever the checkpoint's template knows.
         """
+        text = self.chat_text(messages, **options)
+        return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Render a conversation: the text of `chat_prompt`."""
         if self._tokenizer is None or self._chat_template is None:
             raise RequestError("chat needs a tokenizer and a chat template; this model has none", parameter="messages")
         if "chat_template" in options:  # a template is a program: it comes from the operator, never with a request
             raise RequestError("a request cannot bring a chat template of its own", parameter="chat_template")
-        text = self._chat_template.render(messages, **options)
-        return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
+        return self._chat_template.render(messages, **options)
 
     def process(
         self,
@@ -207,7 +233,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError("a text prompt needs a tokenizer; send prompt_token_ids", parameter="prompt")
-            return prompt, self.encode(prompt)
+            return prompt, self.encode(prompt, is_prompt=True)
         if hasattr(prompt, "keys"):
             mapping: Mapping[str, Any] = prompt  # type: ignore[assignment]
             if mapping.get("prompt_token_ids") is not None:

@@ -9,6 +9,8 @@ import tokenizers
 
 from octavo.engine.detokenizer import IncrementalDetokenizer, TokenPieces
 from octavo.engine.generation_config import read_json_object
+from octavo.engine.long_text import PIECE_CHARS, LongTextEncoder
+from octavo.engine.text_work import progress
 from octavo.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ADDED_TOKEN_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
+_SHORT_CHARS = 1024  # take less time than the other threads may wait for the interpreter
 
 
 class Tokenizer:
@@ -28,6 +31,7 @@ class Tokenizer:
 
     __slots__ = (
         "_adds_bos",
+        "_long_text",
         "_longest_token_chars",
         "_pieces",
         "_special_ids",
@@ -42,6 +46,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None) -> None:
         """Wrap a tokenizer, which is changed; `config` holds the keys of tokenizer_config.json."""
         self._longest_token_chars: int | None = None
+        self._long_text: LongTextEncoder | None = None
         config = config or {}
         backend.no_padding()  # some files carry the settings of a training run
         backend.no_truncation()
@@ -77,20 +82,48 @@ class Tokenizer:
         _add_tokens(backend, config, config_path)
         return cls(backend, config)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Return the token ids of a text; a text that begins with BOS does not get a second one.
 
-        Raises `RequestError` for text that is not valid Unicode.
+        most: of a long text with more tokens than that, some more than these are returned, and not all.
+        Raises `RequestError` for text that is not valid Unicode, or too long a one that cannot be cut.
         """
         _check_unicode(text)
-        ids = list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        if len(text) > PIECE_CHARS:
+            return self._long_texts.encode(text, add_special_tokens=add_special_tokens, most=most)
+        ids = self._encode_at_once(text, add_special_tokens=add_special_tokens)
+        progress(len(ids))
+        return ids
+
+    def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the last of `encode(text)`, without taking a long text apart as a whole. Raises as that does."""
+        _check_unicode(text)
+        if len(text) > PIECE_CHARS:
+            return self._long_texts.encode_end(text, num_tokens, add_special_tokens=add_special_tokens)
+        return self.encode(text, add_special_tokens=add_special_tokens)[-num_tokens:]
+
+    @property
+    def _long_texts(self) -> LongTextEncoder:
+        """What takes long texts apart; made for the first one, as it goes through the whole vocabulary."""
+        if self._long_text is None:
+            bos = self.bos_token_id if self._adds_bos else None
+            self._long_text = LongTextEncoder(self.backend, self._encode_at_once, bos)
+        return self._long_text
+
+    def _encode_at_once(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if len(text) <= _SHORT_CHARS:
+            ids = list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        else:  # of the library's functions those for batches alone let other threads run meanwhile
+            ids = list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         doubled = add_special_tokens and self._adds_bos and ids[1:2] == [self.bos_token_id]
         return ids[1:] if doubled else ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; ids that the tokenizer does not know are nothing."""
-        text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        ids = list(token_ids)
+        if len(ids) <= _SHORT_CHARS:
+            return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
+        return str(self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
 
     @property
     def longest_token_chars(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 from typing import TYPE_CHECKING, TypeVar
 
 from octavo.errors import RequestError
@@ -11,18 +11,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from octavo.engine.input_processor import ProcessedInput
+    from octavo.engine.text_work import TextWork
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
     from octavo.sampling_params import SamplingParams
 
 T = TypeVar("T")
-_LARGE = 2048  # entries, each of which takes a few microseconds to spell
+_LARGE = 256  # entries, each of which takes a few microseconds to spell
 _BYTES_PER_ENTRY = 128  # of JSON that is read
 _NUMBERS_PER_ENTRY = 16  # of an embedding
 
 
-async def beside(num_entries: int, work: Callable[[], T]) -> T:
+async def beside(
+    text: TextWork, num_entries: int, work: Callable[[], T], *, tenant: str, deadline: float = math.inf
+) -> T:
     """Do some work, in a thread where it is large: every other request waits for what is done on the event loop."""
-    return work() if num_entries <= _LARGE else await asyncio.to_thread(work)
+    if num_entries <= _LARGE:
+        return work()
+    return await text.do(work, num_chars=num_entries * _BYTES_PER_ENTRY, tenant=tenant, deadline=deadline)
 
 
 def entries_of_bytes(num_bytes: int) -> int:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from copy import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Message, Receive, Scope, Send
 
+    from octavo.engine.text_work import TextWork
     from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.admission import Place
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 encoder = msgspec.json.Encoder()
 T = TypeVar("T")
 _ANSWERING = "it was answered"
+Choice = TypeVar("Choice", bound=msgspec.Struct)
+Chunk = TypeVar("Chunk", bound=msgspec.Struct)
 _MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
 
 
@@ -49,7 +52,7 @@ class Job:
     """What is to be answered. `model` is the name to answer under, `place` what it holds until it is.
 
     counts_completions: whether tokens of answers count as such; of prompts that are only scored there are none.
-    spelled: the engine's name of a parameter -> the one that the client used.
+    deadline: on the clock of the event loop. spelled: the engine's name of a parameter -> the one that the client used.
     """
 
     request_id: str
@@ -57,7 +60,7 @@ class Job:
     prompts: list[Any]
     params: SamplingParams
     place: Place
-    timeout_s: float
+    deadline: float
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
@@ -69,7 +72,9 @@ class Job:
 
     def __post_init__(self) -> None:
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        object.__setattr__(self, "params", replace(self.params, output_kind=kind))
+        params = copy(self.params)  # which were checked when they were made
+        params.output_kind = kind
+        object.__setattr__(self, "params", params)
 
 
 def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]:
@@ -81,10 +86,10 @@ def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]
         "continuous_usage": bool(options and options.include_usage and options.continuous_usage_stats),
         "priority": request.priority or 0,
         "cache_salt": request.cache_salt,
-        "spelled": {
-            "prompt": prompt_field,
-            "structured_outputs": "structured_outputs" if request.response_format is None else "response_format",
-        },
+        "spelled": request.spelled(
+            prompt=prompt_field,
+            structured_outputs="structured_outputs" if request.response_format is None else "response_format",
+        ),
     }
 
 
@@ -127,7 +132,7 @@ def event(data: Any) -> bytes:
     return b"data: " + encoder.encode(data) + b"\n\n"
 
 
-class OpenAIReply:
+class OpenAIReply(Generic[Choice, Chunk]):
     """What replies share that are chunks."""
 
     _done = b"data: [DONE]\n\n"
@@ -136,22 +141,43 @@ class OpenAIReply:
         self._job = job
 
     def news(self, news: News, usage: Usage | None) -> bytes:
-        """Return a chunk, also where its text is held back: who counts chunks sees when tokens come."""
-        return event(self._chunk(news, usage))
+        """Return a chunk, also where its text is held back: who counts chunks sees when tokens come.
+
+        Why a choice ended stands in a last chunk of its own: a loop that ends there has read everything.
+        """
+        choices = [self._grown(news)]
+        if news.completion.finished:
+            choices.append(self._ended(news))
+        chunks = [self._event([choice], usage) for choice in choices if choice is not None]
+        if news.is_first:
+            self._begin(chunks[0], news)
+        return b"".join(map(event, chunks))
 
     def end(self, usage: Usage) -> bytes:
         """Return the counts, if they are asked for, and the end."""
-        return event(self._usage_chunk(usage)) + self._done if self._job.include_usage else self._done
+        return event(self._event([], self._counted(usage))) + self._done if self._job.include_usage else self._done
 
     def error(self, error: HttpError) -> bytes:
         """Return an error object, and the end."""
         return event(error.body) + self._done
 
-    def _chunk(self, news: News, usage: Usage | None) -> msgspec.Struct:
+    def _grown(self, news: News) -> Choice | None:
+        """Return what a choice grew by; None where a client hears of nothing."""
         raise NotImplementedError
 
-    def _usage_chunk(self, usage: Usage) -> msgspec.Struct:
+    def _ended(self, news: News) -> Choice:
+        """Return why a choice ended, and nothing else."""
         raise NotImplementedError
+
+    def _event(self, choices: list[Choice], usage: Usage | None) -> Chunk:
+        raise NotImplementedError
+
+    def _begin(self, event: Chunk, news: News) -> None:
+        """Add what the first chunk of a choice has besides."""
+
+    def _counted(self, usage: Usage) -> Usage:
+        """Return the last counts."""
+        return usage
 
 
 class UsageCounter:
@@ -208,20 +234,6 @@ class UsageCounter:
         return usage
 
 
-def read_timeout(http_request: Request, limit_s: float) -> float:
-    """Return the seconds of X-Request-Timeout, at most the limit. Raises `RequestError` for what is no time."""
-    given = http_request.headers.get("x-request-timeout")
-    if given is None:
-        return limit_s
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise RequestError("X-Request-Timeout must be a number of seconds above 0", parameter="X-Request-Timeout")
-    return min(seconds, limit_s)
-
-
 async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
     """Answer a job, whole or as a stream; when the client leaves, its requests are aborted.
 
@@ -234,7 +246,7 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
     news = _news(service, job, usage)
     with _failing_alone(job):
         first = await _begun(http_request, news, service.config.stream_keep_alive_s)
-    events = _events(_chain(first, news), http_request.scope["state"], job, reply, usage)
+    events = _events(service, _chain(first, news), http_request.scope["state"], job, reply, usage)
     return EventStream(events, first, news, job.place, service.config.stream_keep_alive_s)
 
 
@@ -245,7 +257,12 @@ async def answer_whole(service: Service, http_request: Request, job: Job, reply:
     with _failing_alone(job):
         outputs = await unless_disconnected(http_request, _whole(service, job, usage))
         size = sum(num_entries(output, output.outputs, with_prompt=True) for output in outputs)
-        content = await beside(size, lambda: encoder.encode(reply.whole(outputs, usage.usage())))
+        content = await beside(
+            service.llm.text,
+            size,
+            lambda: encoder.encode(reply.whole(outputs, usage.usage())),
+            tenant=job.place.tenant.name,
+        )
     return Response(content, media_type="application/json")
 
 
@@ -392,7 +409,6 @@ async def _outputs(service: Service, job: Job, usage: UsageCounter) -> AsyncGene
     with _spelling(job):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
         logprobs = LogprobLimit(most, longest, job.params, len(job.prompts))
-        deadline = asyncio.get_running_loop().time() + job.timeout_s
         streams = [
             service.generate(
                 prompt,
@@ -401,7 +417,7 @@ async def _outputs(service: Service, job: Job, usage: UsageCounter) -> AsyncGene
                 place=job.place,
                 priority=job.priority,
                 cache_salt=job.cache_salt,
-                deadline=deadline,
+                deadline=job.deadline,
                 check=logprobs.check,
                 untold=lambda output: usage.add(output, output.outputs),
             )
@@ -445,14 +461,20 @@ async def _news(service: Service, job: Job, usage: UsageCounter) -> AsyncGenerat
 
 
 async def _events(
-    news: AsyncGenerator[News, None], state: dict[str, Any], job: Job, reply: Reply, counter: UsageCounter
+    service: Service,
+    news: AsyncGenerator[News, None],
+    state: dict[str, Any],
+    job: Job,
+    reply: Reply,
+    counter: UsageCounter,
 ) -> AsyncGenerator[bytes, None]:
     """Spell a stream as server-sent events; an error is its last one."""
     try:
         async with aclosing(news):
             async for each in news:
                 counter.add(each.output, [each.completion])
-                told = await _told(reply, each, counter.usage() if job.continuous_usage else None)
+                counts = counter.usage() if job.continuous_usage else None
+                told = await _told(service.llm.text, job, reply, each, counts)
                 if told:
                     yield told
         yield reply.end(counter.usage())
@@ -460,10 +482,10 @@ async def _events(
         yield reply.error(note_error(state, to_http(error_for(job.request_id, _ANSWERING, error))))
 
 
-async def _told(reply: Reply, news: News, usage: Usage | None) -> bytes:
+async def _told(text: TextWork, job: Job, reply: Reply, news: News, usage: Usage | None) -> bytes:
     """Spell some news; their reply has nothing else to do meanwhile."""
     size = num_entries(news.output, [news.completion], with_prompt=news.is_first)
-    return await beside(size, lambda: reply.news(news, usage))
+    return await beside(text, size, lambda: reply.news(news, usage), tenant=job.place.tenant.name)
 
 
 async def _chain(first: asyncio.Task[News], rest: AsyncGenerator[News, None]) -> AsyncGenerator[News, None]:

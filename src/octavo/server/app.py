@@ -6,13 +6,13 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, FastAPI
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of a route
 from starlette.responses import Response
 
 from octavo import __version__
-from octavo.server import messages, tgi
+from octavo.server import describing, messages, tgi
 from octavo.server.audit import AuditMiddleware
 from octavo.server.auth import ApiKeyMiddleware
 from octavo.server.body import body_of
@@ -50,6 +50,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.config = config
     app.state.admission = service.admission
     app.state.cutter = service.cutter
+    app.state.text = service.llm.text
     add_error_handlers(app)
     _add_routes(app, service)
     _add_model_routes(app, service)
@@ -142,6 +143,10 @@ def _add_tgi_routes(app: FastAPI, service: Service) -> None:
     async def either(request: Request, body: TgiBody) -> Response:
         return await tgi.generate_either(service, request, body)
 
+    @app.get("/", include_in_schema=False)
+    async def front_page() -> HTMLResponse:
+        return HTMLResponse(describing.front_page(service), headers=describing.PAGE_HEADERS)
+
     @app.get("/info")
     async def info() -> JSONResponse:
         return JSONResponse(tgi.info(service))
@@ -159,6 +164,18 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
     async def ready() -> Response:
         service.check_ready()
         return Response()
+
+    @app.get("/model_info")
+    @app.get("/get_model_info")
+    async def model_info() -> JSONResponse:
+        return JSONResponse(describing.model_info(service))
+
+    @app.get("/server_info")
+    @app.get("/get_server_info")
+    async def server_info(request: Request) -> JSONResponse:
+        if not request.state.tenant.read_metrics:
+            raise NotAllowedError("this key may not read the server's settings: that takes read_metrics")
+        return JSONResponse(describing.server_info(service))
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
@@ -13,7 +14,8 @@ from starlette.requests import Request  # noqa: TC002 - fastapi reads the types 
 
 from octavo.errors import QueueFullError, RequestError
 from octavo.server.answer_size import beside, entries_of_bytes
-from octavo.server.errors import BodyTooLargeError, SlowBodyError
+from octavo.server.errors import BodyTooLargeError, MediaTypeError, SlowBodyError
+from octavo.server.json_structure import check_structure
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -29,10 +31,14 @@ _HUGE = 2**64
 
 
 def body_of(schema: type[Schema]) -> Callable[[Request], Awaitable[Schema]]:
-    """Make the dependency that gives a route its checked body."""
+    """Make the dependency that gives a route its checked body.
+
+    The request's time counts from when that has arrived: `request.state.deadline`, on the clock of the event loop.
+    """
 
     async def read(request: Request) -> Schema:
         config: ServerConfig = request.app.state.config
+        _check_media_type(request.headers.get("content-type"))
         with _room(request.app.state.admission.body_bytes, request.state.tenant) as take:
             try:
                 async with request.app.state.cutter.timeout(config.body_timeout_s):
@@ -40,14 +46,42 @@ def body_of(schema: type[Schema]) -> Callable[[Request], Awaitable[Schema]]:
             except TimeoutError:
                 raise SlowBodyError(f"the request's body did not arrive within {config.body_timeout_s:g} s") from None
             request.state.num_body_bytes = len(body)
+            timeout_s = read_timeout(request, config.request_timeout_s)
+            request.state.deadline = asyncio.get_running_loop().time() + timeout_s
             return await look_at(request, lambda: parse(schema, body))
 
     return read
 
 
+def _check_media_type(given: str | None) -> None:
+    """Take JSON alone: a browser sends a form, plain text or bytes of no type for any page, without asking (CORS).
+
+    Raises `MediaTypeError`.
+    """
+    if given is None or given.partition(";")[0].strip().lower() != "application/json":
+        said = "no Content-Type" if given is None else f"Content-Type {given[:60]!r}"
+        raise MediaTypeError(f"the body must be sent as Content-Type: application/json, got {said}")
+
+
 async def look_at(request: Request, work: Callable[[], T]) -> T:
     """Do what takes as long as the request's body is large: beside the event loop where it is."""
-    return await beside(entries_of_bytes(request.state.num_body_bytes), work)
+    state = request.state
+    entries = entries_of_bytes(state.num_body_bytes)
+    return await beside(request.app.state.text, entries, work, tenant=state.tenant.name, deadline=state.deadline)
+
+
+def read_timeout(request: Request, limit_s: float) -> float:
+    """Return the seconds of X-Request-Timeout, at most the limit. Raises `RequestError` for what is no time."""
+    given = request.headers.get("x-request-timeout")
+    if given is None:
+        return limit_s
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise RequestError("X-Request-Timeout must be a number of seconds above 0", parameter="X-Request-Timeout")
+    return min(seconds, limit_s)
 
 
 @contextlib.contextmanager
@@ -93,6 +127,7 @@ async def _read_limited(request: Request, max_bytes: int, take: Callable[[int], 
 
 def parse(schema: type[Schema], body: bytes) -> Schema:
     """Parse JSON (NaN and Infinity are none) and check it. Raises `RequestError` naming the first bad field."""
+    check_structure(body)
     try:
         values = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

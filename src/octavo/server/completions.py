@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET
 
 from octavo.errors import RequestError
-from octavo.server.answering import Job, News, OpenAIReply, answer, openai_options, read_timeout
+from octavo.server.answering import Job, News, OpenAIReply, answer, openai_options
 from octavo.server.body import look_at
 from octavo.server.logprobs import completion_logprobs, prompt_logprobs
 from octavo.server.openai_responses import Completion, CompletionChoice, CompletionLogprobs, Usage
-from octavo.server.sampling import sampling_params
+from octavo.server.sampling import sampling_params, token_limit
 from octavo.server.token_places import TokenPlaces, places_in_prompt
+from octavo.server.truncation import Truncation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,38 +37,49 @@ MAX_CHOICES = 1024  # of one request: prompts times n
 async def create_completion(service: Service, http_request: Request, request: CompletionRequest) -> Response:
     """Continue one or several prompts."""
     model = service.check_model(request.model)
-    request.refuse_unsupported()
-    prompts = await look_at(http_request, lambda: read_prompts(request.prompt))
-    params = _params(request, service.default_params)
+    request.settle(service.extra_fields)
+
+    def read() -> tuple[list[Any], SamplingParams]:
+        prompts = read_prompts(request.prompt)
+        with request.named_as_sent():
+            return prompts, _params(request, service.default_params)
+
+    prompts, params = await look_at(http_request, read)
     if len(prompts) * params.n > MAX_CHOICES:
         raise RequestError(
             f"{len(prompts)} prompts, n = {params.n} times each: the limit is {MAX_CHOICES}", parameter="n"
         )
-    timeout_s = read_timeout(http_request, service.config.request_timeout_s)
     texts = service.llm.engine.output_processor
     echo = Echo(bool(request.echo), bool(request.echo) and request.max_tokens == 0, texts, params.skip_special_tokens)
-    show_prompt_logprobs = request.prompt_logprobs is not None
+    shown = Shown.by(request)
+    truncation = Truncation.of(request, params.max_tokens, service.model_info.max_model_len)
+    inputs = service.llm.engine.input_processor
     with service.enter(http_request, len(prompts) * params.n, at_least=params.n) as place:
+        if truncation.num_tokens is not None:
+            whole = prompts
+            prompts = await service.read(
+                http_request, place, lambda: [truncation.applied_to(prompt, inputs) for prompt in whole]
+            )
         job = Job(
             request_id=f"cmpl-{uuid.uuid4().hex}",
             model=model,
             prompts=prompts,
             params=params,
             place=place,
-            timeout_s=timeout_s,
             counts_completions=not echo.is_alone,
+            deadline=http_request.state.deadline,
             **openai_options(request, "prompt"),
         )
         if request.prompt_logprobs is None:  # those of an echo
-            job.spelled["prompt_logprobs"] = "logprobs"
-        return await answer(service, http_request, job, CompletionReply(job, echo, show_prompt_logprobs))
+            job.spelled["prompt_logprobs"] = job.spelled.get("logprobs", "logprobs")
+        return await answer(service, http_request, job, CompletionReply(job, echo, shown))
 
 
 def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
     """An echo with logprobs needs those of the prompt; max_tokens 0 with an echo scores a prompt."""
     if request.best_of not in (None, request.n or 1):
         raise RequestError(f"best_of must equal n ({request.n or 1}) or be left out", parameter="best_of")
-    max_tokens = defaults.max_tokens if request.max_tokens is None else request.max_tokens
+    max_tokens = token_limit(request.max_tokens, defaults.max_tokens)
     if request.echo and max_tokens == 0:
         max_tokens = 1  # a model computes nothing without a next token; it is left out of the reply
     params = sampling_params(request, defaults, max_tokens=max_tokens, logprobs=request.logprobs)
@@ -152,23 +164,40 @@ class _Scored:
         return positions[: len(places)], places
 
 
-class CompletionReply(OpenAIReply):
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What stands beside the text."""
+
+    prompt_logprobs: bool = False
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+
+    @classmethod
+    def by(cls, request: CompletionRequest) -> Shown:
+        """Read a request."""
+        as_ids = bool(request.return_tokens_as_token_ids)
+        return cls(request.prompt_logprobs is not None, bool(request.return_token_ids), as_ids)
+
+
+class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
     """Spells outputs as text completions."""
 
-    def __init__(self, job: Job, echo: Echo, show_prompt_logprobs: bool) -> None:
+    def __init__(self, job: Job, echo: Echo, shown: Shown) -> None:
         super().__init__(job)
         self._echo = echo
-        self._show_prompt_logprobs = show_prompt_logprobs
+        self._shown = shown
         self._scored: dict[int, _Scored] = {}  # by choice
 
-    def _chunk(self, news: News, usage: Usage | None) -> Completion:
-        """One event; the first one of a choice has the echoed prompt."""
+    def _grown(self, news: News) -> CompletionChoice | None:
+        """The first one of a choice has the echoed prompt; the last step of one may bring no more than its end."""
         choice = self._choice(news.choice, news.completion, news.output, with_prompt=news.is_first)
-        return self._event([choice], usage)
+        has_tokens = choice.token_ids or (choice.logprobs is not None and choice.logprobs.tokens)
+        return choice if choice.text or has_tokens or not news.completion.finished else None
 
-    def _usage_chunk(self, usage: Usage) -> Completion:
-        """No choices, only counts."""
-        return self._event([], usage)
+    def _ended(self, news: News) -> CompletionChoice:
+        logprobs = None if news.completion.logprobs is None else CompletionLogprobs([], [], [], [])
+        token_ids: list[int] | None = [] if self._shown.token_ids else None
+        return _with_reason(CompletionChoice(news.choice, "", logprobs, token_ids=token_ids), news.completion)
 
     def _event(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
         shown = usage if self._job.include_usage else UNSET
@@ -177,11 +206,18 @@ class CompletionReply(OpenAIReply):
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
         """Spell n choices for each prompt, in the order of the prompts."""
         choices = [
-            self._choice(index * self._job.params.n + completion.index, completion, output, with_prompt=True)
+            self._whole_choice(index * self._job.params.n + completion.index, completion, output)
             for index, output in enumerate(outputs)
             for completion in output.outputs
         ]
-        return Completion(self._job.request_id, self._job.created, self._job.model, choices, usage=usage)
+        names = self._job.request_id, self._job.created, self._job.model
+        return Completion(*names, choices, usage=usage, service_tier=None, kv_transfer_params=None)
+
+    def _whole_choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> CompletionChoice:
+        choice = _with_reason(self._choice(index, completion, output, with_prompt=True), completion)
+        shows_prompt = self._shown.prompt_logprobs and output.prompt_logprobs is not None
+        choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs or ()) if shows_prompt else None
+        return choice
 
     def _choice(
         self, index: int, completion: CompletionOutput, output: RequestOutput, *, with_prompt: bool
@@ -189,10 +225,9 @@ class CompletionReply(OpenAIReply):
         prompt = self._echo.prompt_text(output) if with_prompt else ""
         text = prompt if self._echo.is_alone else prompt + completion.text
         choice = CompletionChoice(index, text, self._logprobs(index, completion, output, with_prompt=with_prompt))
-        if completion.finished:
-            choice.finish_reason, choice.stop_reason = completion.finish_reason, completion.stop_reason
-        if self._show_prompt_logprobs and output.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        if self._shown.token_ids:
+            choice.token_ids = [] if self._echo.is_alone else completion.token_ids
+            choice.prompt_token_ids = output.prompt_token_ids if with_prompt else None
         return choice
 
     def _logprobs(
@@ -211,4 +246,9 @@ class CompletionReply(OpenAIReply):
             more_positions, more_places = self._scored[index].add(completion)
             positions += more_positions
             places = places + more_places
-        return completion_logprobs(positions, places, self._echo.processor.piece)
+        return completion_logprobs(positions, places, self._echo.processor.piece, as_ids=self._shown.tokens_as_ids)
+
+
+def _with_reason(choice: CompletionChoice, completion: CompletionOutput) -> CompletionChoice:
+    choice.finish_reason, choice.stop_reason = completion.finish_reason, completion.stop_reason
+    return choice

@@ -12,10 +12,11 @@ from pydantic import BaseModel, ConfigDict
 from octavo.engine.embedding import embedding
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
-from octavo.server.answering import Job, answer_whole, read_timeout
+from octavo.server.answering import Job, answer_whole
 from octavo.server.body import look_at
 from octavo.server.completions import read_prompts
-from octavo.server.openai_requests import HARMLESS, Priority, check_extra
+from octavo.server.extra_fields import HARMLESS
+from octavo.server.openai_requests import Priority  # noqa: TC001 - pydantic reads the types of fields
 from octavo.server.openai_responses import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads the types
 
 if TYPE_CHECKING:
@@ -82,12 +83,11 @@ class EmbeddingList(Struct):
 async def create_embeddings(service: Service, http_request: Request, request: EmbeddingRequest) -> Response:
     """Turn texts into vectors of length 1."""
     model = service.check_model(request.model)
-    check_extra(request.model_extra, _UNSUPPORTED, HARMLESS)
+    service.extra_fields.check(request.model_extra, _UNSUPPORTED, HARMLESS)
     prompts = await look_at(http_request, lambda: read_prompts(request.input, "input", MAX_INPUTS))
     size = service.model_info.hidden_size
     if request.dimensions is not None and not 0 < request.dimensions <= size:
         raise RequestError(f"dimensions must be 1 to {size}, this model's", parameter="dimensions")
-    timeout_s = read_timeout(http_request, service.config.request_timeout_s)
     pooling = service.model_info.choose_pooling(None if service.config.pooling == "auto" else service.config.pooling)
     params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling, detokenize=False)
     with service.enter(http_request, len(prompts), at_least=1) as place:
@@ -97,7 +97,7 @@ async def create_embeddings(service: Service, http_request: Request, request: Em
             prompts=prompts,
             params=params,
             place=place,
-            timeout_s=timeout_s,
+            deadline=http_request.state.deadline,
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
             spelled={"prompt": "input"},

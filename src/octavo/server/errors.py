@@ -65,6 +65,10 @@ class BodyTooLargeError(RequestError):
     """The request's body exceeds the limit."""
 
 
+class MediaTypeError(RequestError):
+    """The request's body is not said to be JSON."""
+
+
 class ServerClosingError(EngineError):
     """The server is shutting down and takes nothing new."""
 
@@ -170,6 +174,7 @@ _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] =
     (ModelNotFoundError, 404, _INVALID, "model_not_found", None),
     (NotFoundError, 404, _INVALID, "not_found", None),
     (BodyTooLargeError, 413, _INVALID, "request_too_large", None),
+    (MediaTypeError, 415, _INVALID, "unsupported_media_type", None),
     (SlowBodyError, 408, _INVALID, "request_too_slow", None),
     (SlowReaderError, 400, _INVALID, "read_too_slowly", None),
     (RequestError, 400, _INVALID, None, None),

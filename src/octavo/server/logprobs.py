@@ -27,41 +27,50 @@ Position = dict[int, "Logprob"]  # the token itself first, then the most probabl
 _LOWEST = -9999.0  # JSON has no infinity; vLLM's stand-in
 
 
-def chat_logprobs(positions: Sequence[Position] | None, num_top: int, piece: Piece) -> ChatLogprobs | None:
-    """Spell the positions of a chat choice; None where none were asked for."""
+def chat_logprobs(
+    positions: Sequence[Position] | None, num_top: int, piece: Piece, *, as_ids: bool = False
+) -> ChatLogprobs | None:
+    """Spell the positions of a chat choice; None where none were asked for. as_ids: vLLM's token_id:123 for texts."""
     if positions is None:
         return None
     content = []
     for position in positions:
         token_id, token = next(iter(position.items()))
         best = sorted(position.items(), key=lambda item: item[1].rank or 0)[:num_top]
-        top = [TopLogprob(*_chat_token(piece(id_), entry)) for id_, entry in best]
-        content.append(TokenLogprob(*_chat_token(piece(token_id), token), top))
+        top = [TopLogprob(*_chat_token(each, entry, piece, as_ids)) for each, entry in best]
+        content.append(TokenLogprob(*_chat_token(token_id, token, piece, as_ids), top))
     return ChatLogprobs(content)
 
 
 def completion_logprobs(
-    positions: Iterable[Position | None], places: Iterable[Place], piece: Piece
+    positions: Iterable[Position | None], places: Iterable[Place], piece: Piece, *, as_ids: bool = False
 ) -> CompletionLogprobs:
-    """Spell the positions of a completion choice; one that is None is the first of an echoed prompt."""
+    """Spell the positions of a completion choice; one that is None is the first of an echoed prompt.
+
+    as_ids: as in `chat_logprobs`.
+    """
     result = CompletionLogprobs([], [], [], [])
     for position, place in zip(positions, places, strict=True):
         result.text_offset.append(place.offset)
-        result.tokens.append(place.text)
-        result.token_logprobs.append(None if position is None else _finite(next(iter(position.values()))))
-        result.top_logprobs.append(None if position is None else _by_text(position, place, piece))
+        result.tokens.append(_id_name(place.token_id) if as_ids else place.text)
+        result.token_logprobs.append(None if position is None else _finite(position[place.token_id]))
+        if position is None:
+            result.top_logprobs.append(None)
+        elif as_ids:
+            result.top_logprobs.append({_id_name(each): _finite(entry) for each, entry in position.items()})
+        else:
+            result.top_logprobs.append(_by_text(position, place, piece))
     return result
 
 
 def _by_text(position: Position, place: Place, piece: Piece) -> dict[str, float]:
     """Spell all tokens of a position; of those that read alike all but the first by their ids."""
-    token_id = next(iter(position))
-    is_start = spelled(piece(token_id)) == " " + place.text  # of a text, which has no space there
+    is_start = spelled(piece(place.token_id)) == " " + place.text  # of a text, which has no space there
     result: dict[str, float] = {}
-    for id_, entry in position.items():
-        text = place.text if id_ == token_id else spelled(piece(id_))
+    for token_id, entry in position.items():
+        text = place.text if token_id == place.token_id else spelled(piece(token_id))
         text = text.removeprefix(" ") if is_start else text
-        result[f"token_id:{id_}" if text in result else text] = _finite(entry)
+        result[_id_name(token_id) if text in result else text] = _finite(entry)
     return result
 
 
@@ -78,12 +87,18 @@ def prompt_logprobs(positions: Iterable[Position | None]) -> PromptLogprobs:
     ]
 
 
+def _id_name(token_id: int) -> str:
+    """Name a token by its id, as vLLM does."""
+    return f"token_id:{token_id}"
+
+
 def _finite(entry: Logprob) -> float:
     return max(entry.logprob, _LOWEST)
 
 
-def _chat_token(piece: str | bytes, entry: Logprob) -> tuple[str, float, list[int]]:
+def _chat_token(token_id: int, entry: Logprob, piece: Piece, as_ids: bool) -> tuple[str, float, list[int]]:
     r"""Return text, log probability and own bytes; a part of a character reads `\xf0\x9f`, as in OpenAI's API."""
-    if isinstance(piece, str):
-        return piece, _finite(entry), list(piece.encode())
-    return spelled(piece).removeprefix(BYTES), _finite(entry), list(piece)
+    own = piece(token_id)
+    text = own if isinstance(own, str) else spelled(own).removeprefix(BYTES)
+    data = own.encode() if isinstance(own, str) else own
+    return _id_name(token_id) if as_ids else text, _finite(entry), list(data)

@@ -14,13 +14,14 @@ from starlette.responses import Response
 from octavo.engine.chat_template import parse_arguments
 from octavo.errors import RequestError
 from octavo.server.answer_form import AnswerForm, AnswerReader
-from octavo.server.answering import Job, News, answer, encoder, read_timeout
+from octavo.server.answering import Job, News, answer, encoder
 from octavo.server.block_types import LABEL, BlockTypes, fields
 from octavo.server.body import look_at
 from octavo.server.chat import render
 from octavo.server.conversation import effort_options, extra_template_options
+from octavo.server.extra_fields import ANTHROPIC_HARMLESS, UNSUPPORTED_OR_ALIAS
 from octavo.server.message_blocks import read_conversation
-from octavo.server.openai_requests import ANTHROPIC_HARMLESS, Strings, check_extra
+from octavo.server.openai_requests import Strings  # noqa: TC001 - pydantic reads the types of fields
 from octavo.server.openai_responses import PromptTokensDetails, Receipt, Usage
 from octavo.server.sampling import read_response_format
 from octavo.server.tools import Choice, Toolbox, read_function
@@ -60,8 +61,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "mcp_servers": (None, []),
     "output_format": (None,),  # an older name of output_config.format
     "thread": (None,),
-    "vllm_xargs": (None, {}),
-    "watermarking": (None, False),
+    **UNSUPPORTED_OR_ALIAS,
 }
 
 
@@ -121,21 +121,23 @@ class Message(Struct):
 async def create_message(service: Service, http_request: Request, request: MessagesRequest) -> Response:
     """Answer a conversation."""
     model = service.check_model(request.model)
-    check_extra(request.model_extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
-    params = _params(request, service.default_params)
-    timeout_s = read_timeout(http_request, service.config.request_timeout_s)
+    service.extra_fields.check(request.model_extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
     style = service.answer_style
-    messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, style.tools))
+    params, (messages, toolbox) = await look_at(
+        http_request, lambda: (_params(request, service.default_params), _read_conversation(request, style.tools))
+    )
     with service.enter(http_request, 1) as place:
-        prompt = await render(service, messages, toolbox, _template_options(request, messages))
+        options = _template_options(request, messages)
+        prompt = await render(service, http_request, place, messages, toolbox, options)
         form = AnswerForm.of(style, toolbox, prompt["prompt"])
+        applied = await look_at(http_request, lambda: form.applied_to(params))
         job = Job(
             request_id=f"msg_{uuid.uuid4().hex}",
             model=model,
             prompts=[prompt],
-            params=form.applied_to(params),
+            params=applied,
             place=place,
-            timeout_s=timeout_s,
+            deadline=http_request.state.deadline,
             stream=bool(request.stream),
             cache_salt=request.cache_salt,
             spelled=_SPELLED if params.structured_outputs is None else {**_SPELLED, "structured_outputs": _FORMAT},
@@ -146,10 +148,11 @@ async def create_message(service: Service, http_request: Request, request: Messa
 async def count_tokens(service: Service, http_request: Request, request: CountTokensRequest) -> Response:
     """Tell how many tokens a conversation's prompt has."""
     service.check_model(request.model)
-    check_extra(request.model_extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
+    service.extra_fields.check(request.model_extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
     messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, service.answer_style.tools))
-    with service.enter(http_request, 1):
-        prompt = await render(service, messages, toolbox, _template_options(request, messages))
+    with service.enter(http_request, 1) as place:
+        options = _template_options(request, messages)
+        prompt = await render(service, http_request, place, messages, toolbox, options, is_prompt=False)
     return Response(encoder.encode({"input_tokens": len(prompt["prompt_token_ids"])}), media_type="application/json")
 
 

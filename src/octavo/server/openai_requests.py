@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+import contextlib
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from octavo.errors import RequestError
+from octavo.server.extra_fields import ALIASES, HARMLESS, PENALTY_RANGE, UNSUPPORTED, As, Off, refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator
 
-logger = logging.getLogger(__name__)
+    from octavo.server.extra_fields import ExtraFields
 
 # A list stops being checked at its first bad element: a body of millions of them must not become millions of errors.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -27,66 +28,6 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-
-
-# Fields of the APIs that never change an answer here, whatever they say, and why.
-_WHO = "says who asks: here a key does"
-_CACHE = "advice to a prompt cache: here every prefix is cached, and no token depends on it"
-_PLACE = "says where, how fast or at what price: there is one server"
-_KEPT = "is kept with a stored answer: nothing is stored"
-_MEDIA = "says how to read pictures and sound: here there are none"
-HARMLESS = {
-    "media_io_kwargs": _MEDIA,
-    "max_tool_calls": "a limit of calls to the server's own tools: here there are none",
-    "metadata": _KEPT,
-    "mm_payload": _MEDIA,
-    "mm_processor_kwargs": _MEDIA,
-    "prediction": "a guess that may save time",
-    "prompt_cache_key": _CACHE,
-    "prompt_cache_options": _CACHE,
-    "prompt_cache_retention": _CACHE,
-    "request_id": "names the request: here the header X-Request-Id does",
-    "return_mm_kwargs": _MEDIA,
-    "safety_identifier": _WHO,
-    "service_tier": _PLACE,
-    "session_id": _WHO,
-    "store": _KEPT,
-    "stream_interval": "collects tokens before they are told: each is told at once",
-    "truncation_side": "says which end truncate_prompt_tokens cuts off: that is refused",
-    "user": _WHO,
-}
-ANTHROPIC_HARMLESS = {
-    "billing_policy": _PLACE,
-    "betas": "names of what may be asked for: what is asked for stands in fields of its own",
-    "cache_control": _CACHE,
-    "context_management": "takes old turns out to save tokens: all of them are read",
-    "diagnostics": "asks why a cache was missed",
-    "fallback_credit_token": _PLACE,
-    "inference_geo": _PLACE,
-    "metadata": _WHO,
-    "service_tier": _PLACE,
-    "speed": _PLACE,
-    "user_profile_id": _WHO,
-    "workspace_id": _WHO,
-}
-
-
-def check_extra(
-    extra: dict[str, Any] | None, unsupported: dict[str, tuple[Any, ...]], harmless: Iterable[str] = ()
-) -> None:
-    """Look at the fields that a route does not know.
-
-    Raises `RequestError` for one that would change the answer (unsupported: name -> the values that change nothing);
-    those that are not harmless either are ignored and logged.
-    """
-    if not extra:
-        return
-    for name, neutral in unsupported.items():
-        if name in extra and not any(extra[name] == each for each in neutral):
-            raise RequestError(f"{name} is not supported by this server", parameter=name)
-    if unknown := extra.keys() - unsupported.keys() - set(harmless):
-        shown = ", ".join(f"{name:.40}" for name in sorted(unknown)[:5])
-        logger.info("%d fields of the request are unknown and ignored: %r", len(unknown), shown)
 
 
 class SamplingControls(BaseModel):
@@ -114,7 +55,28 @@ class SamplingControls(BaseModel):
     typical_p: float | None = None  # TGI's
 
 
-class SamplingFields(SamplingControls):
+class OtherNames(BaseModel):
+    """Fields of other servers' clients that are taken; `octavo.server.extra_fields.ALIASES` says as what."""
+
+    n_cmpl: int | None = None
+    n_predict: int | None = None
+    num_predict: int | None = None
+    max_new_tokens: int | None = None
+    n_probs: int | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    penalize_nl: bool | None = None
+    grammar: str | None = None
+    ebnf: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    guided_choice: Strings | None = None
+    guided_grammar: str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+
+
+class SamplingFields(SamplingControls, OtherNames):
     """Fields of chat completions and completions. Those named like a field of `SamplingParams` mean the same."""
 
     model: str | None = None
@@ -127,37 +89,72 @@ class SamplingFields(SamplingControls):
     cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    # vLLM's
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
 
+    aliases: ClassVar[dict[str, As]] = ALIASES
     # Fields that would change the answer and that nothing here serves yet, with the values that change nothing.
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "guided_json": (None,),
-        "guided_regex": (None,),
-        "guided_choice": (None,),
-        "guided_grammar": (None,),
-        "use_beam_search": (None, False),
-        "truncate_prompt_tokens": (None,),
-        "logits_processors": (None, []),
-        "bad_words": (None, []),
-        "logprob_token_ids": (None, []),
-        "length_penalty": (None, 1.0),
-        "return_token_ids": (None, False),
-        "return_tokens_as_token_ids": (None, False),
-        "return_token_offsets": (None, False),
-        "repetition_detection": (None,),
-        "routed_experts_prompt_start": (None, 0),
-        "spaces_between_special_tokens": (None, True),
-        "thinking_token_budget": (None, -1),
-        "vllm_xargs": (None, {}),
-        "watermarking": (None, False),
-    }
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
+    _sent_as: dict[str, str] = PrivateAttr(default_factory=dict)
 
-    def refuse_unsupported(self) -> None:
-        """Raise `RequestError` for a field that would be ignored though it changes the answer; log the other extras."""
-        check_extra(self.model_extra, self.unsupported, HARMLESS)
+    def settle(self, extra_fields: ExtraFields) -> None:
+        """Take what stands under other servers' names, and log what nobody knows.
+
+        Raises `RequestError` for a field that would be ignored though it changes the answer.
+        """
+        extra_fields.check(self.model_extra, self.unsupported, HARMLESS)
+        for name, told in self.aliases.items():
+            if getattr(self, name, None) not in (None, *told.nothing):
+                self._take(name, told.name)
+        self._check_penalties()
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", parameter="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs needs stream: false", parameter="prompt_logprobs")
+        if self.truncate_prompt_tokens is not None and not (
+            self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens >= 1
+        ):
+            message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"
+            raise RequestError(message, parameter="truncate_prompt_tokens")
+
+    def _take(self, name: str, own: str) -> None:
+        """Take a field as another one, or as a part of another one."""
+        field, _, part = own.partition(".")
+        value, current = getattr(self, name), getattr(self, field)
+        held = (current or {}).get(part) if part else current
+        if held is not None and held != value:
+            raise RequestError(f"{name} and {own} say different things", parameter=name)
+        setattr(self, field, {**(current or {}), part: value} if part else value)
+        self._sent_as[field] = name
+
+    def _check_penalties(self) -> None:
+        """Refuse llama.cpp's penalties of the last tokens alone: here a penalty looks at all of them."""
+        if self.repeat_penalty not in (None, 1) and self.repeat_last_n != -1:
+            message = "repeat_penalty needs repeat_last_n: -1, as a penalty looks at all tokens here"
+            raise RequestError(message, parameter="repeat_penalty")
+        penalties = (self.presence_penalty, self.frequency_penalty, (self.repetition_penalty or 1) - 1)
+        if any(penalties):
+            refuse({name: getattr(self, name) for name in PENALTY_RANGE}, PENALTY_RANGE)
+
+    @contextlib.contextmanager
+    def named_as_sent(self) -> Iterator[None]:
+        """Name the field that an error is about as the client did."""
+        try:
+            yield
+        except RequestError as error:
+            own = error.parameter or ""
+            if own not in self._sent_as:
+                raise
+            sent, message = self._sent_as[own], str(error)
+            told = message.replace(own, sent, 1) if own in message else f"{sent}: {message}"
+            raise RequestError(told, parameter=sent) from None
+
+    def spelled(self, **names: str) -> dict[str, str]:
+        """Return the engine's names of parameters and the client's. names: those of the route."""
+        return {**self._sent_as, **{own: self._sent_as.get(name, name) for own, name in names.items()}}
 
 
 class CompletionRequest(SamplingFields):
@@ -170,9 +167,9 @@ class CompletionRequest(SamplingFields):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **SamplingFields.unsupported,
-        "suffix": (None, ""),
-        "add_special_tokens": (None, True),
-        "prompt_embeds": (None,),
+        "suffix": Off(""),
+        "add_special_tokens": Off(True),
+        "prompt_embeds": Off(),
     }
 
 
@@ -192,18 +189,27 @@ class ChatCompletionRequest(SamplingFields):
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None  # vLLM's: false leaves it out of the answer
 
+    enable_thinking: bool | None = None  # DashScope's
+
+    aliases: ClassVar[dict[str, As]] = {**SamplingFields.aliases, "n_probs": As("top_logprobs", (0,))}
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **SamplingFields.unsupported,
-        "functions": (None, []),
-        "function_call": (None, "none", "auto"),
-        "modalities": (None, [], ["text"]),
-        "moderation": (None,),
-        "verbosity": (None, "medium"),
-        "audio": (None,),
-        "web_search_options": (None,),
-        "chat_template": (None,),
-        "documents": (None, []),
-        "echo": (None, False),
-        "return_prompt_text": (None, False),
-        "add_special_tokens": (None, False),
+        "functions": Off([]),
+        "function_call": Off("none", "auto"),
+        "modalities": Off([], ["text"]),
+        "moderation": Off(),
+        "verbosity": Off("medium"),
+        "audio": Off(),
+        "web_search_options": Off(),
+        "chat_template": Off(),
+        "documents": Off([]),
+        "echo": Off(False),
+        "return_prompt_text": Off(False),
+        "add_special_tokens": Off(False),
     }
+
+    def settle(self, extra_fields: ExtraFields) -> None:
+        """Take what stands under other servers' names; here alternatives come with the tokens' own alone."""
+        super().settle(extra_fields)
+        if self.n_probs:
+            self.logprobs = True

@@ -103,13 +103,19 @@ class ToolCall(Struct):
 
 
 class ChatMessage(Struct):
-    """The answer. content is null where there is nothing but calls."""
+    """The answer. content is null where there is nothing but calls; other nulls are fields that clients of vLLM read.
+
+    Of the two names of the reasoning one is there, as the server is told.
+    """
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET  # instead of it, where the server is told so
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -121,6 +127,7 @@ class ChatChoice(Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(Struct):
@@ -132,8 +139,11 @@ class ChatCompletion(Struct):
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
+    service_tier: None = None
     system_fingerprint: None = None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    kv_transfer_params: None = None
 
 
 class ChatDelta(Struct):
@@ -147,13 +157,14 @@ class ChatDelta(Struct):
 
 
 class ChatChunkChoice(Struct):
-    """News of one choice; the last one has the finish_reason."""
+    """News of one choice; the last one has the finish_reason and nothing else."""
 
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatCompletionChunk(Struct):
@@ -166,6 +177,7 @@ class ChatCompletionChunk(Struct):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     system_fingerprint: None = None
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET  # in a choice's first chunk
 
 
 class Tokenized(Struct):
@@ -178,9 +190,16 @@ class Tokenized(Struct):
 
 
 class Detokenized(Struct):
-    """POST /detokenize."""
+    """POST /detokenize. content: the same text under llama.cpp's name."""
 
     prompt: str
+    content: str
+
+
+class TokenizedContent(Struct):
+    """POST /tokenize with `content`, as llama.cpp's server answers."""
+
+    tokens: list[int]
 
 
 class CompletionLogprobs(Struct):
@@ -200,11 +219,13 @@ class CompletionChoice(Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET  # of a whole answer
+    prompt_token_ids: list[int] | None = None
 
 
 class Completion(Struct):
-    """POST /v1/completions, whole or one event of a stream."""
+    """POST /v1/completions, whole or one event of a stream, which lacks what is null in every whole answer."""
 
     id: str
     created: int
@@ -213,3 +234,5 @@ class Completion(Struct):
     object: Literal["text_completion"] = "text_completion"
     system_fingerprint: None = None
     usage: Usage | UnsetType | None = UNSET
+    service_tier: UnsetType | None = UNSET
+    kv_transfer_params: UnsetType | None = UNSET

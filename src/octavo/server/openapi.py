@@ -83,6 +83,10 @@ _ROUTES = (
     _Route("/generate_stream", "Continue a prompt as a stream.", tgi.GenerateRequest, streams=True, family="TGI"),
     _Route("/", "Continue a prompt.", tgi.GenerateRequest, "GeneratedList", streams=True, family="TGI"),
     _Route("/info", "Describe the model and its limits.", answer="Object", family="TGI"),
+    _Route("/model_info", "Describe the model to gateways.", answer="Object", family="SGLang"),
+    _Route("/get_model_info", "The same under its older name.", answer="Object", family="SGLang"),
+    _Route("/server_info", "All that the server was started with.", answer="Object", family="operator"),
+    _Route("/get_server_info", "The same under its older name.", answer="Object", family="operator"),
     _Route("/tokenize", "Turn text into token ids.", tokenizing.TokenizeRequest, openai_responses.Tokenized),
     _Route("/detokenize", "Turn token ids into text.", tokenizing.DetokenizeRequest, openai_responses.Detokenized),
     _Route("/health", "Whether this process lives.", family="operator"),
@@ -93,13 +97,14 @@ _ROUTES = (
 )
 
 _STATUSES = {
-    400: "Something is wrong with the request; the error says what.",
+    400: "Something is wrong with the request, or it has no Host or two; the error says what.",
     401: "A key is needed.",
     403: "The key may not do this, or the page that asks is of an unknown Origin.",
     404: "There is no such model.",
     405: "The route does not take this method; Allow says which.",
     408: "The request did not arrive in time.",
     413: "The request is too large.",
+    415: "The body is not sent as application/json.",
     421: "The server does not answer under this Host.",
     422: "Something is wrong with the request; the error says what.",
     429: "A limit is reached; Retry-After says when to come back.",
@@ -108,8 +113,8 @@ _STATUSES = {
     503: "The server takes no requests now; Retry-After says when to come back.",
     504: "The request took too long.",
 }
-_POST_ONLY = {400, 408, 413, 422, 429, 500, 504}
-_TGI_ONLY, _NOT_TGI = 422, 400
+_POST_ONLY = {408, 413, 415, 422, 429, 500, 504}
+_TGI_ONLY = 422
 _OTHER_HOST = 421
 
 
@@ -161,8 +166,9 @@ def _errors(route: _Route) -> dict[str, Any]:
     # What stops a request before it reaches a route speaks as OpenAI does.
     either = [{"$ref": REF + name}, {"$ref": REF + "Error"}]
     schema = either[0] if name == "Error" else {"anyOf": either}
-    other = _NOT_TGI if route.family == "TGI" else _TGI_ONLY
-    statuses = {status for status in _STATUSES if route.body is not None or status not in _POST_ONLY} - {other}
+    statuses = {status for status in _STATUSES if route.body is not None or status not in _POST_ONLY}
+    if route.family != "TGI":
+        statuses -= {_TGI_ONLY}
     if route.path in OPEN_PATHS:
         statuses.remove(_OTHER_HOST)
     return {

@@ -94,8 +94,10 @@ _CHAT_TOOLS = {
         "anyOf": [_CHOICE, _CHAT_TOOL, _object(("type",), **_ALLOWED, allowed_tools=_allowed(_CHAT_TOOL))],
     },
 }
+_TOKEN_LIMIT = {"anyOf": [_number(1, MAX_COUNT, "integer"), {"const": -1}]}
+_SCHEMA = {"type": ["object", "string"]}
 _SAMPLING = {
-    "max_tokens": _number(1, MAX_COUNT, "integer"),
+    "max_tokens": _TOKEN_LIMIT,
     "n": _number(1, MAX_N, "integer"),
     "seed": _number(*SEED_RANGE, "integer"),
     "stop": {
@@ -105,7 +107,7 @@ _SAMPLING = {
         ]
     },
     "temperature": _number(0, 100),
-    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    "top_p": _number(0, 1),
     "top_k": _number(-1, MAX_COUNT, "integer"),
     "min_p": _number(0, 1),
     "typical_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
@@ -125,13 +127,21 @@ _SAMPLING = {
     "cache_salt": {**_TEXT, "minLength": 1, "maxLength": 1024},
     "response_format": _object(("type",), type={"enum": ["text", "json_object", "json_schema"]}, json_schema=_OBJECT),
     "structured_outputs": _object(
-        json={"type": ["object", "string"]},
+        json=_SCHEMA,
         json_object={"type": "boolean"},
         regex=_TEXT,
         choice=_list(_TEXT),
         grammar=_TEXT,
         starts_after=_TEXT,
     ),
+}
+_OTHER_NAMES = {
+    **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), _TOKEN_LIMIT),
+    **dict.fromkeys(("json_schema", "guided_json"), _SCHEMA),
+    "n_cmpl": _SAMPLING["n"],
+    "n_probs": _number(0, MAX_LOGPROBS, "integer"),
+    "repeat_penalty": _SAMPLING["repetition_penalty"],
+    "truncate_prompt_tokens": {"anyOf": [{**_WHOLE, "minimum": 1}, {"const": -1}]},
 }
 _TOOL_USE = _object(("type", "id", "name", "input"), type={"const": "tool_use"}, id=_TEXT, name=_TEXT, input=_OBJECT)
 _TOOL_RESULT = _object(
@@ -195,13 +205,14 @@ MORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {
             **_SAMPLING,
             **_CHAT_TOOLS,
-            "max_completion_tokens": _number(1, MAX_COUNT, "integer"),
+            **_OTHER_NAMES,
+            "max_completion_tokens": _TOKEN_LIMIT,
             "top_logprobs": _number(0, MAX_LOGPROBS, "integer"),
         },
     ),
     "CompletionRequest": (
         ("prompt",),
-        {**_SAMPLING, "prompt": _PROMPTS, "logprobs": _number(0, MAX_LOGPROBS, "integer")},
+        {**_SAMPLING, **_OTHER_NAMES, "prompt": _PROMPTS, "logprobs": _number(0, MAX_LOGPROBS, "integer")},
     ),
     "ResponsesRequest": (
         ("input",),
@@ -217,6 +228,7 @@ MORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "tool_choice": {"anyOf": [_CHOICE, _RESPONSES_TOOL, _allowed(_RESPONSES_TOOL, **_ALLOWED)]},
             "text": _object(format=_object(("type",), type={"enum": ["text", "json_object", "json_schema"]})),
             "reasoning": _object(effort={"type": ["string", "null"]}),
+            "top_logprobs": _number(0, MAX_LOGPROBS, "integer"),
             "cache_salt": _SAMPLING["cache_salt"],
         },
     ),

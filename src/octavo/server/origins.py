@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class OriginMiddleware:
-    """Answers 403 to a page of an unknown origin, and 421 under a name that is not the server's.
+    """Answers 403 to a page of an unknown origin, 421 under a name that is not the server's, and 400 under none or two.
 
     hosts: the names to answer to, without ports; None for any. origins: those that may ask, like "https://example.org",
     beside the server's own; "*" for any.
@@ -40,7 +40,9 @@ class OriginMiddleware:
 
     def _error(self, scope: Scope) -> HttpError | None:
         hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
-        host = hosts[0] if len(hosts) == 1 else ""
+        if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):  # RFC 9112, section 3.2
+            return HttpError(400, f"a request has one header Host, and this one has {len(hosts)}")
+        host = hosts[0] if hosts else ""
         if self._hosts is not None and scope["path"] not in OPEN_PATHS and _name(host) not in self._hosts:
             return HttpError(421, "this server does not answer to this Host; --allowed-host NAME adds one")
         if origins and "*" not in self._origins and any(not self._knows(origin, host) for origin in origins):

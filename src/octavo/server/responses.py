@@ -14,18 +14,14 @@ from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.server.answer_form import AnswerForm, AnswerReader
-from octavo.server.answering import Job, News, answer, encoder, read_timeout
+from octavo.server.answering import Job, News, answer, encoder
 from octavo.server.block_types import CACHE, fields
 from octavo.server.body import look_at
 from octavo.server.chat import render
+from octavo.server.content_logprobs import ContentLogprobs
 from octavo.server.conversation import effort_options, extra_template_options
-from octavo.server.openai_requests import (
-    HARMLESS,
-    Priority,
-    SamplingControls,
-    SamplingFields,
-    check_extra,
-)
+from octavo.server.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, ExtraFields
+from octavo.server.openai_requests import Priority, SamplingControls
 from octavo.server.openai_responses import Receipt  # noqa: TC001 - msgspec reads the types of fields
 from octavo.server.response_items import read_items
 from octavo.server.sampling import read_logit_bias, read_response_format
@@ -38,13 +34,21 @@ if TYPE_CHECKING:
 
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
+    from octavo.server.admission import Place
     from octavo.server.errors import HttpError
+    from octavo.server.logprobs import Piece
     from octavo.server.openai_responses import Usage
     from octavo.server.parts import Part
     from octavo.server.service import Service
     from octavo.server.tool_formats import ToolFormat
 
-_SPELLED = {"prompt": "input", "structured_outputs": "text.format", "max_tokens": "max_output_tokens"}
+_LOGPROBS = "message.output_text.logprobs"
+_SPELLED = {
+    "prompt": "input",
+    "structured_outputs": "text.format",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+}
 # What would change the answer, and the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "access_programs": (None,),
@@ -68,9 +72,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
     "response_format": (None, {"type": "text"}),
     "structured_outputs": (None,),
-    "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
-    **SamplingFields.unsupported,
+    **UNSUPPORTED_OR_ALIAS,
 }
 # What objects inside of a request may hold.
 _NESTED = {
@@ -109,6 +112,7 @@ class ResponsesRequest(SamplingControls):
     text: dict[str, Any] | None = None
     tool_choice: Any = None
     tools: list[Any] | None = None
+    top_logprobs: int | None = None
     priority: Priority | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -163,6 +167,7 @@ class ResponseObject(Struct):
     background: bool = False
     previous_response_id: None = None
     store: bool = False
+    top_logprobs: int = 0
     truncation: str = "disabled"
 
 
@@ -176,62 +181,73 @@ class InputTokens(Struct):
 async def create_response(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
     """Answer a conversation."""
     model = service.check_model(request.model)
-    _refuse_unsupported(request)
-    params = _params(request, service.default_params, service.model_info.generation_defaults.get("max_tokens"))
-    timeout_s = read_timeout(http_request, service.config.request_timeout_s)
-    style = service.answer_style
-    messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, style.tools))
+    _refuse_unsupported(request, service.extra_fields)
+    style, default_max_tokens = service.answer_style, service.model_info.generation_defaults.get("max_tokens")
+    params, (messages, toolbox) = await look_at(
+        http_request,
+        lambda: (
+            _params(request, service.default_params, default_max_tokens),
+            _read_conversation(request, style.tools),
+        ),
+    )
     with service.enter(http_request, 1) as place:
-        prompt = await _render(service, messages, toolbox, request)
+        prompt = await _render(service, http_request, place, messages, toolbox, request)
         form = AnswerForm.of(style, toolbox, prompt["prompt"])
+        applied = await look_at(http_request, lambda: form.applied_to(params))
         job = Job(
             request_id=f"resp_{uuid.uuid4().hex}",
             model=model,
             prompts=[prompt],
-            params=form.applied_to(params),
+            params=applied,
             place=place,
-            timeout_s=timeout_s,
+            deadline=http_request.state.deadline,
             stream=bool(request.stream),
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
             spelled=_SPELLED if toolbox.format is None or request.text else {**_SPELLED, "structured_outputs": "tools"},
         )
-        return await answer(service, http_request, job, ResponseReply(job, form, request))
+        reply = ResponseReply(job, form, request, service.llm.engine.output_processor.piece)
+        return await answer(service, http_request, job, reply)
 
 
 async def count_input_tokens(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
     """Tell how many tokens a conversation's prompt has; how it would be answered is not looked at."""
     service.check_model(request.model)
-    _refuse_unsupported(request)
+    _refuse_unsupported(request, service.extra_fields)
     tool_format = service.answer_style.tools
     messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, tool_format))
-    with service.enter(http_request, 1):
-        prompt = await _render(service, messages, toolbox, request)
+    with service.enter(http_request, 1) as place:
+        prompt = await _render(service, http_request, place, messages, toolbox, request, is_prompt=False)
     count = InputTokens(len(prompt["prompt_token_ids"]))
     return Response(encoder.encode(count), media_type="application/json")
 
 
 async def _render(
-    service: Service, messages: list[dict[str, Any]], toolbox: Toolbox, request: ResponsesRequest
+    service: Service,
+    http_request: Request,
+    place: Place,
+    messages: list[dict[str, Any]],
+    toolbox: Toolbox,
+    request: ResponsesRequest,
+    *,
+    is_prompt: bool = True,
 ) -> dict[str, Any]:
     options = effort_options((request.reasoning or {}).get("effort"), "reasoning.effort")
     options |= extra_template_options(request.chat_template_kwargs)
     try:
-        return await render(service, messages, toolbox, options)
+        return await render(service, http_request, place, messages, toolbox, options, is_prompt=is_prompt)
     except RequestError as error:
         error.parameter = "input"
         raise
 
 
-def _refuse_unsupported(request: ResponsesRequest) -> None:
+def _refuse_unsupported(request: ResponsesRequest, extra_fields: ExtraFields) -> None:
     extra = request.model_extra or {}
-    check_extra(extra, _UNSUPPORTED, HARMLESS)
+    extra_fields.check(extra, _UNSUPPORTED, HARMLESS)
     objects = {**extra, "reasoning": request.reasoning, "text": request.text}
     for name, known in _NESTED.items():
         if isinstance(objects.get(name), dict):
             known.check(objects[name], name)
-    if "message.output_text.logprobs" in (request.include or ()):
-        raise RequestError("logprobs are not supported by this route of this server", parameter="include")
 
 
 def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
@@ -246,12 +262,20 @@ def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tok
             defaults,
             max_tokens=default_max_tokens if request.max_output_tokens is None else request.max_output_tokens,
             structured_outputs=read_response_format(wanted, "text.format"),
+            logprobs=_num_logprobs(request),
             **{**given, "logit_bias": read_logit_bias(request.logit_bias)},
         )
     except RequestError as error:
         own = error.parameter or ""
         name = _SPELLED.get(own, own)
         raise RequestError(str(error).replace(own, name, 1), parameter=name) from None
+
+
+def _num_logprobs(request: ResponsesRequest) -> int | None:
+    """Tell how many alternatives come with each token; None where no log probabilities are asked for."""
+    if request.top_logprobs or _LOGPROBS in (request.include or ()):
+        return request.top_logprobs or 0
+    return None
 
 
 # --- what is asked
@@ -282,9 +306,11 @@ def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> To
 class ResponseReply:
     """Spells outputs as responses: items of reasoning, messages and calls, one behind the other."""
 
-    def __init__(self, job: Job, form: AnswerForm, request: ResponsesRequest) -> None:
+    def __init__(self, job: Job, form: AnswerForm, request: ResponsesRequest, piece: Piece) -> None:
         self._form = form
         self._reader = AnswerReader(form)
+        self._logprobs = ContentLogprobs(form, request.top_logprobs or 0, piece)
+        self._num_messages = 0  # items of text that have begun
         self._num_events = 0
         self._events = b""
         self._is_open = False  # the last item of the output goes on
@@ -304,6 +330,7 @@ class ResponseReply:
             tools=request.tools or [],
             top_p=job.params.top_p,
             output=[],
+            top_logprobs=request.top_logprobs or 0,
         )
 
     def news(self, news: News, _usage: Usage | None) -> bytes:
@@ -337,6 +364,7 @@ class ResponseReply:
         return self._response
 
     def _take(self, completion: CompletionOutput) -> None:
+        self._logprobs.add(completion)
         for part in self._reader.read(completion):
             if not self._is_open or not _goes_on(self._item, part):
                 self._end_item("completed")
@@ -369,6 +397,7 @@ class ResponseReply:
 
     def _begin_item(self, part: Part) -> None:
         item = self._new_item(part)
+        self._num_messages += part.kind == "content"
         self._response.output.append(item)
         self._is_open = True
         self._tell_item("response.output_item.added", item=item)
@@ -394,8 +423,16 @@ class ResponseReply:
             self._tell_item("response.function_call_arguments.delta", item_id=item["id"], delta=part.text)
         elif part.kind != "call":
             item["content"][0]["text"] += part.text
-            more: dict[str, Any] = {"logprobs": []} if part.kind == "content" else {}
+            more = self._more_logprobs(item)
             self._tell_part(f"response.{_text_kind(item)}.delta", delta=part.text, **more)
+
+    def _more_logprobs(self, item: dict[str, Any]) -> dict[str, Any]:
+        """Return what text has and reasoning has not: the log probabilities of its tokens that have come since."""
+        if item["type"] != "message":
+            return {}
+        new = self._logprobs.take(self._num_messages - 1)
+        item["content"][0]["logprobs"] += new
+        return {"logprobs": new}
 
     def _end_item(self, status: str) -> None:
         if not self._is_open:
@@ -407,7 +444,7 @@ class ResponseReply:
             self._tell_item("response.function_call_arguments.done", item_id=item["id"], **fields)
         else:
             text = item["content"][0]["text"]
-            more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+            more = self._more_logprobs(item) and {"logprobs": item["content"][0]["logprobs"]}
             self._tell_part(f"response.{_text_kind(item)}.done", text=text, **more)
             self._tell_part("response.content_part.done", part=item["content"][0])
         self._tell_item("response.output_item.done", item=item)

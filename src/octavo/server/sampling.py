@@ -56,6 +56,13 @@ def _structure(request: SamplingFields) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(**fields)
 
 
+def token_limit(given: int | None, default: int | None) -> int | None:
+    """Return how many tokens an answer may have at most; None, which -1 says, for what the context leaves."""
+    if given == -1:
+        return None
+    return default if given is None else given
+
+
 def read_response_format(given: Any, parameter: str = "response_format") -> StructuredOutputsParams | None:
     """Read what form an answer shall have, as OpenAI's API has it. Raises `RequestError`."""
     if given is not None and not isinstance(given, dict):

@@ -8,7 +8,7 @@ import logging
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.config import ServerConfig
 from octavo.errors import (
@@ -21,13 +21,15 @@ from octavo.errors import (
 from octavo.outputs import DEADLINE_PASSED
 from octavo.server.admission import Admission
 from octavo.server.answer_form import AnswerStyle
+from octavo.server.answering import unless_disconnected
 from octavo.server.cutting import Cutter
 from octavo.server.errors import AuthenticationError, ModelNotFoundError, ServerClosingError
+from octavo.server.extra_fields import ExtraFields
 from octavo.server.metrics import Metrics
 from octavo.server.tenants import Keyring
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from starlette.requests import Request
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from octavo.server.tenants import Tenant
     from octavo.server.tracing import Tracing
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5  # in a row: so often an engine process may end before it takes a request
 _NO_NAMES = ("tgi", "dummy")  # what clients of TGI say, which has one model: its documents, and huggingface_hub
@@ -59,17 +62,22 @@ class _Open:
 class Service:
     """One engine under its served names, who may use it, and how much of it is taken. Used on one event loop only.
 
+    settings: what was set, by part and name, for GET /server_info; nothing secret.
     Raises `ConfigError` where the file of keys cannot be used, or packages are missing for what is asked for.
     """
 
-    def __init__(self, llm: AsyncLLM, config: ServerConfig | None = None) -> None:
+    def __init__(
+        self, llm: AsyncLLM, config: ServerConfig | None = None, settings: Mapping[str, Any] | None = None
+    ) -> None:
         self.llm = llm
+        self.settings = dict(settings or {})
         self.config = config or ServerConfig()
         self.model_names = self.config.served_model_names or (self.model_info.name,)
         self.admission = Admission(
             self.config.max_open_requests, self.config.max_num_waiting_tokens, _BODIES * self.config.max_body_bytes
         )
         self.cutter = Cutter()
+        self.extra_fields = ExtraFields()
         self.metrics = Metrics(self)
         self.tracing = _make_tracing(self.config.otlp_traces_endpoint)
         self.keyring: Keyring | None = None
@@ -156,6 +164,31 @@ class Service:
         self.check_ready()
         return self.admission.enter(request.state.tenant, num_streams, at_least=at_least)
 
+    async def read(self, http_request: Request, place: Place, work: Callable[[], T]) -> T:
+        """Do what the texts of a request cost, beside the event loop, in its time and while its client is there.
+
+        The tokens that are read count as its tenant's, whatever becomes of the request.
+        """
+        state = http_request.state
+        reading = self.llm.text.do(
+            work,
+            num_chars=state.num_body_bytes,
+            tenant=place.tenant.name,
+            deadline=state.deadline,
+            on_read=place.charge,
+        )
+        return await unless_disconnected(http_request, reading)
+
+    async def _read_prompt(self, text: str, place: Place, deadline: float) -> dict[str, Any]:
+        token_ids = await self.llm.text.do(
+            partial(self.llm.engine.input_processor.encode, text, is_prompt=True),
+            num_chars=len(text),
+            tenant=place.tenant.name,
+            deadline=deadline,
+            on_read=place.charge,
+        )
+        return {"prompt": text, "prompt_token_ids": token_ids}
+
     async def generate(
         self,
         prompt: Any,
@@ -171,8 +204,9 @@ class Service:
     ) -> AsyncIterator[RequestOutput]:
         """Yield a request's outputs; closing the iterator aborts it.
 
-        deadline: on the clock of the event loop. check refuses the request when its tokens are known. untold hears of
-        outputs that are not yielded: of a request that is cut off.
+        prompt: a text, token ids that the client sent, or a text with its token ids, which were counted when they were
+        made. deadline: on the clock of the event loop. check refuses the request when its tokens are known. untold
+        hears of outputs that are not yielded: of a request that is cut off.
         Raises `AuthenticationError` or `ServerClosingError` for one that ends with its key or with the server.
         """
         if self._is_ending:  # its place was taken before the door was closed, so until then it may begin
@@ -180,10 +214,13 @@ class Service:
         self._check_engine()
         if self.present(place.tenant) is None:
             raise _key_is_gone()
+        if isinstance(prompt, str):
+            prompt = await self._read_prompt(prompt, place, deadline)
         timeout_s = deadline - asyncio.get_running_loop().time()
         if timeout_s <= 0:
             raise DeadlineError(DEADLINE_PASSED)
         tenant, num_waiting = place.tenant, 0
+        is_counted = "prompt" in prompt
 
         async def take_room(processed: ProcessedInput) -> None:
             nonlocal num_waiting
@@ -195,7 +232,8 @@ class Service:
             except TimeoutError:
                 raise DeadlineError(DEADLINE_PASSED) from None
             num_waiting = num_tokens
-            place.charge(num_tokens)
+            if not is_counted:
+                place.charge(num_tokens)
             if opened.cut_off is not None:  # since it began; the engine never heard of it
                 raise opened.cut_off
 

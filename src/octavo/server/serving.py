@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -19,6 +19,7 @@ from octavo.server.service import Service
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Mapping
     from types import FrameType
 
     from octavo.config import ServerConfig
@@ -86,12 +87,19 @@ class GracefulServer(uvicorn.Server):
             await asyncio.to_thread(self._service.tracing.close)
 
 
-def make_server(llm: AsyncLLM, config: ServerConfig, *, max_connections: int = MAX_CONNECTIONS) -> GracefulServer:
+def make_server(
+    llm: AsyncLLM,
+    config: ServerConfig,
+    *,
+    max_connections: int = MAX_CONNECTIONS,
+    settings: Mapping[str, Any] | None = None,
+) -> GracefulServer:
     """Make a server; `run(sockets=[...])` it with a socket of `bind`. The engine stays its caller's.
 
+    settings: what GET /server_info tells of how it was started; nothing secret.
     Raises `ConfigError` where the file of API keys cannot be used, or packages are missing for what is asked for.
     """
-    service = Service(llm, config)
+    service = Service(llm, config, settings)
     http = partial(
         BoundedHttpProtocol,
         header_timeout_s=config.body_timeout_s,

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET, Struct, UnsetType
@@ -16,8 +16,8 @@ from starlette.requests import Request  # noqa: TC002 - fastapi reads the types 
 from octavo import __version__
 from octavo.errors import RequestError
 from octavo.sampling_params import MAX_STOP_STRINGS, SamplingParams, StructuredOutputsParams
-from octavo.server.answering import Job, News, answer, encoder, event, read_timeout
-from octavo.server.body import body_of
+from octavo.server.answering import Job, News, answer, encoder, event
+from octavo.server.body import body_of, look_at
 from octavo.server.errors import ErrorResponse, HttpError
 from octavo.server.openai_requests import Strings  # noqa: TC001 - pydantic reads the types of fields
 from octavo.server.openai_responses import Receipt
@@ -186,21 +186,22 @@ async def generate(
     """Continue a prompt. in_list: a whole answer comes as a list of one."""
     wanted = request.parameters or GenerateParameters()
     try:
-        params = _params(wanted, stream=stream)
+        params = await look_at(http_request, lambda: _params(wanted, stream=stream))
     except RequestError as error:
         own = error.parameter or ""
         name = _SPELLED.get(own, own)
         raise RequestError(str(error).replace(own, name, 1), parameter=name) from None
-    timeout_s = read_timeout(http_request, service.config.request_timeout_s)
     with service.enter(http_request, 1) as place:
-        prompt = await asyncio.to_thread(_prompt, service, request.inputs, wanted.truncate)
+        prompt: Any = request.inputs
+        if wanted.truncate is not None:
+            prompt = await service.read(http_request, place, partial(_end, service, prompt, wanted.truncate))
         job = Job(
             request_id=f"gen-{uuid.uuid4().hex}",
             model=service.model_names[0],
             prompts=[prompt],
             params=params,
             place=place,
-            timeout_s=timeout_s,
+            deadline=http_request.state.deadline,
             stream=stream,
             spelled=_SPELLED,
         )
@@ -273,14 +274,11 @@ def _structure(grammar: Grammar | None) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(**{kind: value})
 
 
-def _prompt(service: Service, text: str, num_kept: int | None) -> Any:
-    """Return the prompt; truncate keeps its last tokens."""
-    if num_kept is None:
-        return text
+def _end(service: Service, text: str, num_kept: int) -> dict[str, Any]:
+    """Return a prompt of a text's last tokens: truncate."""
     if num_kept < 1:
         raise RequestError("truncate must be at least 1", parameter="truncate")
-    token_ids = service.llm.engine.input_processor.tokenizer.encode(text)
-    return {"prompt": text, "prompt_token_ids": token_ids[-num_kept:]}
+    return {"prompt": text, "prompt_token_ids": service.llm.engine.input_processor.encode_end(text, num_kept)}
 
 
 class GenerateReply:

@@ -20,6 +20,7 @@ class Place(NamedTuple):
 
     offset: int
     text: str
+    token_id: int
 
 
 def spelled(piece: str | bytes) -> str:
@@ -73,13 +74,13 @@ class TokenPlaces:
         return self._end_run(self._detokenizer.finish())
 
     def _place_hidden(self, token_id: int) -> Place:
-        return Place(self._offset, spelled(self._tokenizer.piece(token_id, skip_special_tokens=False)))
+        return Place(self._offset, spelled(self._tokenizer.piece(token_id, skip_special_tokens=False)), token_id)
 
     def _place_text(self, token_id: int, piece: str) -> list[Place]:
         text = self._detokenizer.add([token_id])
         num_chars_before = max(len(text) - len(piece), 0)  # the start of a text may have less than the piece
         places = self._end_run(text[:num_chars_before])
-        places.append(Place(self._offset, text[num_chars_before:]))
+        places.append(Place(self._offset, text[num_chars_before:], token_id))
         self._offset += len(text) - num_chars_before
         return places
 
@@ -88,7 +89,7 @@ class TokenPlaces:
         index = len((self._detokenizer.held + piece[:1]).decode(errors="replace")) - 1
         if index and self._detokenizer.num_prompt_bytes:
             index -= 1  # what the prompt began and nobody ended is not in this text
-        place = Place(self._offset + index, _spelled_bytes(piece))
+        place = Place(self._offset + index, _spelled_bytes(piece), token_id)
         self._offset += len(self._detokenizer.add([token_id]))
         return place
 
@@ -124,7 +125,7 @@ class TokenPlaces:
                 text = ""
             else:
                 text = spelled(piece) if is_text else _spelled_bytes(piece)
-            places.append(Place(offset, text))
+            places.append(Place(offset, text, token_id))
         return places
 
 
@@ -149,6 +150,6 @@ def places_in_prompt(tokenizer: DetokenizerFactory, prompt: str, token_ids: Iter
         found = data.find(raw, position, position + len(raw) + (_MOST_SKIPPED_BYTES if raw.strip() else 0))
         if found < 0:
             found, raw = position, b""
-        places.append(Place(num_chars[found] - _goes_on(data, found), text))
+        places.append(Place(num_chars[found] - _goes_on(data, found), text, token_id))
         position = found + len(raw)
     return places

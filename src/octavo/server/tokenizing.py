@@ -1,19 +1,20 @@
-"""POST /tokenize and POST /detokenize, as vLLM has them."""
+"""POST /tokenize and POST /detokenize, as vLLM has them, and as llama.cpp's server has."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
+from octavo.engine.text_work import progress
 from octavo.errors import RequestError
 from octavo.server.answering import encoder
 from octavo.server.conversation import read_messages, template_options
-from octavo.server.openai_requests import HARMLESS, TokenIds, check_extra
-from octavo.server.openai_responses import Detokenized, Tokenized
+from octavo.server.extra_fields import HARMLESS
+from octavo.server.openai_requests import TokenIds  # noqa: TC001 - pydantic reads the types of fields
+from octavo.server.openai_responses import Detokenized, Tokenized, TokenizedContent
 from octavo.server.tools import read_chat_tools
 
 if TYPE_CHECKING:
@@ -26,11 +27,18 @@ if TYPE_CHECKING:
 
 
 # What would change the tokens, and the values that change nothing: the template is the server's.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"chat_template": (None,)}
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "chat_template": (None,),
+    "parse_special": (None, True),
+    "with_pieces": (None, False),
+}
 
 
 class TokenizeRequest(BaseModel):
-    """A text, or a conversation as the chat template spells it. Text gets the tokenizer's special tokens by default."""
+    """A text, or a conversation as the chat template spells it. Text gets the tokenizer's special tokens by default.
+
+    content: the text as llama.cpp's clients name it; without add_special it gets none.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -43,6 +51,8 @@ class TokenizeRequest(BaseModel):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Any] | None = None
+    content: str | None = None
+    add_special: bool | None = None
 
 
 class DetokenizeRequest(BaseModel):
@@ -57,9 +67,9 @@ class DetokenizeRequest(BaseModel):
 async def tokenize(service: Service, http_request: Request, request: TokenizeRequest) -> Response:
     """Return the token ids of a text or a conversation."""
     service.check_model(request.model)
-    check_extra(request.model_extra, _UNSUPPORTED, HARMLESS)
-    if (request.prompt is None) == (request.messages is None):
-        raise RequestError("give prompt or messages, one of them", parameter="prompt")
+    service.extra_fields.check(request.model_extra, _UNSUPPORTED, HARMLESS)
+    if [request.prompt, request.messages, request.content].count(None) != 2:
+        raise RequestError("give prompt, messages or content, one of them", parameter="prompt")
     if request.messages is not None and request.add_special_tokens:
         raise RequestError("the chat template adds the special tokens itself", parameter="add_special_tokens")
     return await _in_thread(service, http_request, lambda: _tokenized(service, request))
@@ -73,13 +83,15 @@ async def detokenize(service: Service, http_request: Request, request: Detokeniz
 
 async def _in_thread(service: Service, http_request: Request, work: Callable[[], Struct]) -> Response:
     """Do the work, and spell its result, beside the event loop; it takes a place like any other request."""
-    with service.enter(http_request, 1):
-        content = await asyncio.to_thread(lambda: encoder.encode(work()))
+    with service.enter(http_request, 1) as place:
+        content = await service.read(http_request, place, lambda: encoder.encode(work()))
     return Response(content, media_type="application/json")
 
 
-def _tokenized(service: Service, request: TokenizeRequest) -> Tokenized:
+def _tokenized(service: Service, request: TokenizeRequest) -> Tokenized | TokenizedContent:
     inputs = service.llm.engine.input_processor
+    if request.content is not None:
+        return TokenizedContent(inputs.encode(request.content, add_special_tokens=request.add_special is True))
     if request.prompt is not None:
         token_ids = inputs.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
     else:
@@ -93,9 +105,11 @@ def _tokenized(service: Service, request: TokenizeRequest) -> Tokenized:
 
 def _detokenized(service: Service, request: DetokenizeRequest) -> Detokenized:
     vocab_size = service.model_info.vocab_size
+    progress(len(request.tokens))
     for index, token_id in enumerate(request.tokens):
         if not 0 <= token_id < vocab_size:
             message = f"tokens[{index}]: token id {token_id} is outside the vocabulary of {vocab_size}"
             raise RequestError(message, parameter=f"tokens[{index}]")
     tokenizer = service.llm.engine.input_processor.tokenizer
-    return Detokenized(tokenizer.decode(request.tokens, skip_special_tokens=False))
+    text = tokenizer.decode(request.tokens, skip_special_tokens=False)
+    return Detokenized(text, text)

@@ -1,4 +1,4 @@
-"""Who waits for the compiler of grammars: tenants take turns."""
+"""Tasks of several tenants on one executor: they take turns."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from octavo import grammars
 from octavo.errors import QueueFullError
-from octavo.grammars import GrammarError, Turns
+from octavo.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,10 +40,8 @@ class Order:
         return lambda: self.ran.append(name)
 
 
-def test_one_key_s_many_grammars_hold_another_key_up_for_one(
-    executor: ThreadPoolExecutor, gate: threading.Event
-) -> None:
-    turns, order = Turns(executor), Order()
+def test_one_key_s_many_tasks_hold_another_key_up_for_one(executor: ThreadPoolExecutor, gate: threading.Event) -> None:
+    turns, order = Turns(executor, 20), Order()
     futures = [turns.submit("greedy", order.task(f"greedy {index}")) for index in range(20)]
     futures += [turns.submit("modest", order.task(f"modest {index}")) for index in range(2)]
     gate.set()
@@ -55,12 +52,12 @@ def test_one_key_s_many_grammars_hold_another_key_up_for_one(
 
 
 def test_a_result_says_when_it_began_and_how_it_ended(executor: ThreadPoolExecutor, gate: threading.Event) -> None:
-    turns, began, goes_on = Turns(executor), threading.Event(), threading.Event()
+    turns, began, goes_on = Turns(executor, 9), threading.Event(), threading.Event()
 
     def work() -> None:
         began.set()
         goes_on.wait(30)
-        raise GrammarError("it is wrong")
+        raise ValueError("it is wrong")
 
     future = turns.submit("a", work)
     assert not future.running()
@@ -68,12 +65,12 @@ def test_a_result_says_when_it_began_and_how_it_ended(executor: ThreadPoolExecut
     assert began.wait(30)
     assert future.running()
     goes_on.set()
-    with pytest.raises(GrammarError, match="wrong"):
+    with pytest.raises(ValueError, match="wrong"):
         future.result(30)
 
 
 def test_what_was_cancelled_takes_no_turn(executor: ThreadPoolExecutor, gate: threading.Event) -> None:
-    turns, order = Turns(executor), Order()
+    turns, order = Turns(executor, 9), Order()
     cancelled: list[Future[None]] = [turns.submit("a", order.task("never")) for _ in range(5)]
     kept = [turns.submit("a", order.task("a")), turns.submit("b", order.task("b"))]
     assert all(future.cancel() for future in cancelled)
@@ -84,13 +81,12 @@ def test_what_was_cancelled_takes_no_turn(executor: ThreadPoolExecutor, gate: th
     turns.submit("a", order.task("again")).result(30)
 
 
-def test_a_key_s_waiting_grammars_are_bounded_and_other_keys_are_not_concerned(
-    executor: ThreadPoolExecutor, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+def test_a_key_s_waiting_tasks_are_bounded_and_other_keys_are_not_concerned(
+    executor: ThreadPoolExecutor, gate: threading.Event
 ) -> None:
-    monkeypatch.setattr(grammars, "_MAX_WAITING", 3)
-    turns, order = Turns(executor), Order()
+    turns, order = Turns(executor, 3, "3 tasks wait already", "field"), Order()
     futures = [turns.submit("greedy", order.task("greedy")) for _ in range(3)]
-    with pytest.raises(QueueFullError, match="3 grammars"):
+    with pytest.raises(QueueFullError, match="3 tasks"):
         turns.submit("greedy", order.task("one more"))
     assert futures.pop().cancel()
     futures.append(turns.submit("greedy", order.task("greedy")))  # whose place that was

@@ -1,0 +1,169 @@
+"""Token ids of long texts, piece by piece, and of their ends alone: the same ids as those of the whole text at once.
+
+A text may be cut where no token of the vocabulary could reach across: in front of a blank that stands between two
+letters, and behind a line break that stands alone between two visible characters (a run of blanks is split by what
+follows it). Merges of BPE, and paths of unigram models, build tokens only, so those on one side of such a place know
+nothing of the other side; and pre-tokenizers split there, as a vocabulary made with one that does not would have tokens
+across. Whether a vocabulary is so is looked up in it, and tried.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
+
+from octavo.engine.text_work import progress
+from octavo.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import tokenizers
+
+PIECE_CHARS = 1 << 15  # 15 ms of work
+MAX_UNCUT_CHARS = 1 << 20  # a second or two, in which nothing can end it
+# How vocabularies spell a blank and a line break: byte-level ones, sentencepiece's, and as they are.
+_BLANK, _BREAK = "Ġ▁ ", "Ċ\n"
+_ACROSS_BLANK = re.compile(f"[A-Za-z][{_BLANK}]")
+_ACROSS_BREAK = re.compile(f"[{_BREAK}][^{_BREAK}{_BLANK}ĉč\t\r\f\v]")
+_BLANK_CUT, _BREAK_CUT = r"(?<=[A-Za-z])(?= [A-Za-z])", r"(?<=\S\n)(?=\S)"
+# All that may stand around a place to cut: a tokenizer must take it apart as said above.
+_SAMPLE = (
+    "A fox's 1234567 tails.\nIt said\n(twice): x_y = [0] \n\n  if a b:\n\tc  d\r\n"
+    "\u72d0\n\u72d0\u72d0 e\u0301 \u00e9t\u00e9 z  \n"
+)
+
+
+class WholeEncoder(Protocol):
+    """What takes a text apart at once."""
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text."""
+        ...
+
+
+class LongTextEncoder:
+    """Encodes texts of any length for one tokenizer.
+
+    encode: how that takes a text apart at once. bos_token_id: what it puts in front of a text that does not begin so.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, encode: WholeEncoder, bos_token_id: int | None) -> None:
+        self._encode, self._bos = encode, bos_token_id
+        self._cut = _cuts(backend)
+        if self._cut is not None and not self._is_as_said():
+            self._cut = None
+        self._front, self._back = self._special_tokens()
+
+    def encode(self, text: str, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
+        """Return the token ids of a text; of one with more than `most`, some more than these and not all.
+
+        Raises `RequestError` for a text with too many characters between two places where it can be cut.
+        """
+        ids = list(self._front) if add_special_tokens else []
+        for piece in self._pieces(text, 0):
+            ids += piece
+            progress(len(piece))
+            if most is not None and len(ids) > most:
+                return ids
+        if add_special_tokens:
+            ids += self._back
+            if self._bos is not None and ids[1:2] == [self._bos]:
+                del ids[0]
+        return ids
+
+    def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool) -> list[int]:
+        """Return the last of the token ids that `encode` returns, without taking apart much more than these.
+
+        Raises `RequestError` as `encode` does.
+        """
+        back = self._back if add_special_tokens else []
+        num_chars = max(PIECE_CHARS, 8 * num_tokens)
+        while num_chars < len(text):
+            first = self._next_cut(text, len(text) - num_chars)
+            if first is None:
+                break
+            ids: list[int] = []
+            for piece in self._pieces(text, first):
+                ids += piece
+                progress(len(piece))
+            if len(ids) + len(back) >= num_tokens:
+                return [*ids, *back][-num_tokens:]
+            num_chars *= 4
+        return self.encode(text, add_special_tokens=add_special_tokens)[-num_tokens:]
+
+    def _pieces(self, text: str, start: int) -> Iterator[list[int]]:
+        """Yield the ids of text[start:], piece by piece; it starts at 0 or at a place to cut."""
+        while start < len(text):
+            end = self._next_cut(text, start + PIECE_CHARS)
+            end = len(text) if end is None else end
+            if end - start > MAX_UNCUT_CHARS:
+                raise RequestError(
+                    f"the text has {end - start} characters without a place to cut it: no line break that this model's "
+                    f"tokenizer would split at, and no blank between two words; the limit is {MAX_UNCUT_CHARS}",
+                    parameter="prompt",
+                )
+            yield self._ids(text, start, end)
+            start = end
+
+    def _ids(self, text: str, start: int, end: int) -> list[int]:
+        """Return the ids of a piece. A word before it goes along and is left out: normalizers may change the first."""
+        before = self._cut_before(text, start)
+        if before == start:
+            return self._encode(text[start:end], add_special_tokens=False)
+        ids = self._encode(text[before:end], add_special_tokens=False)
+        return ids[len(self._encode(text[before:start], add_special_tokens=False)) :]
+
+    def _next_cut(self, text: str, start: int) -> int | None:
+        """Return the first place to cut from `start` on; None for none before the end."""
+        if self._cut is None:
+            return None
+        for begin in range(start, len(text), PIECE_CHARS):  # others have their turns between
+            progress()
+            found = self._cut.search(text, begin, begin + PIECE_CHARS + 2)  # a cut looks at two more
+            if found is not None and 0 < found.start() < len(text):
+                return found.start()
+        return None
+
+    def _cut_before(self, text: str, place: int) -> int:
+        """Return a place to cut shortly before one, or 0."""
+        if place == 0 or self._cut is None:
+            return place
+        back = 64
+        while place > back:
+            found = self._cut.search(text, place - back, place + 2)
+            if found is not None and found.start() < place:
+                return found.start()
+            back *= 4
+        return 0
+
+    def _is_as_said(self) -> bool:
+        """Tell whether a text that is cut wherever it may be has the ids of the whole one."""
+        assert self._cut is not None
+        text = _SAMPLE * 2
+        places = [0, *(found.start() for found in self._cut.finditer(text)), len(text)]
+        pieces = (self._ids(text, start, end) for start, end in pairwise(places))
+        return [id_ for piece in pieces for id_ in piece] == self._encode(text, add_special_tokens=False)
+
+    def _special_tokens(self) -> tuple[list[int], list[int]]:
+        """Return what a tokenizer puts in front of a text and behind it."""
+        bare, dressed = (self._encode("a", add_special_tokens=add) for add in (False, True))
+        for start in range(len(dressed) - len(bare) + 1):
+            if dressed[start : start + len(bare)] == bare:
+                return dressed[:start], dressed[start + len(bare) :]
+        return [], []
+
+
+def _cuts(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
+    """Return where the texts of a vocabulary can be cut; None for nowhere."""
+    tokens: Iterable[str] = backend.get_vocab()
+    added = backend.get_added_tokens_decoder().values()
+    greedy = [token.content[:1] for token in added if token.lstrip]  # takes the blanks along before it
+    greedy += [token.content[-1:] for token in added if token.rstrip]
+    kinds = []
+    if not any(map(_ACROSS_BLANK.search, tokens)) and not any(edge.isalpha() for edge in greedy):
+        kinds.append(_BLANK_CUT)
+    if not any(map(_ACROSS_BREAK.search, tokens)) and not any(token.lstrip for token in added):
+        kinds.append(_BREAK_CUT)
+    return re.compile("|".join(kinds)) if kinds else None

@@ -1,0 +1,136 @@
+"""What one request's texts cost is counted as its key's, ends with its time, and holds up no other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from running import run_server, wait_until
+
+from octavo.engine.input_processor import InputProcessor
+from octavo.server.tenants import Tenant, add_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from running import Running
+
+TOO_LONG = "word " * 1000  # 5000 tokens, of which 2048 fit
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    path: Path = tmp_path_factory.mktemp("keys") / "keys.toml"
+    key = add_key(path, Tenant(name="counted", tokens_per_minute=10_000_000))
+    with run_server(api_keys_file=path) as running:
+        running.key = key  # type: ignore[attr-defined]
+        yield running
+
+
+@pytest.fixture
+def http(running: Running) -> Iterator[httpx.Client]:
+    with running.http() as http:
+        http.headers["Authorization"] = f"Bearer {running.key}"  # type: ignore[attr-defined]
+        yield http
+
+
+@pytest.fixture
+def charged(running: Running, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    counts: list[int] = []
+    admission = running.server._service.admission
+    charge = admission.charge
+
+    def note(tenant: Tenant, num_tokens: int) -> None:
+        counts.append(num_tokens)
+        charge(tenant, num_tokens)
+
+    monkeypatch.setattr(admission, "charge", note)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "num_tokens"),
+    [
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 3}, 200, 5 + 3),
+        ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 3}, 200, 3 + 3),
+        ("/v1/completions", {"prompt": TOO_LONG}, 400, 5000),
+        ("/generate", {"inputs": TOO_LONG, "parameters": {"truncate": 10, "max_new_tokens": 3}}, 200, 5000 + 3),
+        ("/generate", {"inputs": TOO_LONG, "parameters": {"max_new_tokens": 3}}, 422, 5000),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TOO_LONG}]}, 400, 5018),
+        ("/v1/responses", {"input": TOO_LONG}, 400, 5018),
+        (
+            "/v1/messages",
+            {"model": "fake", "max_tokens": 3, "messages": [{"role": "user", "content": "hello"}]},
+            200,
+            26,
+        ),
+        ("/v1/messages/count_tokens", {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}, 200, 23),
+        ("/v1/responses/input_tokens", {"input": "hello"}, 200, 23),
+        ("/v1/embeddings", {"input": TOO_LONG}, 400, 5000),
+        ("/tokenize", {"prompt": "hello"}, 200, 5),
+        ("/detokenize", {"tokens": [1, 2, 3]}, 200, 3),
+    ],
+)
+def test_all_that_is_read_is_counted(
+    http: httpx.Client, charged: list[int], path: str, body: dict[str, Any], status: int, num_tokens: int
+) -> None:
+    response = http.post(path, json=body)
+    assert response.status_code == status, response.text
+    assert sum(charged) == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("/v1/messages/count_tokens", {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}),
+        ("/generate", {"inputs": "hello", "parameters": {"truncate": 2}}),
+        ("/tokenize", {"prompt": "hello"}),
+    ],
+)
+def test_who_waits_for_a_turn_hears_when_the_time_is_over(
+    running: Running, http: httpx.Client, charged: list[int], path: str, body: dict[str, Any]
+) -> None:
+    """The one thread for short texts is held, as it would be by others."""
+    gate, turns = threading.Event(), running.server._service.llm.text._turns["short"]
+    held = turns.submit("another", lambda: gate.wait(30))
+    wait_until(held.running, "the thread is held")
+    try:
+        start = time.monotonic()
+        response = http.post(path, json=body, headers={"X-Request-Timeout": "0.2"})
+        assert response.status_code == 504, response.text
+        assert time.monotonic() - start < 10
+    finally:
+        gate.set()
+    held.result(30)
+    assert http.post("/tokenize", json={"prompt": "hello"}).status_code == 200
+    assert sum(charged) == 5  # of this last one: the others never began
+    assert running.server._service.admission.streams.num_held == 0
+
+
+def test_a_client_who_leaves_takes_its_work_along(
+    running: Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, read = threading.Event(), list[str]()
+    encode = InputProcessor.encode
+
+    def watched(inputs: InputProcessor, text: str, **options: Any) -> list[int]:
+        read.append(text)
+        return encode(inputs, text, **options)
+
+    monkeypatch.setattr(InputProcessor, "encode", watched)
+    admission = running.server._service.admission
+    held = running.server._service.llm.text._turns["short"].submit("another", lambda: gate.wait(30))
+    try:
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/tokenize", json={"prompt": "who is gone"}, timeout=0.3)
+        wait_until(lambda: admission.streams.num_held == 0, "its place is given back")
+    finally:
+        gate.set()
+    held.result(30)
+    assert read == []
