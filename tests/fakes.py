@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from octavo.capacity import EngineCapacity
 from octavo.config import CacheConfig, ModelInfo, SchedulerConfig
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine_core import EngineCore
@@ -45,7 +46,7 @@ class ByteTokenizer:
         progress(len(token_ids))
         return token_ids
 
-    def encode_end(self, text: str, num_tokens: int) -> list[int]:
+    def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
         return self.encode(text)[-num_tokens:]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
@@ -262,16 +263,22 @@ def make_engine(
         generation_defaults=dict(generation_defaults or {}),
     )
     metrics, recent = EngineMetrics(), RecentEvents(2000)
+    configs = SchedulerConfig(**scheduler_options), CacheConfig(block_size=block_size)
     scheduler = Scheduler(
-        SchedulerConfig(**scheduler_options),
-        CacheConfig(block_size=block_size),
+        *configs,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         clock=time.monotonic,
         sink=FanOut([metrics, recent]),
     )
     return Engine(
-        EngineCore(scheduler, executor or FakeExecutor(), metrics, recent),
+        EngineCore(
+            scheduler,
+            executor or FakeExecutor(),
+            metrics,
+            recent,
+            EngineCapacity.of(*configs, num_blocks=num_blocks),
+        ),
         InputProcessor(tokenizer, info, 0, chat_template or FakeChatTemplate()),
         OutputProcessor(tokenizer, time.monotonic),
         time.monotonic,

@@ -8,7 +8,8 @@ import pytest
 from kernels_available import INSTRUCTION_SETS
 
 from octavo import build
-from octavo.build import resolve_scheduler
+from octavo.build import build_engine, fit_reservation, resolve_scheduler
+from octavo.capacity import EngineCapacity
 from octavo.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from octavo.core.block_hash import hash_block_tokens
 from octavo.kernels import attention_slowness
@@ -97,3 +98,39 @@ def test_the_processor_counts_only_where_its_kernels_multiply_bfloat16(monkeypat
         assert found == (expected if counts else None)
     monkeypatch.setattr("octavo.build.instruction_sets", tuple)
     assert build._instruction_set(DeviceConfig(device=device, kernels=kernels), dtype) is None
+
+
+def test_what_cannot_be_reserved_is_lowered_with_a_word(caplog):
+    config = SchedulerConfig(
+        admission="reservation", max_batch_total_tokens=5000, max_batch_prefill_tokens=900, max_num_batched_tokens=512
+    )
+    lowered = fit_reservation(config, 4096)
+    assert (lowered.max_batch_total_tokens, lowered.max_batch_prefill_tokens) == (4096, 512)
+    assert [record.message for record in caplog.records] == [
+        "max_batch_total_tokens is lowered from 5000 to 4096: the KV cache holds no more",
+        "max_batch_prefill_tokens is lowered from 900 to 512: a step takes no more (max_num_batched_tokens)",
+    ]
+    caplog.clear()
+    assert fit_reservation(lowered, 4096) == lowered
+    assert fit_reservation(SchedulerConfig(admission="reservation"), 10).max_batch_total_tokens is None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("total", "used"), [(None, 640), (100, 100), (10**6, 640)])
+def test_an_engine_says_what_it_can_take(tmp_path, caplog, total, used):
+    caplog.set_level("INFO", logger="octavo.build")
+    config = EngineConfig(
+        model=ModelConfig(model=str(write_checkpoint(tmp_path, tiny_config("Qwen3ForCausalLM")))),
+        cache=CacheConfig(num_gpu_blocks=40),
+        scheduler=SchedulerConfig(admission="reservation", max_batch_total_tokens=total, max_num_batched_tokens=256),
+    )
+    engine = build_engine(
+        dataclasses.replace(config, model=dataclasses.replace(config.model, skip_tokenizer_init=True))
+    )
+    assert engine.capacity.kv_cache_tokens == 640
+    assert engine.capacity.max_batch_total_tokens == engine.core.scheduler.admission.max_total_tokens == used
+    assert engine.capacity.max_batch_prefill_tokens == 256
+    roomy = dataclasses.replace(config.scheduler, max_num_batched_tokens=5000)
+    assert EngineCapacity.of(roomy, config.cache, num_blocks=40).max_batch_prefill_tokens == 640  # as the cache holds
+    [line] = [record.message for record in caplog.records if record.message.startswith("KV cache: 40 blocks")]
+    assert f"kv_cache_tokens 640, max_batch_total_tokens {used}, max_batch_prefill_tokens 256" in line

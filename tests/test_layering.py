@@ -12,6 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "octavo"
 DATA = {
     "errors",
     "faults",
+    "capacity",
     "config",
     "sampling_params",
     "request",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from octavo.config import DEFAULT_MIXED_STEP_MS, BatchingMode, EngineConfig, kernels_required
+from octavo.capacity import EngineCapacity
+from octavo.config import DEFAULT_MIXED_STEP_MS, AdmissionRule, BatchingMode, EngineConfig, kernels_required
 from octavo.core.scheduler import Scheduler
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.llm_engine import Engine
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
 
 
+logger = logging.getLogger(__name__)
 _BITS = {None: 16, "int8": 8, "int4": 4, "int4_all": 4}  # of the layers' weights
 
 
@@ -77,17 +80,27 @@ def build_core(
         progress=progress,
         grammars=make_grammars(model_config, checkpoint),
     )
+    num_blocks, num_host_blocks = worker.kv_cache.num_blocks, worker.kv_cache.num_host_blocks
+    scheduler_config = fit_reservation(worker.scheduler_config, num_blocks * config.cache.block_size)
+    capacity = EngineCapacity.of(
+        scheduler_config,
+        config.cache,
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        kv_cache_dtype=worker.kv_dtype,
+    )
+    logger.info("KV cache: %d blocks, %d bytes; %s", num_blocks, worker.kv_cache.num_bytes, capacity.summary)
     clock = RecordedClock(time.monotonic)
     metrics, recent = EngineMetrics(), RecentEvents()
     identity = f"model:{checkpoint.directory.resolve()}"
     scheduler = Scheduler(
         scheduler_config,
         config.cache,
-        num_blocks=worker.kv_cache.num_blocks,
+        num_blocks=num_blocks,
         max_model_len=checkpoint.max_model_len,
         clock=clock,
         sink=FanOut([metrics, recent, sink or NullSink()]),
-        num_host_blocks=worker.kv_cache.num_host_blocks,
+        num_host_blocks=num_host_blocks,
         cache_keys=(
             identity,
             f"kv:{worker.kv_dtype}",
@@ -95,7 +108,7 @@ def build_core(
             f"kernels:{worker.kernels.identity} on {worker.device.type}",
         ),
     )
-    return EngineCore(_recorded(scheduler, clock, config.record), LocalExecutor(worker), metrics, recent)
+    return EngineCore(_recorded(scheduler, clock, config.record), LocalExecutor(worker), metrics, recent, capacity)
 
 
 def _recorded(scheduler: Scheduler, clock: RecordedClock, path: Path | None) -> Scheduler | RecordingScheduler:
@@ -125,6 +138,26 @@ def resolve_scheduler(
     if step_ms is None:
         step_ms = DEFAULT_MIXED_STEP_MS if config.batching is BatchingMode.MIXED else 0.0
     return replace(config, attention_cost_tokens=cost, mixed_step_ms=step_ms)
+
+
+def fit_reservation(config: SchedulerConfig, num_kv_tokens: int) -> SchedulerConfig:
+    """Lower what admission by reservation may set aside to what is there, and say so.
+
+    num_kv_tokens: tokens that the KV cache holds.
+    """
+    if config.admission is not AdmissionRule.RESERVATION:
+        return config
+    there = {
+        "max_batch_total_tokens": (num_kv_tokens, "the KV cache holds no more"),
+        "max_batch_prefill_tokens": (config.max_num_batched_tokens, "a step takes no more (max_num_batched_tokens)"),
+    }
+    lowered: dict[str, Any] = {}
+    for name, (most, reason) in there.items():
+        wanted = getattr(config, name)
+        if wanted is not None and wanted > most:
+            logger.warning("%s is lowered from %d to %d: %s", name, wanted, most, reason)
+            lowered[name] = most
+    return replace(config, **lowered)
 
 
 def _instruction_set(config: DeviceConfig, dtype: str) -> str | None:

@@ -134,8 +134,8 @@ class CacheConfig:
     Memory that is asked for by one of these is taken from the system at the start, in the background; what is found is
     taken as blocks are used.
 
-    probe_largest_batch: run the largest step once at start-up and size the cache by what it took; the result is kept
-    and serves later starts with the same model and limits.
+    probe_largest_batch: run the largest step that fits once at start-up, take no larger ones, and size the cache by
+    what it took; the result is kept and serves later starts with the same model and limits.
     cache_decoded_blocks: whether blocks with generated tokens can be shared, too (the next turn of a conversation
     finds its history then).
     swap_space_bytes: host memory for the KV of preempted requests; 0 for none.

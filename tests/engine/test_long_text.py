@@ -48,7 +48,7 @@ def test_an_end_has_the_last_ids_of_the_whole(tokenizer: Tokenizer, small_pieces
         text = texts(seed, 2000)
         whole = tokenizer._encode_at_once(text, add_special_tokens=True)
         for num_tokens in (1, 5, 40, len(whole) - 1, len(whole), len(whole) + 9):
-            assert tokenizer._long_texts.encode_end(text, num_tokens) == whole[-num_tokens:]
+            assert tokenizer._long_texts.encode_end(text, num_tokens, add_special_tokens=True) == whole[-num_tokens:]
 
 
 def test_no_more_is_taken_apart_than_is_kept(tokenizer: Tokenizer) -> None:

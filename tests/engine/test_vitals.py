@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from octavo.capacity import EngineCapacity
+from octavo.config import CacheConfig, SchedulerConfig
 from octavo.engine.messages import Alive, Loading, Ready, Report
 from octavo.engine.vitals import Patience, Vitals
 from octavo.metrics import EngineStats
 
 LOOK_S = 0.25
+READY = Ready(EngineCapacity.of(SchedulerConfig(), CacheConfig(), num_blocks=100))
 PATIENCE = Patience(frozen=3.0, dead=8.0, loading=120.0, stuck=60.0, endless=300.0)
 
 
@@ -38,7 +41,7 @@ class Watcher:
 
 
 def ready() -> Watcher:
-    return Watcher().hear(Ready())
+    return Watcher().hear(READY)
 
 
 def test_one_that_gets_further_is_well_for_ever() -> None:
@@ -76,7 +79,7 @@ def test_a_load_may_be_silent_for_longer_and_must_get_further() -> None:
     watcher = Watcher()
     for done in range(10):
         watcher.watch(290).hear(Loading(done, 10))
-    assert watcher.hear(Ready()).state == (True, None)
+    assert watcher.hear(READY).state == (True, None)
 
 
 def test_what_a_watcher_did_not_hear_while_it_did_not_run_says_nothing() -> None:

@@ -139,13 +139,14 @@ def is_valid(kind, answer):
             return has_calls or not names
 
 
-def fault(kind, answer):
-    """Return what is wrong with an answer, None for a right one."""
+def fault(kind, answer, *, is_short=False):
+    """Return what is wrong with an answer, None for a right one. is_short: it may end before there is any value."""
     if any(marker in answer.content for marker in MARKERS):
         return "a marker in the content"
     if answer.finish_reason != "length":
         return None if is_valid(kind, answer) else "not what was asked for"
-    return None if (answer.content + answer.reasoning).strip() or answer.calls else "nothing but blanks"
+    has_value = (answer.content + answer.reasoning).strip() or answer.calls or is_short
+    return None if has_value else "nothing but blanks"
 
 
 def copied(source, directory, *, renamed=None, special=(), template=None):
@@ -191,8 +192,8 @@ def checkpoint(real_model, real_templates, tmp_path):
 def served(path):
     engine = LLMEngine(
         ModelConfig(model=str(path), max_model_len=MAX_MODEL_LEN),
-        CacheConfig(num_gpu_blocks=NUM_THREADS * MAX_MODEL_LEN // 16),
-        SchedulerConfig(max_num_seqs=NUM_THREADS),
+        cache_config=CacheConfig(num_gpu_blocks=NUM_THREADS * MAX_MODEL_LEN // 16),
+        scheduler_config=SchedulerConfig(max_num_seqs=NUM_THREADS),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "make_engine", lambda _: engine)
@@ -230,8 +231,9 @@ def test_answers_have_the_form_that_was_asked_for(name, checkpoint, sampled):
         likely = biases(tokenizer)
 
         def ask(case):
-            kind, thinking, temperature, seed, is_biased = case
-            body = {"messages": MESSAGES, "temperature": temperature, "seed": seed, "max_tokens": MAX_TOKENS}
+            kind, thinking, temperature, seed, is_biased, is_short = case
+            max_tokens = 1 + 5 * seed if is_short else MAX_TOKENS
+            body = {"messages": MESSAGES, "temperature": temperature, "seed": seed, "max_tokens": max_tokens}
             body |= ASKED[kind] | THINKING[thinking] | ({"logit_bias": likely} if is_biased else {})
             try:
                 answer = whole(http, body)
@@ -239,9 +241,11 @@ def test_answers_have_the_form_that_was_asked_for(name, checkpoint, sampled):
                 return "refused", str(error)
             if streamed(http, body) != answer:
                 return "streamed otherwise", answer
-            return fault(kind, answer) or answer.finish_reason, answer
+            return fault(kind, answer, is_short=is_short) or answer.finish_reason, answer
 
-        chosen = sampled(list(product(MODELS[name], THINKING, (0, 1), range(6), (False, True))))
+        seeds = (0, 1), range(6), (False, True)
+        cases = [*product(MODELS[name], THINKING, *seeds, [False]), *product(MODELS[name], ["unsaid"], *seeds, [True])]
+        chosen = sampled(cases)
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             answers = list(pool.map(ask, chosen))
     told = [(*case, *answer) for case, answer in zip(chosen, answers, strict=True)]

@@ -420,6 +420,11 @@ def test_metrics_are_what_prometheus_reads(shared: Running) -> None:
     assert value("octavo:generation_tokens", "octavo:generation_tokens_total") >= 5
     assert value("octavo:num_requests_running") == value("octavo:num_requests_waiting") == 0
     assert value("octavo:engine_ready") == 1
+    capacity = shared.engine.capacity
+    assert value("octavo:kv_cache_capacity_tokens") == capacity.kv_cache_tokens > 0
+    assert value("octavo:max_batch_total_tokens") == capacity.max_batch_total_tokens
+    assert value("octavo:max_batch_prefill_tokens") == capacity.max_batch_prefill_tokens
+    assert value("octavo:cache_config_info", block_size="16", num_gpu_blocks=str(capacity.num_gpu_blocks)) == 1
     buckets = [s for s in families["octavo:time_to_first_token_seconds"].samples if s.name.endswith("_bucket")]
     counts = [each.value for each in buckets]
     assert counts == sorted(counts)

@@ -180,10 +180,10 @@ def test_who_has_a_place_when_the_server_stops_is_answered_though_its_prompt_is_
 ) -> None:
     begun, goes_on, render = threading.Event(), threading.Event(), chat.render
 
-    async def slowly(*args: Any) -> Any:
+    async def slowly(*args: Any, **options: Any) -> Any:
         begun.set()
         await asyncio.to_thread(goes_on.wait, 20)
-        return await render(*args)
+        return await render(*args, **options)
 
     monkeypatch.setattr(chat, "render", slowly)
     with run_server(grace_s=30.0) as running, running.http() as http, futures.ThreadPoolExecutor(1) as pool:

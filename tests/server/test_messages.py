@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -173,8 +174,9 @@ def test_vllms_fields_reach_the_template_and_the_cache() -> None:
             assert f"chat_template_kwargs must not set {name}" in response.json()["error"]["message"]
 
 
-def test_what_says_how_to_think_is_read() -> None:
-    """Clients must send a budget; here max_tokens alone bounds an answer."""
+def test_what_says_how_to_think_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    """Clients must send a budget; here max_tokens alone bounds an answer, and the log says that once."""
+    caplog.set_level(logging.INFO, "octavo")
     template = FakeChatTemplate()
     kinds: list[Any] = [
         ({"type": "enabled", "budget_tokens": 1024, "display": "omitted"}, True),
@@ -188,6 +190,10 @@ def test_what_says_how_to_think_is_read() -> None:
         for config, wanted in kinds:
             assert client.messages.create(**{**ASKED, "max_tokens": 3}, thinking=config).content
             assert template.options.get("enable_thinking") is wanted
+            client.messages.count_tokens(model="fake", messages=MESSAGES, thinking=config)
+    assert [record.getMessage() for record in caplog.records].count(
+        "unknown fields of a request are ignored: 'thinking.budget_tokens'"
+    ) == 1
 
 
 def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(running: Running) -> None:

@@ -235,7 +235,11 @@ def test_a_text_that_markers_have_may_stand_in_a_schema(grammars: Grammars) -> N
             {"choice": [quoted]},
             {"grammar": f"start: {json.dumps(quoted)}"},
         ):
-            assert grammars.accepts(StructuredOutputsParams(**structure), quoted, in_letters=True), structure
+            matcher = grammars.compile(StructuredOutputsParams(**structure))
+            for token_id in grammars.plain.encode(quoted, add_special_tokens=False).ids:
+                assert matcher.allowed()[token_id], structure
+                matcher.advance([token_id])
+            assert matcher.allowed()[EOS]
             if grammars.kind != "plain" and marker in MARKERS:
                 assert not grammars.accepts(StructuredOutputsParams(**structure), quoted)
 
@@ -285,6 +289,9 @@ def test_ids_and_rows_need_not_be_as_many(grammars: Grammars) -> None:
             allowed = matcher.allowed()
             assert allowed.shape == (num_rows,)
             assert allowed.nonzero()[0].tolist() == [EOS]
+    has_no_row = grammars.compiler(grammars.size - len(MARKERS) - 1).compile(structures[1])
+    has_no_row.advance(grammars.plain.encode('<think>Hm.</think>{"city": "Rome"}', add_special_tokens=False).ids)
+    assert has_no_row.allowed()[EOS]
 
 
 @pytest.mark.parametrize("parameters", [{"properties": {}}, {"description": "anything"}, {}])

@@ -14,7 +14,7 @@ from octavo.llm import LLMEngine
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.worker import memory, worker
-from octavo.worker.memory import activation_bytes, block_bytes, decide_num_blocks
+from octavo.worker.memory import activation_bytes, block_bytes, decide_num_blocks, largest_batch
 from octavo.worker.probe import kept_result, probe_file, probe_largest_batch
 
 MEASURE = """
@@ -115,28 +115,86 @@ def test_a_probe_whose_result_cannot_be_kept_serves_all_the_same(tmp_path, caplo
     assert "cannot be written" in caplog.text
 
 
-def test_a_largest_step_that_does_not_fit_is_refused_not_served(checkpoint, tmp_path, monkeypatch):
+def test_the_largest_step_that_fits_is_found_used_and_kept(checkpoint, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
-    fitting = 64
+    fitting = 90
+    runs = []
 
     def run(_runner, num_tokens, _num_seqs=0):
+        runs.append(num_tokens)
         if num_tokens > fitting:
             raise MemoryError
         return 0.5
 
     def build():
-        return LLMEngine(
+        caplog.clear()
+        runs.clear()
+        engine = LLMEngine(
             ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=256),
             cache_config=CacheConfig(probe_largest_batch=True),
             scheduler_config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=128),
         )
+        return engine.core.capacity, [record.message for record in caplog.records if record.levelname == "WARNING"]
 
     monkeypatch.setattr(worker, "warm_up", run)
-    with pytest.raises(ConfigError, match=r"a step of 128 tokens does not fit .* 64 do: lower max_num_batched_tokens"):
+    capacity, warnings = build()
+    assert runs == [128, 64, 96, 80, 88, 92, 16]  # the last one warms up
+    assert capacity.max_num_batched_tokens == capacity.max_batch_prefill_tokens == 88
+    assert capacity.max_batch_total_tokens == capacity.kv_cache_tokens == 4 * 256
+    [warning] = warnings
+    assert warning.startswith("max_num_batched_tokens is lowered from 128 to 88: the largest step that was run")
+    capacity, warnings = build()
+    assert runs == [16]  # what was found is kept
+    assert capacity.max_num_batched_tokens == 88
+    assert len(warnings) == 1
+    fitting, before = 128, worker.free_bytes
+    monkeypatch.setattr(worker, "free_bytes", lambda device: 2 * before(device))  # somebody has given memory back
+    assert build()[0].max_num_batched_tokens == 128
+    fitting = 3
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match=r"a step of 4 tokens, .* does not fit .* 3 do: lower max_num_seqs"):
         build()
-    fitting = 128  # somebody else has given memory back
-    build()
+
+
+def test_a_step_whose_activations_leave_the_cache_no_room_is_lowered_to_what_fits(checkpoint, monkeypatch):
+    architecture = read_architecture(checkpoint)
+    cpu = torch.device("cpu")
+    formats = {"dtype": "float32", "kv_dtype": "float32", "device": cpu}
+    monkeypatch.setattr(memory, "free_bytes", lambda _device: 1 << 30)
+
+    def find(cache: CacheConfig, most: int) -> int:
+        scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=most)
+        return largest_batch(architecture, cache, scheduler, **formats, scratch_bytes=lambda count: 1000 * count)
+
+    assert find(CacheConfig(), 512) == 512
+    found = find(CacheConfig(), 10**6)
+    scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=found)
+    sizes = {"max_model_len": 10**6, "scratch_bytes": 1000 * found}
+    num_blocks = decide_num_blocks(architecture, CacheConfig(), scheduler, **formats, **sizes)
+    assert found <= 16 * num_blocks < 1.02 * found  # the cache holds a whole step, and one more token would not fit
+    asked = CacheConfig(kv_cache_memory_bytes=900 << 20)  # that stays, and a step gets what is left
+    found = find(asked, 10**6)
+    step = activation_bytes(architecture, found, 8, "float32") + 1000 * found
+    assert 0 <= (1 << 30) - (900 << 20) - step < 100_000
+    assert find(CacheConfig(num_gpu_blocks=10**9), 512) == 8  # never fewer than requests; that this is too much says:
+    with pytest.raises(ConfigError, match="only 1,073,741,824 are free"):
+        decide_num_blocks(architecture, CacheConfig(num_gpu_blocks=10**9), scheduler, **formats, **sizes)
+
+
+def test_a_step_that_can_never_fit_is_served_with_what_fits(checkpoint, caplog, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda _device: 100 << 20)
+    engine = LLMEngine(
+        ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=256),
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=10**9),
+    )
+    [warning] = [record.message for record in caplog.records if "lowered" in record.message]
+    found = engine.core.capacity.max_num_batched_tokens
+    assert warning == (
+        f"max_num_batched_tokens is lowered from 1000000000 to {found}: the memory that is free leaves room for no "
+        "larger step"
+    )
+    assert engine.core.scheduler.config.max_num_batched_tokens == found < 10**9
 
 
 def test_probe_sees_what_a_step_takes(tmp_path):
@@ -163,7 +221,7 @@ def test_probe_does_not_take_a_fault_for_lack_of_memory(tmp_path):
         probe_largest_batch(run, 32, torch.device("cpu"), tmp_path / "probe.json")
 
 
-def test_probe_halves_until_it_fits(tmp_path, caplog):
+def test_probe_looks_for_the_largest_that_fits(tmp_path, caplog):
     sizes = []
 
     def run(num_tokens: int) -> float:
@@ -173,8 +231,8 @@ def test_probe_halves_until_it_fits(tmp_path, caplog):
         return 0.5
 
     path = tmp_path / "probe.json"
-    assert probe_largest_batch(run, 100, torch.device("cpu"), path).max_batch_prefill_tokens == 25
-    assert sizes == [100, 50, 25]
+    assert probe_largest_batch(run, 100, torch.device("cpu"), path).max_batch_prefill_tokens == 30
+    assert sizes == [100, 50, 25, 37, 31, 28, 29, 30]
     assert kept_result(path).seconds == 0.5
     path.write_text("{broken")
     assert kept_result(path) is None

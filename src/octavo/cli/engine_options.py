@@ -377,7 +377,8 @@ class EngineOptions:
         typer.Option(
             "--probe-largest-batch",
             rich_help_panel=_CACHE,
-            help="Run the largest step once and size the cache by what it took; the result is kept for later starts.",
+            help="Find the largest step that fits by running it once, and size the cache by what it took; the result "
+            "is kept for later starts.",
         ),
     ] = False
     kv_cache_dtype: Annotated[

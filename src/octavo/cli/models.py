@@ -1,4 +1,4 @@
-"""`octavo models`: what can be run here. Reads config files only."""
+"""`octavo models`: what can be run here. Reads config files, and no more of weights than their headers."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class CoreServer:
 
     def run(self) -> None:
         """Step and read mail until told to stop."""
-        self._send(messages.Ready())
+        self._send(messages.Ready(self._core.capacity))
         while not self._is_over:
             if not self._core.has_work():
                 if not self._held:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from octavo.errors import ExecutionError
 
 if TYPE_CHECKING:
+    from octavo.capacity import EngineCapacity
     from octavo.core.scheduler_interface import SchedulerInterface
     from octavo.engine.executor import Executor
     from octavo.events import RecentEvents
@@ -15,15 +16,24 @@ if TYPE_CHECKING:
 
 
 class EngineCore:
-    """A scheduler and an executor, one step at a time. metrics, recent: what reads the scheduler's events."""
+    """A scheduler and an executor, one step at a time.
+
+    metrics, recent: what reads the scheduler's events. capacity: what both were found to have room for.
+    """
 
     def __init__(
-        self, scheduler: SchedulerInterface, executor: Executor, metrics: EngineMetrics, recent: RecentEvents
+        self,
+        scheduler: SchedulerInterface,
+        executor: Executor,
+        metrics: EngineMetrics,
+        recent: RecentEvents,
+        capacity: EngineCapacity,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.metrics = metrics
         self.recent = recent
+        self.capacity = capacity
         self._undelivered: list[EngineCoreOutput] = []
 
     def step(self) -> list[EngineCoreOutput]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from typing import TypeAlias
 
+    from octavo.capacity import EngineCapacity
     from octavo.engine.engine_core import EngineCore
     from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
     from octavo.engine.output_processor import OutputProcessor
@@ -97,6 +98,11 @@ class Engine:
     def is_ready(self) -> bool:
         """As long as somebody drives it."""
         return True
+
+    @property
+    def capacity(self) -> EngineCapacity:
+        """What it can take at once."""
+        return self.core.capacity
 
     @property
     def stats(self) -> EngineStats:

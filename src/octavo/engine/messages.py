@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from octavo.config import EngineConfig  # noqa: TC001 - msgspec reads these types
+from octavo.capacity import EngineCapacity  # noqa: TC001 - msgspec reads these types
+from octavo.config import EngineConfig  # noqa: TC001
 from octavo.errors import (
     ConfigError,
     EngineDeadError,
@@ -121,7 +122,9 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine takes requests."""
+    """The engine takes requests, and so much at once."""
+
+    capacity: EngineCapacity
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -31,6 +31,7 @@ from octavo.request import RequestStatus
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from octavo.capacity import EngineCapacity
     from octavo.config import EngineConfig
     from octavo.engine.input_processor import InputProcessor, ProcessedInput
     from octavo.engine.llm_engine import Accept, Lose, Post
@@ -113,8 +114,9 @@ class RemoteEngine:
         clock: Callable[[], float] = time.monotonic,
         patience: Patience | None = None,
     ) -> None:
-        self.input_processor: InputProcessor  # these two are there when it has started
+        self.input_processor: InputProcessor  # these three are there when it has started
         self.output_processor: OutputProcessor
+        self.capacity: EngineCapacity  # of the process that was ready last
         self.clock = clock
         self.stats = EngineStats()  # of the present process, half a second old at most unless a step takes longer
         self.num_restarts = 0
@@ -423,6 +425,7 @@ class RemoteEngine:
                 life.failure = messages.error_of(message)
             case messages.Ready():
                 life.ready_at = time.monotonic()
+                self.capacity = message.capacity
                 self.num_failed_starts, self._load_s = 0, life.ready_at - life.born
                 life.requests.poll(1000, zmq.POLLOUT)  # its connection may take a moment more
                 self._post_or_do(lambda: self._came_up(life))

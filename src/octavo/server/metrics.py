@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
+    from octavo.capacity import EngineCapacity
     from octavo.metrics import Histogram
     from octavo.server.service import Service
 
@@ -25,6 +26,13 @@ _GAUGES = (
     ("kv_cache_usage", "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them."),
     ("prefill_limit", "prefill_limit_tokens", "What prompts may take of a step beside answers; 0 is all that is left."),
 )
+# (attribute of EngineCapacity, name, what it says)
+_CAPACITY = (
+    ("kv_cache_tokens", "kv_cache_capacity_tokens", "Tokens that the KV cache holds."),
+    ("max_batch_prefill_tokens", "max_batch_prefill_tokens", "Most prompt tokens that a step admits."),
+    ("max_batch_total_tokens", "max_batch_total_tokens", "Most tokens, prompts and answers, of all that run."),
+)
+_CACHE_CONFIG = ("block_size", "enable_prefix_caching", "kv_cache_dtype", "num_cpu_blocks", "num_gpu_blocks")
 _COUNTERS = (
     ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests whose first token came, cached ones included."),
     ("generation_tokens", "generation_tokens", "Generated tokens."),
@@ -102,6 +110,7 @@ class _EngineCollector(Collector):
             gauge = GaugeMetricFamily(f"octavo:{name}", text, labels=["model_name"])
             gauge.add_metric(model, getattr(stats, attribute))
             yield gauge
+        yield from _capacity(llm.engine.capacity, model)
         for attribute, name, text in _COUNTERS:
             counter = CounterMetricFamily(f"octavo:{name}", text, labels=["model_name"])
             counter.add_metric(model, getattr(stats, attribute))
@@ -129,6 +138,18 @@ class _EngineCollector(Collector):
         )
         restarts.add_metric(model, llm.engine.num_restarts)
         yield restarts
+
+
+def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
+    """Yield what was found at the start; the KV cache's figures as labels, too, as vLLM has them."""
+    for attribute, name, text in _CAPACITY:
+        gauge = GaugeMetricFamily(f"octavo:{name}", text, labels=["model_name"])
+        gauge.add_metric(model, getattr(capacity, attribute))
+        yield gauge
+    labels = ["model_name", *_CACHE_CONFIG]
+    config = GaugeMetricFamily("octavo:cache_config_info", "The KV cache, in labels; always 1.", labels=labels)
+    config.add_metric([*model, *(str(getattr(capacity, name)) for name in _CACHE_CONFIG)], 1)
+    yield config
 
 
 def _histogram(name: str, text: str, model: list[str], histogram: Histogram) -> Metric:

@@ -210,7 +210,7 @@ async def generate(
 
 def info(service: Service) -> dict[str, Any]:
     """Return what TGI tells of a model and its limits."""
-    length, limits = service.model_info.max_model_len, service.config
+    length, limits, capacity = service.model_info.max_model_len, service.config, service.llm.engine.capacity
     return {
         "model_id": service.model_names[0],
         "model_sha": None,
@@ -220,6 +220,9 @@ def info(service: Service) -> dict[str, Any]:
         "max_stop_sequences": MAX_STOP_STRINGS,
         "max_input_tokens": length - 1,
         "max_total_tokens": length,
+        "max_batch_prefill_tokens": capacity.max_batch_prefill_tokens,
+        "max_batch_total_tokens": capacity.max_batch_total_tokens,
+        "kv_cache_tokens": capacity.kv_cache_tokens,
         "validation_workers": 1,
         "max_client_batch_size": 1,
         "router": "octavo",

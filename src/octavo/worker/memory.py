@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from octavo.kernels.machine import cgroup_folders, read_lines
 from octavo.models.architecture import DTYPE_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from octavo.config import CacheConfig, SchedulerConfig
     from octavo.models.architecture import Architecture
 
@@ -48,6 +51,46 @@ def free_bytes(device: torch.device) -> int:
     return min(_machine_free_bytes(), _cgroup_free_bytes())
 
 
+def largest_batch(
+    architecture: Architecture,
+    cache_config: CacheConfig,
+    scheduler_config: SchedulerConfig,
+    *,
+    dtype: str,
+    kv_dtype: str,
+    device: torch.device,
+    scratch_bytes: Callable[[int], int],
+) -> int:
+    """Return the largest step that memory allows: max_num_batched_tokens, or the most that leave the KV cache room.
+
+    dtype is that of the activations. scratch_bytes(num_tokens) is what the kernels allocate for themselves.
+    A cache of a size that was asked for leaves the rest of the free memory; one whose size is left open has to hold the
+    step's tokens. Never less than max_num_seqs: a token for each.
+    """
+    most, least = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
+    asked_blocks, per_block = cache_config.num_gpu_blocks, block_bytes(architecture, cache_config.block_size, kv_dtype)
+    asked_bytes = cache_config.kv_cache_memory_bytes if asked_blocks is None else asked_blocks * per_block
+    free = _free_for_step(device, cache_config)
+    budget = free - asked_bytes if asked_bytes is not None else _share(free, device)
+
+    def is_too_large(num_tokens: int) -> bool:
+        kv_bytes = 0 if asked_bytes is not None else -(-num_tokens // cache_config.block_size) * per_block
+        step = activation_bytes(architecture, num_tokens, least, dtype) + scratch_bytes(num_tokens)
+        return step + kv_bytes > budget
+
+    return least + bisect_left(range(least + 1, most + 1), True, key=is_too_large)
+
+
+def _free_for_step(device: torch.device, cache_config: CacheConfig) -> int:
+    """Return what is free for the KV cache and a step: on a CPU not what is set aside for swapping."""
+    return free_bytes(device) - (cache_config.swap_space_bytes if device.type == "cpu" else 0)
+
+
+def _share(free: int, device: torch.device) -> int:
+    """Return how much of the free memory KV cache and step may take together where nobody says so."""
+    return int(0.9 * free) if device.type == "cuda" else free // 2
+
+
 def decide_num_blocks(
     architecture: Architecture,
     cache_config: CacheConfig,
@@ -72,9 +115,7 @@ def decide_num_blocks(
     Raises `ConfigError` when not even one block fits.
     """
     per_block = block_bytes(architecture, cache_config.block_size, kv_dtype)
-    free = free_bytes(device)
-    if device.type == "cpu":
-        free -= cache_config.swap_space_bytes
+    free = _free_for_step(device, cache_config)
     if cache_config.num_gpu_blocks is not None:
         num_blocks, reason = cache_config.num_gpu_blocks, "num_gpu_blocks"
     elif cache_config.kv_cache_memory_bytes is not None:
@@ -84,10 +125,9 @@ def decide_num_blocks(
             architecture, scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs, dtype
         )
         activations = max(activations + scratch_bytes, step_bytes)
-        if device.type == "cuda":
-            budget = int(0.9 * free) - activations
-        else:
-            budget = min(DEFAULT_KV_CACHE_BYTES, free // 2 - activations)
+        budget = _share(free, device) - activations
+        if device.type == "cpu":
+            budget = min(DEFAULT_KV_CACHE_BYTES, budget)
         usable = scheduler_config.max_num_seqs * -(-max_model_len // cache_config.block_size)
         num_blocks, reason = min(budget // per_block, usable), "free memory"
     if num_blocks < 1:

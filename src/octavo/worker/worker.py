@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,7 +20,7 @@ from octavo.models.packed_cache import PackedCache
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from octavo.worker.kv_cache import PagedKVCache
-from octavo.worker.memory import decide_num_blocks, decide_num_host_blocks
+from octavo.worker.memory import decide_num_blocks, decide_num_host_blocks, free_bytes, largest_batch
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.probe import kept_result, probe_file, probe_largest_batch
 from octavo.worker.touching import Touching
@@ -96,44 +97,39 @@ class Worker:
         self.quantization = quantization
         self.dtype = str(self.model.dtype).removeprefix("torch.")
         self.kv_dtype = self.dtype if cache_config.kv_cache_dtype == "auto" else cache_config.kv_cache_dtype
-        self._limits = (max_model_len, cache_config, scheduler_config)
         self.grammars = grammars
-        step_bytes = self._step_bytes(directory) if cache_config.probe_largest_batch else 0
+        self.max_model_len, self.cache_config, self.scheduler_config = max_model_len, cache_config, scheduler_config
+        self._take_steps_of(self._largest_batch(), "the memory that is free")
+        step_bytes = 0
+        if cache_config.probe_largest_batch:
+            step_bytes = self._step_bytes(directory, scheduler_config.max_num_batched_tokens)
         num_blocks = decide_num_blocks(
             architecture,
             cache_config,
-            scheduler_config,
+            self.scheduler_config,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             max_model_len=max_model_len,
             device=self.device,
-            scratch_bytes=self.kernels.scratch_bytes(
-                num_heads=architecture.num_heads,
-                num_kv_heads=architecture.num_kv_heads,
-                head_dim=architecture.head_dim,
-                vocab_size=architecture.vocab_size,
-                max_seq_len=max_model_len,
-                max_tokens=scheduler_config.max_num_batched_tokens,
-            ),
+            scratch_bytes=self._scratch_bytes(self.scheduler_config.max_num_batched_tokens),
             step_bytes=step_bytes,
         )
         num_host_blocks = decide_num_host_blocks(architecture, cache_config, kv_dtype=self.kv_dtype)
         self.runner = self._make_runner(num_blocks, num_host_blocks)
         self.kv_cache = self.runner.kv_cache
-        num_tokens = min(WARM_UP_TOKENS, scheduler_config.max_num_batched_tokens, max_model_len)
+        num_tokens = min(WARM_UP_TOKENS, self.scheduler_config.max_num_batched_tokens, max_model_len)
         self._alone(lambda: warm_up(self.runner, num_tokens))
         if self.device.type == "cpu" and cache_config.asks_for_memory:
             touching = Touching(self.kv_cache.blocks)
             weakref.finalize(self, touching.stop)
 
     def _make_runner(self, num_blocks: int, num_host_blocks: int = 0) -> ModelRunner:
-        max_model_len, cache_config, scheduler_config = self._limits
         architecture = self.model.architecture
         kv_cache = PagedKVCache(
             num_blocks=num_blocks,
             num_layers=architecture.num_layers,
             num_kv_heads=architecture.num_kv_heads,
-            block_size=cache_config.block_size,
+            block_size=self.cache_config.block_size,
             head_dim=architecture.head_dim,
             dtype=getattr(torch, self.kv_dtype),
             device=self.device,
@@ -144,28 +140,66 @@ class Worker:
             self.model,
             self.kernels,
             kv_cache,
-            max_num_seqs=scheduler_config.max_num_seqs,
-            max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
-            max_model_len=max_model_len,
+            max_num_seqs=self.scheduler_config.max_num_seqs,
+            max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
             grammars=self.grammars,
         )
 
-    def _step_bytes(self, directory: Path) -> int:
+    def _scratch_bytes(self, num_tokens: int) -> int:
+        """Return what the kernels allocate for themselves in a step of so many tokens."""
+        architecture = self.model.architecture
+        return self.kernels.scratch_bytes(
+            num_heads=architecture.num_heads,
+            num_kv_heads=architecture.num_kv_heads,
+            head_dim=architecture.head_dim,
+            vocab_size=architecture.vocab_size,
+            max_seq_len=self.max_model_len,
+            max_tokens=num_tokens,
+        )
+
+    def _largest_batch(self) -> int:
+        """Return the largest step that memory allows, by what the shapes say."""
+        return largest_batch(
+            self.model.architecture,
+            self.cache_config,
+            self.scheduler_config,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            device=self.device,
+            scratch_bytes=self._scratch_bytes,
+        )
+
+    def _take_steps_of(self, num_tokens: int, reason: str) -> None:
+        """Use what fits where that is less than what was asked for, and say so."""
+        wanted = self.scheduler_config.max_num_batched_tokens
+        if num_tokens < wanted:
+            logger.warning(
+                "max_num_batched_tokens is lowered from %d to %d: %s leaves room for no larger step",
+                wanted,
+                num_tokens,
+                reason,
+            )
+            self.scheduler_config = replace(self.scheduler_config, max_num_batched_tokens=num_tokens)
+
+    def _step_bytes(self, directory: Path, asked_tokens: int) -> int:
         """Return what the largest step takes besides weights and KV: from a kept probe, or from running one now."""
-        max_model_len, cache_config, scheduler_config = self._limits
-        tokens, seqs = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
+        tokens, seqs = self.scheduler_config.max_num_batched_tokens, self.scheduler_config.max_num_seqs
         formats = (self.dtype, self.kv_dtype, self.quantization)
-        path = probe_file(directory.resolve(), *formats, self.device, self.kernels.name, tokens, seqs, max_model_len)
+        limits = (asked_tokens, seqs, self.max_model_len)
+        path = probe_file(directory.resolve(), *formats, self.device, self.kernels.name, *limits)
         result = kept_result(path)
-        if result is None or result.max_batch_prefill_tokens < tokens:  # memory may be free that was not then
-            runner = self._make_runner(tokens // cache_config.block_size + seqs)
+        if result is None or not result.serves(tokens, free_bytes(self.device)):
+            runner = self._make_runner(tokens // self.cache_config.block_size + seqs)
             result = probe_largest_batch(lambda count: warm_up(runner, count, seqs), tokens, self.device, path)
         logger.info("largest step: %s (%s)", result, path)
-        if result.max_batch_prefill_tokens < tokens:
+        if result.max_batch_prefill_tokens < seqs:
             raise ConfigError(
-                f"a step of {tokens} tokens does not fit into the free memory; {result.max_batch_prefill_tokens} "
-                "do: lower max_num_batched_tokens to that"
+                f"a step of {seqs} tokens, one for each of max_num_seqs requests, does not fit into the free memory; "
+                f"{result.max_batch_prefill_tokens} do: lower max_num_seqs to that"
             )
+        self._take_steps_of(result.max_batch_prefill_tokens, f"the largest step that was run ({path})")
+        tokens = self.scheduler_config.max_num_batched_tokens
         if self.device.type != "cpu":
             return result.peak_bytes  # the probe's KV was there before
         kv_bytes = tokens * self.model.architecture.kv_bytes_per_token(self.kv_dtype)  # whose pages the step touches

@@ -71,4 +71,6 @@ def test_pieces_and_ends_are_those_of_the_whole(name, real_model, real_scale, mo
             assert tokenizer._long_texts.encode(text, add_special_tokens=add) == whole, text
         whole = tokenizer._encode_at_once(text, add_special_tokens=True)
         for num_tokens in (1, 7, 50, len(whole)):
-            assert tokenizer._long_texts.encode_end(text, num_tokens) == whole[-num_tokens:], text
+            assert tokenizer._long_texts.encode_end(text, num_tokens, add_special_tokens=True) == whole[-num_tokens:], (
+                text
+            )

@@ -1,0 +1,66 @@
+"""What an engine can take at once, as it was found at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.config import CacheConfig, SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCapacity:
+    """Limits that are used, whatever was asked for. Names are vLLM's and those of text-generation-inference.
+
+    max_num_seqs, max_num_batched_tokens: requests and tokens of a step. max_batch_prefill_tokens: prompt tokens that a
+    step can admit. max_batch_total_tokens: prompt and output of all that run. num_gpu_blocks, num_cpu_blocks: blocks of
+    `block_size` tokens in the KV cache, and in host memory for preempted requests; kv_cache_dtype: how they are kept.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_batch_prefill_tokens: int
+    max_batch_total_tokens: int
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+    block_size: int
+    kv_cache_dtype: str
+    enable_prefix_caching: bool
+
+    @classmethod
+    def of(
+        cls,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        *,
+        num_blocks: int,
+        num_host_blocks: int = 0,
+        kv_cache_dtype: str = "auto",
+    ) -> EngineCapacity:
+        """Say what these configurations come to with so many blocks."""
+        num_tokens = num_blocks * cache.block_size
+        largest_step = min(scheduler.max_num_batched_tokens, num_tokens)
+        prefill, total = scheduler.max_batch_prefill_tokens, scheduler.max_batch_total_tokens
+        return cls(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_batch_prefill_tokens=largest_step if prefill is None else min(prefill, largest_step),
+            max_batch_total_tokens=num_tokens if total is None else min(total, num_tokens),
+            num_gpu_blocks=num_blocks,
+            num_cpu_blocks=num_host_blocks,
+            block_size=cache.block_size,
+            kv_cache_dtype=kv_cache_dtype,
+            enable_prefix_caching=cache.enable_prefix_caching,
+        )
+
+    @property
+    def summary(self) -> str:
+        """One line for the log."""
+        names = ("kv_cache_tokens", "max_batch_total_tokens", "max_batch_prefill_tokens", "max_num_batched_tokens")
+        return ", ".join(f"{name} {getattr(self, name)}" for name in names)
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.num_gpu_blocks * self.block_size
