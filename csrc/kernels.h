@@ -13,9 +13,9 @@ namespace octavo {
 constexpr int kPanelColumns = 32;  // columns of a packed weight that stand together
 
 // Packed weight: [ceil(n / 32)] panels, zero padded. float32 and float16: [k][32]; bfloat16: [ceil(k / 2)][32][2]; int8:
-// [ceil(k / 4)][32][4], and behind all panels float32 scales and int32 sums of the columns, [ceil(n / 32) * 32] each. int4:
-// groups of k, each with int16 multiples [32] and perhaps zero points, then [ceil(k / 8)][32][4] bytes of two values, and
-// behind all panels float32 units of the columns (linear_int4.h).
+// [ceil(k / 4)][32][4] of a rotated weight (rotation.h), and behind all panels float32 scales and int32 sums of the columns,
+// [ceil(n / 32) * 32] each. int4: groups of k, each with int16 multiples [32] and perhaps zero points, then
+// [ceil(k / 8)][32][4] bytes of two values, and behind all panels float32 units of the columns (linear_int4.h).
 struct Int4Format {
   int64_t group_size;  // k that share a scale: a multiple of 32, or all of them
   bool has_zeros;      // zero points of each group, else all are 8
@@ -59,7 +59,7 @@ struct RoundArgs {
   int64_t n;
   int64_t k;
   int64_t stride;
-  int64_t group_size;  // int4: k that share a scale; 0: int8
+  int64_t group_size;  // int4: k that share a scale; 0: int8, rotated
   void* values;        // int8 or uint8 [n, k], contiguous
   void* scales;        // int8: float32 [n]; int4: bfloat16 [n, groups]
 };

@@ -76,7 +76,7 @@ struct NibbleWeight {
   int64_t panel_steps(int rows, int64_t /*tiles*/) const {
     return depth / kNibbleDepth * (kPanelVecs / vecs_at_once(rows, kMostNibbleSums));
   }
-  ByteLayout layout() const { return {depth / 4, 0, kSectionDepth, divide_up(depth, kSectionDepth), -kNibbleCenter}; }
+  ByteLayout layout() const { return {depth / 4, 0, kSectionDepth, divide_up(depth, kSectionDepth), -kNibbleCenter, false}; }
 
   template <int M>
   static void multiply(const LinearArgs& args, const NibbleWeight& weight, const ByteTile& tile, int64_t first,

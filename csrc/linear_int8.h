@@ -1,5 +1,6 @@
 // Matrix products of int8 weights (one scale per output column) and activations that are quantized on the way (one scale
-// per row). Sums of integers are exact, so the result is one expression, whatever the order or the number of rows:
+// per row), both rotated before they are rounded (rotation.h). Sums of integers are exact, so the result is one expression,
+// whatever the order or the number of rows:
 //
 //   out = float(sum of x w) * (scale of the row * scale of the column) + bias, each operation rounded once
 #pragma once
@@ -46,7 +47,7 @@ struct ByteWeight {
     if (tiles <= kFewTiles) return panel_bytes / kGroupBytes * (kPanelVecs / vecs_at_once(rows, kMostByteSums));
     return divide_up(panel_bytes, tiles * Ahead::kAskedBytes);
   }
-  ByteLayout layout() const { return {panel_bytes / kGroupBytes, kByteOffset, 0, 0, 0}; }
+  ByteLayout layout() const { return {panel_bytes / kGroupBytes, kByteOffset, 0, 0, 0, true}; }
 
   template <int M>
   static void multiply(const LinearArgs& args, const ByteWeight& weight, const ByteTile& tile, int64_t first,

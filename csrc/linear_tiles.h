@@ -95,7 +95,7 @@ struct PairTiles {
     const int64_t row_bytes = 2 * args.x_stride;
     return {static_cast<const char*>(args.x), kTogether * row_bytes, kTileHeight * row_bytes, row_bytes, kTileStep};
   }
-  static void pack_row(const LinearArgs& args, int64_t row, int64_t steps, char* out, float*) {
+  static void pack_row(const LinearArgs& args, int64_t row, int64_t steps, char* out, float*, void*) {
     const bf16* x = static_cast<const bf16*>(args.x) + row * args.x_stride;
     for (int64_t step = 0; step < steps; ++step, out += 2 * kTileBytes) {
       const int64_t first = step * kDepth * kStepWords, count = smaller(kDepth * kStepWords, args.k - first);
@@ -144,8 +144,15 @@ struct ByteTiles {
 
   bool packs(const LinearArgs&) const { return true; }
   static RowsOfTiles as_they_stand(const LinearArgs&) { return {}; }
+  // rotated: room for the row, or null where it stays as it is.
   template <class X>
-  static void pack_row_of(const X* x, int64_t k, int64_t steps, char* out, float* scale) {
+  static void pack_row_of(const X* row, int64_t k, int64_t steps, char* out, float* scale, float* rotated) {
+    if (rotated == nullptr) return round_row(row, k, steps, out, scale);
+    rotate_row(row, k, rotated);
+    round_row(static_cast<const float*>(rotated), k, steps, out, scale);
+  }
+  template <class X>
+  static void round_row(const X* x, int64_t k, int64_t steps, char* out, float* scale) {
     const RowScale found = row_scale(x, k);
     *scale = found.scale;
     const Vec inverse = splat(found.inverse);
@@ -157,11 +164,12 @@ struct ByteTiles {
       }
     }
   }
-  static void pack_row(const LinearArgs& args, int64_t row, int64_t steps, char* out, float* scale) {
+  static void pack_row(const LinearArgs& args, int64_t row, int64_t steps, char* out, float* scale, void* room) {
+    float* rotated = args.weight_dtype == DType::kInt8 ? static_cast<float*>(room) : nullptr;
     if (args.x_dtype == DType::kFloat32) {
-      pack_row_of(static_cast<const float*>(args.x) + row * args.x_stride, args.k, steps, out, scale);
+      pack_row_of(static_cast<const float*>(args.x) + row * args.x_stride, args.k, steps, out, scale, rotated);
     } else {
-      pack_row_of(static_cast<const bf16*>(args.x) + row * args.x_stride, args.k, steps, out, scale);
+      pack_row_of(static_cast<const bf16*>(args.x) + row * args.x_stride, args.k, steps, out, scale, rotated);
     }
   }
   void write(const LinearArgs& args, const int32_t* sums, const float* scales, int64_t rows, int64_t panel, Place out) const {
@@ -432,10 +440,11 @@ RowsOfTiles pack_rows_as_tiles(ThreadPool& pool, const LinearArgs& args, int64_t
   const int64_t pairs = divide_up(args.rows, kTogether), pair_bytes = kTogether * steps * kTileStep;
   char* packed = static_cast<char*>(pool.shared(static_cast<size_t>(pairs * pair_bytes + 4 * args.rows)));
   float* scales = reinterpret_cast<float*>(packed + pairs * pair_bytes);
-  parallel_ranges(pool, args.rows, 1, [&](int64_t begin, int64_t end) {
+  pool.reserve_local(static_cast<size_t>(whole_vectors(args.k)) * sizeof(float));
+  parallel_ranges(pool, args.rows, 1, [&](int64_t begin, int64_t end, int thread) {
     for (int64_t row = begin; row < end; ++row) {
       char* out = packed + row / kTogether * pair_bytes + row / kTileHeight % 2 * kTileBytes + row % kTileHeight * kTileStep;
-      Product::pack_row(args, row, steps, out, scales + row);
+      Product::pack_row(args, row, steps, out, scales + row, pool.local(thread));
     }
   });
   return {packed, pair_bytes, kTileBytes, kTileStep, 2 * kTileBytes, scales};

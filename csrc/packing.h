@@ -145,23 +145,22 @@ void embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
   });
 }
 
-// Rows of an int8 weight: float(value) * scale, rounded to the type of the output.
+// Rows of an int8 weight: its values, rotated back, times the scale, rounded to the type of the output.
 template <class Out>
 void int8_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
   const ByteWeight weight(args.packed, args.n, args.k);
-  const int64_t k = args.k;
-  parallel_ranges(pool, args.count, 4, [&](int64_t first, int64_t last) {
+  const int64_t k = args.k, room = whole_vectors(k);
+  pool.reserve_local(static_cast<size_t>(2 * room) * sizeof(float));
+  parallel_ranges(pool, args.count, 4, [&](int64_t first, int64_t last, int thread) {
+    auto *values = static_cast<float*>(pool.local(thread)), *rotated = values + room;
     for (int64_t row = first; row < last; ++row) {
       const int8_t* panel = weight.panels + args.ids[row] / kPanelColumns * weight.panel_bytes;
       const int8_t* column = panel + args.ids[row] % kPanelColumns * 4;
       const Vec scale = splat(weight.scales[args.ids[row]]);
       Out* out = static_cast<Out*>(args.out) + row * k;
-      for (int64_t i = 0; i < k; i += kLanes) {
-        float values[kLanes] = {};
-        const int64_t lanes = smaller(int64_t{kLanes}, k - i);
-        for (int64_t j = 0; j < lanes; ++j) values[j] = column[(i + j) / 4 * kGroupBytes + (i + j) % 4];
-        store_first(out + i, load(values) * scale, lanes);
-      }
+      for (int64_t i = 0; i < k; ++i) values[i] = column[i / 4 * kGroupBytes + i % 4];
+      rotate_row(static_cast<const float*>(values), k, rotated);
+      for (int64_t i = 0; i < k; i += kLanes) store_first(out + i, load(rotated + i) * scale, k - i);
     }
   });
 }

@@ -1,6 +1,8 @@
 // Loops over the threads of a pool, for kernels.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels.h"
 #include "vec.h"
 
@@ -27,13 +29,19 @@ OCTAVO_INLINE void parallel(ThreadPool& pool, int64_t count, const F& body) {
   run_parallel(pool, count, false, [&](int64_t index, int64_t, int thread) { body(index, thread); });
 }
 
-// body(first, last) over pieces of [0, count): so many that threads of unequal speed end together, none under `least`.
+// body(first, last), or body(first, last, thread), over pieces of [0, count): so many that threads of unequal speed end together,
+// none under `least`.
 template <class F>
 OCTAVO_INLINE void parallel_ranges(ThreadPool& pool, int64_t count, int64_t least, F&& body) {
   const int64_t wanted = divide_up(count, 4 * static_cast<int64_t>(pool.num_threads()));
   const int64_t size = larger(larger(wanted, least), int64_t{1});
-  parallel(pool, divide_up(count, size), [&](int64_t piece, int) {
-    body(piece * size, smaller(count, (piece + 1) * size));
+  parallel(pool, divide_up(count, size), [&](int64_t piece, int thread) {
+    const int64_t first = piece * size, last = smaller(count, first + size);
+    if constexpr (std::is_invocable_v<F, int64_t, int64_t, int>) {
+      body(first, last, thread);
+    } else {
+      body(first, last);
+    }
   });
 }
 

@@ -1,10 +1,12 @@
 // Activations for the products of integers: rows of signed bytes with one float32 scale each, found on the way.
 //
-// A row's scale is its largest magnitude / 127, and its values are rounded to the nearest even multiple. A row with a value
-// that is no number, or infinite, gets the scale NaN: what is computed from it is NaN.
+// Rows that meet an int8 weight are rotated first (rotation.h). A row's scale is its largest magnitude / 127, and its values are
+// rounded to the nearest even multiple. A row with a value that is no number, or infinite, gets the scale NaN: what is computed
+// from it is NaN.
 #pragma once
 
 #include "panel_tasks.h"
+#include "rotation.h"
 
 namespace octavo::OCTAVO_ISA {
 
@@ -19,6 +21,7 @@ struct ByteLayout {
   int64_t group;   // consecutive k whose bytes are summed up, without the offset; a multiple of kLanes, or 0: no sums
   int64_t groups;  // sums of a row
   int32_t factor;  // of the sums
+  bool rotated;    // before they are rounded
 };
 
 // Some rows as a product reads them.
@@ -94,30 +97,24 @@ class GroupSums {
   int32_t factor_ = 0;
 };
 
-// `m` rows from row tile.first on, at most sixteen; sixteen words of each are turned into columns at once.
+// `m` rows of k, `stride` apart, with their scales, become bytes; sixteen words of each are turned into columns at once.
 template <class X>
-void quantize_rows_of(const LinearArgs& args, const ByteLayout& layout, int64_t m, const ByteTile& tile) {
+void round_rows(const X* rows, int64_t stride, int64_t k, const ByteLayout& layout, const float* inverse, int64_t m,
+                const ByteTile& tile) {
   constexpr int64_t kTogether = 4 * kLanes;
   const int64_t values = layout.words * 4;
-  const X* const rows = static_cast<const X*>(args.x) + tile.first * args.x_stride;
-  float inverse[kLanes];
   GroupSums sums[kLanes];
-  for (int64_t r = 0; r < m; ++r) {
-    const RowScale found = row_scale(rows + r * args.x_stride, args.k);
-    tile.scales[r] = found.scale;
-    inverse[r] = found.inverse;
-    sums[r] = GroupSums(layout, tile.sums + r, m);
-  }
+  for (int64_t r = 0; r < m; ++r) sums[r] = GroupSums(layout, tile.sums + r, m);
   const IVec offset = splat_int(layout.offset * 0x01010101u);
   for (int64_t i = 0; i < values; i += kTogether) {
     Vec words[kLanes];
     for (int64_t r = 0; r < m; ++r) {
-      const X* row = rows + r * args.x_stride;
+      const X* row = rows + r * stride;
       IVec parts[4];
       OCTAVO_UNROLL
       for (int j = 0; j < 4; ++j) {
         const int64_t first = i + j * kLanes;
-        parts[j] = to_int(load_first(row + first, larger(int64_t{0}, args.k - first)) * splat(inverse[r]));
+        parts[j] = to_int(load_first(row + first, larger(int64_t{0}, k - first)) * splat(inverse[r]));
         if (layout.group != 0 && first < values) sums[r].add(parts[j], first + kLanes >= values);
       }
       words[r] = as_float(pack_bytes(parts) ^ offset);  // a byte of -127 .. 127, and 128 or 0 added to it
@@ -126,11 +123,31 @@ void quantize_rows_of(const LinearArgs& args, const ByteLayout& layout, int64_t 
   }
 }
 
-inline void quantize_rows(const LinearArgs& args, const ByteLayout& layout, int64_t m, const ByteTile& tile) {
-  if (args.x_dtype == DType::kFloat32) {
-    quantize_rows_of<float>(args, layout, m, tile);
+// `m` rows from row tile.first on, at most sixteen. rotated: room for m rows of whole vectors, where the layout rotates them.
+template <class X>
+void quantize_rows_of(const LinearArgs& args, const ByteLayout& layout, int64_t m, const ByteTile& tile, float* rotated) {
+  const X* const rows = static_cast<const X*>(args.x) + tile.first * args.x_stride;
+  const int64_t rotated_stride = whole_vectors(args.k);
+  float inverse[kLanes];
+  for (int64_t r = 0; r < m; ++r) {
+    const X* row = rows + r * args.x_stride;
+    if (layout.rotated) rotate_row(row, args.k, rotated + r * rotated_stride);
+    const RowScale found = layout.rotated ? row_scale(rotated + r * rotated_stride, args.k) : row_scale(row, args.k);
+    tile.scales[r] = found.scale;
+    inverse[r] = found.inverse;
+  }
+  if (layout.rotated) {
+    round_rows(rotated, rotated_stride, args.k, layout, inverse, m, tile);
   } else {
-    quantize_rows_of<bf16>(args, layout, m, tile);
+    round_rows(rows, args.x_stride, args.k, layout, inverse, m, tile);
+  }
+}
+
+inline void quantize_rows(const LinearArgs& args, const ByteLayout& layout, int64_t m, const ByteTile& tile, float* rotated) {
+  if (args.x_dtype == DType::kFloat32) {
+    quantize_rows_of<float>(args, layout, m, tile, rotated);
+  } else {
+    quantize_rows_of<bf16>(args, layout, m, tile, rotated);
   }
 }
 
@@ -173,8 +190,9 @@ void linear_of_integers(ThreadPool& pool, const LinearArgs& args) {
       const int64_t row = tile * block.tile_rows;
       return ByteTile{bytes + row * row_bytes, scales + row, sums + row * layout.groups, first + row};
     };
-    parallel(pool, block.tiles(), [&](int64_t tile, int) {
-      quantize_rows(args, layout, block.rows_of(tile), tile_at(tile));
+    if (layout.rotated) pool.reserve_local(static_cast<size_t>(block.tile_rows * whole_vectors(args.k)) * sizeof(float));
+    parallel(pool, block.tiles(), [&](int64_t tile, int thread) {
+      quantize_rows(args, layout, block.rows_of(tile), tile_at(tile), static_cast<float*>(pool.local(thread)));
     });
     multiply_block(pool, args, block, panels, Weight::group_panels(static_cast<int>(block.tile_rows)),
                    [&](int64_t tile, int64_t panel, int64_t count, Place out, const Ahead& ahead) {

@@ -18,16 +18,20 @@ OCTAVO_INLINE void store_first_bytes(void* p, IVec values, int64_t count) {
   std::memcpy(p, buffer, static_cast<size_t>(count));
 }
 
+// `rotated`: room for the row.
 template <class T>
-void round_to_bytes(const T* row, int64_t k, int8_t* out, float* scale) {
-  const RowScale found = row_scale(row, k);
+void round_to_bytes(const T* row, int64_t k, float* rotated, int8_t* out, float* scale) {
+  rotate_row(row, k, rotated);
+  const Vec share = splat(1.0f / static_cast<float>(rotation_block(k)));  // rotated twice, a row is so many times itself
+  for (int64_t i = 0; i < k; i += kLanes) store(rotated + i, load(rotated + i) * share);
+  const RowScale found = row_scale(static_cast<const float*>(rotated), k);
   *scale = found.scale;
   if (!found.is_finite) {
     std::memset(out, 0, static_cast<size_t>(k));
     return;
   }
   for (int64_t i = 0; i < k; i += kLanes) {
-    store_first_bytes(out + i, to_int(load_first(row + i, k - i) * splat(found.inverse)), k - i);
+    store_first_bytes(out + i, to_int(load(rotated + i) * splat(found.inverse)), k - i);
   }
 }
 
@@ -108,19 +112,19 @@ template <class T>
 void round_weight_of(ThreadPool& pool, const RoundArgs& args) {
   const int64_t k = args.k, size = args.group_size, groups = size == 0 ? 1 : divide_up(k, size);
   const int64_t rows = larger(int64_t{1}, kLeastRounded / larger(k, int64_t{1}));
-  pool.reserve_local(static_cast<size_t>(divide_up(smaller(size, k), kLanes) * kLanes) * sizeof(float));
+  pool.reserve_local(static_cast<size_t>(whole_vectors(size == 0 ? k : smaller(size, k))) * sizeof(float));
   parallel(pool, divide_up(args.n, rows), [&](int64_t piece, int thread) {
+    auto* room = static_cast<float*>(pool.local(thread));
     for (int64_t n = piece * rows; n < smaller(args.n, (piece + 1) * rows); ++n) {
       const T* row = static_cast<const T*>(args.weight) + n * args.stride;
       auto* out = static_cast<uint8_t*>(args.values) + n * k;
       if (size == 0) {
-        round_to_bytes(row, k, reinterpret_cast<int8_t*>(out), static_cast<float*>(args.scales) + n);
+        round_to_bytes(row, k, room, reinterpret_cast<int8_t*>(out), static_cast<float*>(args.scales) + n);
         continue;
       }
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t at = g * size;
-        round_to_nibbles(row + at, smaller(size, k - at), static_cast<float*>(pool.local(thread)), out + at,
-                         static_cast<bf16*>(args.scales) + n * groups + g);
+        round_to_nibbles(row + at, smaller(size, k - at), room, out + at, static_cast<bf16*>(args.scales) + n * groups + g);
       }
     }
   });

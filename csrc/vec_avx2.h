@@ -198,6 +198,19 @@ OCTAVO_INLINE void store(f16* p, Vec a) {
   _mm_storeu_si128(q + 1, _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT));
 }
 
+// Lane i is a[i ^ kApart]; kApart is 1, 2, 4 or 8.
+template <int kApart>
+OCTAVO_INLINE Vec exchange_lanes(Vec a) {
+  if constexpr (kApart == 8) {
+    return {a.hi, a.lo};
+  } else if constexpr (kApart == 4) {
+    return {_mm256_permute2f128_ps(a.lo, a.lo, 1), _mm256_permute2f128_ps(a.hi, a.hi, 1)};
+  } else {
+    constexpr int kOrder = kApart == 1 ? 0xB1 : 0x4E;  // 1 0 3 2 or 2 3 0 1
+    return {_mm256_permute_ps(a.lo, kOrder), _mm256_permute_ps(a.hi, kOrder)};
+  }
+}
+
 OCTAVO_INLINE float sum_lanes(Vec a) {
   const __m256 eight = _mm256_add_ps(a.lo, a.hi);
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

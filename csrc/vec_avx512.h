@@ -187,6 +187,17 @@ OCTAVO_INLINE void store(f16* p, Vec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }
 
+// Lane i is a[i ^ kApart]; kApart is 1, 2, 4 or 8.
+template <int kApart>
+OCTAVO_INLINE Vec exchange_lanes(Vec a) {
+  constexpr int kOrder = kApart % 3 == 1 ? 0xB1 : 0x4E;  // 1 0 3 2 or 2 3 0 1, of lanes or of four lanes each
+  if constexpr (kApart < 4) {
+    return {_mm512_permute_ps(a.v, kOrder)};
+  } else {
+    return {_mm512_shuffle_f32x4(a.v, a.v, kOrder)};
+  }
+}
+
 OCTAVO_INLINE float sum_lanes(Vec a) {
   const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

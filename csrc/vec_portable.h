@@ -218,6 +218,14 @@ OCTAVO_INLINE void store(f16* p, Vec a) {
   }
 }
 
+// Lane i is a[i ^ kApart]; kApart is 1, 2, 4 or 8.
+template <int kApart>
+OCTAVO_INLINE Vec exchange_lanes(Vec a) {
+  Vec r;
+  for (int i = 0; i < 16; ++i) r.v[i] = a.v[i ^ kApart];
+  return r;
+}
+
 OCTAVO_INLINE float sum_lanes(Vec a) {
   for (int width = 8; width > 0; width /= 2) {
     for (int i = 0; i < width; ++i) a.v[i] += a.v[i + width];

@@ -42,7 +42,7 @@ MAY_IMPORT = {
 # Only these see both sides, and nobody imports them but each other.
 JOINTS = {
     "build", "launch", "engine_main", "llm", "cli", "doctor", "assets", "__main__", "__init__", "compatibility",
-    "progress", "garbage",
+    "progress", "garbage", "perplexity",
 }  # fmt: skip
 STANDARD_LIBRARY_ONLY = DATA | {"core", "gbnf", "lark"}
 NO_TORCH = DATA | {
@@ -58,6 +58,7 @@ NO_TORCH = DATA | {
     "assets",
     "progress",
     "garbage",
+    "perplexity",
     "compatibility",
     "launch",
     "engine_main",

@@ -178,7 +178,7 @@ class Vllm(Peer):
         if precision == "bf16":
             target.symlink_to(source.resolve())
         else:
-            arguments = ["quantize", str(source), str(target), "--quantization", precision]
+            arguments = ["quantize", str(source), str(target), "--quantization", precision, "--no-perplexity"]
             command([sys.executable, "-m", "octavo", *arguments])
 
     def environment(self, threads: int, kv_bytes: int) -> dict[str, str]:

@@ -79,11 +79,12 @@ class ModelConfig:
 
     model: a directory in Hugging Face layout, a hub id, or None for the built-in demo model.
     dtype: "auto" takes the checkpoint's. max_model_len None takes the checkpoint's.
-    quantization: "int8" rounds weights as they are loaded, one scale per output feature, and multiplies them with
-    activations rounded to int8, one scale per token (W8A8). "int4" rounds those of the layers to four bits, one scale
-    per group_size input features (W4A8), and embeddings and lm_head to int8; "int4_all" rounds these to four bits, too:
-    for small models, whose vocabulary is a large part of the weights. None leaves weights as they are. Weights that are
-    integers in the checkpoint stay what they are in any case.
+    quantization: "int8" rotates and rounds weights as they are loaded, one scale per output feature, and multiplies
+    them with activations rotated and rounded to int8, one scale per token (W8A8). "int4" rounds those of the layers to
+    four bits, one scale per group_size input features (W4A8), and embeddings and lm_head to int8; "int4_all" rounds
+    these to four bits, too: for small models, whose vocabulary is a large part of the weights. None leaves weights as
+    they are. Weights that are integers in the checkpoint stay so in any case: four bits as they are, eight bits rotated
+    and rounded again.
     group_size: of four bits, a multiple of 32; larger groups take less memory and are less exact.
     packed_cache_bytes: how much disk rounded weights may take in the user's cache directory, so that the next start
     need not round and pack them again while the checkpoint's files hold the same bytes; the longest unused go first;

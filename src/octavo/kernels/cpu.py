@@ -97,14 +97,14 @@ class CpuKernels:
 
     @property
     def layout(self) -> str:
-        """To be counted up when csrc/kernels.h, or `Int4Weight.whole_scales`, says something else of a packed weight.
+        """To be counted up when csrc/kernels.h, `rotate` or `Int4Weight.whole_scales` says something else of a weight.
 
         Who multiplies belongs to it: what another machine packed must not decide which kernel serves on this one.
         """
         if self.uses_onednn:
-            return "panels 2 and oneDNN"
+            return "panels 3 and oneDNN"
         who = {"amx": " of tiles", "avx512_bf16": " of pairs"}
-        return f"panels 2{who.get(self.isa, '')}"
+        return f"panels 3{who.get(self.isa, '')}"
 
     def measure_limits(self, num_bytes: int = 512 << 20, rounds: int = 3) -> Limits:
         """Measure what this instruction set gives on these threads, the best of some rounds; takes about a second.

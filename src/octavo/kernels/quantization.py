@@ -1,7 +1,8 @@
 """Integers for weights and activations: what the quantized kernels compute, said once, in torch.
 
 Activations are rounded to int8 on the way, one scale per row, the largest magnitude at 127. Weights are int8 with one
-scale per output feature (W8A8), or int4 with one scale, and perhaps a zero point, per group of input features (W4A8).
+scale per output feature (W8A8), both rotated before they are rounded (`octavo.kernels.rotation`), or int4 with one
+scale, and perhaps a zero point, per group of input features (W4A8).
 Keys and values in a cache of int8 are rounded like activations, each row of head_dim by itself.
 Sums of integers are exact, and the scales of an int4 weight's groups are made whole multiples of one unit per output
 feature before it is used, so sums over all groups are, too: every backend gives the same bits.
@@ -14,12 +15,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from octavo.kernels.rotation import rotate, rotation_block
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
-ROUNDING_VERSION = 2  # to be counted up when a weight is rounded to other values: weights kept on disk are old then
+ROUNDING_VERSION = 3  # to be counted up when a weight is rounded to other values: weights kept on disk are old then
 MAX_IN_FEATURES = 1 << 16  # more products of two bytes could overflow a 32-bit sum
 GROUP_MULTIPLE = 32  # of the size of a group, unless one group spans all input features
 KV_SCALE_BYTES = 4  # of the keys, or the values, of a token and one KV head
@@ -34,7 +37,7 @@ _CLIPPINGS = (1.0, 0.92, 0.84, 0.76)  # of a group's largest magnitude: tried, a
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """A weight of integers: weight[i, j] is values[i, j] * scales[i].
+    """A weight of integers, rotated: weight[i] is rotate(values[i]) * scales[i], see `octavo.kernels.rotation`.
 
     values int8 [out_features, in_features]; scales float32 [out_features].
     """
@@ -54,7 +57,11 @@ class Int8Weight:
 
     def dequantize(self) -> Tensor:
         """Return the weight that this stands for, in float32."""
-        return self.values.float() * self.scales.unsqueeze(1)
+        return rotate(self.values) * self.scales.unsqueeze(1)
+
+    def rows(self, index: slice | Tensor) -> Int8Weight:
+        """Return some of its rows."""
+        return Int8Weight(self.values[index], self.scales[index])
 
     def to(self, device: torch.device) -> Int8Weight:
         """Return it on a device."""
@@ -134,13 +141,19 @@ QuantizedWeight = Int8Weight | Int4Weight
 
 
 def quantize_int8(weight: Tensor) -> Int8Weight:
-    """Round a weight [out_features, in_features] of any floating type to int8, one scale per output feature."""
+    """Rotate a weight [out_features, in_features] of any floating type and round it to int8."""
+    return Int8Weight(*round_to_int8(weight, rotated=True))
+
+
+def round_to_int8(weight: Tensor, *, rotated: bool) -> tuple[Tensor, Tensor]:
+    """Return (int8 values [out_features, in_features], float32 scales [out_features]) of a weight, rotated or not."""
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    share = 1.0 / rotation_block(weight.shape[1])  # rotated twice, a row is so many times itself
     for part in _parts(weight):
-        rounded, scales[part] = quantize_rows(weight[part])
+        rounded, scales[part] = quantize_rows(rotate(weight[part]) * share if rotated else weight[part])
         values[part] = rounded.to(torch.int8)
-    return Int8Weight(values, scales)
+    return values, scales
 
 
 def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE) -> Int4Weight:
@@ -243,8 +256,11 @@ def kv_scales(cache: Tensor) -> Tensor:
 
 
 def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Return x @ weight.T + bias of quantized rows: float(integer sum) * (row's scale * column's scale) + bias."""
-    values, scales = quantize_rows(x)
+    """Return x @ weight.T + bias of rotated and quantized rows.
+
+    That is float(integer sum) * (row's scale * column's scale) + bias.
+    """
+    values, scales = quantize_rows(rotate(x))
     values = values.double()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
     for part in _parts(weight.values):

@@ -108,7 +108,7 @@ class ReferenceKernels:
             whole, units = weight.rows(token_ids).whole_values()
             return (whole.float() * units.unsqueeze(1)).to(dtype)
         if isinstance(weight, Int8Weight):
-            return (weight.values[token_ids].float() * weight.scales[token_ids].unsqueeze(1)).to(dtype)
+            return weight.rows(token_ids).dequantize().to(dtype)
         return F.embedding(token_ids, weight).to(dtype)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:

@@ -184,7 +184,8 @@ class _Packer:
         shape = self.shapes[f"{name}.weight"]
         self._count(math.prod(shape) * self.dtype.itemsize)
         if isinstance(self.source, CheckpointFiles):
-            return read_quantized(self.stored, name, (shape[0], shape[1]), self.source.find).to(self.device)
+            read = read_quantized(self.stored, name, (shape[0], shape[1]), self.source.find, self.kernels.round_weight)
+            return read.to(self.device)
         weight = self.source.tensor(f"{name}.weight").to(self.device)
         return self._round(weight, self.stored.bits, self.stored.group_size or shape[1])
 

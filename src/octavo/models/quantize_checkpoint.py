@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.errors import ModelError
-from octavo.kernels.quantization import GROUP_MULTIPLE, quantize_int4, quantize_int8
+from octavo.kernels.quantization import GROUP_MULTIPLE
 from octavo.models.architecture import is_vocabulary
 from octavo.models.checkpoint import CheckpointFiles
 from octavo.models.config_file import ConfigFile
@@ -99,8 +99,7 @@ def _write_weights(
     for name, shape in architecture.tensor_shapes().items():
         tensor = files.tensor(name)
         if len(shape) == 2 and not is_vocabulary(name):
-            rounded = quantize_int8(tensor) if precision == "int8" else quantize_int4(tensor, group_size)
-            tensors = stored_tensors(name.removesuffix(".weight"), rounded)
+            tensors = stored_tensors(name.removesuffix(".weight"), tensor, precision, group_size)
         else:
             tensors = {name: tensor.clone()}
         if not architecture.has_head:  # a model of embeddings: its names say so

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from octavo.errors import ModelError
-from octavo.kernels.quantization import INT4_ZERO, Int4Weight, Int8Weight, QuantizedWeight
+from octavo.kernels.quantization import (
+    INT4_ZERO,
+    Int4Weight,
+    QuantizedWeight,
+    fuse_quantized,
+    quantize_int4,
+    round_to_int8,
+)
 from octavo.models.stored_quantization import StoredLayout
 
 if TYPE_CHECKING:
@@ -18,21 +25,27 @@ if TYPE_CHECKING:
     from octavo.models.stored_quantization import StoredQuantization
 
 READING_VERSION = (
-    1  # to be counted up when the same checkpoint is read as other values: weights kept on disk are old then
+    2  # to be counted up when the same checkpoint is read as other values: weights kept on disk are old then
 )
 _VALUES_A_WORD = 8
+_VALUES_AT_ONCE = 1 << 22  # of a weight of int8 that is rounded again, in float32
 _NIBBLE = 15
 # AWQ's kernels want columns 0, 2, 4, 6, 1, 3, 5, 7 of eight from the lowest bits up: where column j stands.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def read_quantized(
-    stored: StoredQuantization, module: str, shape: tuple[int, int], tensor: Callable[[str], Tensor | None]
+    stored: StoredQuantization,
+    module: str,
+    shape: tuple[int, int],
+    tensor: Callable[[str], Tensor | None],
+    round_weight: Callable[[Tensor, int], QuantizedWeight],
 ) -> QuantizedWeight:
     """Return the weight [out_features, in_features] of a linear layer.
 
-    tensor(name) returns a tensor of `stored.tensors(module, ...)`, or None for an optional one that is missing. Raises
-    `ModelError` for what would be computed wrongly.
+    tensor(name) returns a tensor of `stored.tensors(module, ...)`, or None for an optional one that is missing.
+    round_weight: `octavo.kernels.interface.Kernels.round_weight`: int8 is rotated, and rounded again.
+    Raises `ModelError` for what would be computed wrongly.
     """
 
     def required(name: str) -> Tensor:
@@ -43,7 +56,10 @@ def read_quantized(
     if stored.layout == StoredLayout.INT8:
         scales = required("weight_scale").flatten().to(torch.float32, copy=True)
         _refuse_infinite(module, scales)
-        return Int8Weight(required("weight").clone(), scales)
+        values = required("weight")
+        rows = max(1, _VALUES_AT_ONCE // values.shape[1])
+        parts = [slice(first, first + rows) for first in range(0, len(values), rows)]
+        return fuse_quantized([round_weight(values[part].float() * scales[part].unsqueeze(1), 8) for part in parts])
     _refuse_reordered(stored, module, tensor)
     out_features, in_features = shape
     zeros: Tensor | None = None
@@ -107,15 +123,19 @@ def pack_nibbles(values: Tensor) -> Tensor:
     return pairs.contiguous().view(torch.int32)
 
 
-def stored_tensors(module: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Return the tensors that hold a weight in compressed-tensors' layouts "int-quantized" and "pack-quantized"."""
-    if isinstance(weight, Int8Weight):
-        return {f"{module}.weight": weight.values, f"{module}.weight_scale": weight.scales.unsqueeze(1)}
-    assert weight.zeros is None
+def stored_tensors(module: str, weight: Tensor, precision: str, group_size: int) -> dict[str, Tensor]:
+    """Round a weight and return the tensors that hold it in compressed-tensors' layouts.
+
+    These are "int-quantized" of precision "int8", not rotated as others do not, and "pack-quantized" of "int4".
+    """
+    if precision == "int8":
+        values, scales = round_to_int8(weight, rotated=False)
+        return {f"{module}.weight": values, f"{module}.weight_scale": scales.unsqueeze(1)}
+    rounded = quantize_int4(weight, group_size)
     return {
-        f"{module}.weight_packed": pack_nibbles(weight.values),
-        f"{module}.weight_scale": weight.scales,
-        f"{module}.weight_shape": torch.tensor(weight.shape),
+        f"{module}.weight_packed": pack_nibbles(rounded.values),
+        f"{module}.weight_scale": rounded.scales,
+        f"{module}.weight_shape": torch.tensor(rounded.shape),
     }
 
 
