@@ -23,6 +23,11 @@ PROMPTS = ["hello\n", "Once upon a time", "狐 is 🦊", " two  spaces", "true t
 NUM_STREAMS, NUM_ANSWERS = 2000, 40
 
 
+def bytes_of(tokenizer):
+    """Tokens that are parts of characters."""
+    return [i for i in range(tokenizer.vocab_size) if isinstance(tokenizer.piece(i), bytes)]
+
+
 @pytest.fixture(params=MODELS)
 def tokenizer(request, real_model):
     return Tokenizer.from_directory(real_model(request.param))
@@ -32,7 +37,7 @@ def test_streams_of_random_tokens_equal_whole_behind_any_prompt(tokenizer, real_
     """What streams in any cut is what the library decodes at once."""
     draw = random.Random(1)
     added = sorted(tokenizer.backend.get_added_tokens_decoder())
-    parts = [i for i in range(tokenizer.vocab_size) if isinstance(tokenizer.piece(i), bytes)]
+    parts = bytes_of(tokenizer)
     assert len(parts) > 100
     for _ in range(max(50, int(NUM_STREAMS * real_scale))):
         prompt, ids = (some_tokens(tokenizer, added, parts, draw) for _ in range(2))
@@ -60,7 +65,8 @@ def served(request, real_model):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "make_engine", lambda executor: engine)
         with running.run_server(served_model_names=["real"]) as server, server.http() as http:
-            yield engine.input_processor.tokenizer, http
+            tokenizer = engine.input_processor.tokenizer
+            yield tokenizer, http, [*bytes_of(tokenizer)[:300], *range(1000, 1100)]
 
 
 def ask(http: httpx.Client, path: str, **body):
@@ -73,7 +79,7 @@ def ask(http: httpx.Client, path: str, **body):
 
 def test_a_byte_and_a_letter_are_a_replacement_character_and_the_stream_goes_on(served):
     """The answer of the Phi-3 and Llama 2 vocabularies that ended the whole server."""
-    tokenizer, http = served
+    tokenizer, http, _ = served
     letter = tokenizer.token_id("H")
     byte = next(i for i in range(tokenizer.vocab_size) if tokenizer.piece(i) == b"\xf0")
     for prompt in ("hello\n", [letter, byte]):
@@ -107,7 +113,7 @@ def check_places(text, scored, num_asked, hidden):
 
 @pytest.mark.parametrize("options", [{}, {"echo": True}, {"skip_special_tokens": False}, {"n": 2}], ids=str)
 def test_answers_with_log_probabilities(served, real_scale, options):
-    tokenizer, http = served
+    tokenizer, http, many_bytes = served
     hidden = {""} | {
         tokenizer.token(i) for i in tokenizer._special_ids if options.get("skip_special_tokens") is not False
     }
@@ -118,8 +124,7 @@ def test_answers_with_log_probabilities(served, real_scale, options):
             prompt = [draw.randrange(tokenizer.vocab_size) for _ in range(9)]
         body = {"prompt": prompt, "max_tokens": 24, "logprobs": 20, "seed": number, "ignore_eos": True, **options}
         if number % 2:  # of many bytes, which a random model seldom draws
-            parts = [i for i in range(tokenizer.vocab_size) if isinstance(tokenizer.piece(i), bytes)][:300]
-            body["allowed_token_ids"] = [*parts, *range(1000, 1100)]
+            body["allowed_token_ids"] = many_bytes
         whole = ask(http, "/v1/completions", **body)
         chunks = ask(http, "/v1/completions", **body, stream=True)
         for choice in whole["choices"]:
@@ -131,11 +136,10 @@ def test_answers_with_log_probabilities(served, real_scale, options):
 
 
 def test_bytes_of_chats_are_the_content(served, real_scale):
-    tokenizer, http = served
+    tokenizer, http, many_bytes = served
     for number in range(max(4, int(NUM_ANSWERS * real_scale))):
-        parts = [i for i in range(tokenizer.vocab_size) if isinstance(tokenizer.piece(i), bytes)][:300]
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 24, "logprobs": True, "top_logprobs": 20}
-        body |= {"seed": number, "allowed_token_ids": [*parts, *range(1000, 1100)], "ignore_eos": True}
+        body |= {"seed": number, "allowed_token_ids": many_bytes, "ignore_eos": True}
         choice = ask(http, "/v1/chat/completions", **body)["choices"][0]
         data = b"".join(bytes(each["bytes"]) for each in choice["logprobs"]["content"])
         content = choice["message"]["content"]
@@ -148,7 +152,7 @@ def test_bytes_of_chats_are_the_content(served, real_scale):
 
 
 def test_a_prompt_that_is_only_scored_has_no_completion_tokens(served):
-    tokenizer, http = served
+    tokenizer, http, _ = served
     prompt = " true true 🙂 true"
     answer = ask(http, "/v1/completions", prompt=prompt, echo=True, max_tokens=0, logprobs=1)
     assert answer["usage"]["completion_tokens"] == 0

@@ -101,6 +101,12 @@ def test_parts_of_a_character_stand_where_it_does(kind: str) -> None:
     assert [place[:2] for place in never] == [(0, "b")]
 
 
+def test_what_the_prompt_has_of_a_character_that_never_ends_stands_nowhere() -> None:
+    tokenizer = Tokenizer(BACKENDS["byte_level"](), CONFIG)
+    begun, ids = byte_tokens(tokenizer, b"\xf0\x9f"), byte_tokens(tokenizer, "éa".encode())
+    assert [place.offset for place in places_of(tokenizer, ids, begun)] == [0, 0, 1]
+
+
 def test_bytes_that_are_no_text_stand_one_by_one() -> None:
     tokenizer = Tokenizer(BACKENDS["byte_fallback"](), CONFIG)
     ids = [*byte_tokens(tokenizer, b"\xf0\n"), tokenizer.token_id("h")]
