@@ -39,6 +39,7 @@ class ByteTokenizer:
     """One token per byte of UTF-8, and EOS."""
 
     longest_token_chars = 5
+    has_byte_runs = False
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         token_ids = list(text.encode())
@@ -64,6 +65,11 @@ class ByteTokenizer:
     def decode_token(self, token_id: int) -> str:
         return "<eos>" if token_id == EOS else bytes([token_id]).decode(errors="replace")
 
+    def piece(self, token_id: int, *, skip_special_tokens: bool = False) -> str | bytes:
+        if token_id == EOS:
+            return "" if skip_special_tokens else "<eos>"
+        return chr(token_id) if token_id < 0x80 else bytes([token_id])
+
     def incremental_detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> ByteDetokenizer:
         return ByteDetokenizer(skip_special_tokens)
 
@@ -71,9 +77,15 @@ class ByteTokenizer:
 class ByteDetokenizer:
     """Holds back the bytes of an unfinished character."""
 
+    num_prompt_bytes = 0
+
     def __init__(self, skip_special_tokens: bool) -> None:
         self._skip_special_tokens = skip_special_tokens
         self._held = b""
+
+    @property
+    def held(self) -> bytes:
+        return self._held
 
     def add(self, token_ids: list[int]) -> str:
         text = ""

@@ -11,6 +11,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "octavo"
 DATA = {
     "errors",
+    "faults",
     "capacity",
     "config",
     "sampling_params",

@@ -9,6 +9,7 @@
     │   └── SlowReaderError      nobody read what was generated for it
     └── EngineError      the engine could not do its work
         ├── ExecutionError   a step failed in the worker: the requests of that step end with it
+        ├── RequestFailedError   what was done for one request alone failed: it ends, and names itself; the others go on
         ├── DeadlineError    the request's time was over before it was done
         └── EngineDeadError  the engine has stopped; nothing can be added any more
             └── EngineRestartingError    its process ended, and another one is being started
@@ -76,6 +77,10 @@ class EngineError(OctavoError):
 
 class ExecutionError(EngineError):
     """A step failed in the worker."""
+
+
+class RequestFailedError(EngineError):
+    """Something failed that was done for one request alone, by a fault of octavo's or of a library's; names its id."""
 
 
 class DeadlineError(EngineError):

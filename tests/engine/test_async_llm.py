@@ -42,6 +42,24 @@ def test_many_streams_at_once(llm):
     run(main())
 
 
+def test_a_fault_while_what_nobody_reads_is_counted_is_its_own(llm, caplog):
+    """It is told on the event loop, among the outputs of others."""
+
+    def fails(_output):
+        raise RuntimeError("a fault")
+
+    async def main():
+        left = llm.generate("hello", SamplingParams(max_tokens=40, ignore_eos=True), "left", on_unread=fails)
+        await anext(left)
+        others = [asyncio.create_task(collect(llm, "x" * (n + 1), str(n), max_tokens=40)) for n in range(20)]
+        await left.aclose()
+        assert await asyncio.gather(*others) == [answer_text(n + 1, 0, 40) for n in range(20)]
+        await until_free_blocks(llm, 256)
+
+    run(main())
+    assert {record.getMessage().split()[1] for record in caplog.records if record.levelname == "ERROR"} == {"left"}
+
+
 def test_f22_leaving_a_stream_aborts_its_request(llm):
     async def main():
         stream = llm.generate("hello", SamplingParams(max_tokens=None, ignore_eos=True), "a")

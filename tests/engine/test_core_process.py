@@ -15,6 +15,7 @@ from fakes import FakeExecutor, make_engine
 
 from octavo.engine import core_process, messages
 from octavo.engine.core_process import CoreServer
+from octavo.errors import RequestFailedError
 from octavo.request import Request, RequestStatus
 from octavo.sampling_params import SamplingParams
 
@@ -116,3 +117,34 @@ def test_what_is_aborted_before_it_is_prepared_ends_as_others_do(mail: _Mail, ex
     (ending,) = mail.answer(messages.News).outputs
     assert (ending.request_id, ending.finish_reason) == ("a", "abort")
     assert executor.prepared["x"].cancelled()
+
+
+@pytest.mark.parametrize("fails_at_once", [True, False])
+def test_a_fault_while_something_is_prepared_ends_that_request_alone(
+    mail: _Mail,
+    executor: _Preparing,
+    monkeypatch: pytest.MonkeyPatch,
+    fails_at_once: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    real, fault = executor.prepare, RuntimeError("secret/path/of/a/fault")
+
+    def prepare(params: Any, tenant: str) -> Any:
+        if tenant == "bad" and fails_at_once:
+            raise fault
+        return real(params, tenant)
+
+    monkeypatch.setattr(executor, "prepare", prepare)
+    executor.prepared.setdefault("bad", Future()).set_exception(fault)
+    executor.prepared.setdefault("good", Future()).set_result(None)
+    ask(mail, "a", "bad")
+    ask(mail, "b", "good")
+    answers = [mail.answer(messages.Accepted, messages.Refused) for _ in range(2)]
+    refused = next(each for each in answers if isinstance(each, messages.Refused))
+    assert messages.Accepted("b") in answers
+    error = messages.error_of(refused)
+    assert isinstance(error, RequestFailedError)
+    assert "request a:" in str(error)
+    assert "secret" not in str(error)
+    (logged,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "request a failed" in logged.getMessage()

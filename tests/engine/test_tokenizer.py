@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from octavo.engine.generation_config import read_generation_defaults
 from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.tokenizer import IncrementalDetokenizer, Tokenizer
+from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ModelError, RequestError
 
 GERMAN = "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. "
@@ -86,7 +86,7 @@ def write(directory, backend=None, config=None, **files):
 
 
 def stream(tokenizer, token_ids, cut=1, **options):
-    detokenizer = IncrementalDetokenizer(tokenizer, **options)
+    detokenizer = tokenizer.incremental_detokenizer(**options)
     pieces = [detokenizer.add(token_ids[start : start + cut]) for start in range(0, len(token_ids), cut)]
     return [*pieces, detokenizer.finish()]
 
@@ -273,11 +273,12 @@ def test_special_tokens(tokenizer):
 
 
 def test_few_texts_of_single_tokens_are_remembered(tokenizer, monkeypatch):
-    monkeypatch.setattr("octavo.engine.tokenizer._NUM_REMEMBERED", 3)
-    ids = [*range(10), *range(5), 3, 3]
-    for token_id in ids:
-        assert tokenizer.decode_token(token_id) == tokenizer.decode([token_id], skip_special_tokens=False)
-        assert len(tokenizer._texts) <= 3
+    monkeypatch.setattr("octavo.engine.detokenizer._NUM_REMEMBERED", 3)
+    anew = Tokenizer(tokenizer.backend, CONFIG)
+    kept = anew._pieces.kept(skip_special_tokens=False)
+    for token_id in [*range(10), *range(5), 3, 3]:
+        assert anew.piece(token_id) == tokenizer.piece(token_id)
+        assert 0 < len(kept) <= 3
 
 
 def test_training_settings_of_the_file_are_dropped():

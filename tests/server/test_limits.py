@@ -727,7 +727,7 @@ def test_whole_answers_are_cut_into_pieces_and_events_are_not(num_bytes: int) ->
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not say")
 def test_f23_a_connection_that_closes_behind_its_answer_does_not_wait_for_ever() -> None:
     """The answer is told, the rest of it waits in this process, and nobody reads."""
-    body = json.dumps({"prompt": "hello", "max_tokens": 500, "ignore_eos": True, "logprobs": 5}).encode()
+    body = json.dumps({"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "logprobs": 5}).encode()
     options = {"max_model_len": 5_000, "num_blocks": 400}
     with (
         run_server(engine_options=options, idle_timeout_s=2.0, keep_alive_timeout_s=600.0, send_bytes=4096) as running,

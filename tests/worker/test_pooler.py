@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 
 from octavo import SamplingParams
+from octavo.faults import REQUEST_FAILED
 from octavo.worker.pooler import Pooler
 
 HIDDEN = torch.from_numpy(np.random.default_rng(1).normal(size=(24, 8)).astype(np.float32))
@@ -19,7 +19,9 @@ def pool(pooler: Pooler, position: int, count: int, *, pooling: str | None = "me
     request = SimpleNamespace(request_id="a", row=0, sampling_params=SamplingParams(max_tokens=1, pooling=pooling))
     inputs = SimpleNamespace(requests=[request], output_start=np.array([0, count]), sampled=[0] if is_complete else [])
     batch = SimpleNamespace(num_computed_tokens=np.array([position]))
-    return pooler.pool(inputs, HIDDEN[position : position + count], batch)  # type: ignore[arg-type]
+    errors: dict[str, str] = {}
+    result = pooler.pool(inputs, HIDDEN[position : position + count], batch, errors)  # type: ignore[arg-type]
+    return result | errors
 
 
 def values(result: dict) -> np.ndarray:
@@ -45,12 +47,12 @@ def test_the_last_state_is_what_it_is():
     assert pool(pooler, 0, 24, pooling=None, is_complete=True) == {}
 
 
-def test_a_prompt_that_is_computed_anew_begins_anew():
+def test_a_prompt_that_is_computed_anew_begins_anew(caplog):
     whole = pool(Pooler(), 0, 24, is_complete=True)
     pooler = Pooler()
     pool(pooler, 0, 9)
     assert pool(pooler, 0, 24, is_complete=True) == whole  # preempted, its KV dropped
     pool(pooler, 0, 5)
     pooler.forget(["a"])
-    with pytest.raises(ValueError, match="5 positions"):
-        pool(pooler, 5, 3)
+    assert pool(pooler, 5, 3) == {"a": REQUEST_FAILED}
+    assert "5 positions of a" in caplog.text

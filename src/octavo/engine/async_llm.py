@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.engine.text_work import TextWork
 from octavo.errors import DeadlineError, EngineDeadError, OctavoError, SlowReaderError
+from octavo.faults import log_fault
 from octavo.outputs import DEADLINE_PASSED
 
 if TYPE_CHECKING:
@@ -85,8 +86,12 @@ class _Stream:
             self._tell_unread(self._outputs.popleft())
 
     def _tell_unread(self, output: RequestOutput | OctavoError) -> None:
-        if self._on_unread is not None and not isinstance(output, OctavoError):
+        if self._on_unread is None or isinstance(output, OctavoError):
+            return
+        try:
             self._on_unread(output)
+        except Exception as error:  # noqa: BLE001 - of a request that is over; others are told behind it
+            log_fault(output.request_id, "what nobody reads was counted", error)
 
     def fail(self, error: OctavoError) -> None:
         """Let the reader hear of an end behind what has come so far, whatever the engine is doing."""

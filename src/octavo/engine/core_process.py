@@ -23,6 +23,7 @@ from octavo import logs
 from octavo.engine import messages
 from octavo.engine.lookout import Lookout
 from octavo.errors import OctavoError, QueueFullError, RequestError
+from octavo.faults import error_for
 from octavo.outputs import EngineCoreOutput
 from octavo.request import RequestStatus
 
@@ -222,8 +223,8 @@ class CoreServer:
         try:
             first = message.streams[0]
             prepared = self._core.executor.prepare(first.sampling_params, first.tenant)
-        except RequestError as error:
-            self._send(messages.refusal(message.request_id, error))
+        except BaseException as error:  # noqa: BLE001 - see octavo.faults
+            self._refuse(message.request_id, error)
             return
         if prepared is None:
             self._send(self._add(message))
@@ -240,11 +241,11 @@ class CoreServer:
                 continue
             try:
                 each.prepared.result(timeout=0)
-            except RequestError as error:
-                self._send(messages.refusal(each.message.request_id, error))
             except TimeoutError:
                 each.prepared.cancel()
-                self._send(messages.refusal(each.message.request_id, each.lateness))
+                self._refuse(each.message.request_id, each.lateness)
+            except BaseException as error:  # noqa: BLE001 - see octavo.faults
+                self._refuse(each.message.request_id, error)
             else:
                 self._send(self._add(each.message))
 
@@ -262,13 +263,20 @@ class CoreServer:
         """Take all streams of a request, or none."""
         added: list[str] = []
         try:
-            for request in message.to_requests():
+            requests = message.to_requests()
+        except Exception as error:  # noqa: BLE001 - it is logged there
+            return messages.refusal(message.request_id, error_for(message.request_id, "it was read", error))
+        try:
+            for request in requests:
                 self._core.scheduler.add_request(request)
                 added.append(request.request_id)
         except RequestError as error:
             self._core.scheduler.finish_requests(added, RequestStatus.FINISHED_ABORTED)
             return messages.refusal(message.request_id, error)
         return messages.Accepted(message.request_id)
+
+    def _refuse(self, request_id: str, error: BaseException) -> None:
+        self._send(messages.refusal(request_id, error_for(request_id, "what it needs was prepared", error)))
 
     def _send(self, message: messages.ToParent) -> None:
         self._news.send(messages.encode(message))

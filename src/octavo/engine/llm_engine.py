@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from octavo.engine.lookout import Lookout
 from octavo.errors import EngineDeadError, EngineError, OctavoError, RequestError
+from octavo.faults import error_for
 from octavo.request import RequestStatus
 from octavo.sampling_params import SamplingParams
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     Lose: TypeAlias = Callable[[str, OctavoError], None]  # a request that ends with nothing more than this
 
 logger = logging.getLogger(__name__)
+_PREPARING = "what it needs was prepared"
 
 
 class Engine:
@@ -122,8 +124,8 @@ class Engine:
         """Accept a request as `add_processed` does when it is prepared, and tell."""
         try:
             prepared = self._prepare(processed)
-        except RequestError as error:
-            accept(error)
+        except BaseException as error:  # noqa: BLE001 - see octavo.faults
+            accept(error_for(processed.request_id, _PREPARING, error))
             return
         if prepared is None:
             self._submit(processed, accept)
@@ -140,6 +142,10 @@ class Engine:
         try:
             if prepared is not None:
                 prepared.result()
+        except BaseException as error:  # noqa: BLE001 - see octavo.faults
+            accept(error_for(processed.request_id, _PREPARING, error))
+            return
+        try:
             self._add(processed)
         except Exception as error:
             accept(error if isinstance(error, OctavoError) else EngineError(f"the engine failed: {error}"))
@@ -153,9 +159,14 @@ class Engine:
 
         Waits for what has to be prepared, the grammar that it asks for say.
         """
-        prepared = self._prepare(processed)
-        if prepared is not None:
-            prepared.result()
+        try:
+            prepared = self._prepare(processed)
+            if prepared is not None:
+                prepared.result()
+        except OctavoError:
+            raise
+        except BaseException as error:
+            raise error_for(processed.request_id, _PREPARING, error) from error
         self._add(processed)
 
     def _prepare(self, processed: ProcessedInput) -> Future[None] | None:
@@ -204,6 +215,8 @@ class Engine:
         self._undelivered = []
         processed = self.output_processor.process(news + self.core.step())
         self.core.scheduler.finish_requests(processed.streams_to_stop, RequestStatus.FINISHED_STOPPED)
+        if processed.streams_to_fail:
+            self.core.scheduler.finish_requests(processed.streams_to_fail, RequestStatus.FINISHED_ERROR)
         if self._lookout is not None and (self._lookout.is_due or not self.core.has_work()):
             self._show()
         outputs = processed.request_outputs

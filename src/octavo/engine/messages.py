@@ -21,6 +21,7 @@ from octavo.errors import (
     PromptTooLongError,
     QueueFullError,
     RequestError,
+    RequestFailedError,
 )
 from octavo.events import EVENT_TYPES, Event
 from octavo.glimpse import BlockMap, Glimpse
@@ -39,6 +40,7 @@ _ERRORS: dict[str, type[OctavoError]] = {
         PromptTooLongError,
         QueueFullError,
         GrammarError,
+        RequestFailedError,
         EngineDeadError,
     )
 }
@@ -229,9 +231,9 @@ def _decode_path(kind: type, value: Any) -> Any:
     return Path(value) if kind is Path else value
 
 
-def refusal(request_id: str, error: RequestError) -> Refused:
+def refusal(request_id: str, error: OctavoError) -> Refused:
     """Return what tells of an error."""
-    return Refused(request_id, type(error).__name__, str(error), error.parameter)
+    return Refused(request_id, type(error).__name__, str(error), getattr(error, "parameter", None))
 
 
 def failure(error: BaseException) -> Failed:
@@ -243,7 +245,6 @@ def failure(error: BaseException) -> Failed:
 def error_of(message: Refused | Failed) -> OctavoError:
     """Return the error that a message tells of."""
     kind = _ERRORS.get(message.kind, EngineDeadError)
-    if isinstance(message, Refused):
-        assert issubclass(kind, RequestError)
+    if isinstance(message, Refused) and issubclass(kind, RequestError):
         return kind(message.message, parameter=message.parameter)
     return kind(message.message)

@@ -3,86 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from octavo.engine.stop_strings import find_stop, num_held_back_chars
+from octavo.engine.stop_strings import StopSearch, StopStrings
+from octavo.engine.tokenizer_interface import NoDetokenizer, NoTokenizer, SomeSpecialTokens
+from octavo.faults import REQUEST_FAILED, log_fault, request_failed
 from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from octavo.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from octavo.engine.tokenizer_interface import Detokenizer, DetokenizerFactory
     from octavo.model_output import TokenLogprobs
     from octavo.outputs import EngineCoreOutput
     from octavo.sampling_params import SamplingParams
-
-
-class Detokenizer(Protocol):
-    """Turns a stream of token ids into text; all pieces together are the text of all tokens at once."""
-
-    def add(self, token_ids: list[int]) -> str:
-        """Return the text that is certain now."""
-        ...
-
-    def finish(self) -> str:
-        """Return what was held back."""
-        ...
-
-
-class DetokenizerFactory(Protocol):
-    """What the output processor asks of a tokenizer."""
-
-    def incremental_detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """Start a stream behind a prompt."""
-        ...
-
-    def decode_token(self, token_id: int) -> str:
-        """Return the text of one token, for logprobs."""
-        ...
-
-    def is_special(self, token_id: int) -> bool:
-        """Whether a token is none of the text, unless special tokens are asked for."""
-        ...
-
-
-class _NoDetokenizer:
-    """Null object for requests that want token ids only."""
-
-    def add(self, token_ids: list[int]) -> str:  # noqa: ARG002 - the signature is the protocol's
-        """No text."""
-        return ""
-
-    def finish(self) -> str:
-        """No text."""
-        return ""
-
-
-class _SomeSpecialTokens:
-    """Leaves out the special tokens of a stream, but for a few that are shown."""
-
-    def __init__(self, tokenizer: DetokenizerFactory, prompt_token_ids: list[int], shown: list[int]) -> None:
-        self._is_special = tokenizer.is_special
-        self._shown = frozenset(shown)
-        self._behind = tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=False)
-
-    def add(self, token_ids: list[int]) -> str:
-        """Return the text that is certain now."""
-        return self._behind.add([each for each in token_ids if each in self._shown or not self._is_special(each)])
-
-    def finish(self) -> str:
-        """Return what was held back."""
-        return self._behind.finish()
 
 
 @dataclass(slots=True)
 class _Stream:
     """One of the n outputs while it grows. `shown` counts what DELTA outputs have delivered.
 
+    detokenizer, stops: made with the first token; stops: None where nothing is looked for.
     logprobs: of DELTA outputs only what is not delivered yet: they are many times as large as their tokens.
     """
 
     index: int
-    detokenizer: Detokenizer
+    detokenizer: Detokenizer | None = None
+    stops: StopSearch | None = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
@@ -105,6 +53,7 @@ class _RequestState:
     streams: dict[str, _Stream]
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None
+    stop_strings: StopStrings | None = None  # made with the first token
     num_cached_tokens: int = 0
     error: str | None = None
     pooled: bytes | None = None
@@ -119,17 +68,21 @@ class _RequestState:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedOutputs:
-    """What a step means for users, and the streams that a stop string ended: the core must end those, too."""
+    """What a step means for users, and the streams that ended here: the core must end those, too.
+
+    streams_to_stop: by a stop string. streams_to_fail: of requests whose answers could not be made.
+    """
 
     request_outputs: list[RequestOutput]
     streams_to_stop: list[str]
+    streams_to_fail: list[str]
 
 
 class OutputProcessor:
     """Keeps the text side of every request. `stream_ids` are the ids under which the core knows the n outputs."""
 
     def __init__(self, tokenizer: DetokenizerFactory | None, clock: Callable[[], float]) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer or NoTokenizer()
         self._clock = clock
         self._states: dict[str, _RequestState] = {}
         self._owner: dict[str, str] = {}
@@ -155,7 +108,7 @@ class OutputProcessor:
         """Expect outputs for a request."""
         streams = {}
         for index, stream_id in enumerate(stream_ids):
-            streams[stream_id] = _Stream(index, self._detokenizer(prompt_token_ids, params))
+            streams[stream_id] = _Stream(index)
             streams[stream_id].logprobs = None if params.logprobs is None else []
             self._owner[stream_id] = request_id
         self._states[request_id] = _RequestState(
@@ -170,27 +123,27 @@ class OutputProcessor:
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids that stand alone, a prompt that is echoed, say; none without a tokenizer."""
-        if self._tokenizer is None:
-            return ""
-        detokenizer = self._tokenizer.incremental_detokenizer([], skip_special_tokens=skip_special_tokens)
+        detokenizer = self.tokenizer.incremental_detokenizer([], skip_special_tokens=skip_special_tokens)
         return detokenizer.add(token_ids) + detokenizer.finish()
+
+    def piece(self, token_id: int) -> str | bytes:
+        """Return what a token adds to a text, a special one its name."""
+        return self.tokenizer.piece(token_id, skip_special_tokens=False)
 
     def pieces(self, prompt_token_ids: list[int], token_ids: list[int]) -> list[str]:
         """Return what each token adds to the text behind a prompt, and at last what their end adds.
 
         A token that is hidden, or ends no character, adds "".
         """
-        if self._tokenizer is None:
-            return [""] * (len(token_ids) + 1)
-        detokenizer = self._tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=True)
+        detokenizer = self.tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=True)
         return [*(detokenizer.add([token_id]) for token_id in token_ids), detokenizer.finish()]
 
     def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> Detokenizer:
-        if self._tokenizer is None or not params.detokenize:
-            return _NoDetokenizer()
+        if not params.detokenize:
+            return NoDetokenizer()
         if params.skip_special_tokens and params.shown_special_token_ids:
-            return _SomeSpecialTokens(self._tokenizer, prompt_token_ids, params.shown_special_token_ids)
-        return self._tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+            return SomeSpecialTokens(self.tokenizer, prompt_token_ids, params.shown_special_token_ids)
+        return self.tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def stream_ids(self, request_id: str) -> list[str]:
         """Ids of a request's unfinished streams in the core; none for an unknown request."""
@@ -207,18 +160,58 @@ class OutputProcessor:
         return request_ids
 
     def process(self, core_outputs: list[EngineCoreOutput]) -> ProcessedOutputs:
-        """Take a step's news in. A request's last output has `finished` set, and the request is forgotten with it."""
+        """Take a step's news in. A request's last output has `finished` set, and the request is forgotten with it.
+
+        Where something fails that is done for one request, whatever it is, that one ends with an error.
+        """
         changed: dict[str, _RequestState] = {}
         to_stop: list[str] = []
+        to_fail: list[str] = []
         now = self._clock()
         for core_output in core_outputs:
             request_id = self._owner.get(core_output.request_id)
             if request_id is None:
                 continue  # a stop string ended the stream already
             state = changed[request_id] = self._states[request_id]
-            if self._advance(state, state.streams[core_output.request_id], core_output, now):
-                to_stop.append(core_output.request_id)
-        return ProcessedOutputs([output for state in changed.values() for output in self._emit(state, now)], to_stop)
+            try:
+                if self._advance(state, state.streams[core_output.request_id], core_output, now):
+                    to_stop.append(core_output.request_id)
+            except BaseException as error:  # noqa: BLE001 - see octavo.faults
+                to_fail += self._give_up(state, error)
+        outputs: list[RequestOutput] = []
+        for state in changed.values():
+            try:
+                outputs += self._emit(state, now)
+            except BaseException as error:  # noqa: BLE001 - see octavo.faults
+                to_fail += self._give_up(state, error)
+                outputs.append(self._failed_output(state))
+        return ProcessedOutputs(outputs, to_stop, to_fail)
+
+    def _give_up(self, state: _RequestState, error: BaseException) -> list[str]:
+        """End a request whose answer cannot be made; return its streams that go on in the core."""
+        log_fault(state.request_id, "its answer was made", error)
+        state.error = request_failed(state.request_id)
+        stream_ids = []
+        for stream_id, stream in state.streams.items():
+            self._owner.pop(stream_id, None)
+            if stream.finish_reason is None:
+                stream.finish_reason = "error"
+                stream_ids.append(stream_id)
+        return stream_ids
+
+    def _failed_output(self, state: _RequestState) -> RequestOutput:
+        """Forget a request that was given up; return its last output, which has nothing new."""
+        self._states.pop(state.request_id, None)
+        outputs = [CompletionOutput(each.index, "", [], finish_reason="error") for each in state.streams.values()]
+        return RequestOutput(
+            state.request_id,
+            state.prompt,
+            state.prompt_token_ids,
+            outputs,
+            finished=True,
+            metrics=state.metrics,
+            error=state.error,
+        )
 
     def _advance(self, state: _RequestState, stream: _Stream, news: EngineCoreOutput, now: float) -> bool:
         """Add news to a stream; whether a stop string ended it while the core thinks it goes on."""
@@ -226,7 +219,8 @@ class OutputProcessor:
         stream.num_cached_tokens = max(stream.num_cached_tokens, news.num_cached_tokens)
         stream.num_computed_tokens = max(stream.num_computed_tokens, news.num_computed_tokens)
         stream.num_sampled_tokens += len(news.new_token_ids)
-        state.error = state.error or news.error
+        if news.error is not None and state.error is None:
+            state.error = request_failed(state.request_id) if news.error == REQUEST_FAILED else news.error
         state.pooled = state.pooled or news.pooled
         if state.prompt_logprobs is not None and stream.index == 0:
             state.prompt_logprobs.extend(self._logprob_dict(entry) for entry in news.new_prompt_logprobs)
@@ -245,7 +239,9 @@ class OutputProcessor:
 
     def _append(self, state: _RequestState, stream: _Stream, news: EngineCoreOutput) -> bool:
         """Append tokens one by one, so that a stop string ends the output at its own token."""
-        params = state.params
+        params, detokenizer = state.params, stream.detokenizer
+        if detokenizer is None:
+            detokenizer = self._begin(state, stream)
         for position, token_id in enumerate(news.new_token_ids):
             stream.token_ids.append(token_id)
             if stream.logprobs is not None:
@@ -255,22 +251,30 @@ class OutputProcessor:
             is_last = position == len(news.new_token_ids) - 1
             ended = news.finish_reason is not None and is_last
             hidden = ended and news.finish_reason == "stop" and not params.include_stop_str_in_output
-            piece = "" if hidden else stream.detokenizer.add([token_id])
+            piece = "" if hidden else detokenizer.add([token_id])
             if ended:
-                piece += stream.detokenizer.finish()
+                piece += detokenizer.finish()
             stream.text += piece
-            if piece and params.stop_strings and len(stream.token_ids) > params.min_tokens:
-                match = find_stop(
-                    stream.text, len(piece), params.stop_strings, include_in_output=params.include_stop_str_in_output
-                )
+            if piece and stream.stops is not None:
+                match = stream.stops.add(piece, counts=len(stream.token_ids) > params.min_tokens)
                 if match is not None:
-                    stream.text = stream.text[: match.end]
+                    num_cut_off = 0 if params.include_stop_str_in_output else len(match.stop_string)
+                    stream.text = stream.text[: len(stream.text) - match.num_chars_behind - num_cut_off]
                     stream.finish_reason, stream.stop_reason = "stop", match.stop_string
                     state.metrics.num_wasted_tokens += len(news.new_token_ids) - 1 - position
                     return True
         if news.finish_reason is not None and not news.new_token_ids:
-            stream.text += stream.detokenizer.finish()
+            stream.text += detokenizer.finish()
         return False
+
+    def _begin(self, state: _RequestState, stream: _Stream) -> Detokenizer:
+        """Make what a stream's text goes through."""
+        params = state.params
+        if params.stop_strings:
+            state.stop_strings = state.stop_strings or StopStrings(params.stop_strings)
+            stream.stops = StopSearch(state.stop_strings)
+        stream.detokenizer = self._detokenizer(state.prompt_token_ids, params)
+        return stream.detokenizer
 
     def _logprob_dict(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         """The token itself first, then the best ones in order of rank."""
@@ -278,8 +282,7 @@ class OutputProcessor:
         result: dict[int, Logprob] = {}
         for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
             if token_id not in result:
-                text = None if self._tokenizer is None else self._tokenizer.decode_token(token_id)
-                result[token_id] = Logprob(logprob, rank, text)
+                result[token_id] = Logprob(logprob, rank, self.tokenizer.decode_token(token_id))
         return result
 
     def _emit(self, state: _RequestState, now: float) -> list[RequestOutput]:
@@ -296,7 +299,7 @@ class OutputProcessor:
                 request_id=state.request_id,
                 prompt=state.prompt,
                 prompt_token_ids=state.prompt_token_ids,
-                outputs=[self._completion(stream, state.params, delta=delta) for stream in state.streams.values()],
+                outputs=[self._completion(stream, delta=delta) for stream in state.streams.values()],
                 finished=finished,
                 prompt_logprobs=state.prompt_logprobs,
                 num_cached_tokens=state.num_cached_tokens,
@@ -307,10 +310,10 @@ class OutputProcessor:
         ]
 
     @staticmethod
-    def _completion(stream: _Stream, params: SamplingParams, *, delta: bool) -> CompletionOutput:
+    def _completion(stream: _Stream, *, delta: bool) -> CompletionOutput:
         end = len(stream.text)
-        if stream.finish_reason is None:
-            end -= num_held_back_chars(stream.text, params.stop_strings)
+        if stream.finish_reason is None and stream.stops is not None:
+            end -= stream.stops.num_held_back_chars
         first_char, first_token = (stream.num_shown_chars, stream.num_shown_tokens) if delta else (0, 0)
         end = max(end, stream.num_shown_chars)
         stream.num_shown_chars, stream.num_shown_tokens = end, len(stream.token_ids)

@@ -211,6 +211,7 @@ class RemoteEngine:
         news, self._news = self._news, []
         processed = self.output_processor.process(news)
         self._finish(processed.streams_to_stop, RequestStatus.FINISHED_STOPPED)
+        self._finish(processed.streams_to_fail, RequestStatus.FINISHED_ERROR)
         return processed.request_outputs
 
     def has_unfinished_requests(self) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
+from octavo.engine.detokenizer import IncrementalDetokenizer, TokenPieces
 from octavo.engine.generation_config import read_json_object
 from octavo.engine.long_text import PIECE_CHARS, LongTextEncoder
 from octavo.engine.text_work import progress
@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ADDED_TOKEN_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
-_MAX_CONTEXT_TOKENS = 8
 _SHORT_CHARS = 1024  # take less time than the other threads may wait for the interpreter
-_NUM_REMEMBERED = 1 << 14  # texts of tokens: some 2 MB
 
 
 class Tokenizer:
@@ -35,11 +31,10 @@ class Tokenizer:
 
     __slots__ = (
         "_adds_bos",
-        "_byte_ids",
         "_long_text",
         "_longest_token_chars",
+        "_pieces",
         "_special_ids",
-        "_texts",
         "backend",
         "bos_token_id",
         "eos_token_id",
@@ -56,7 +51,6 @@ class Tokenizer:
         backend.no_padding()  # some files carry the settings of a training run
         backend.no_truncation()
         self.backend = backend
-        self._texts: dict[int, str] = {}
         self.special_tokens = _read_special_tokens(config)
         _mark_special(backend, self.special_tokens.values())
         self.bos_token_id = self._special_id("bos_token")
@@ -65,7 +59,7 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._byte_ids = _find_byte_ids(backend)
+        self._pieces = TokenPieces(backend, self._special_ids)
         # The post-processor of tokenizer.json alone says so: beside it add_bos_token and add_eos_token of
         # tokenizer_config.json mean nothing, whatever the tokenizer's class, as in transformers 5.
         self._adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
@@ -156,88 +150,30 @@ class Tokenizer:
         """Return how the vocabulary spells a token; "" for an id that has no token."""
         return self.backend.id_to_token(token_id) or ""
 
+    def piece(self, token_id: int, *, skip_special_tokens: bool = False) -> str | bytes:
+        """Return what a token adds to a text behind others: text, or bytes that are no character alone."""
+        return self._pieces.piece(token_id, skip_special_tokens=skip_special_tokens)
+
+    @property
+    def has_byte_runs(self) -> bool:
+        """Whether bytes that follow each other are read together (`octavo.engine.detokenizer`)."""
+        return self._pieces.has_byte_runs
+
     def decode_token(self, token_id: int) -> str:
-        """Return the text of one token alone, special ones included; "" for an unknown id."""
-        text = self._texts.get(token_id)
-        if text is None:
-            if len(self._texts) >= _NUM_REMEMBERED:
-                self._texts.clear()
-            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
-        return text
+        """Return the text of one token behind others, special ones included; "" for an unknown id."""
+        piece = self.piece(token_id)
+        return piece if isinstance(piece, str) else piece.decode(errors="replace")
 
     def incremental_detokenizer(
         self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> IncrementalDetokenizer:
         """Start decoding a stream that continues a prompt."""
-        return IncrementalDetokenizer(self, prompt_token_ids, skip_special_tokens=skip_special_tokens)
-
-    def is_byte(self, token_id: int) -> bool:
-        """Whether a token is one byte of a character that the vocabulary lacks (sentencepiece's byte fallback)."""
-        return token_id in self._byte_ids
-
-    def is_silent(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
-        """Whether decoding passes over a token as if it were not there."""
-        if token_id in self._special_ids:
-            return skip_special_tokens
-        return self.backend.id_to_token(token_id) is None
+        decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+        return IncrementalDetokenizer(self._pieces, decode, prompt_token_ids, skip_special_tokens=skip_special_tokens)
 
     def _special_id(self, key: str) -> int | None:
         text = self.special_tokens.get(key)
         return None if text is None else self.backend.token_to_id(text)
-
-
-class IncrementalDetokenizer:
-    """Turns token ids into text as they come; what `add` and `finish` return, joined, is `Tokenizer.decode` of all.
-
-    Text is held back while a later token could still change it: the bytes of an unfinished character, and a run of
-    byte-fallback tokens, which decodes as a whole. Behind a prompt the text continues it: the first word keeps the
-    leading space that the decoders of sentencepiece models strip from the start of a text.
-    """
-
-    __slots__ = ("_pending", "_skip", "_stream", "_tokenizer", "_unfed", "_window")
-
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._window = self._context(prompt_token_ids)  # tokens whose text went out last; the next text follows them
-        self._pending: list[int] = []  # tokens whose text is held back,
-        self._unfed: list[int] = []  # and the last of them, which the stream has not seen yet
-        self._stream = DecodeStream(ids=list(self._window), skip_special_tokens=skip_special_tokens)
-
-    def add(self, token_ids: Sequence[int]) -> str:
-        """Take tokens in and return the text that is certain now."""
-        pieces = []
-        for token_id in token_ids:
-            self._pending.append(token_id)
-            self._unfed.append(token_id)
-            tokenizer = self._tokenizer
-            if tokenizer.is_byte(token_id) or tokenizer.is_silent(token_id, skip_special_tokens=self._skip):
-                continue
-            piece = self._stream.step(tokenizer.backend, self._unfed)
-            self._unfed = []
-            if piece is not None:
-                pieces.append(piece)
-                self._window, self._pending = self._pending, []
-        return "".join(pieces)
-
-    def finish(self) -> str:
-        """Return the text that was held back; nothing is added after this."""
-        known = self._decode(self._window)
-        return self._decode([*self._window, *self._pending])[len(known) :]
-
-    def _context(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """Return the prompt's last tokens, back to an ordinary one; none if they end within a character."""
-        for length, token_id in enumerate(reversed(prompt_token_ids[-_MAX_CONTEXT_TOKENS:]), start=1):
-            tokenizer = self._tokenizer
-            if not (tokenizer.is_byte(token_id) or tokenizer.is_silent(token_id, skip_special_tokens=self._skip)):
-                context = list(prompt_token_ids[-length:])
-                return [] if self._decode(context).endswith(_REPLACEMENT) else context
-        return []
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
 
 
 def _check_unicode(text: str) -> None:
@@ -259,12 +195,6 @@ def _read_special_tokens(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(text, str):
             tokens[key] = text
     return tokens
-
-
-def _find_byte_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
-    if backend.decoder is None or b'"ByteFallback"' not in backend.decoder.__getstate__():
-        return frozenset()
-    return frozenset(id_ for text, id_ in backend.get_vocab().items() if _BYTE_TOKEN.fullmatch(text))
 
 
 def _mark_special(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from contextlib import aclosing
 from copy import copy
@@ -18,7 +17,8 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
-from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestError
+from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestError, RequestFailedError
+from octavo.faults import error_for, request_failed
 from octavo.outputs import DEADLINE_PASSED, GRAMMAR_EXCEEDED, NOTHING_ALLOWED
 from octavo.sampling_params import RequestOutputKind
 from octavo.server.answer_size import LogprobLimit, beside, num_entries
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from octavo.server.openai_requests import SamplingFields
     from octavo.server.service import Service
 
-logger = logging.getLogger(__name__)
 encoder = msgspec.json.Encoder()
 T = TypeVar("T")
+_ANSWERING = "it was answered"
 Choice = TypeVar("Choice", bound=msgspec.Struct)
 Chunk = TypeVar("Chunk", bound=msgspec.Struct)
 _MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
@@ -51,6 +51,7 @@ _MERGED = 16  # outputs between their streams and their reader: the streams them
 class Job:
     """What is to be answered. `model` is the name to answer under, `place` what it holds until it is.
 
+    counts_completions: whether tokens of answers count as such; of prompts that are only scored there are none.
     deadline: on the clock of the event loop. spelled: the engine's name of a parameter -> the one that the client used.
     """
 
@@ -63,6 +64,7 @@ class Job:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    counts_completions: bool = True
     priority: int = 0
     cache_salt: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -179,9 +181,10 @@ class OpenAIReply(Generic[Choice, Chunk]):
 
 
 class UsageCounter:
-    """Counts tokens of a stream as they go by."""
+    """Counts tokens of a stream as they go by; those of completions where they count (`Job`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_completions: bool = True) -> None:
+        self._counts_completions = counts_completions
         self._prompts: dict[str, tuple[int, int]] = {}
         self._num_completion_tokens = 0
         self._receipt = Receipt()
@@ -198,7 +201,7 @@ class UsageCounter:
             self.metrics.append(output.metrics)
             self._receipt.add(output.metrics)
         for completion in completions:
-            self._num_completion_tokens += len(completion.token_ids)
+            self._num_completion_tokens += len(completion.token_ids) if self._counts_completions else 0
             if completion.finish_reason is not None:
                 choice = output.request_id, completion.index
                 if choice not in self._ended_choices:
@@ -238,27 +241,40 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
     """
     if not job.stream:
         return await answer_whole(service, http_request, job, reply)
-    usage = UsageCounter()
+    usage = UsageCounter(counts_completions=job.counts_completions)
     note(http_request, job, usage)
     news = _news(service, job, usage)
-    first = await _begun(http_request, news, service.config.stream_keep_alive_s)
+    with _failing_alone(job):
+        first = await _begun(http_request, news, service.config.stream_keep_alive_s)
     events = _events(service, _chain(first, news), http_request.scope["state"], job, reply, usage)
     return EventStream(events, first, news, job.place, service.config.stream_keep_alive_s)
 
 
 async def answer_whole(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
     """Answer a job when all of its outputs are there; when the client leaves, its requests are aborted."""
-    usage = UsageCounter()
+    usage = UsageCounter(counts_completions=job.counts_completions)
     note(http_request, job, usage)
-    outputs = await unless_disconnected(http_request, _whole(service, job, usage))
-    size = sum(num_entries(output, output.outputs, with_prompt=True) for output in outputs)
-    content = await beside(
-        service.llm.text,
-        size,
-        lambda: encoder.encode(reply.whole(outputs, usage.usage())),
-        tenant=job.place.tenant.name,
-    )
+    with _failing_alone(job):
+        outputs = await unless_disconnected(http_request, _whole(service, job, usage))
+        size = sum(num_entries(output, output.outputs, with_prompt=True) for output in outputs)
+        content = await beside(
+            service.llm.text,
+            size,
+            lambda: encoder.encode(reply.whole(outputs, usage.usage())),
+            tenant=job.place.tenant.name,
+        )
     return Response(content, media_type="application/json")
+
+
+@contextlib.contextmanager
+def _failing_alone(job: Job) -> Iterator[None]:
+    """Make an error that names the request of whatever goes wrong while it is answered."""
+    try:
+        yield
+    except (OctavoError, ClientDisconnect):
+        raise
+    except Exception as error:
+        raise error_for(job.request_id, _ANSWERING, error) from error
 
 
 @contextlib.contextmanager
@@ -411,12 +427,14 @@ async def _outputs(service: Service, job: Job, usage: UsageCounter) -> AsyncGene
             async for index, output in merged:
                 if output.error is not None:
                     usage.add(output, output.outputs)
-                    raise _error_of(output.error)
+                    raise _error_of(output.error, output.request_id)
                 yield index, output
 
 
-def _error_of(message: str) -> OctavoError:
+def _error_of(message: str, request_id: str) -> OctavoError:
     """Return what a request's `error` is to its client."""
+    if message == request_failed(request_id):
+        return RequestFailedError(message)
     if message == DEADLINE_PASSED:
         return DeadlineError(message)
     if message == GRAMMAR_EXCEEDED:
@@ -460,10 +478,8 @@ async def _events(
                 if told:
                     yield told
         yield reply.end(counter.usage())
-    except Exception as error:
-        if not isinstance(error, OctavoError):
-            logger.exception("a stream failed")
-        yield reply.error(note_error(state, to_http(error)))
+    except Exception as error:  # noqa: BLE001 - it is logged there
+        yield reply.error(note_error(state, to_http(error_for(job.request_id, _ANSWERING, error))))
 
 
 async def _told(text: TextWork, job: Job, reply: Reply, news: News, usage: Usage | None) -> bytes:

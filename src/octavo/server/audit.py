@@ -9,6 +9,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from octavo import logs
+from octavo.faults import log_fault
 from octavo.server.auth import OPEN_PATHS
 from octavo.server.errors import CLIENT_LEFT, reason_of, to_http
 
@@ -72,10 +73,13 @@ class AuditMiddleware:
             if reason is not None:
                 self._metrics.count_refusal(reason)
             seconds = time.monotonic() - start
-            if self._tracing is not None:
-                self._tracing.tell(scope, request_id.decode(), status, seconds, reason, state["audit"])
-            if scope["path"] not in _QUIET or reason is not None:
-                _log(scope, state, request_id.decode(), status, reason, seconds)
+            try:
+                if scope["path"] not in _QUIET or reason is not None:
+                    _log(scope, state, request_id.decode(), status, reason, seconds)
+                if self._tracing is not None:
+                    self._tracing.tell(scope, request_id.decode(), status, seconds, reason, state["audit"])
+            except Exception as error:  # noqa: BLE001 - its answer is complete, and its connection may serve the next one
+                log_fault(request_id.decode(), "its line of log and its trace were made", error)
             logs.request_id.reset(about)
 
 

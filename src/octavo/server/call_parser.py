@@ -91,7 +91,7 @@ class ToolParser:
             is_found = start >= 0
             if not is_found:
                 is_whole = self._is_over and not self._is_cut
-                start = len(self._text) - (0 if is_whole else num_held_back_chars(self._text, [opener]))
+                start = len(self._text) - (0 if is_whole else num_held_back_chars(self._text, opener))
             is_last = self._is_over and start == len(self._text)
             shown = start if is_last else without_space(self._text[:start])
             self._position = shown

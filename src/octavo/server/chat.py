@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.admission import Place
+    from octavo.server.logprobs import Piece
     from octavo.server.openai_requests import ChatCompletionRequest
     from octavo.server.parts import Part
     from octavo.server.service import Service
@@ -82,7 +83,8 @@ async def create_chat_completion(service: Service, http_request: Request, reques
         if toolbox.format is not None and request.response_format is None:
             job.spelled["structured_outputs"] = "tools"
         field = None if request.include_reasoning is False else service.config.reasoning_field
-        reply = ChatReply(job, form, Shown.by(request), reasoning_field=field)
+        piece = service.llm.engine.output_processor.piece
+        reply = ChatReply(job, form, Shown.by(request), piece, reasoning_field=field)
         return await answer(service, http_request, job, reply)
 
 
@@ -150,8 +152,9 @@ class Shown:
 class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
     """Spells outputs as chat completions. reasoning_field: what has the reasoning; None where it is left out."""
 
-    def __init__(self, job: Job, form: AnswerForm, shown: Shown, *, reasoning_field: str | None) -> None:
+    def __init__(self, job: Job, form: AnswerForm, shown: Shown, piece: Piece, *, reasoning_field: str | None) -> None:
         super().__init__(job)
+        self._piece = piece
         self._form = form
         self._shown = shown
         self._reasoning_field = reasoning_field
@@ -199,7 +202,8 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         return chunk
 
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
-        return chat_logprobs(completion.logprobs, self._shown.num_top_logprobs, as_ids=self._shown.tokens_as_ids)
+        shown = self._shown
+        return chat_logprobs(completion.logprobs, shown.num_top_logprobs, self._piece, as_ids=shown.tokens_as_ids)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
         """All n choices of the one prompt."""

@@ -11,21 +11,25 @@ from msgspec import UNSET
 from octavo.errors import RequestError
 from octavo.server.answering import Job, News, OpenAIReply, answer, openai_options
 from octavo.server.body import look_at
-from octavo.server.logprobs import completion_logprobs, prompt_logprobs, token_id_name
+from octavo.server.logprobs import completion_logprobs, prompt_logprobs
 from octavo.server.openai_responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from octavo.server.sampling import sampling_params, token_limit
+from octavo.server.token_places import TokenPlaces, places_in_prompt
 from octavo.server.truncation import Truncation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from octavo.engine.output_processor import OutputProcessor
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
+    from octavo.server.logprobs import Position
     from octavo.server.openai_requests import CompletionRequest
     from octavo.server.service import Service
+    from octavo.server.token_places import Place
 
 MAX_CHOICES = 1024  # of one request: prompts times n
 
@@ -45,8 +49,8 @@ async def create_completion(service: Service, http_request: Request, request: Co
         raise RequestError(
             f"{len(prompts)} prompts, n = {params.n} times each: the limit is {MAX_CHOICES}", parameter="n"
         )
-    decode = service.llm.engine.output_processor.decode
-    echo = Echo(bool(request.echo), is_alone=request.max_tokens == 0, num_chars={}, decode=decode)
+    texts = service.llm.engine.output_processor
+    echo = Echo(bool(request.echo), bool(request.echo) and request.max_tokens == 0, texts, params.skip_special_tokens)
     shown = Shown.by(request)
     truncation = Truncation.of(request, params.max_tokens, service.model_info.max_model_len)
     inputs = service.llm.engine.input_processor
@@ -62,6 +66,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
             prompts=prompts,
             params=params,
             place=place,
+            counts_completions=not echo.is_alone,
             deadline=http_request.state.deadline,
             **openai_options(request, "prompt"),
         )
@@ -106,16 +111,14 @@ def _is_token_ids(items: list[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """Whether the prompt stands before its completion, or alone.
-
-    num_chars: text offset behind each choice so far. texts: what was decoded, by request id.
-    """
+    """Whether the prompt stands before its completion, or alone. What all choices of a prompt echo is made once."""
 
     is_wanted: bool
     is_alone: bool
-    num_chars: dict[int, int]
-    decode: Callable[[list[int]], str]
-    texts: dict[str, str] = field(default_factory=dict)
+    processor: OutputProcessor
+    skip_special_tokens: bool
+    texts: dict[str, str] = field(default_factory=dict)  # by request id, as the next
+    places: dict[str, list[Place]] = field(default_factory=dict)
 
     def prompt_text(self, output: RequestOutput) -> str:
         """The text that is echoed."""
@@ -123,9 +126,42 @@ class Echo:
             return ""
         if output.prompt is not None:
             return output.prompt
-        if output.request_id not in self.texts:  # all choices of a prompt echo the same
-            self.texts[output.request_id] = self.decode(output.prompt_token_ids)
+        if output.request_id not in self.texts:
+            text = self.processor.decode(output.prompt_token_ids, skip_special_tokens=self.skip_special_tokens)
+            self.texts[output.request_id] = text
         return self.texts[output.request_id]
+
+    def prompt_places(self, output: RequestOutput) -> list[Place]:
+        """The places of the prompt's tokens in that text."""
+        if output.request_id not in self.places:
+            self.places[output.request_id] = self._find(output)
+        return self.places[output.request_id]
+
+    def _find(self, output: RequestOutput) -> list[Place]:
+        tokenizer, token_ids = self.processor.tokenizer, output.prompt_token_ids
+        if output.prompt is not None:
+            return places_in_prompt(tokenizer, output.prompt, token_ids)
+        places = TokenPlaces(tokenizer, [], 0, skip_special_tokens=self.skip_special_tokens)
+        return [*places.add(token_ids), *places.finish()]
+
+
+class _Scored:
+    """The positions of a choice, and the places of its tokens, for as long as some of these are not certain."""
+
+    def __init__(self, echo: Echo, output: RequestOutput, offset: int) -> None:
+        self._places = TokenPlaces(
+            echo.processor.tokenizer, output.prompt_token_ids, offset, skip_special_tokens=echo.skip_special_tokens
+        )
+        self._waiting: list[Position] = []
+
+    def add(self, completion: CompletionOutput) -> tuple[list[Position], list[Place]]:
+        """Take some more in; return what is certain now."""
+        places = self._places.add(completion.token_ids)
+        if completion.finished:
+            places += self._places.finish()
+        positions = self._waiting + (completion.logprobs or [])
+        self._waiting = positions[len(places) :]
+        return positions[: len(places)], places
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +186,7 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
         super().__init__(job)
         self._echo = echo
         self._shown = shown
+        self._scored: dict[int, _Scored] = {}  # by choice
 
     def _grown(self, news: News) -> CompletionChoice | None:
         """The first one of a choice has the echoed prompt; the last step of one may bring no more than its end."""
@@ -186,35 +223,30 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
         self, index: int, completion: CompletionOutput, output: RequestOutput, *, with_prompt: bool
     ) -> CompletionChoice:
         prompt = self._echo.prompt_text(output) if with_prompt else ""
-        text = prompt if self._is_prompt_alone else prompt + completion.text
+        text = prompt if self._echo.is_alone else prompt + completion.text
         choice = CompletionChoice(index, text, self._logprobs(index, completion, output, with_prompt=with_prompt))
         if self._shown.token_ids:
-            choice.token_ids = [] if self._is_prompt_alone else completion.token_ids
+            choice.token_ids = [] if self._echo.is_alone else completion.token_ids
             choice.prompt_token_ids = output.prompt_token_ids if with_prompt else None
         return choice
-
-    @property
-    def _is_prompt_alone(self) -> bool:
-        return self._echo.is_wanted and self._echo.is_alone
 
     def _logprobs(
         self, index: int, completion: CompletionOutput, output: RequestOutput, *, with_prompt: bool
     ) -> CompletionLogprobs | None:
         if completion.logprobs is None:
             return None
-        positions: list[Any] = []
-        first_text = ""
+        positions: list[Position | None] = []
+        places: list[Place] = []
         if self._echo.is_wanted and with_prompt:
             positions += output.prompt_logprobs or []
-            first_text = self._echo.decode(output.prompt_token_ids[:1])
-        if not self._is_prompt_alone:
-            positions += completion.logprobs
-        offset = self._echo.num_chars.get(index, 0)
-        as_ids = self._shown.tokens_as_ids
-        result, self._echo.num_chars[index] = completion_logprobs(positions, first_text, offset, as_ids=as_ids)
-        if as_ids and positions and positions[0] is None:
-            result.tokens[0] = token_id_name(output.prompt_token_ids[0])
-        return result
+            places += self._echo.prompt_places(output)
+        if not self._echo.is_alone:
+            if index not in self._scored:
+                self._scored[index] = _Scored(self._echo, output, len(self._echo.prompt_text(output)))
+            more_positions, more_places = self._scored[index].add(completion)
+            positions += more_positions
+            places = places + more_places
+        return completion_logprobs(positions, places, self._echo.processor.piece, as_ids=self._shown.tokens_as_ids)
 
 
 def _with_reason(choice: CompletionChoice, completion: CompletionOutput) -> CompletionChoice:

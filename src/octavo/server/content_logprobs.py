@@ -9,7 +9,7 @@ from octavo.server.logprobs import chat_logprobs
 if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput
     from octavo.server.answer_form import AnswerForm
-    from octavo.server.logprobs import Position
+    from octavo.server.logprobs import Piece, Position
     from octavo.server.openai_responses import TokenLogprob
     from octavo.server.parts import Part
 
@@ -21,8 +21,9 @@ class ContentLogprobs:
     of reasoning and calls, and those of the marks around them are in none.
     """
 
-    def __init__(self, form: AnswerForm, num_top: int) -> None:
+    def __init__(self, form: AnswerForm, num_top: int, piece: Piece) -> None:
         self._parser = form.parser()
+        self._piece = piece
         self._num_top = num_top
         self._pending: list[tuple[str, Position]] = []  # tokens of which it is not known yet what they are
         self._runs: list[list[TokenLogprob]] = []
@@ -71,7 +72,7 @@ class ContentLogprobs:
         return covering[::-1] if from_end else covering
 
     def _keep(self, positions: list[Position]) -> None:
-        spelled = chat_logprobs(positions, self._num_top)
+        spelled = chat_logprobs(positions, self._num_top, self._piece)
         if not self._goes_on:
             self._runs.append([])
         self._runs[-1] += spelled.content if spelled is not None else []

@@ -22,6 +22,7 @@ from octavo.errors import (
     PromptTooLongError,
     QueueFullError,
     RequestError,
+    RequestFailedError,
     SlowReaderError,
 )
 
@@ -180,6 +181,7 @@ _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] =
     (ServerClosingError, 503, _SERVER, "server_closing", "the server is shutting down; try again in a moment"),
     (EngineRestartingError, 503, _SERVER, "engine_restarting", "the engine is stuck or starts again; try in a moment"),
     (DeadlineError, 504, _SERVER, "request_timeout", None),
+    (RequestFailedError, 500, _SERVER, "request_failed", None),
     (EngineDeadError, 503, _SERVER, "engine_dead", "the engine has stopped; the server must be started again"),
 )
 
@@ -198,7 +200,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def octavo_error(request: Request, error: Exception) -> Response:
         http_error = to_http(error)
-        if http_error.status == 500:
+        if http_error.status == 500 and not isinstance(error, RequestFailedError):  # which is logged where it failed
             logger.error("a request failed: %s", error, exc_info=error)
         spell: Callable[[HttpError], Response] | None = getattr(request.state, "spell_error", None)
         return http_error.response(request.url.path) if spell is None else spell(http_error)

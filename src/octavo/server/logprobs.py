@@ -12,17 +12,24 @@ from octavo.server.openai_responses import (
     TokenLogprob,
     TopLogprob,
 )
+from octavo.server.token_places import BYTES, spelled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+    from typing import TypeAlias
 
     from octavo.outputs import Logprob
+    from octavo.server.token_places import Place
+
+    Piece: TypeAlias = Callable[[int], str | bytes]  # what a token adds to a text, special ones included
 
 Position = dict[int, "Logprob"]  # the token itself first, then the most probable ones
 _LOWEST = -9999.0  # JSON has no infinity; vLLM's stand-in
 
 
-def chat_logprobs(positions: Sequence[Position] | None, num_top: int, *, as_ids: bool = False) -> ChatLogprobs | None:
+def chat_logprobs(
+    positions: Sequence[Position] | None, num_top: int, piece: Piece, *, as_ids: bool = False
+) -> ChatLogprobs | None:
     """Spell the positions of a chat choice; None where none were asked for. as_ids: vLLM's token_id:123 for texts."""
     if positions is None:
         return None
@@ -30,37 +37,41 @@ def chat_logprobs(positions: Sequence[Position] | None, num_top: int, *, as_ids:
     for position in positions:
         token_id, token = next(iter(position.items()))
         best = sorted(position.items(), key=lambda item: item[1].rank or 0)[:num_top]
-        top = [TopLogprob(_name(each, entry, as_ids), _finite(entry), _utf8(entry)) for each, entry in best]
-        content.append(TokenLogprob(_name(token_id, token, as_ids), _finite(token), _utf8(token), top))
+        top = [TopLogprob(*_chat_token(each, entry, piece, as_ids)) for each, entry in best]
+        content.append(TokenLogprob(*_chat_token(token_id, token, piece, as_ids), top))
     return ChatLogprobs(content)
 
 
 def completion_logprobs(
-    positions: Iterable[Position | None], first_text: str, text_offset: int, *, as_ids: bool = False
-) -> tuple[CompletionLogprobs, int]:
-    """Spell the positions of a completion choice, and return the text offset behind them.
+    positions: Iterable[Position | None], places: Iterable[Place], piece: Piece, *, as_ids: bool = False
+) -> CompletionLogprobs:
+    """Spell the positions of a completion choice; one that is None is the first of an echoed prompt.
 
-    A position that is None is the first of an echoed prompt, whose text is `first_text`. as_ids: as in `chat_logprobs`.
+    as_ids: as in `chat_logprobs`.
     """
     result = CompletionLogprobs([], [], [], [])
-    for position in positions:
-        result.text_offset.append(text_offset)
+    for position, place in zip(positions, places, strict=True):
+        result.text_offset.append(place.offset)
+        result.tokens.append(_id_name(place.token_id) if as_ids else place.text)
+        result.token_logprobs.append(None if position is None else _finite(position[place.token_id]))
         if position is None:
-            text, logprob = first_text, None
-            name = text
             result.top_logprobs.append(None)
+        elif as_ids:
+            result.top_logprobs.append({_id_name(each): _finite(entry) for each, entry in position.items()})
         else:
-            token_id, token = next(iter(position.items()))
-            text, logprob = _text(token), _finite(token)
-            name = _name(token_id, token, as_ids)
-            top: dict[str, float] = {}
-            for each, entry in position.items():
-                top.setdefault(_name(each, entry, as_ids), _finite(entry))  # of tokens with one text the first counts
-            result.top_logprobs.append(top)
-        result.tokens.append(name)
-        result.token_logprobs.append(logprob)
-        text_offset += len(text)
-    return result, text_offset
+            result.top_logprobs.append(_by_text(position, place, piece))
+    return result
+
+
+def _by_text(position: Position, place: Place, piece: Piece) -> dict[str, float]:
+    """Spell all tokens of a position; of those that read alike all but the first by their ids."""
+    is_start = spelled(piece(place.token_id)) == " " + place.text  # of a text, which has no space there
+    result: dict[str, float] = {}
+    for token_id, entry in position.items():
+        text = place.text if token_id == place.token_id else spelled(piece(token_id))
+        text = text.removeprefix(" ") if is_start else text
+        result[_id_name(token_id) if text in result else text] = _finite(entry)
+    return result
 
 
 def prompt_logprobs(positions: Iterable[Position | None]) -> PromptLogprobs:
@@ -76,22 +87,18 @@ def prompt_logprobs(positions: Iterable[Position | None]) -> PromptLogprobs:
     ]
 
 
-def token_id_name(token_id: int) -> str:
+def _id_name(token_id: int) -> str:
     """Name a token by its id, as vLLM does."""
     return f"token_id:{token_id}"
-
-
-def _name(token_id: int, entry: Logprob, as_ids: bool) -> str:
-    return token_id_name(token_id) if as_ids else _text(entry)
-
-
-def _text(entry: Logprob) -> str:
-    return entry.decoded_token or ""
 
 
 def _finite(entry: Logprob) -> float:
     return max(entry.logprob, _LOWEST)
 
 
-def _utf8(entry: Logprob) -> list[int]:
-    return list(_text(entry).encode())
+def _chat_token(token_id: int, entry: Logprob, piece: Piece, as_ids: bool) -> tuple[str, float, list[int]]:
+    r"""Return text, log probability and own bytes; a part of a character reads `\xf0\x9f`, as in OpenAI's API."""
+    own = piece(token_id)
+    text = own if isinstance(own, str) else spelled(own).removeprefix(BYTES)
+    data = own.encode() if isinstance(own, str) else own
+    return _id_name(token_id) if as_ids else text, _finite(entry), list(data)

@@ -109,7 +109,7 @@ class ReasoningParser:
         """Return what was held back."""
         if is_cut and self._place in {"before", "inside"}:
             marker = REASONING_OPENS if self._place == "before" else REASONING_CLOSES
-            self._pending = self._pending[: len(self._pending) - num_held_back_chars(self._pending, [marker])]
+            self._pending = self._pending[: len(self._pending) - num_held_back_chars(self._pending, marker)]
         rest = self._take(len(self._pending))
         if self._place == "inside":
             return [Part("reasoning", rest)] if rest.strip() else []
@@ -132,7 +132,7 @@ class ReasoningParser:
         end = self._pending.find(REASONING_CLOSES)
         is_over = end >= 0
         if not is_over:
-            end = len(self._pending) - num_held_back_chars(self._pending, [REASONING_CLOSES])
+            end = len(self._pending) - num_held_back_chars(self._pending, REASONING_CLOSES)
         text = self._take(without_space(self._pending[:end]))
         if text:
             parts.append(Part("reasoning", text))

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams
     from octavo.server.admission import Place
     from octavo.server.errors import HttpError
+    from octavo.server.logprobs import Piece
     from octavo.server.openai_responses import Usage
     from octavo.server.parts import Part
     from octavo.server.service import Service
@@ -205,7 +206,8 @@ async def create_response(service: Service, http_request: Request, request: Resp
             cache_salt=request.cache_salt,
             spelled=_SPELLED if toolbox.format is None or request.text else {**_SPELLED, "structured_outputs": "tools"},
         )
-        return await answer(service, http_request, job, ResponseReply(job, form, request))
+        reply = ResponseReply(job, form, request, service.llm.engine.output_processor.piece)
+        return await answer(service, http_request, job, reply)
 
 
 async def count_input_tokens(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
@@ -304,10 +306,10 @@ def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> To
 class ResponseReply:
     """Spells outputs as responses: items of reasoning, messages and calls, one behind the other."""
 
-    def __init__(self, job: Job, form: AnswerForm, request: ResponsesRequest) -> None:
+    def __init__(self, job: Job, form: AnswerForm, request: ResponsesRequest, piece: Piece) -> None:
         self._form = form
         self._reader = AnswerReader(form)
-        self._logprobs = ContentLogprobs(form, request.top_logprobs or 0)
+        self._logprobs = ContentLogprobs(form, request.top_logprobs or 0, piece)
         self._num_messages = 0  # items of text that have begun
         self._num_events = 0
         self._events = b""

@@ -387,7 +387,7 @@ class GenerateReply:
 
     def _prefill_token(self, token_id: int, logprob: Logprob | None) -> PrefillToken:
         if logprob is None:  # the first token's
-            return PrefillToken(token_id, self._texts.decode([token_id], skip_special_tokens=False), None)
+            return PrefillToken(token_id, self._texts.tokenizer.decode_token(token_id) or "", None)
         return PrefillToken(token_id, logprob.decoded_token or "", logprob.logprob)
 
 

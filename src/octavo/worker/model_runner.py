@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from octavo.errors import RequestError
+from octavo.faults import REQUEST_FAILED, log_fault
 from octavo.model_output import ModelOutput, TokenLogprobs
 from octavo.outputs import GRAMMAR_EXCEEDED, NOTHING_ALLOWED
 from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
@@ -77,9 +78,9 @@ class ModelRunner:
         inputs = self.batch.prepare_inputs(scheduled)
         hidden = self.forward(inputs)
         assert hidden.shape[0] == inputs.output_start[-1]
-        prompt_logprobs = self._prompt_logprobs(inputs, hidden)
-        pooled = self._pooler.pool(inputs, hidden, self.batch)
-        output = self.sample(scheduled.step, inputs, hidden, prompt_logprobs)
+        prompt_logprobs, errors = self._prompt_logprobs(inputs, hidden)
+        pooled = self._pooler.pool(inputs, hidden, self.batch, errors)
+        output = self.sample(scheduled.step, inputs, hidden, prompt_logprobs, errors)
         return replace(output, pooled=pooled) if pooled else output
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
@@ -107,15 +108,23 @@ class ModelRunner:
         inputs: ModelInputs,
         hidden: torch.Tensor,
         prompt_logprobs: dict[str, list[TokenLogprobs]] | None = None,
+        errors: dict[str, str] | None = None,
     ) -> ModelOutput:
-        """Choose a token for every request whose known tokens are all computed now."""
+        """Choose a token for every request whose known tokens are all computed now.
+
+        errors: of requests that failed in this step already.
+        """
+        errors = errors or {}
         if not inputs.sampled:
-            return ModelOutput(step, {}, prompt_logprobs=prompt_logprobs or {})
+            return ModelOutput(step, {}, prompt_logprobs=prompt_logprobs or {}, errors=errors)
         requests = [inputs.requests[index] for index in inputs.sampled]
-        tasks, errors = self._sample_tasks(inputs.sampled_rows, requests)
+        tasks = self._sample_tasks(inputs.sampled_rows, requests, errors)
         logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
         rows = self.batch.sampling.gather(inputs.sampled_rows, self.batch.num_tokens[inputs.sampled_rows])
         sampled = self.sampler.sample(logits, rows, tasks)
+        for row, error in sampled.faults.items():
+            log_fault(requests[row].request_id, "its token was chosen", error)
+            errors[requests[row].request_id] = REQUEST_FAILED
         tokens = {}
         for row, (request, token_id) in enumerate(zip(requests, sampled.token_ids, strict=True)):
             if request.request_id in errors:
@@ -129,20 +138,25 @@ class ModelRunner:
         return ModelOutput(step, tokens, logprobs, prompt_logprobs or {}, errors)
 
     def _sample_tasks(
-        self, rows: NDArray[np.int64], requests: list[RequestRow]
-    ) -> tuple[dict[int, SampleTask], dict[str, str]]:
-        """Return what single requests ask for besides the sampling kernel, and whose grammar cannot go on."""
-        tasks, errors = dict[int, SampleTask](), dict[str, str]()
+        self, rows: NDArray[np.int64], requests: list[RequestRow], errors: dict[str, str]
+    ) -> dict[int, SampleTask]:
+        """Return what single requests ask for besides the sampling kernel; errors: whose grammar cannot go on."""
+        tasks = dict[int, SampleTask]()
         is_plain = self.batch.sampling.is_plain[rows]
         if is_plain.all():
-            return tasks, errors
+            return tasks
         for index in np.flatnonzero(~is_plain).tolist():
             request = requests[index]
             try:
                 allowed = self._allowed(request)
             except RequestError as error:  # its own alone: the others of the step go on
                 logger.info("request %s: %s", request.request_id, error)
-                allowed, errors[request.request_id] = None, GRAMMAR_EXCEEDED
+                errors[request.request_id] = GRAMMAR_EXCEEDED
+                continue
+            except BaseException as error:  # noqa: BLE001 - see octavo.faults
+                log_fault(request.request_id, "its grammar was walked", error)
+                errors[request.request_id] = REQUEST_FAILED
+                continue
             tasks[index] = SampleTask(
                 sampling_params=request.sampling_params,
                 stop_token_ids=request.stop_token_ids,
@@ -150,7 +164,7 @@ class ModelRunner:
                 num_prompt_tokens=request.num_prompt_tokens,
                 allowed=allowed,
             )
-        return tasks, errors
+        return tasks
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 [rows, vocab_size], which last until the next call.
@@ -179,23 +193,34 @@ class ModelRunner:
         matcher.advance(self.batch.known_tokens(request)[first:].tolist())
         return matcher.allowed()
 
-    def _prompt_logprobs(self, inputs: ModelInputs, hidden: torch.Tensor) -> dict[str, list[TokenLogprobs]]:
-        """Log probabilities of the prompt tokens that follow this step's positions, a slice of rows at a time."""
-        result: dict[str, list[TokenLogprobs]] = {}
+    def _prompt_logprobs(
+        self, inputs: ModelInputs, hidden: torch.Tensor
+    ) -> tuple[dict[str, list[TokenLogprobs]], dict[str, str]]:
+        """Log probabilities of the prompt tokens that follow this step's positions, and for whom that failed."""
+        result, errors = dict[str, list[TokenLogprobs]](), dict[str, str]()
         for index, request in enumerate(inputs.requests):
             count = request.sampling_params.prompt_logprobs
             if count is None:
                 continue
-            first_row = int(inputs.output_start[index])
-            position = int(self.batch.num_computed_tokens[request.row])
-            num_rows = min(int(inputs.output_start[index + 1]) - first_row, request.num_prompt_tokens - 1 - position)
-            targets = self.batch.token_ids[request.row, position + 1 : position + 1 + max(num_rows, 0)].tolist()
-            entries: list[TokenLogprobs] = []
-            for start in range(0, len(targets), PROMPT_LOGPROBS_SLICE_ROWS):
-                part = targets[start : start + PROMPT_LOGPROBS_SLICE_ROWS]
-                rows = hidden[first_row + start : first_row + start + len(part)]
-                logprobs = torch.log_softmax(self.model.compute_logits(rows), dim=-1)
-                entries += self.sampler.token_logprobs(logprobs, part, [count] * len(part))
+            first_row, end_row = (int(row) for row in inputs.output_start[index : index + 2])
+            try:
+                entries = self._prompt_entries(request, hidden[first_row:end_row], count)
+            except BaseException as error:  # noqa: BLE001 - see octavo.faults
+                log_fault(request.request_id, "its prompt was scored", error)
+                errors[request.request_id] = REQUEST_FAILED
+                continue
             if entries:
                 result[request.request_id] = entries
-        return result
+        return result, errors
+
+    def _prompt_entries(self, request: RequestRow, hidden: torch.Tensor, count: int) -> list[TokenLogprobs]:
+        """Score the tokens behind a request's hidden states of this step, a slice of rows at a time."""
+        position = int(self.batch.num_computed_tokens[request.row])
+        num_rows = min(len(hidden), request.num_prompt_tokens - 1 - position)
+        targets = self.batch.token_ids[request.row, position + 1 : position + 1 + max(num_rows, 0)].tolist()
+        entries: list[TokenLogprobs] = []
+        for start in range(0, len(targets), PROMPT_LOGPROBS_SLICE_ROWS):
+            part = targets[start : start + PROMPT_LOGPROBS_SLICE_ROWS]
+            logprobs = torch.log_softmax(self.model.compute_logits(hidden[start : start + len(part)]), dim=-1)
+            entries += self.sampler.token_logprobs(logprobs, part, [count] * len(part))
+        return entries

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from octavo.faults import REQUEST_FAILED, log_fault
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import torch
     from numpy.typing import NDArray
 
-    from octavo.worker.input_batch import InputBatch, ModelInputs
+    from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
 
 
 @dataclass(slots=True)
@@ -39,24 +41,34 @@ class Pooler:
         for request_id in request_ids:
             self._sums.pop(request_id, None)
 
-    def pool(self, inputs: ModelInputs, hidden: torch.Tensor, batch: InputBatch) -> dict[str, bytes]:
-        """Take a step's hidden states [num_outputs, hidden]; return the vectors that are complete, float32 each."""
+    def pool(
+        self, inputs: ModelInputs, hidden: torch.Tensor, batch: InputBatch, errors: dict[str, str]
+    ) -> dict[str, bytes]:
+        """Take a step's hidden states [num_outputs, hidden]; return the vectors that are complete, float32 each.
+
+        Notes in errors for whom that failed.
+        """
         result: dict[str, bytes] = {}
         for index, request in enumerate(inputs.requests):
-            kind = request.sampling_params.pooling
-            if kind is None:
+            if request.sampling_params.pooling is None:
                 continue
-            first, end = int(inputs.output_start[index]), int(inputs.output_start[index + 1])
-            is_complete = index in inputs.sampled
-            if kind == "last":
-                if is_complete:
-                    result[request.request_id] = _rows(hidden[end - 1 : end])[0].tobytes()
+            rows = hidden[int(inputs.output_start[index]) : int(inputs.output_start[index + 1])]
+            try:
+                vector = self._pool(request, rows, batch, is_complete=index in inputs.sampled)
+            except BaseException as error:  # noqa: BLE001 - see octavo.faults
+                log_fault(request.request_id, "its hidden states were pooled", error)
+                errors[request.request_id] = REQUEST_FAILED
                 continue
-            position = int(batch.num_computed_tokens[request.row])
-            total = self._add(request.request_id, position, _rows(hidden[first:end]))
-            if is_complete:
-                result[request.request_id] = (total.total / total.num_tokens).astype(np.float32).tobytes()
+            if vector is not None:
+                result[request.request_id] = vector
         return result
+
+    def _pool(self, request: RequestRow, rows: torch.Tensor, batch: InputBatch, *, is_complete: bool) -> bytes | None:
+        if request.sampling_params.pooling == "last":
+            return _rows(rows[-1:])[0].tobytes() if is_complete else None
+        position = int(batch.num_computed_tokens[request.row])
+        total = self._add(request.request_id, position, _rows(rows))
+        return (total.total / total.num_tokens).astype(np.float32).tobytes() if is_complete else None
 
     def _add(self, request_id: str, position: int, rows: NDArray[np.float32]) -> _Sum:
         kept = self._sums.get(request_id)

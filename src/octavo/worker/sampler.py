@@ -131,10 +131,15 @@ def _is_plain(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """token_ids: one per row, -1 where the logits were no numbers. logprobs: of the rows whose tasks asked for them."""
+    """What came of each row.
+
+    token_ids: one per row, -1 where the logits were no numbers. logprobs: of the rows whose tasks asked for them.
+    faults: of the rows whose tasks could not be done.
+    """
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs]
+    faults: dict[int, BaseException]
 
 
 class Sampler:
@@ -150,18 +155,42 @@ class Sampler:
         """
         with_logprobs = [row for row, task in tasks.items() if task.sampling_params.logprobs is not None]
         raw_logprobs = torch.log_softmax(logits[with_logprobs], dim=-1) if with_logprobs else None
+        faults: dict[int, BaseException] = {}
         for row, task in tasks.items():
-            if task.adjusts_logits:
-                _adjust(logits[row], task)
-            if task.sampling_params.typical_p < 1.0:
-                keep_typical(logits[row], task.sampling_params, self._kernels)
+            try:
+                if task.adjusts_logits:
+                    _adjust(logits[row], task)
+                if task.sampling_params.typical_p < 1.0:
+                    keep_typical(logits[row], task.sampling_params, self._kernels)
+            except BaseException as error:  # noqa: BLE001 - it is one request's, which is named where it is known
+                faults[row] = error
         token_ids: list[int] = self._kernels.sample(logits, rows).tolist()
         if raw_logprobs is None:
-            return Sampled(token_ids, {})
+            return Sampled(token_ids, {}, faults)
         chosen = [max(token_ids[row], 0) for row in with_logprobs]
         counts = [tasks[row].sampling_params.logprobs or 0 for row in with_logprobs]
-        entries = self.token_logprobs(raw_logprobs, chosen, counts)
-        return Sampled(token_ids, dict(zip(with_logprobs, entries, strict=True)))
+        try:
+            entries = self.token_logprobs(raw_logprobs, chosen, counts)
+        except BaseException:  # noqa: BLE001 - whose fault it is shows row by row
+            return Sampled(token_ids, self._logprobs_alone(raw_logprobs, with_logprobs, chosen, counts, faults), faults)
+        return Sampled(token_ids, dict(zip(with_logprobs, entries, strict=True)), faults)
+
+    def _logprobs_alone(
+        self,
+        logprobs: Tensor,
+        rows: Sequence[int],
+        token_ids: Sequence[int],
+        num_best: Sequence[int],
+        faults: dict[int, BaseException],
+    ) -> dict[int, TokenLogprobs]:
+        """Report each row by itself, which gives the same; note in faults where that fails."""
+        found = {}
+        for index, row in enumerate(rows):
+            try:
+                (found[row],) = self.token_logprobs(logprobs[index : index + 1], [token_ids[index]], [num_best[index]])
+            except BaseException as error:  # noqa: BLE001
+                faults[row] = error
+        return found
 
     def token_logprobs(
         self, logprobs: Tensor, token_ids: Sequence[int], num_best: Sequence[int]

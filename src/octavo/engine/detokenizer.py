@@ -1,0 +1,222 @@
+"""Token ids to text as they come: what each token reads as, and texts that grow by one token after the other.
+
+All of it follows the decoder of tokenizer.json, which reads a text as a whole. What it does to a token depends on few
+others: bytes that are no character yet are read with those behind them, and some decoders strip the first word's space.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from codecs import utf_8_decode
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import tokenizers
+
+REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
+_REPLACEMENT_BYTES = REPLACEMENT.encode()
+_NO_UTF8 = b"\xff"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_UNFINISHED_BYTES = 3  # of a character at most
+_BEFORE = "a"  # a token in front of the one that is read
+_NUM_REMEMBERED = 1 << 14  # pieces: some 2 MB
+_BY_NEIGHBOURS = frozenset({"BPEDecoder", "CTC"})
+
+
+class TokenPieces:
+    """What each token of a vocabulary adds to a text in which others stand before it.
+
+    has_byte_runs  tokens of one byte that follow each other are one run, of which every byte is a replacement character
+                   where the run is not UTF-8 (sentencepiece's byte fallback)
+    strips_start   a text begins otherwise than it goes on
+    """
+
+    __slots__ = ("_decoder", "_decodes_bytes", "_kept", "_special_ids", "_spell", "has_byte_runs", "strips_start")
+
+    def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
+        """Look at the decoder. Raises `ModelError` for one that reads a token by its neighbours."""
+        kinds = set(_kinds(None if backend.decoder is None else json.loads(backend.decoder.__getstate__())))
+        if kinds & _BY_NEIGHBOURS:
+            name = ", ".join(sorted(kinds & _BY_NEIGHBOURS))
+            raise ModelError(f"tokenizer.json has the decoder {name}, which no streamed text can follow")
+        self._decodes_bytes = "ByteLevel" in kinds
+        self.has_byte_runs = "ByteFallback" in kinds
+        self.strips_start = not self._decodes_bytes
+        self._decoder = backend.decoder
+        self._spell: Callable[[int], str | None] = backend.id_to_token
+        self._special_ids = special_ids
+        self._kept: tuple[dict[int, str | bytes], dict[int, str | bytes]] = {}, {}
+
+    def kept(self, *, skip_special_tokens: bool) -> dict[int, str | bytes]:
+        """Return the pieces that are known already; `piece` knows all."""
+        return self._kept[skip_special_tokens]
+
+    def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
+        """Return what a token adds: text, or bytes that are no character alone; "" for one that is passed over."""
+        kept = self._kept[skip_special_tokens]
+        piece = kept.get(token_id)
+        if piece is None:
+            if len(kept) >= _NUM_REMEMBERED:
+                kept.clear()
+            is_skipped = skip_special_tokens and token_id in self._special_ids
+            piece = kept[token_id] = "" if is_skipped else self._read(self._spell(token_id))
+        return piece
+
+    def _read(self, spelled: str | None) -> str | bytes:
+        if spelled is None:  # models pad their vocabulary
+            return ""
+        if self._decodes_bytes:
+            data = _byte_level(spelled)
+        elif self.has_byte_runs and (byte := _BYTE_TOKEN.fullmatch(spelled)):
+            return bytes.fromhex(byte[1])
+        elif self._decoder is None:
+            return " " + spelled
+        else:
+            return str(self._decoder.decode([_BEFORE, spelled]))[len(_BEFORE) :]
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return data
+
+
+class IncrementalDetokenizer:
+    """Turns token ids into text as they come; what `add` and `finish` return, joined, is `Tokenizer.decode` of all.
+
+    Text is held back while a later token could still change it: the bytes of an unfinished character, and a run of
+    byte-fallback tokens, which decodes as a whole.
+
+    Behind a prompt the text continues it: the first word keeps the leading space that the decoders of sentencepiece
+    models strip from the start of a text. A character that the prompt begins and these tokens end is part of this text;
+    bytes of the prompt that never become a character are the prompt's, and nothing of this text.
+    """
+
+    __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_num_prompt_bytes", "_pieces", "_skip")
+
+    def __init__(
+        self,
+        pieces: TokenPieces,
+        decode: Callable[[list[int]], str],
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """Start behind a prompt; `decode` returns the text of tokens that stand alone."""
+        self._pieces, self._decode, self._skip = pieces, decode, skip_special_tokens
+        self._kept = pieces.kept(skip_special_tokens=skip_special_tokens)
+        self._held = bytearray()  # bytes that wait for those behind them; the first of them may be the prompt's
+        self._num_prompt_bytes = 0
+        self._first_ids: list[int] | None = None  # of a text that has not begun
+        if not self._continue(prompt_token_ids) and pieces.strips_start:
+            self._first_ids = []
+
+    @property
+    def held(self) -> bytes:
+        """Bytes that wait for those behind them, the prompt's before those of this text."""
+        return bytes(self._held)
+
+    @property
+    def num_prompt_bytes(self) -> int:
+        """How many of the held bytes are the prompt's."""
+        return self._num_prompt_bytes
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        """Take tokens in and return the text that is certain now."""
+        text = ""
+        for token_id in token_ids:
+            piece = self._kept.get(token_id)
+            if piece is None:
+                piece = self._pieces.piece(token_id, skip_special_tokens=self._skip)
+            if not piece:
+                continue
+            if self._first_ids is not None:
+                text += self._begin(self._first_ids, token_id, piece)
+            elif isinstance(piece, str):
+                text += self._release() + piece if self._held else piece
+            else:
+                self._held += piece
+                text += "" if self._pieces.has_byte_runs else self._decode_held(final=False)
+        return text
+
+    def finish(self) -> str:
+        """Return the text that was held back; nothing is added after this."""
+        return self._release() if self._first_ids is None else self._decode(self._first_ids)
+
+    def _begin(self, first_ids: list[int], token_id: int, piece: str | bytes) -> str:
+        """Read the first tokens of a text as the library does, until they are some text whatever follows."""
+        first_ids.append(token_id)
+        text = "" if isinstance(piece, bytes) else self._decode(first_ids)
+        if text:
+            self._first_ids = None
+        return text
+
+    def _release(self) -> str:
+        """Return the text of the bytes that are held, behind which something else stands."""
+        if not self._pieces.has_byte_runs:
+            return self._decode_held(final=True)
+        data, num_prompt_bytes = bytes(self._held), self._num_prompt_bytes
+        self._held.clear()
+        self._num_prompt_bytes = 0
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return REPLACEMENT * (len(data) - num_prompt_bytes)
+
+    def _decode_held(self, *, final: bool) -> str:
+        """Decode the bytes that are held as far as they are certain."""
+        text, num_bytes = utf_8_decode(self._held, "replace", final)
+        if num_bytes and self._num_prompt_bytes:
+            self._num_prompt_bytes = 0
+            if text[0] == REPLACEMENT and not self._held.startswith(_REPLACEMENT_BYTES):
+                text = text[1:]  # the prompt's unfinished character stays unfinished
+        del self._held[:num_bytes]
+        return text
+
+    def _continue(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Take over what the prompt has of an unfinished character; whether there is any text in it."""
+        parts: list[bytes] = []
+        has_text, has_runs = False, self._pieces.has_byte_runs
+        for token_id in reversed(prompt_token_ids):
+            piece = self._pieces.piece(token_id, skip_special_tokens=self._skip)
+            has_text = has_text or bool(piece)
+            if isinstance(piece, bytes):
+                parts.append(piece)
+            if (isinstance(piece, str) and piece) or (not has_runs and sum(map(len, parts)) >= _UNFINISHED_BYTES):
+                break
+        data = b"".join(reversed(parts))
+        try:
+            self._held += data[utf_8_decode(data, "strict" if has_runs else "replace", False)[1] :]
+        except UnicodeDecodeError:
+            self._held += _NO_UTF8  # whatever follows in the run
+        self._num_prompt_bytes = len(self._held)
+        return has_text
+
+
+def _kinds(decoder: Any) -> Iterable[str]:
+    """Yield the types of a decoder and of those that it is made of."""
+    if isinstance(decoder, dict):
+        yield str(decoder.get("type"))
+        for each in decoder.get("decoders", ()):
+            yield from _kinds(each)
+
+
+def _byte_level(spelled: str) -> bytes:
+    """Return the bytes of a token of a byte-level vocabulary; one that is not spelled in its alphabet is as it is."""
+    try:
+        return bytes(_BYTES[character] for character in spelled)
+    except KeyError:
+        return spelled.encode()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return how byte-level BPE spells bytes (GPT-2): printable ones as they are, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTES = _byte_level_alphabet()

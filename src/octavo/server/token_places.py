@@ -1,0 +1,155 @@
+"""What the tokens of a completion read as, and where in its text each of them begins."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from octavo.engine.tokenizer_interface import DetokenizerFactory
+
+BYTES = "bytes:"  # in front of bytes that are no text
+_MOST_SKIPPED_BYTES = 32  # of a prompt, for which no token stands: white space beside a special one, say
+_CONTINUING = frozenset(range(0x80, 0xC0))  # bytes of UTF-8 that no character begins with
+
+
+class Place(NamedTuple):
+    """Where a token's text begins, in characters, and how it reads there; a hidden token stands there by its name."""
+
+    offset: int
+    text: str
+    token_id: int
+
+
+def spelled(piece: str | bytes) -> str:
+    r"""Spell a token that stands alone: as text, or `bytes:\xf0\x9f` as OpenAI's API has a part of a character."""
+    if isinstance(piece, str):
+        return piece
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return _spelled_bytes(piece)
+
+
+def _spelled_bytes(data: bytes) -> str:
+    return BYTES + repr(data)[2:-1]
+
+
+class TokenPlaces:
+    """Follows a text token by token. A part of a character stands where the character does.
+
+    Of tokens in a run of bytes (`octavo.engine.detokenizer`) it is known behind the run what they are.
+    """
+
+    def __init__(
+        self, tokenizer: DetokenizerFactory, prompt_token_ids: list[int], offset: int, *, skip_special_tokens: bool
+    ) -> None:
+        """Start behind a prompt, at an offset."""
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._detokenizer = tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        self._offset = offset  # behind all text that is certain
+        self._run = b""  # with what the prompt has of it
+        self._num_prompt_bytes = 0
+        self._waiting: list[tuple[int, int]] = []  # tokens of the run, and how many bytes stand before each
+
+    def add(self, token_ids: Iterable[int]) -> list[Place]:
+        """Take tokens in; return the places that are certain now, in the order of the tokens."""
+        places: list[Place] = []
+        for token_id in token_ids:
+            piece = self._tokenizer.piece(token_id, skip_special_tokens=self._skip)
+            if self._tokenizer.has_byte_runs and (isinstance(piece, bytes) or (self._waiting and not piece)):
+                self._wait(token_id, piece)
+            elif isinstance(piece, bytes):
+                places.append(self._place_bytes(token_id, piece))
+            elif piece:
+                places += self._place_text(token_id, piece)
+            else:
+                places.append(self._place_hidden(token_id))
+        return places
+
+    def finish(self) -> list[Place]:
+        """Return the places that were not certain."""
+        return self._end_run(self._detokenizer.finish())
+
+    def _place_hidden(self, token_id: int) -> Place:
+        return Place(self._offset, spelled(self._tokenizer.piece(token_id, skip_special_tokens=False)), token_id)
+
+    def _place_text(self, token_id: int, piece: str) -> list[Place]:
+        text = self._detokenizer.add([token_id])
+        num_chars_before = max(len(text) - len(piece), 0)  # the start of a text may have less than the piece
+        places = self._end_run(text[:num_chars_before])
+        places.append(Place(self._offset, text[num_chars_before:], token_id))
+        self._offset += len(text) - num_chars_before
+        return places
+
+    def _place_bytes(self, token_id: int, piece: bytes) -> Place:
+        """Find the character that the first byte is part of: one that has begun, or the one behind it."""
+        index = len((self._detokenizer.held + piece[:1]).decode(errors="replace")) - 1
+        if index and self._detokenizer.num_prompt_bytes:
+            index -= 1  # what the prompt began and nobody ended is not in this text
+        place = Place(self._offset + index, _spelled_bytes(piece), token_id)
+        self._offset += len(self._detokenizer.add([token_id]))
+        return place
+
+    def _wait(self, token_id: int, piece: str | bytes) -> None:
+        if not self._waiting:
+            self._run, self._num_prompt_bytes = self._detokenizer.held, self._detokenizer.num_prompt_bytes
+        self._waiting.append((token_id, len(self._run)))
+        self._run += piece if isinstance(piece, bytes) else b""
+        self._detokenizer.add([token_id])
+
+    def _end_run(self, text: str) -> list[Place]:
+        """Return the places of the tokens of a run, now that its text is known."""
+        run, waiting, start = self._run, self._waiting, self._offset
+        self._run, self._waiting, self._offset = b"", [], self._offset + len(text)
+        if not waiting:
+            return []
+        try:
+            num_stripped = len(run.decode()) - len(text)  # at the start of a text
+        except UnicodeDecodeError:
+            num_before, is_text = list(range(len(run) + 1)), False
+            num_stripped = self._num_prompt_bytes
+        else:
+            num_before, is_text = [0, *accumulate(byte not in _CONTINUING for byte in run)], True
+        places = []
+        for token_id, position in waiting:
+            piece = self._tokenizer.piece(token_id, skip_special_tokens=self._skip)
+            # A byte that goes on with a character stands where that does.
+            index = num_before[position] - (is_text and _goes_on(run, position))
+            offset = start + max(index - num_stripped, 0)
+            if not isinstance(piece, bytes):
+                text = spelled(self._tokenizer.piece(token_id, skip_special_tokens=False))
+            elif index < num_stripped:
+                text = ""
+            else:
+                text = spelled(piece) if is_text else _spelled_bytes(piece)
+            places.append(Place(offset, text, token_id))
+        return places
+
+
+def _goes_on(data: bytes, position: int) -> bool:
+    """Whether a byte goes on with a character that has begun."""
+    return position < len(data) and data[position] in _CONTINUING
+
+
+def places_in_prompt(tokenizer: DetokenizerFactory, prompt: str, token_ids: Iterable[int]) -> list[Place]:
+    """Find the tokens of a prompt in the text that they were made of; those that it has no text for add nothing.
+
+    A tokenizer may have read it otherwise than it stands there: with a space before its first word, say.
+    """
+    data, places, position = prompt.encode(), [], 0
+    num_chars = [0, *accumulate(byte not in _CONTINUING for byte in data)]
+    for token_id in token_ids:
+        piece = tokenizer.piece(token_id, skip_special_tokens=False)
+        raw = piece if isinstance(piece, bytes) else piece.encode()
+        text = spelled(piece)
+        if raw.startswith(b" ") and not data.startswith(raw, position) and data.startswith(raw[1:], position):
+            raw, text = raw[1:], text[1:]
+        found = data.find(raw, position, position + len(raw) + (_MOST_SKIPPED_BYTES if raw.strip() else 0))
+        if found < 0:
+            found, raw = position, b""
+        places.append(Place(num_chars[found] - _goes_on(data, found), text, token_id))
+        position = found + len(raw)
+    return places

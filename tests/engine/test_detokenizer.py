@@ -1,0 +1,122 @@
+"""Streams of tokens that are hard to stream: bytes that are no character, behind prompts that end within one."""
+
+import random
+
+import pytest
+from test_tokenizer import BACKENDS, CONFIG, byte_fallback, byte_level, stream
+from text_behind import text_behind
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from octavo.engine.tokenizer import Tokenizer
+from octavo.errors import ModelError
+
+BAD = [0xF0, 0xFF, 0xC3, 0x80, 0xE4, 0xED, 0xA6, 0xE0]
+PARTS = ["é", "狐", "🦜", "\ufffd", "a", " ", "¡"]
+
+
+@pytest.fixture(scope="module", params=["byte_level", "byte_fallback"])
+def tokenizer(request):
+    return Tokenizer(BACKENDS[request.param](), CONFIG)
+
+
+def byte_tokens(tokenizer, data):
+    """The token of each byte alone; letters of sentencepiece vocabularies are no bytes."""
+    spelled = [chr(byte) if chr(byte) in "ab" else f"<0x{byte:02X}>" for byte in data]
+    if tokenizer.token_id("<0x00>") is None:
+        alphabet = {tokenizer.piece(token_id): token_id for token_id in range(tokenizer.vocab_size)}
+        return [alphabet.get(bytes([byte]), alphabet.get(chr(byte))) for byte in data]
+    return [tokenizer.token_id(token) for token in spelled]
+
+
+def some_tokens(tokenizer, draw):
+    """Characters whole and cut off, bytes that are none, words and special tokens."""
+    ids = []
+    for _ in range(draw.randrange(6)):
+        data = draw.choice(PARTS).encode()
+        kind = draw.random()
+        if kind < 0.4:
+            ids += byte_tokens(tokenizer, data[draw.randrange(len(data)) :])
+        elif kind < 0.6:
+            ids += byte_tokens(tokenizer, data)
+        elif kind < 0.75:
+            ids += byte_tokens(tokenizer, [draw.choice(BAD)])
+        elif kind < 0.9:
+            ids.append(draw.randrange(tokenizer.vocab_size + 2))
+        else:
+            ids.append(tokenizer.eos_token_id)
+    return ids
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_behind_any_prompt_streamed_text_is_that_of_all(tokenizer, skip):
+    draw, num_within = random.Random(3), 0
+    for _ in range(4000):
+        prompt, ids = some_tokens(tokenizer, draw), some_tokens(tokenizer, draw)
+        text = text_behind(tokenizer.backend, prompt, ids, skip=skip)
+        pieces = stream(tokenizer, ids, draw.choice([1, 2, 9]), prompt_token_ids=prompt, skip_special_tokens=skip)
+        assert "".join(pieces) == text, (prompt, ids)
+        num_within += bool(prompt) and isinstance(tokenizer.piece(prompt[-1]), bytes)
+    assert num_within > 1000
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "text"),
+    [
+        (b"a\xf0\x9f", b"\xa6\x9cb", "🦜b"),  # a character that the answer ends is the answer's
+        (b"a\xf0\x9f", b"b", "b"),  # one that it does not is the prompt's
+        (b"a\xf0\x9f", b"", ""),
+        (b"a\xef\xbf", b"\xbdb", "\ufffdb"),  # this is a character
+        ("狐".encode(), "狸".encode(), "狸"),
+        ("狐".encode(), b"\xe7", "\ufffd"),
+    ],
+)
+def test_a_prompt_that_ends_within_a_character(tokenizer, prompt, answer, text):
+    ids = byte_tokens(tokenizer, answer)
+    assert "".join(stream(tokenizer, ids, prompt_token_ids=byte_tokens(tokenizer, prompt))) == text
+
+
+def test_a_lone_byte_is_a_replacement_character_and_the_stream_goes_on():
+    """The library's own stream raises "Invalid prefix encountered" here."""
+    tokenizer = Tokenizer(byte_fallback(), CONFIG)
+    ids = [*byte_tokens(tokenizer, b"\xf0"), tokenizer.token_id("h"), tokenizer.token_id("▁th")] * 3
+    prompt = tokenizer.encode("he\n")
+    assert isinstance(tokenizer.piece(prompt[-1]), str | bytes)
+    assert "".join(stream(tokenizer, ids, prompt_token_ids=prompt)) == "\ufffdh th" * 3
+
+
+def test_bytes_of_every_token():
+    """They are what the library makes text of."""
+    for make in BACKENDS.values():
+        tokenizer = Tokenizer(make(), CONFIG)
+        for token_id in range(tokenizer.vocab_size + 2):
+            piece = tokenizer.piece(token_id)
+            alone = tokenizer.decode([token_id], skip_special_tokens=False)
+            text = piece.decode(errors="replace") if isinstance(piece, bytes) else piece
+            spaces = tokenizer.token(token_id).count("▁")  # of which the start of a text has fewer
+            assert text.replace(" ", "") == alone.replace(" ", "")
+            assert len(alone) in {len(text), len(text) - 1, len(text) - spaces}
+    tokenizer = Tokenizer(byte_level(), CONFIG)
+    for data in (b"\xf0", b"\x9f", b"\xad", b"\xff"):
+        assert tokenizer.piece(byte_tokens(tokenizer, data)[0]) == data
+    assert Tokenizer(byte_fallback(), CONFIG).piece(tokenizer.token_id("<s>")) == "<s>"
+
+
+@pytest.mark.parametrize("decoder", [decoders.BPEDecoder(), decoders.Sequence([decoders.Fuse(), decoders.CTC()])])
+def test_decoders_that_no_stream_can_follow_are_refused(decoder):
+    backend = Backend(models.BPE({"a": 0}, []))
+    backend.decoder = decoder
+    with pytest.raises(ModelError, match="decoder"):
+        Tokenizer(backend)
+
+
+@pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.Metaspace(prepend_scheme="always")])
+def test_other_decoders(decoder):
+    vocabulary = {token: index for index, token in enumerate(["a", "b", "##c", "▁", "▁▁d", "e", "."])}
+    backend = Backend(models.BPE(vocabulary, []))
+    backend.decoder = decoder
+    tokenizer, draw = Tokenizer(backend), random.Random(0)
+    for _ in range(500):
+        prompt, ids = ([draw.randrange(len(vocabulary)) for _ in range(draw.randrange(5))] for _ in range(2))
+        whole = text_behind(backend, prompt, ids, skip=True)
+        assert "".join(stream(tokenizer, ids, prompt_token_ids=prompt)) == whole, (prompt, ids)
