@@ -227,6 +227,7 @@ class LLM:
 
         prompts: texts, token ids, {"prompt": text} or {"prompt_token_ids": ids}, one or many. sampling_params: for all,
         or a list with one for each. use_tqdm shows progress on terminals. Raises `RequestError`; none is answered then.
+        What fails later for one prompt alone is its output's `error`; the others are answered.
         """
         one = isinstance(prompts, str) or hasattr(prompts, "keys") or (bool(prompts) and isinstance(prompts[0], int))
         batch = cast("list[Prompt]", [prompts] if one else list(prompts))
