@@ -230,17 +230,17 @@ class KernelSet {
   void shutdown() { pool_.shutdown(); }
 
   void round_weight(Address weight, int dtype, int64_t n, int64_t k, int64_t stride, int64_t group_size, Address values,
-                    Address scales) {
+                    Address scales, Address zeros) {
     ThreadPool::Session session(pool_);
     table_.round_weight(pool_, {at<void>(weight), DType(dtype), n, k, stride, group_size, at<void>(values),
-                                at<void>(scales)});
+                                at<void>(scales), at<void>(zeros)});
   }
 
   void pack_weight(Address weight, int dtype, int64_t n, int64_t k, int64_t stride, Address scales, Address multiples,
-                   Address zeros, int64_t group_size, Address packed) {
+                   Address offsets, int64_t group_size, Address packed) {
     ThreadPool::Session session(pool_);
     table_.pack_weight(pool_, {at<void>(weight), DType(dtype), n, k, stride, at<float>(scales), at<int16_t>(multiples),
-                               at<uint8_t>(zeros), {group_size, zeros != 0}, at<void>(packed)});
+                               at<int16_t>(offsets), {group_size, offsets != 0}, at<void>(packed)});
   }
 
   void linear(const LinearArgs& args) {

@@ -62,6 +62,7 @@ struct RoundArgs {
   int64_t group_size;  // int4: k that share a scale; 0: int8, rotated
   void* values;        // int8 or uint8 [n, k], contiguous
   void* scales;        // int8: float32 [n]; int4: bfloat16 [n, groups]
+  void* zeros;         // int4: float16 [n, groups] of zero points, or null: all of them are 8
 };
 
 // A weight before it is packed.
@@ -73,7 +74,7 @@ struct PackArgs {
   int64_t stride;
   const float* scales;       // int8: [n]; int4: the units of the columns' scales [n]
   const int16_t* multiples;  // int4: of these units [n, groups]; times a value less its zero point, at most 32,639
-  const uint8_t* zeros;      // int4: [n, groups] or null
+  const int16_t* offsets;    // int4: (zero point - 8) times the multiple [n, groups] or null
   Int4Format int4;
   void* packed;
 };

@@ -106,8 +106,7 @@ inline void pack_int4_weight(ThreadPool& pool, const PackArgs& args) {
         const int16_t multiple = args.multiples[row * layout.groups + group];
         std::memcpy(out + column * 2, &multiple, 2);
         if (layout.has_zeros) {
-          const auto zero = static_cast<int16_t>((args.zeros[row * layout.groups + group] - kNibbleCenter) * multiple);
-          std::memcpy(out + kWordsBytes + column * 2, &zero, 2);
+          std::memcpy(out + kWordsBytes + column * 2, args.offsets + row * layout.groups + group, 2);
         }
         copy_nibbles(weight + row * args.stride + first, last - first, out + layout.head_bytes + column * 4);
       }

@@ -9,7 +9,8 @@ namespace octavo::OCTAVO_ISA {
 
 constexpr int64_t kLeastRounded = 1 << 16;  // values of a piece of work
 constexpr float kNibbleZero = 8.0f, kMostNibble = 15.0f;
-constexpr float kClippings[] = {-1.0 / 8, -0.92 / 8, -0.84 / 8, -0.76 / 8};  // of a group's extreme: scales to try
+constexpr float kClippings[] = {1.0, 0.92, 0.84, 0.76};                   // of a group's least and largest value: tried
+constexpr float kScales[] = {-1.0 / 8, -0.92 / 8, -0.84 / 8, -0.76 / 8};  // of a group's extreme: scales to try
 
 OCTAVO_INLINE void store_first_bytes(void* p, IVec values, int64_t count) {
   if (count >= kLanes) return store_bytes(p, values);
@@ -57,14 +58,17 @@ inline float extreme_of(const float* group, int64_t padded) {
   return 0.0f;  // never
 }
 
+// A group's scale and zero point as they are stored, and what rounds by them.
 struct NibbleScale {
   bf16 stored;
+  f16 stored_zero{0};
   float scale;
   float inverse;
+  float zero = kNibbleZero;
 
-  NibbleScale(float extreme, float clipping) {
+  explicit NibbleScale(float wanted) {
     bf16 lanes[kLanes];
-    store(lanes, splat(extreme * clipping));
+    store(lanes, splat(wanted));
     stored = lanes[0];
     float wide[kLanes];
     store(wide, load(lanes));
@@ -72,40 +76,81 @@ struct NibbleScale {
     inverse = std::fabs(scale) >= kLeastMagnitude ? 1.0f / scale : 0.0f;
   }
 
+  // With a zero point, so that `least`, which is not above 0, becomes 0.
+  NibbleScale(float wanted, float least) : NibbleScale(wanted) {
+    f16 lanes[kLanes];
+    store(lanes, min(splat(kMostNibble), max(splat(0.0f), splat(-least * inverse))));
+    stored_zero = lanes[0];
+    float wide[kLanes];
+    store(wide, load(lanes));
+    zero = wide[0];
+  }
+
   OCTAVO_INLINE Vec round(Vec value) const {
-    const Vec nearest = to_float(to_int(value * splat(inverse))) + splat(kNibbleZero);
+    const Vec nearest = to_float(to_int(value * splat(inverse) + splat(zero - kNibbleZero))) + splat(kNibbleZero);
     return min(splat(kMostNibble), max(splat(0.0f), nearest));
   }
 
-  // The squared error of a group, padded with zeros to whole vectors.
-  float error(const float* group, int64_t padded) const {
+  // The squared error of the first `count` values of a group.
+  float error(const float* group, int64_t count) const {
     Vec squares = splat(0.0f);
-    for (int64_t i = 0; i < padded; i += kLanes) {
+    for (int64_t i = 0; i < count; i += kLanes) {
       const Vec value = load(group + i);
-      const Vec difference = (round(value) - splat(kNibbleZero)) * splat(scale) - value;
+      Vec difference = (round(value) - splat(zero)) * splat(scale) - value;
+      if (count - i < kLanes) {
+        float lanes[kLanes];
+        store(lanes, difference);
+        difference = load_first(static_cast<const float*>(lanes), count - i);
+      }
       squares = squares + difference * difference;
     }
     return sum_lanes(squares);
   }
 };
 
-// `group`: room for `count` values and whole vectors of them.
-template <class T>
-void round_to_nibbles(const T* values, int64_t count, float* group, uint8_t* out, bf16* scale) {
-  const int64_t padded = divide_up(count, kLanes) * kLanes;
-  for (int64_t i = 0; i < padded; i += kLanes) store(group + i, load_finite(values + i, count - i));
-  const float extreme = extreme_of(group, padded);
-  NibbleScale best(extreme, kClippings[0]);
-  float least = best.error(group, padded);
+// The best of what is tried: the first with the least squared error. scale_of(i): the i-th of four.
+template <class ScaleOf>
+NibbleScale best_scale(const float* group, int64_t count, const ScaleOf& scale_of) {
+  NibbleScale best = scale_of(0);
+  float least = best.error(group, count);
   for (int tried = 1; tried < 4; ++tried) {
-    const NibbleScale other(extreme, kClippings[tried]);
-    const float error = other.error(group, padded);
+    const NibbleScale other = scale_of(tried);
+    const float error = other.error(group, count);
     if (error < least) best = other, least = error;
   }
+  return best;
+}
+
+// From the value of largest magnitude, which becomes 0, eight steps below zero.
+inline NibbleScale scale_to_extreme(const float* group, int64_t count) {
+  const float extreme = extreme_of(group, whole_vectors(count));
+  return best_scale(group, count, [&](int tried) { return NibbleScale(extreme * kScales[tried]); });
+}
+
+// From the least value of a group, or 0, to the largest, or 0, in 15 steps.
+inline NibbleScale scale_between(const float* group, int64_t count) {
+  Vec lowest = splat(0.0f), highest = splat(0.0f);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    lowest = min(lowest, load(group + i));
+    highest = max(highest, load(group + i));
+  }
+  const float low = -max_lanes(splat(0.0f) - lowest), high = max_lanes(highest);
+  return best_scale(group, count, [&](int tried) {
+    const float least = low * kClippings[tried];
+    return NibbleScale((high * kClippings[tried] - least) / kMostNibble, least);
+  });
+}
+
+// `group`: room for `count` values and whole vectors of them. zero: of the zero point, or null.
+template <class T>
+void round_to_nibbles(const T* values, int64_t count, float* group, uint8_t* out, bf16* scale, f16* zero) {
+  for (int64_t i = 0; i < count; i += kLanes) store(group + i, load_finite(values + i, count - i));
+  const NibbleScale best = zero == nullptr ? scale_to_extreme(group, count) : scale_between(group, count);
   for (int64_t i = 0; i < count; i += kLanes) {
     store_first_bytes(out + i, to_int(best.round(load(group + i))), count - i);
   }
   *scale = best.stored;
+  if (zero != nullptr) *zero = best.stored_zero;
 }
 
 template <class T>
@@ -124,7 +169,8 @@ void round_weight_of(ThreadPool& pool, const RoundArgs& args) {
       }
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t at = g * size;
-        round_to_nibbles(row + at, smaller(size, k - at), room, out + at, static_cast<bf16*>(args.scales) + n * groups + g);
+        round_to_nibbles(row + at, smaller(size, k - at), room, out + at, static_cast<bf16*>(args.scales) + n * groups + g,
+                         args.zeros == nullptr ? nullptr : static_cast<f16*>(args.zeros) + n * groups + g);
       }
     }
   });

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import math
 import mmap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,6 +57,21 @@ def test_every_instruction_set_gives_the_bits_of_the_reference(compiled, generat
         for float32_out in (True, False):
             result = compiled.linear(x, packed, float32_out=float32_out)
             assert_same_bits(result, reference(x, weight, biases, float32_out=float32_out))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
+def test_zero_points_between_whole_numbers(compiled, generator, x_dtype, shape):
+    rows, depth, width, group_size = shape
+    x = random(generator, rows, depth, dtype=x_dtype) * 10
+    weight = weight_of(generator, width, depth, group_size)
+    weight = replace(weight, zeros=(torch.rand(weight.scales.shape, generator=generator) * 16).half())
+    packed, plain = compiled.pack_linear(weight), ReferenceKernels().pack_linear(weight)
+    assert_same_bits(compiled.linear(x, packed, float32_out=True), reference(x, weight, float32_out=True))
+    rows = ReferenceKernels().embedding(torch.arange(width), plain, torch.float32)
+    assert_same_bits(compiled.embedding(torch.arange(width), packed, torch.float32), rows)
+    atol = 0.01 * float(weight.scales.abs().max())
+    torch.testing.assert_close(rows, weight.dequantize(), rtol=2e-3, atol=atol)
 
 
 def test_the_reference_computes_what_the_weight_stands_for(generator):

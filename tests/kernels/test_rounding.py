@@ -49,6 +49,47 @@ def test_int4(compiled, generator, dtype, shape, group_size):
     assert result.zeros is expected.zeros is None
 
 
+def on_a_grid(generator, out_features, in_features, dtype=torch.float32):
+    """Values of sixteen steps from a minimum on, in groups of 32: as some programs store them."""
+    groups = -(-in_features // 32)
+    steps = torch.rand(out_features, groups, 1, generator=generator) * 0.1 + 0.02
+    zeros = torch.rand(out_features, groups, 1, generator=generator) * 8 + 3.5
+    values = torch.randint(0, 16, (out_features, groups, 32), generator=generator)
+    values[:, :, 3], values[:, :, 8] = 0, 15  # all of a group's range is used
+    return ((values - zeros) * steps).flatten(1)[:, :in_features].to(dtype)
+
+
+@pytest.mark.parametrize("in_features", [31, 64, 100, 4864])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_int4_with_minima(kernels, generator, dtype, in_features):
+    weight = on_a_grid(generator, 70, in_features, dtype)
+    result, expected = kernels.round_weight(weight, 4), quantize_int4(weight)
+    assert_equal(result, expected)
+    assert result.zeros.dtype == torch.float16
+    assert torch.equal(result.zeros, expected.zeros)
+
+
+def test_minima_are_taken_where_they_halve_the_error(generator):
+    weight = on_a_grid(generator, 300, 256)
+    rounded, without = quantize_int4(weight), quantize_int4(weight, minima=False)
+    errors = [(each.dequantize() - weight).norm() / weight.norm() for each in (rounded, without)]
+    assert errors[0] < 0.02
+    assert errors[1] > 0.05
+    plain = torch.randn(300, 256, generator=generator)
+    assert quantize_int4(plain).zeros is None
+    errors = [(quantize_int4(plain, minima=each).dequantize() - plain).norm() for each in (True, False)]
+    assert 0.85 * errors[1] < errors[0] < errors[1]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_minima_of_odd_rows(compiled, generator, dtype):
+    """Zeros, tiny, huge, tied and broken numbers: the bits of the reference with minima as without."""
+    weight = weights(generator, (70, 100), dtype)
+    expected = quantize_int4(weight, minima=True)
+    assert_equal(compiled.round_to_int4(weight, 32, minima=True), expected)
+    assert torch.equal(compiled.round_to_int4(weight, 32, minima=True).zeros, expected.zeros)
+
+
 def test_rows_that_stand_apart(kernels, generator):
     whole = torch.randn(40, 200, generator=generator)
     assert_equal(kernels.round_weight(whole[:, 7:107], 8), quantize_int8(whole[:, 7:107].contiguous()))

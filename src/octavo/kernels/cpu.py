@@ -18,7 +18,7 @@ from octavo.kernels.limits import Limits
 from octavo.kernels.machine import default_num_threads, usable_cores
 from octavo.kernels.onednn import OneDnnProducts, OneDnnWeight
 from octavo.kernels.panels import DTYPE_NUMBERS, PANEL_COLUMNS, Int4Format, PanelWeight, packed_bytes
-from octavo.kernels.quantization import GROUP_MULTIPLE, Int4Weight, Int8Weight, QuantizedWeight
+from octavo.kernels.quantization import GROUP_MULTIPLE, Int4Weight, Int8Weight, QuantizedWeight, minima_pay
 from octavo.kernels.recording import NotRecordableError, RecordedForward, Recorder, Rehearsal, with_all_rows
 
 if TYPE_CHECKING:
@@ -139,17 +139,29 @@ class CpuKernels:
             raise ValueError(f"a weight of {weight.dtype} is not rounded")
         weight = weight.detach() if weight.stride(1) == 1 else weight.detach().contiguous()
         weight = weight.float() if weight.dtype == torch.float64 else weight
-        rows, columns = weight.shape
         if bits == 8:
+            rows, columns = weight.shape
             rounded: QuantizedWeight = Int8Weight(torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows))
-        else:
-            scales = torch.empty(rows, -(-columns // group_size), dtype=torch.bfloat16)
-            rounded = Int4Weight(torch.empty(rows, columns, dtype=torch.uint8), scales, None, group_size)
-        self.kernel_set.round_weight(
-            weight.data_ptr(), DTYPE_NUMBERS[weight.dtype], rows, columns, weight.stride(0),
-            0 if bits == 8 else group_size, rounded.values.data_ptr(), rounded.scales.data_ptr(),
-        )  # fmt: skip
+            self._round(weight, 0, rounded)
+            return rounded
+        minima = minima_pay(weight, lambda some, tried: self.round_to_int4(some, group_size, minima=tried))
+        return self.round_to_int4(weight, group_size, minima=minima)
+
+    def round_to_int4(self, weight: Tensor, group_size: int, *, minima: bool) -> Int4Weight:
+        """Round a weight to int4 as `octavo.kernels.quantization.quantize_int4` does."""
+        rows, columns = weight.shape
+        scales = torch.empty(rows, -(-columns // group_size), dtype=torch.bfloat16)
+        zeros = torch.empty_like(scales, dtype=torch.float16) if minima else None
+        rounded = Int4Weight(torch.empty(rows, columns, dtype=torch.uint8), scales, zeros, group_size)
+        self._round(weight, group_size, rounded)
         return rounded
+
+    def _round(self, weight: Tensor, group_size: int, rounded: QuantizedWeight) -> None:
+        zeros = rounded.zeros if isinstance(rounded, Int4Weight) else None
+        self.kernel_set.round_weight(
+            weight.data_ptr(), DTYPE_NUMBERS[weight.dtype], *weight.shape, weight.stride(0), group_size,
+            rounded.values.data_ptr(), rounded.scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(),
+        )  # fmt: skip
 
     def pack_linear(
         self,

@@ -45,14 +45,14 @@ class PanelWeight:
             parts = weight if is_whole else [torch.cat(list(weight))]
         else:
             parts = [weight if isinstance(weight, torch.Tensor) else weight.values]
-        scales = multiples = zeros = None
+        scales = multiples = offsets = None
         int4 = _NO_INT4
         if isinstance(weight, Int8Weight):
             scales = weight.scales.contiguous()
         elif isinstance(weight, Int4Weight):
             int4 = Int4Format.of(weight)
             multiples, scales = weight.whole_scales()  # which the kernels call units
-            zeros = None if weight.zeros is None else weight.zeros.contiguous()
+            offsets = weight.whole_offsets(multiples)
         out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
         columns = -(-out_features // PANEL_COLUMNS) * PANEL_COLUMNS
         number = DTYPE_NUMBERS[parts[0].dtype]
@@ -63,8 +63,8 @@ class PanelWeight:
             assert (values.dtype, values.shape[1]) == (parts[0].dtype, in_features)
             kernels.kernel_set.pack_weight(
                 values.data_ptr(), number, values.shape[0], in_features, values.stride(0),
-                *(0 if tensor is None else tensor.data_ptr() for tensor in (scales, multiples, zeros)), int4.group_size,
-                data.data_ptr() + packed_bytes(number, first, in_features, int4),
+                *(0 if tensor is None else tensor.data_ptr() for tensor in (scales, multiples, offsets)),
+                int4.group_size, data.data_ptr() + packed_bytes(number, first, in_features, int4),
             )  # fmt: skip
             first += values.shape[0]
         padded = None

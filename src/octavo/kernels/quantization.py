@@ -18,7 +18,7 @@ import torch
 from octavo.kernels.rotation import rotate, rotation_block
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -32,7 +32,8 @@ _MOST_WORD = 32639  # a weight of int4 times its multiple: 127 * 256 + 127, two 
 _LANES = 16  # of sums of errors
 _VALUES_AT_ONCE = 1 << 20  # of a weight, in float32 or float64
 _LEAST_MAGNITUDE = 1e-30  # a row whose values are all smaller is zero
-_CLIPPINGS = (1.0, 0.92, 0.84, 0.76)  # of a group's largest magnitude: tried, and the least squared error wins
+_CLIPPINGS = (1.0, 0.92, 0.84, 0.76)  # of a group's extremes: tried, and the least squared error wins
+_SAMPLED_ROWS = 64  # at least, of a weight: whether minima pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,8 @@ class Int4Weight:
     """A weight of integers in groups: weight[i, j] is (values[i, j] - zeros[i, j // size]) * scales[i, j // size].
 
     values uint8 [out_features, in_features], each 0 .. 15; scales bfloat16, float16 or float32 [out_features, groups];
-    zeros uint8 [out_features, groups], each 0 .. 16, or None where all are 8; group_size a multiple of 32, or
-    in_features or more.
+    zeros uint8 or float16 [out_features, groups], each 0 .. 16, whole or not, or None where all are 8; group_size a
+    multiple of 32, or in_features or more.
     """
 
     values: Tensor
@@ -116,15 +117,25 @@ class Int4Weight:
         multiples = torch.where(is_finite.unsqueeze(1), (scales * inverse.unsqueeze(1)).round(), 0.0)
         return multiples.to(torch.int16), torch.where(is_finite, largest / most, torch.nan)
 
+    def whole_offsets(self, multiples: Tensor) -> Tensor | None:
+        """Return int16 [out_features, groups]: what zero points above 8 take from values, in units; or None."""
+        if self.zeros is None:
+            return None
+        return ((self.zeros.float() - INT4_ZERO) * multiples.float()).round().to(torch.int16)
+
     def whole_values(self) -> tuple[Tensor, Tensor]:
         """Return (float64 [out_features, in_features], float32 units [out_features]): the weight as it is used.
 
-        Whole numbers of 16 bits, (value - zero) * multiple, see `whole_scales`; the weight is these times the units.
+        Whole numbers of 16 bits, (value - 8) * multiple - offset, see `whole_scales` and `whole_offsets`; the weight is
+        these times the units.
         """
         multiples, units = self.whole_scales()
+        offsets = self.whole_offsets(multiples)
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
-        zeros = INT4_ZERO if self.zeros is None else self.zeros.double()[:, group]
-        return (self.values.double() - zeros) * multiples.double()[:, group] + 0.0, units  # -0.0 is the integers' 0
+        whole = (self.values.double() - INT4_ZERO) * multiples.double()[:, group]
+        return (
+            whole if offsets is None else whole - offsets.double()[:, group]
+        ) + 0.0, units  # -0.0 is the integers' 0
 
     def rows(self, index: slice | Tensor) -> Int4Weight:
         """Return some of its rows."""
@@ -156,38 +167,68 @@ def round_to_int8(weight: Tensor, *, rotated: bool) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE) -> Int4Weight:
+def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: bool | None = None) -> Int4Weight:
     """Round a weight [out_features, in_features] of any floating type to int4, a bfloat16 scale per group.
 
-    A group's (first) value of largest magnitude m is to become -8; a few smaller m, which clip it, are tried as well,
-    and the first with the least squared error is taken. Values that are no numbers become 8, that is zero.
+    Without minima a group's (first) value of largest magnitude m is to become -8. With them its least value (or 0) is
+    to become 0 and its largest (or 0) 15, by a zero point in float16. None is with them where `minima_pay`. Either way
+    a few smaller ranges, which clip these, are tried as well, and the first with the least squared error is taken.
+    Values that are no numbers become zero.
     """
+    if minima is None:
+        minima = minima_pay(weight, lambda some, tried: quantize_int4(some, group_size, minima=tried))
     out_features, in_features = weight.shape
     num_groups = -(-in_features // group_size)
     values = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(out_features, num_groups, dtype=torch.bfloat16, device=weight.device)
+    zeros = torch.empty_like(scales, dtype=torch.float16) if minima else None
     for part in _parts(weight):
         wide = torch.nan_to_num(weight[part].float(), nan=0.0)
         padded = torch.nn.functional.pad(wide, (0, num_groups * group_size - in_features))
-        groups = padded.view(-1, num_groups, group_size)
-        extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
-        least = best = best_scale = None
-        for clipping in _CLIPPINGS:
-            scale = (extreme * (-clipping / INT4_ZERO)).to(torch.bfloat16)
-            rounded = _round_to_nibbles(groups, scale.float())
-            error = _sum_in_lanes(((rounded - INT4_ZERO) * scale.float() - groups).square())
-            if least is None or best is None or best_scale is None:
-                least, best, best_scale = error, rounded, scale
-            else:
-                is_better = error < least
-                least = torch.where(is_better, error, least)
-                best = torch.where(is_better, rounded, best)
-                best_scale = torch.where(is_better, scale, best_scale)
-        assert best is not None
-        assert best_scale is not None
+        is_there = torch.nn.functional.pad(torch.ones_like(wide), (0, padded.shape[1] - in_features))
+        best, best_scale, best_zero = _round_groups(
+            padded.view(-1, num_groups, group_size), is_there.view(-1, num_groups, group_size), minima=minima
+        )
         values[part] = best.view(padded.shape)[:, :in_features].to(torch.uint8)
         scales[part] = best_scale.squeeze(2)
-    return Int4Weight(values, scales, None, group_size)
+        if zeros is not None:
+            zeros[part] = best_zero.squeeze(2)
+    return Int4Weight(values, scales, zeros, group_size)
+
+
+def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight]) -> bool:
+    """Return whether minima halve the squared error of some rows: they take half a bit of a weight in groups of 32.
+
+    round_rows(rows, minima) rounds them either way. So much a bit brings, at best, to whatever is rounded.
+    """
+    rows = weight[:: max(1, weight.shape[0] // _SAMPLED_ROWS)].float()
+    errors = [(round_rows(rows, minima).dequantize() - rows).double().square().sum() for minima in (False, True)]
+    return bool(errors[1] < 0.5 * errors[0])
+
+
+def _round_groups(groups: Tensor, is_there: Tensor, *, minima: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (values 0 .. 15, bfloat16 scales, float16 zero points) of groups padded with zeros; is_there: 1, or 0."""
+    extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
+    low, high = groups.amin(2, keepdim=True).clamp(max=0.0), groups.amax(2, keepdim=True).clamp(min=0.0)
+    found: list[Tensor] = []
+    for clipping in _CLIPPINGS:
+        if minima:
+            least = low * clipping
+            scale = ((high * clipping - least) / torch.full_like(low, _INT4_MAX)).to(torch.bfloat16)
+        else:
+            scale = (extreme * (-clipping / INT4_ZERO)).to(torch.bfloat16)
+        inverse = torch.where(scale.float().abs() >= _LEAST_MAGNITUDE, 1.0 / scale.float(), 0.0)
+        zero = (-least * inverse).clamp(0, _INT4_MAX) if minima else torch.full_like(inverse, INT4_ZERO)
+        zero = zero.to(torch.float16)
+        nearest = (groups * inverse + (zero.float() - INT4_ZERO)).round() + INT4_ZERO
+        rounded = nearest.clamp(0, _INT4_MAX)
+        difference = torch.where(is_there > 0, (rounded - zero.float()) * scale.float() - groups, 0.0)
+        tried = [_sum_in_lanes(difference.square()), rounded, scale, zero]
+        is_better = tried[0] < found[0] if found else None
+        found = (
+            tried if is_better is None else [torch.where(is_better, *pair) for pair in zip(tried, found, strict=True)]
+        )
+    return found[1], found[2], found[3]
 
 
 def _sum_in_lanes(values: Tensor) -> Tensor:
@@ -204,12 +245,6 @@ def _sum_in_lanes(values: Tensor) -> Tensor:
     return total
 
 
-def _round_to_nibbles(groups: Tensor, scale: Tensor) -> Tensor:
-    """Return the whole numbers 0 .. 15 whose multiples of the scale, less 8, are nearest; of a group of zeros, 8."""
-    inverse = torch.where(scale.abs() >= _LEAST_MAGNITUDE, 1.0 / scale, 0.0)
-    return (groups * inverse).round_().add_(INT4_ZERO).clamp_(0, _INT4_MAX)
-
-
 def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Put weights of one kind and equal width below one another."""
     if len(weights) == 1:
@@ -222,8 +257,10 @@ def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     groups = [weight for weight in weights if isinstance(weight, Int4Weight)]
     if all(weight.zeros is None for weight in groups):
         return Int4Weight(values, scales, None, first.group_size)
+    is_whole = all(weight.zeros is None or weight.zeros.dtype == torch.uint8 for weight in groups)
+    dtype = torch.uint8 if is_whole else torch.float16
     zeros = [
-        torch.full_like(weight.scales, INT4_ZERO, dtype=torch.uint8) if weight.zeros is None else weight.zeros
+        torch.full_like(weight.scales, INT4_ZERO, dtype=dtype) if weight.zeros is None else weight.zeros.to(dtype)
         for weight in groups
     ]
     return Int4Weight(values, scales, torch.cat(zeros), first.group_size)

@@ -33,7 +33,7 @@ def rotate(rows: Tensor) -> Tensor:
     """
     rotated, apart = rows.float().contiguous(), 1
     while apart < rotation_block(rows.shape[-1]):
-        pairs = rotated.view(*rows.shape[:-1], -1, 2, apart)
+        pairs = rotated.view(*rows.shape[:-1], rows.shape[-1] // (2 * apart), 2, apart)
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         rotated = torch.stack((first + second, first - second), dim=-2).view(rows.shape)
         apart *= 2

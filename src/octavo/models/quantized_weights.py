@@ -131,7 +131,7 @@ def stored_tensors(module: str, weight: Tensor, precision: str, group_size: int)
     if precision == "int8":
         values, scales = round_to_int8(weight, rotated=False)
         return {f"{module}.weight": values, f"{module}.weight_scale": scales.unsqueeze(1)}
-    rounded = quantize_int4(weight, group_size)
+    rounded = quantize_int4(weight, group_size, minima=False)
     return {
         f"{module}.weight_packed": pack_nibbles(rounded.values),
         f"{module}.weight_scale": rounded.scales,
