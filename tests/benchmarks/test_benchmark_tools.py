@@ -21,6 +21,7 @@ import ab  # noqa: E402
 import curves  # noqa: E402
 import kernels as kernel_cases  # noqa: E402
 import memory  # noqa: E402
+import perplexity  # noqa: E402
 import products  # noqa: E402
 import serving  # noqa: E402
 import start  # noqa: E402
@@ -226,3 +227,15 @@ def test_two_builds_run_in_turns(tmp_path):
         build.end()
     with pytest.raises(RuntimeError, match="ended with"):
         ab.Build(str(tmp_path / "missing.so"), "", 1)
+
+
+def test_quality_and_speed_by_precision(monkeypatch, capsys):
+    command = ["perplexity.py", str(built_in_model_path()), "--precision", "bf16", "--precision", "int8"]
+    monkeypatch.setattr(sys, "argv", [*command, "--pieces", "1", "--rounds", "1"])
+    perplexity.main()
+    _, _, bf16, int8 = capsys.readouterr().out.splitlines()
+    name, megabytes, _, against, *rates = (each.strip() for each in bf16.strip("|").split("|"))
+    assert (name, against) == ("bf16", "+0.00%")
+    assert all(float(rate) > 0 for rate in rates)
+    assert 0 < float(int8.split("|")[2]) < float(megabytes)
+    assert abs(float(int8.split("|")[4].strip().rstrip("%"))) < 10
