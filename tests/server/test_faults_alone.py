@@ -269,6 +269,10 @@ def test_offline_one_fails_and_twenty_go_on(name: str, offline: LLM, caplog: pyt
     assert pool.num_free_blocks == pool.num_blocks
 
 
+def faults_in(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 @pytest.mark.parametrize("place", ["a line of log", "a trace"])
 def test_what_is_told_of_a_request_behind_its_answer(
     place: str, served: running.Running, others: list[Any], caplog: pytest.LogCaptureFixture
@@ -288,7 +292,8 @@ def test_what_is_told_of_a_request_behind_its_answer(
         else:
             patch.setattr(UsageCounter, "summary", fails)
         asked = [http.post("/v1/completions", json=bystander(number)) for number in range(2)]
+        running.wait_until(lambda: len(faults_in(caplog)) == 2, "both are logged, behind their answers")
     assert [answer.json()["choices"] for answer in asked] == others[:2]
-    logged = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    logged = faults_in(caplog)
     ids = [answer.headers["x-request-id"] for answer in asked]
     assert [request_id in record.getMessage() for request_id, record in zip(ids, logged, strict=True)] == [True, True]
