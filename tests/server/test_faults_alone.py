@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import running
 from fastapi import FastAPI
 from test_real_engine import served_engine, write_byte_checkpoint
 
@@ -29,8 +30,6 @@ from octavo.worker import model_runner, sampler
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import running
 
 NUM_OTHERS = 20
 VICTIM = "the one that fails"  # its prompt
