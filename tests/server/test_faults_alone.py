@@ -5,10 +5,13 @@ At each place something raises on purpose, for one request beside twenty others,
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,10 +25,10 @@ from octavo.engine.stop_strings import StopSearch
 from octavo.engine.tokenizer import Tokenizer
 from octavo.grammars import GrammarCompiler, Matcher
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.server import audit, chat, completions
+from octavo.server import audit, chat, completions, embeddings, messages, responses, tgi
 from octavo.server.admission import Place
 from octavo.server.answer_form import AnswerReader
-from octavo.server.answering import UsageCounter
+from octavo.server.answering import UsageCounter, merge
 from octavo.worker import model_runner, sampler
 
 if TYPE_CHECKING:
@@ -237,6 +240,77 @@ def test_in_a_server_one_fails_and_twenty_go_on(
         assert http.post("/v1/completions", json=bystander(0)).json()["choices"] == others[0]
     served.engine.check_when_idle()
     assert served.num_unfinished == served.num_blocks_in_use == 0
+
+
+VICTIMS_MESSAGES = [{"role": "user", "content": VICTIM}]
+REPLIES: dict[str, tuple[type, dict[str, Any], str]] = {  # path -> its replies, what is asked, how its ids begin
+    "/v1/chat/completions": (chat.ChatReply, {"messages": VICTIMS_MESSAGES, "max_tokens": 8}, "chatcmpl-"),
+    "/v1/messages": (messages.MessageReply, {"model": "tiny", "messages": VICTIMS_MESSAGES, "max_tokens": 8}, "msg_"),
+    "/v1/responses": (responses.ResponseReply, {"input": VICTIM, "max_output_tokens": 8}, "resp_"),
+    "/generate": (tgi.GenerateReply, {"inputs": VICTIM, "parameters": {"max_new_tokens": 8}}, "gen-"),
+    "/generate_stream": (tgi.GenerateReply, {"inputs": VICTIM, "parameters": {"max_new_tokens": 8}}, "gen-"),
+    "/v1/embeddings": (embeddings.EmbeddingReply, {"input": VICTIM}, "embd-"),
+}
+WHOLE_REPLIES = [(path, "whole") for path in REPLIES if path != "/generate_stream"]
+STREAMED_REPLIES = product([path for path in REPLIES if path not in {"/generate", "/v1/embeddings"}], ["news", "end"])
+
+
+def told_last(text: str) -> str:
+    """The message of the error that an answer is, or a stream ends with, of whatever API."""
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
+    last = json.loads(events[-1] if events else text)
+    error = last.get("response", last)["error"]
+    return error if isinstance(error, str) else error["message"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("fault", [fails, panics])
+@pytest.mark.parametrize(("path", "method"), [*WHOLE_REPLIES, *STREAMED_REPLIES])
+def test_a_reply_that_cannot_be_spelled_ends_its_request_alone(
+    path: str,
+    method: str,
+    fault: Callable[..., Any],
+    served: running.Running,
+    others: list[Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of each API: a whole one, one in mid-stream, and a stream's end."""
+    reply, asked, prefix = REPLIES[path]
+    if method != "whole" and path.startswith("/v1/"):
+        asked = {**asked, "stream": True}
+    with pytest.MonkeyPatch.context() as patch, served.http() as http, ThreadPoolExecutor(1) as pool:
+        patch.setattr(reply, method, fault)
+        victim = pool.submit(http.post, path, json=asked)
+        assert ask_others(served) == others
+        answer = victim.result()
+    message = told_last(answer.text)
+    assert message.startswith(f"request {prefix}"), answer.text
+    assert FAULT not in answer.text
+    assert answer.status_code == (500 if method == "whole" else 200)
+    (logged,) = faults_in(caplog)
+    assert message.split()[1].strip(":") in logged.getMessage()
+    assert logged.exc_info
+    with served.http() as http:
+        again = http.post(path, json=asked)
+        assert again.status_code == 200
+        assert "request_failed" not in again.text
+    served.engine.check_when_idle()
+    assert served.num_unfinished == served.num_blocks_in_use == 0
+
+
+def test_a_panic_in_one_of_several_streams_is_raised_to_their_reader() -> None:
+    async def stream(*, panic: bool) -> AsyncIterator[int]:
+        yield 1
+        if panic:
+            panics()
+
+    async def read() -> None:
+        streams = [stream(panic=False), stream(panic=True)]
+        async with asyncio.timeout(5), aclosing(merge(streams, at_once=2)) as merged:
+            async for _ in merged:
+                pass
+
+    with pytest.raises(PanicException):
+        asyncio.run(read())
 
 
 @pytest.mark.parametrize("name", ENGINE)

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestError, RequestFailedError
-from octavo.faults import error_for, request_failed
+from octavo.faults import error_for, is_fault, request_failed
 from octavo.outputs import DEADLINE_PASSED, GRAMMAR_EXCEEDED, NOTHING_ALLOWED
 from octavo.sampling_params import RequestOutputKind
 from octavo.server.answer_size import LogprobLimit, beside, num_entries
@@ -273,7 +273,9 @@ def _failing_alone(job: Job) -> Iterator[None]:
         yield
     except (OctavoError, ClientDisconnect):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not is_fault(error):
+            raise
         raise error_for(job.request_id, _ANSWERING, error) from error
 
 
@@ -478,7 +480,9 @@ async def _events(
                 if told:
                     yield told
         yield reply.end(counter.usage())
-    except Exception as error:  # noqa: BLE001 - it is logged there
+    except BaseException as error:
+        if not is_fault(error):
+            raise
         yield reply.error(note_error(state, to_http(error_for(job.request_id, _ANSWERING, error))))
 
 
@@ -506,21 +510,8 @@ async def merge(streams: Sequence[AsyncIterator[T]], *, at_once: int) -> AsyncGe
                 yield 0, output
         return
     queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(_MERGED)
-
     waiting = iter(enumerate(streams))
-
-    async def pump() -> None:
-        try:
-            for index, stream in waiting:
-                async with aclosing(stream):  # type: ignore[type-var]  # an async generator, by its protocol
-                    async for item in stream:
-                        await queue.put((index, item))
-        except Exception as error:  # noqa: BLE001 - raised again by the reader
-            await queue.put(error)
-        else:
-            await queue.put(None)
-
-    tasks = [asyncio.create_task(pump()) for _ in range(min(at_once, len(streams)))]
+    tasks = [asyncio.create_task(_pump(waiting, queue)) for _ in range(min(at_once, len(streams)))]
     num_open = len(tasks)
     try:
         while num_open:
@@ -535,3 +526,20 @@ async def merge(streams: Sequence[AsyncIterator[T]], *, at_once: int) -> AsyncGe
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    waiting: Iterator[tuple[int, AsyncIterator[T]]], queue: asyncio.Queue[tuple[int, T] | BaseException | None]
+) -> None:
+    """Put the items of one stream behind the other into a queue; at last an error, or None."""
+    try:
+        for index, stream in waiting:
+            async with aclosing(stream):  # type: ignore[type-var]  # an async generator, by its protocol
+                async for item in stream:
+                    await queue.put((index, item))
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        await queue.put(error)  # raised again by the reader
+    else:
+        await queue.put(None)
