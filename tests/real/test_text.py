@@ -18,8 +18,10 @@ from octavo import CacheConfig, LLMEngine, ModelConfig, SchedulerConfig
 from octavo.engine.tokenizer import Tokenizer
 
 MODELS = ["qwen3", "qwen3-coder", "deepseek-r1-distill", "hermes3", "llama31", "phi35", "mistral", "gemma3", "smollm2"]
-SERVED = ["phi35", "qwen3", "mistral"]
+SERVED = ["phi35", "qwen3", "mistral", "llama31", "hermes3", "smollm2"]
 PROMPTS = ["hello\n", "Once upon a time", "狐 is 🦊", " two  spaces", "true true", "<s>typed"]
+TOOL = {"type": "function", "function": {"name": "look"}}
+CHATS = {"hermes3": {"tools": [TOOL]}}  # whose template needs some
 NUM_STREAMS, NUM_ANSWERS = 2000, 40
 
 
@@ -90,6 +92,7 @@ def test_a_byte_and_a_letter_are_a_replacement_character_and_the_stream_goes_on(
             "allowed_token_ids": [byte, letter],
             "logit_bias": bias,
             "logprobs": 1,
+            "frequency_penalty": 2.0,  # so that both come, of a trained model too
         }
         whole = ask(http, "/v1/completions", **body, seed=3)["choices"][0]
         chunks = ask(http, "/v1/completions", **body, seed=3, stream=True)
@@ -135,11 +138,12 @@ def test_answers_with_log_probabilities(served, real_scale, options):
                 assert [value for each in mine for value in each["logprobs"][name]] == values
 
 
-def test_bytes_of_chats_are_the_content(served, real_scale):
+def test_bytes_of_chats_are_the_content(served, real_scale, request):
     tokenizer, http, many_bytes = served
+    options = CHATS.get(request.node.callspec.params["served"], {})
     for number in range(max(4, int(NUM_ANSWERS * real_scale))):
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 24, "logprobs": True, "top_logprobs": 20}
-        body |= {"seed": number, "allowed_token_ids": many_bytes, "ignore_eos": True}
+        body |= {"seed": number, "allowed_token_ids": many_bytes, "ignore_eos": True, **options}
         choice = ask(http, "/v1/chat/completions", **body)["choices"][0]
         data = b"".join(bytes(each["bytes"]) for each in choice["logprobs"]["content"])
         content = choice["message"]["content"]
