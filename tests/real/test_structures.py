@@ -1,7 +1,8 @@
 """Calls and structured answers of tiny random models with real tokenizers and templates: valid, or cut off in the open.
 
 A random model wanders: only the grammar keeps it to the form that was asked for, at each temperature. Biases make it
-end its thoughts, and begin calls, which it would else do once in 150,000 tokens.
+end its thoughts, and begin calls, which it would else do once in 150,000 tokens; eager ones make it come to an end, so
+that of each kind some answers are whole: a grammar that lets none end is one that fails here.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ MARKED = {  # what markers of real vocabularies look like, in a schema of one's 
     "required": ["<think>", "b"],
     "additionalProperties": False,
 }
+LIST = {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4}
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 SCHEMAS = {"get_weather": WEATHER, "mark": MARKED, "now": NOTHING}
 MESSAGES = [{"role": "user", "content": "What is the weather in Rome?"}]
@@ -62,12 +64,24 @@ TOOLS = [tool(name) for name in SCHEMAS]
 STRICT = [tool(name, strict=True) for name in SCHEMAS]
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 JSON = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER}}
+MARKED_JSON = {"type": "json_schema", "json_schema": {"name": "marked", "schema": MARKED}}
 ASKED = {
     "required": {"tools": TOOLS, "tool_choice": "required"},
     "named": {"tools": TOOLS, "tool_choice": NAMED},
     "strict": {"tools": STRICT},
     "json": {"response_format": JSON},
     "json or calls": {"response_format": JSON, "tools": TOOLS},
+    "json with markers": {"response_format": MARKED_JSON},
+    "any json": {"response_format": {"type": "json_object"}},
+    "a schema": {"structured_outputs": {"json": WEATHER}},
+    "a list": {"structured_outputs": {"json": LIST}},
+}
+JSON_SCHEMAS = {
+    "json": WEATHER,
+    "json with markers": MARKED,
+    "any json": {"type": "object"},
+    "a schema": WEATHER,
+    "a list": LIST,
 }
 THINKING = {
     "unsaid": {},
@@ -124,24 +138,24 @@ def fits(text, schema):
 def is_valid(kind, answer):
     """Whether an answer that the model ended is what was asked for."""
     names = [name for name, _ in answer.calls]
-    has_json = not names and fits(answer.content, WEATHER)
+    has_json = not names and fits(answer.content, JSON_SCHEMAS.get(kind, WEATHER))
     has_calls = bool(names) and all(fits(arguments, SCHEMAS[name]) for name, arguments in answer.calls)
     match kind:
         case "required":
             return has_calls and not answer.content
         case "named":
             return has_calls and names == ["get_weather"] and not answer.content
-        case "json":
-            return has_json
         case "json or calls":
             return has_json or (has_calls and not answer.content)
-        case _:
+        case "strict":
             return has_calls or not names
+        case _:
+            return has_json
 
 
 def fault(kind, answer, *, is_short=False):
     """Return what is wrong with an answer, None for a right one. is_short: it may end before there is any value."""
-    if any(marker in answer.content for marker in MARKERS):
+    if kind != "json with markers" and any(marker in answer.content for marker in MARKERS):
         return "a marker in the content"
     if answer.finish_reason != "length":
         return None if is_valid(kind, answer) else "not what was asked for"
@@ -202,14 +216,40 @@ def served(path):
             yield http, engine.input_processor.tokenizer
 
 
-def biases(tokenizer):
-    """What a random model is to write now and then: the end of its thoughts, the beginning of a call."""
-    likely = {"</think>": 6.0, "<tool_call>": 4.0, "[TOOL_CALLS]": 4.0}
+# What a random model is to write now and then: the end of its thoughts, the beginning of a call.
+LIKELY = {"</think>": 6.0, "<tool_call>": 4.0, "[TOOL_CALLS]": 4.0}
+# And what makes it come to an end: whatever closes a string, an object, a call or a list of them.
+CLOSERS = ('"', "}", '"}', "}}", "]", "}]")
+BEGINNINGS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"', "[{")
+EAGER = dict.fromkeys(CLOSERS, 10.0) | dict.fromkeys(BEGINNINGS, 14.0) | {"</think>": 20.0, "</tool_call>": 12.0}
+EAGER_SEEDS = 8
+MARKED_CALLS = {"hermes3": "<tool_call>", "mistral": "[TOOL_CALLS]"}  # whose markers are several tokens
+
+
+def biases(tokenizer, likely):
+    """Return the logit_bias of some tokens; of those among them that are in the vocabulary."""
     ids = {tokenizer.token_id(text): bias for text, bias in likely.items()}
     return {str(token_id): bias for token_id, bias in ids.items() if token_id is not None}
 
 
+def eagerness(name, tokenizer):
+    """Return what makes a model begin calls, or values, and come to an end."""
+    wanted = {"logit_bias": biases(tokenizer, EAGER) | {str(tokenizer.eos_token_id): 12.0}}
+    wanted |= {"presence_penalty": 2.0, "frequency_penalty": 2.0}  # one call, rather than many
+    if name in MARKED_CALLS:  # each of its tokens is the likeliest until it is written, and then the end is
+        ids = [*tokenizer.encode(MARKED_CALLS[name], add_special_tokens=False), tokenizer.eos_token_id]
+        wanted["logit_bias"] |= {str(token_id): 50 - 0.4 * place for place, token_id in enumerate(ids)}
+        wanted["temperature"] = 0.05
+    return wanted
+
+
+def is_whole(kind, answer):
+    """Whether an answer, a valid one, has come to an end with a value: a call or JSON, as asked for."""
+    return answer.finish_reason != "length" and bool(answer.calls or kind in WITH_JSON)
+
+
 WITH_TOOLS = ("required", "named", "strict", "json or calls")
+WITH_JSON = ("json or calls", *JSON_SCHEMAS)
 MODELS = {
     "qwen3": ("json", *WITH_TOOLS),
     "qwen3, markers special": ("json", *WITH_TOOLS),
@@ -219,22 +259,24 @@ MODELS = {
     "mistral": ("json", *WITH_TOOLS),
     "mistral, markers special": WITH_TOOLS,
     "mistral with names": WITH_TOOLS,
-    "phi35": ("json",),
+    "phi35": tuple(JSON_SCHEMAS),
     "deepseek-r1-distill": ("json",),
-    "smollm2": ("json",),
+    "smollm2": tuple(JSON_SCHEMAS),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_have_the_form_that_was_asked_for(name, checkpoint, sampled):
     with served(checkpoint(name)) as (http, tokenizer):
-        likely = biases(tokenizer)
+        likely = {"logit_bias": biases(tokenizer, LIKELY)}
+        modes = {"likely": likely, "short, likely": likely, "eager": eagerness(name, tokenizer)}
 
         def ask(case):
-            kind, thinking, temperature, seed, is_biased, is_short = case
+            kind, thinking, temperature, seed, mode = case
+            is_short = mode.startswith("short")
             max_tokens = 1 + 5 * seed if is_short else MAX_TOKENS
             body = {"messages": MESSAGES, "temperature": temperature, "seed": seed, "max_tokens": max_tokens}
-            body |= ASKED[kind] | THINKING[thinking] | ({"logit_bias": likely} if is_biased else {})
+            body |= ASKED[kind] | THINKING[thinking] | modes.get(mode, {})
             try:
                 answer = whole(http, body)
             except AssertionError as error:
@@ -243,15 +285,24 @@ def test_answers_have_the_form_that_was_asked_for(name, checkpoint, sampled):
                 return "streamed otherwise", answer
             return fault(kind, answer, is_short=is_short) or answer.finish_reason, answer
 
-        seeds = (0, 1), range(6), (False, True)
-        cases = [*product(MODELS[name], THINKING, *seeds, [False]), *product(MODELS[name], ["unsaid"], *seeds, [True])]
-        chosen = sampled(cases)
+        kinds, seeds = MODELS[name], ((0, 1), range(6))
+        chosen = sampled(
+            [
+                *product(kinds, THINKING, *seeds, ("plain", "likely")),
+                *product(kinds, ["unsaid"], *seeds, ["short", "short, likely"]),
+            ]
+        )
+        chosen += product(kinds, ["off"], [1], range(EAGER_SEEDS), ["eager"])  # at each scale
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             answers = list(pool.map(ask, chosen))
     told = [(*case, *answer) for case, answer in zip(chosen, answers, strict=True)]
     logger.info("%s, %d answers twice: %s", name, len(told), Counter(answer[-2] for answer in told))
     wrong = [answer for answer in told if answer[-2] not in {"stop", "tool_calls", "length"}]
     assert not wrong, f"{len(wrong)} of {len(told)}, such as {wrong[0]}"
+    ended = Counter(kind for kind, *_, answer in told if is_whole(kind, answer))
+    logger.info("%s, whole ones: %s", name, ended)
+    missing = set(kinds) - set(ended)
+    assert not missing, [answer for answer in told if answer[0] in missing]
 
 
 THOUGHT = "<think>\nI could write <tool_call>, or not.\n</think>\n\n"
