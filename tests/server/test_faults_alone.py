@@ -23,6 +23,7 @@ from octavo import LLM, CacheConfig, LLMEngine, ModelConfig, SamplingParams, Sch
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.stop_strings import StopSearch
 from octavo.engine.tokenizer import Tokenizer
+from octavo.faults import is_fault
 from octavo.grammars import GrammarCompiler, Matcher
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.server import audit, chat, completions, embeddings, messages, responses, tgi
@@ -295,6 +296,14 @@ def test_a_reply_that_cannot_be_spelled_ends_its_request_alone(
         assert "request_failed" not in again.text
     served.engine.check_when_idle()
     assert served.num_unfinished == served.num_blocks_in_use == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(ValueError(), True), (PanicException(), True), (KeyboardInterrupt(), False), (asyncio.CancelledError(), False)],
+)
+def test_an_end_that_somebody_wants_is_no_fault(error: BaseException, expected: bool) -> None:
+    assert is_fault(error) is expected
 
 
 def test_a_panic_in_one_of_several_streams_is_raised_to_their_reader() -> None:
