@@ -24,12 +24,14 @@ def request_failed(request_id: str) -> str:
     return f"request {request_id}: {REQUEST_FAILED}"
 
 
-def log_fault(request_id: str, doing: str, error: BaseException) -> None:
-    """Log what went wrong; raise it again where nothing did, as somebody wants an end.
+def is_fault(error: BaseException) -> bool:
+    """Whether something went wrong: else somebody wants an end. A panic of a library in Rust is no `Exception`."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
-    A panic of a library in Rust is no `Exception`.
-    """
-    if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+
+def log_fault(request_id: str, doing: str, error: BaseException) -> None:
+    """Log what went wrong; raise again what is no fault."""
+    if not is_fault(error):
         raise error
     logger.error("request %s failed while %s", request_id, doing, exc_info=error)
 
