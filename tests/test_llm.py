@@ -18,6 +18,7 @@ import octavo.llm
 from octavo import (
     LLM,
     AsyncLLM,
+    CacheConfig,
     ConfigError,
     EngineConfig,
     LLMEngine,
@@ -265,6 +266,11 @@ def test_llm_engine_by_position(checkpoint, device):
     assert engine.core.scheduler.config.max_num_seqs == 3
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     assert len(engine.generate("a", params).outputs[0].token_ids) == 3
+
+
+def test_the_order_of_before_is_told_of(checkpoint):
+    with pytest.raises(ConfigError, match="CacheConfig by name"):
+        LLMEngine(ModelConfig(model=str(checkpoint)), CacheConfig(), SchedulerConfig())  # type: ignore[arg-type]
 
 
 def test_a_batch_keeps_what_came_of_requests_of_others(checkpoint):

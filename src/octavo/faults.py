@@ -25,12 +25,12 @@ def request_failed(request_id: str) -> str:
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether something went wrong, or somebody wants an end: a panic of a library in Rust is no `Exception`."""
+    """Whether something went wrong: else somebody wants an end. A panic of a library in Rust is no `Exception`."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def log_fault(request_id: str, doing: str, error: BaseException) -> None:
-    """Log what went wrong; raise it again where nothing did, as somebody wants an end."""
+    """Log what went wrong; raise again what is no fault."""
     if not is_fault(error):
         raise error
     logger.error("request %s failed while %s", request_id, doing, exc_info=error)

@@ -29,7 +29,7 @@ from octavo.config import scheduling_policy as parse_policy
 from octavo.engine.async_llm import AsyncLLM as _AsyncLLM
 from octavo.engine.embedding import embedding
 from octavo.engine.llm_engine import Engine
-from octavo.errors import RequestError
+from octavo.errors import ConfigError, RequestError
 from octavo.launch import launch_engine
 from octavo.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from octavo.progress import LoadingProgress, RequestProgress
@@ -65,6 +65,8 @@ class LLMEngine(Engine):
         sink: EventSink | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
+        if isinstance(scheduler_config, CacheConfig):
+            raise ConfigError("LLMEngine takes a CacheConfig by name: LLMEngine(model_config, cache_config=...)")
         config = EngineConfig(
             model=model_config or ModelConfig(),
             cache=cache_config or CacheConfig(),

@@ -45,6 +45,21 @@ def test_what_is_short_waits_for_nothing_that_is_long(text: TextWork, gate: thre
     assert asyncio.run(ask()) == (7, [True] * 8)
 
 
+@pytest.mark.parametrize(("num_chars", "beside"), [(2000, 2100), (2000, 30_000), (30_000, 40_000), (500_000, 600_000)])
+def test_each_lane_waits_for_nothing_of_the_next(
+    text: TextWork, gate: threading.Event, num_chars: int, beside: int
+) -> None:
+    async def ask() -> int:
+        held = [asyncio.create_task(text.do(lambda: gate.wait(30), num_chars=beside)) for _ in range(8)]
+        await asyncio.sleep(0)
+        done = await asyncio.wait_for(text.do(lambda: 7, num_chars=num_chars), 10)
+        gate.set()
+        await asyncio.gather(*held)
+        return done
+
+    assert asyncio.run(ask()) == 7
+
+
 def test_tenants_take_turns(text: TextWork, gate: threading.Event) -> None:
     order: list[str] = []
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from running import connect, read_all, run_server
 
-from octavo.cli.config_file import configuration
+from octavo.cli.config_file import configuration, describe_configuration
 from octavo.config import EngineConfig, ModelConfig, ServerConfig
 from octavo.server.tenants import Tenant, add_key
 
@@ -52,6 +52,9 @@ def test_settings_are_told_to_who_may_read_figures_and_without_secrets(tmp_path:
         for route in ("/server_info", "/get_server_info"):
             told = http.get(route, headers={"Authorization": f"Bearer {may}"}).json()
             assert (told["served_model_name"], told["tp_size"]) == ("fake", 1)
+            capacity = running.server._service.llm.engine.capacity
+            assert told["max_total_tokens"] == capacity.num_gpu_blocks * capacity.block_size
+            assert told["max_running_requests"] == capacity.max_num_seqs
             assert http.get(route, headers={"Authorization": f"Bearer {may_not}"}).status_code == 403
             assert http.get(route).status_code == 401
 
@@ -65,6 +68,15 @@ def test_a_configuration_is_json_and_tells_no_secret_and_no_place(tmp_path: Path
     assert told["server"]["ssl_keyfile"] == "k.pem"
     assert told["model"]["model"] == tmp_path.name
     assert told["scheduler"]["max_num_seqs"] == 64
+
+
+def test_templates_are_told_as_texts_and_addresses_without_passwords() -> None:
+    server = ServerConfig(otlp_traces_endpoint="http://user:hush@127.0.0.1:9/v1/traces")
+    template = "{{ messages }}" * 500  # longer than the name of a file may be
+    told = configuration(server, EngineConfig(model=ModelConfig(chat_template=template)))
+    assert told["model"]["chat_template"] == template
+    assert told["server"]["otlp_traces_endpoint"] == "http://...@127.0.0.1:9/v1/traces"
+    assert not any("hush" in line for line in describe_configuration(server, EngineConfig()))
 
 
 @pytest.mark.parametrize(

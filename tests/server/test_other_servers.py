@@ -224,13 +224,19 @@ def test_what_is_wrong_is_named_as_it_was_sent(
 
 
 @pytest.mark.parametrize("name", ["n_predict", "grammar", "json_schema", "mirostat", "truncate_prompt_tokens", "regex"])
-@pytest.mark.parametrize("route", ["/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("route", ["/v1/responses", "/v1/messages", "/generate", "/generate_stream", "/"])
 def test_other_routes_refuse_them_by_name(keeper: Running, route: str, name: str) -> None:
     with (
         openai.OpenAI(base_url=f"{keeper.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client,
         anthropic.Anthropic(base_url=keeper.url, api_key="none", max_retries=0, timeout=DEADLINE_S) as claude,
     ):
-        if route == "/v1/responses":
+        if not route.startswith("/v1"):
+            with keeper.http() as http:
+                for extra in ({name: 5}, {"parameters": {name: 5}}):
+                    response = http.post(route, json={"inputs": PROMPT, **extra})
+                    assert response.status_code == 422, response.text
+                    assert name in response.json()["error"]
+        elif route == "/v1/responses":
             with pytest.raises(openai.BadRequestError, match=name):
                 client.responses.create(model="fake", input=PROMPT, extra_body={name: 5})
         else:

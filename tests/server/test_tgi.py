@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -210,6 +211,9 @@ def test_info(shared: Running) -> None:
         {"grammar": {"type": "json", "value": "a"}},
         {"repetition_penalty": -1.0},
         {"seed": "x"},
+        {"mirostat": 2},
+        {"json_schema": {}},
+        {"num_beams": 4},
     ],
 )
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
@@ -219,6 +223,35 @@ def test_what_cannot_be_served_is_told_as_tgi_does(shared: Running, route: str, 
     assert response.status_code == 422, response.text
     assert response.json()["error_type"] == "validation"
     assert next(iter(parameters)) in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [{"grammar": 'root ::= "a"'}, {"grammar": {"type": "regex", "value": "a"}}, {"max_new_tokens": 5}, {"mirostat": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
+def test_what_would_change_the_answer_is_refused_beside_the_prompt(
+    shared: Running, route: str, beside: dict[str, Any]
+) -> None:
+    with shared.http() as http:
+        response = http.post(route, json={"inputs": "hello", **beside})
+    assert response.status_code == 422, response.text
+    assert next(iter(beside)) in response.json()["error"]
+
+
+def test_what_changes_nothing_is_taken_and_unknown_fields_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    options = {"use_cache": False, "wait_for_model": True}  # of Hugging Face's own service
+    parameters = {"max_new_tokens": 4, "mirostat": 0, "num_beams": 1, "user": "x", "nor_this": 1}
+    body = {"inputs": "hello", "options": options, "nobody_knows": 1, "parameters": parameters}
+    with run_server() as running, running.http() as http:
+        answers = [http.post("/generate", json=body).json() for _ in range(2)]
+    assert answers == [{"generated_text": answer_text(5, 0, 4)}] * 2
+    named = [message for message in caplog.messages if "unknown fields" in message]
+    assert len(named) == 2
+    assert "'nobody_knows'" in named[0]
+    assert "'nor_this'" in named[1]
 
 
 def test_errors_are_the_package_s_own(client: huggingface_hub.InferenceClient) -> None:

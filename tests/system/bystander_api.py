@@ -100,6 +100,11 @@ CASES: dict[str, Case] = {
     ),
     "counted responses": ("/v1/responses/input_tokens", lambda: spell(input=words(400_000))),
     "tokenized": ("/tokenize", lambda: spell(prompt=words(500_000), return_token_strs=True)),
+    # Just below the bounds of the lanes of `octavo.engine.text_work`; "tokenized" is so, too.
+    "tokenized, 1.9 KB": ("/tokenize", lambda: spell(prompt=words(1_900))),
+    "tokenized, 30 KB": ("/tokenize", lambda: spell(prompt=words(30_000))),
+    "counted, 1.9 KB": ("/v1/messages/count_tokens", lambda: spell(model="qwen3", messages=user(words(1_900)))),
+    "counted, 30 KB": ("/v1/messages/count_tokens", lambda: spell(model="qwen3", messages=user(words(30_000)))),
     "detokenized": ("/detokenize", lambda: filled(b'{"tokens":[', b"17", b"]}")),
     "most token ids": (COMPLETIONS, lambda: filled(b'{"max_tokens":1,"prompt":[', b"17", b"]}")),
     "most lists": (CHAT, lambda: filled(b'{"messages":[', b"[]", b"]}")),

@@ -161,6 +161,16 @@ def test_penalties_are_those_of_the_papers(sampler):
     assert not torch.equal(changed, row)
 
 
+def test_who_ends_the_process_is_heard_while_logprobs_are_made(sampler, monkeypatch):
+    def interrupted(*_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sampler.sampler, "token_logprobs", interrupted)
+    request = Request(SamplingParams(logprobs=1), 1, np.array([1]), 1, frozenset())
+    with pytest.raises(KeyboardInterrupt):
+        sampler.sample(torch.zeros(1, VOCAB), [request])
+
+
 def test_logprobs_are_of_the_raw_logits(sampler):
     row = logits(5)
     reference = torch.log_softmax(row[0], dim=-1)

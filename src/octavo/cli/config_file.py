@@ -5,6 +5,7 @@ The command line counts most, then the environment, then the file, then the defa
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from octavo.config import EngineConfig, ServerConfig
 
 _SECRET = {"api_key"}
+_CREDENTIALS = re.compile(r"//[^/\s]*@")
 _FILES = {"model", "tokenizer", "chat_template"}  # which may be ids or texts as well
 _NO_SETTINGS = {"config", "help", "debug"}
 _SOURCES = {
@@ -96,9 +98,21 @@ def _plain(name: str, value: Any) -> Any:
         return value
     if isinstance(value, tuple):
         return [str(each) for each in value]
-    if isinstance(value, Path) or (name in _FILES and Path(value).exists()):
+    if isinstance(value, Path) or (name in _FILES and _is_path(value)):
         return Path(value).name
-    return "..." if name in _SECRET else str(value)
+    return _without_secrets(name, str(value))
+
+
+def _is_path(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):  # a template, longer than a name may be
+        return False
+
+
+def _without_secrets(name: str, text: str) -> str:
+    """Return a value as it may be shown: without keys, and addresses without who asks."""
+    return "..." if name in _SECRET else _CREDENTIALS.sub("//...@", text)
 
 
 def describe_configuration(server: ServerConfig, engine: EngineConfig) -> list[str]:
@@ -124,6 +138,7 @@ def _values(part: Any) -> list[str]:
 
 
 def _shown(name: str, value: Any) -> str:
-    if name in _SECRET and value is not None:
-        return "..."
-    return "[" + " ".join(map(str, value)) + "]" if isinstance(value, tuple) else str(value)
+    if value is None:
+        return "None"
+    text = "[" + " ".join(map(str, value)) + "]" if isinstance(value, tuple) else str(value)
+    return _without_secrets(name, text)

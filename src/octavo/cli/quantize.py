@@ -74,7 +74,7 @@ def quantize(
 
     if quantization not in PRECISIONS:
         raise ConfigError(f"quantization must be one of {', '.join(PRECISIONS)}, got {quantization!r}")
-    measured = text.read_text(encoding="utf-8") if text is not None and perplexity else None
+    measured = _read(text) if text is not None and perplexity else None
     path = resolve_model_path(source)
     with LoadingProgress("rounding weights") as progress:
         num_bytes = quantize_checkpoint(path, destination, quantization, group_size=group_size, progress=progress)
@@ -84,6 +84,13 @@ def quantize(
             typer.echo(_compare(path, destination, measured))
         except OctavoError as error:  # the copy is whole
             typer.echo(f"perplexity was not measured: {error}", err=True)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text") from error
 
 
 def _compare(source: Path, copy: Path, text: str | None) -> str:

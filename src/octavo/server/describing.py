@@ -70,8 +70,8 @@ def server_info(service: Service) -> dict[str, Any]:
         "version": __version__,
         "tp_size": 1,
         "dp_size": 1,
-        "max_total_tokens": service.config.max_num_waiting_tokens,
-        "max_running_requests": service.config.max_open_requests,
+        "max_total_tokens": service.llm.engine.capacity.kv_cache_tokens,
+        "max_running_requests": service.llm.engine.capacity.max_num_seqs,
         "context_length": service.model_info.max_model_len,
         "settings": service.settings,
     }

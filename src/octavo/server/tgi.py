@@ -19,6 +19,7 @@ from octavo.sampling_params import MAX_STOP_STRINGS, SamplingParams, StructuredO
 from octavo.server.answering import Job, News, answer, encoder, event
 from octavo.server.body import body_of, look_at
 from octavo.server.errors import ErrorResponse, HttpError
+from octavo.server.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS
 from octavo.server.openai_requests import Strings  # noqa: TC001 - pydantic reads the types of fields
 from octavo.server.openai_responses import Receipt
 
@@ -37,6 +38,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "watermark": (None, False),
 }
+# Beside `inputs`, `options` is not Ollama's but of Hugging Face's own service: caches and waiting.
+_UNSUPPORTED_BESIDE = {name: neutral for name, neutral in UNSUPPORTED_OR_ALIAS.items() if name != "options"}
+_HARMLESS_BESIDE = {*HARMLESS, "options"}
 _SPELLED = {
     "prompt": "inputs",
     "structured_outputs": "grammar",
@@ -59,7 +63,7 @@ class Grammar(BaseModel):
 class GenerateParameters(BaseModel):
     """How to generate. Without do_sample, and with nothing that changes what is drawn from, it is greedy."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="allow")
 
     adapter_id: str | None = None
     best_of: int | None = None
@@ -85,7 +89,7 @@ class GenerateParameters(BaseModel):
 class GenerateRequest(BaseModel):
     """One prompt."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="allow")
 
     inputs: str
     parameters: GenerateParameters | None = None
@@ -185,6 +189,8 @@ async def generate(
 ) -> Response:
     """Continue a prompt. in_list: a whole answer comes as a list of one."""
     wanted = request.parameters or GenerateParameters()
+    service.extra_fields.check(request.model_extra, _UNSUPPORTED_BESIDE, _HARMLESS_BESIDE)
+    service.extra_fields.check(wanted.model_extra, UNSUPPORTED_OR_ALIAS, HARMLESS)
     try:
         params = await look_at(http_request, lambda: _params(wanted, stream=stream))
     except RequestError as error:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from octavo.faults import is_fault
 from octavo.kernels.interface import SamplingRows
 from octavo.model_output import TokenLogprobs
 from octavo.worker.typical import keep_typical
@@ -171,7 +172,10 @@ class Sampler:
         counts = [tasks[row].sampling_params.logprobs or 0 for row in with_logprobs]
         try:
             entries = self.token_logprobs(raw_logprobs, chosen, counts)
-        except BaseException:  # noqa: BLE001 - whose fault it is shows row by row
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            # Whose fault it is shows row by row.
             return Sampled(token_ids, self._logprobs_alone(raw_logprobs, with_logprobs, chosen, counts, faults), faults)
         return Sampled(token_ids, dict(zip(with_logprobs, entries, strict=True)), faults)
 
