@@ -211,7 +211,8 @@ def test_s15_what_is_done_before_the_engine_grows_with_the_text_alone(name: str)
 
     Small sizes are dominated by what costs the same for any text (an engine's checks, say), which flattens the line:
     so the larger half is held to the same bound by itself. Each round measures all sizes, small ones several times; the
-    median of the rounds counts. The garbage collector, which looks at whatever this process holds, rests.
+    least of the rounds counts, as a neighbour on the processor, which empties its caches, only adds to it. The garbage
+    collector, which looks at whatever this process holds, rests.
     """
     functions = {size: work(size)[name] for size in SIZES}
     rounds: list[dict[int, float]] = []
@@ -223,9 +224,9 @@ def test_s15_what_is_done_before_the_engine_grows_with_the_text_alone(name: str)
             gc.collect()
     finally:
         gc.enable()
-    medians = {size: statistics.median(each[size] for each in rounds) for size in SIZES}
-    assert exponent(medians) <= 1.2, medians
-    assert exponent({size: medians[size] for size in SIZES[3:]}) <= 1.2, medians
+    least = {size: min(each[size] for each in rounds) for size in SIZES}
+    assert exponent(least) <= 1.2, least
+    assert exponent({size: least[size] for size in SIZES[3:]}) <= 1.2, least
 
 
 def test_s16_no_address_of_a_client_is_fetched(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ export class RequestTable {
     body.addEventListener("pointerdown", (event) => this.press(event.isPrimary && event.button === 0 && !event.ctrlKey));
     body.addEventListener("keydown", (event) => this.press(event.key === " "));
     // After a touch the click comes on its own, a moment behind the release.
-    for (const over of ["pointerup", "keyup"]) addEventListener(over, () => setTimeout(() => this.press(false), CLICK_MS));
+    for (const over of ["pointerup", "keyup"]) addEventListener(over, () => this.letGoSoon());
     for (const over of ["pointercancel", "contextmenu", "blur"]) addEventListener(over, () => this.press(false));
     body.addEventListener("click", (event) => {
       const row = event.target.closest("tr");
@@ -50,7 +50,13 @@ export class RequestTable {
 
   /** Hold the rows still, or let them move again. */
   press(isPressed) {
+    clearTimeout(this.release); // that of an earlier press ends no later one
     this.isPressed = isPressed;
+  }
+
+  letGoSoon() {
+    clearTimeout(this.release);
+    this.release = setTimeout(() => this.press(false), CLICK_MS);
   }
 
   clear() {
