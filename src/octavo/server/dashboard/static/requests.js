@@ -37,6 +37,7 @@ export class RequestTable {
     this.empty = empty;
     this.rows = new Map();
     this.isPressed = false;
+    this.numPresses = 0;
     body.addEventListener("pointerdown", (event) => this.press(event.isPrimary && event.button === 0 && !event.ctrlKey));
     body.addEventListener("keydown", (event) => this.press(event.key === " "));
     // After a touch the click comes on its own, a moment behind the release.
@@ -50,13 +51,14 @@ export class RequestTable {
 
   /** Hold the rows still, or let them move again. */
   press(isPressed) {
-    clearTimeout(this.release); // that of an earlier press ends no later one
+    this.numPresses += 1;
     this.isPressed = isPressed;
   }
 
+  /** Let the rows move when the click has come, unless something is pressed again by then. */
   letGoSoon() {
-    clearTimeout(this.release);
-    this.release = setTimeout(() => this.press(false), CLICK_MS);
+    const press = this.numPresses;
+    setTimeout(() => press === this.numPresses && this.press(false), CLICK_MS);
   }
 
   clear() {
