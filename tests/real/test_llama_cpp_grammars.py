@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from tokenizers import Tokenizer
 
-from octavo.grammars import GrammarCompiler
+from octavo.grammars import GrammarCompiler, Vocabulary
 from octavo.sampling_params import StructuredOutputsParams
 
 llguidance = pytest.importorskip("llguidance")
@@ -28,7 +29,10 @@ def test_a_document_is_allowed_token_by_token(real_model, name: str) -> None:
     text = (real_model(name) / "tokenizer.json").read_text(encoding="utf-8")
     config = json.loads((real_model(name) / "config.json").read_text(encoding="utf-8"))
     eos = config["eos_token_id"] if isinstance(config["eos_token_id"], int) else config["eos_token_id"][0]
-    compiler = GrammarCompiler(lambda: (text, [eos]), config["vocab_size"])
+    known = Tokenizer.from_str(text)
+    added = frozenset(known.get_added_tokens_decoder())
+    vocabulary = Vocabulary(text, known.get_vocab_size(), frozenset([eos]), known.token_to_id, added)
+    compiler = GrammarCompiler(lambda: vocabulary, config["vocab_size"])
     matcher = compiler.compile(StructuredOutputsParams(grammar=JSON))
     tokenizer = llguidance.LLTokenizer(text, n_vocab=config["vocab_size"], eos_token=[eos])
     for token_id in tokenizer.tokenize_str(json.dumps(DOCUMENT, ensure_ascii=False, indent=1)):
