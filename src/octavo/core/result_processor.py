@@ -49,7 +49,8 @@ class ResultProcessor:
             self._end_load(transfer_id, arrived=arrived)
         new_tokens: dict[str, int] = {}
         num_served: defaultdict[str, float] = defaultdict(float)
-        errors, num_requests, running = result.errors, len(requests), RequestStatus.RUNNING
+        errors, drafts = result.errors, scheduled.scheduled_spec_decode_tokens
+        num_requests, running = len(requests), RequestStatus.RUNNING
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request = requests.get(request_id)
             if request is None or request.status is not running:
@@ -57,7 +58,10 @@ class ResultProcessor:
             if errors and request_id in errors:
                 outputs.append(lifecycle.fail(request, errors[request_id]))
                 continue
-            output = self._update(request, count, scheduled, result)
+            sampled, num_drafts = result.sampled_token_ids.get(request_id, []), 0
+            if drafts and request_id in drafts:
+                num_drafts = len(drafts[request_id])
+            output = self._update(request, count, num_drafts, sampled, result)
             if output is not None:
                 new_tokens[request_id] = num_new = len(output.new_token_ids)
                 num_served[request.tenant] += num_new / request.tenant_weight
@@ -82,15 +86,17 @@ class ResultProcessor:
             self._lifecycle.give_up_loading(load.request)
 
     def _update(
-        self, request: Request, count: int, scheduled: SchedulerOutput, result: ModelOutput
+        self, request: Request, count: int, num_drafts: int, sampled: list[int], result: ModelOutput
     ) -> EngineCoreOutput | None:
-        request_id = request.request_id
-        sampled = result.sampled_token_ids.get(request_id, [])
-        num_rejected = 0
-        if request_id in scheduled.scheduled_spec_decode_tokens:
-            num_drafts = len(scheduled.scheduled_spec_decode_tokens[request_id])
-            num_rejected = num_drafts + 1 - len(sampled)
-            self._emitter.emit(events.DraftsVerified, request_id, num_drafts, num_drafts - num_rejected)
+        """Advance a request by what was computed of it: `count` tokens, the last `num_drafts` of them drafts."""
+        request_id, num_sampled, num_rejected = request.request_id, len(sampled), 0
+        is_due = request.num_computed_tokens + count >= len(request.sequence.token_ids)
+        if not (1 <= num_sampled <= num_drafts + 1 if is_due else num_sampled == 0):
+            due = f"1 to {num_drafts + 1} were due" if is_due else "its known tokens are not all computed"
+            return self._lifecycle.fail(request, f"the worker sampled {num_sampled} tokens; {due}")
+        if num_drafts:
+            num_rejected = num_drafts + 1 - num_sampled
+            self._emitter.emit(events.DraftsVerified, request_id, num_drafts, num_sampled - 1)
         prompt_logprobs = _new_prompt_logprobs(request, result) if result.prompt_logprobs else []
         request.num_computed_tokens += count - num_rejected
         request.num_computed_in_all += count
@@ -100,8 +106,6 @@ class ResultProcessor:
             request.num_computed_tokens = min(request.num_computed_tokens, len(request.sequence.token_ids) - 1)
         if request.num_computed_tokens >= request.sequence.next_commit:
             self._manager.commit(request)
-        if not sampled and request.num_computed_tokens == len(request.sequence.token_ids):
-            return self._lifecycle.fail(request, "the worker computed every token and sampled none")
         if status is not None:
             self._lifecycle.finish(request, status)
         elif not (accepted or prompt_logprobs):
@@ -124,8 +128,8 @@ class ResultProcessor:
         lifecycle = self._lifecycle
         for request_id in scheduled.preempted_req_ids:
             self._manager.drop_saved(request_id)  # nobody knows whether it was copied
-        for request in self._transfers.fail_step(scheduled.kv_loads, scheduled.kv_cancels):
-            lifecycle.give_up_loading(request)
+        for loading in self._transfers.fail_step(scheduled.kv_loads, scheduled.kv_cancels):
+            lifecycle.give_up_loading(loading)
         outputs = []
         for request_id in scheduled.num_scheduled_tokens:
             request = lifecycle.requests.get(request_id)
@@ -156,11 +160,10 @@ def _new_prompt_logprobs(request: Request, result: ModelOutput) -> list[TokenLog
 
 def _append_tokens(request: Request, sampled: list[int]) -> tuple[list[int], RequestStatus | None]:
     """Append tokens until one of them ends the request; those behind it are discarded."""
-    token_ids, status = request.sequence.token_ids, None
-    num_before = len(token_ids)
-    for token_id in sampled:
+    token_ids = request.sequence.token_ids
+    for count, token_id in enumerate(sampled, 1):
         token_ids.append(token_id)
         status = check_stop(request)
         if status is not None:
-            break
-    return token_ids[num_before:], status
+            return sampled[:count], status
+    return sampled, None
