@@ -168,7 +168,7 @@ def test_so_many_rows_are_checked_that_panels_are_met_again(precision, depth):
 
 def constant(file, name):
     """Read a number of csrc; a tile of rows is 14 of them with AVX-512."""
-    text = (Path(__file__).parents[1] / "csrc" / file).read_text()
+    text = (Path(__file__).parents[2] / "csrc" / file).read_text()
     left, operation, right = re.search(rf"constexpr int64_t {name} = (\w+)(?: (\*|<<) (\w+))?;", text).groups()
     first, second = (14 if each == "kTileRows" else int(each or 0) for each in (left, right))
     return first * second if operation == "*" else first << second
