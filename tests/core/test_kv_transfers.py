@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from octavo import events
 from octavo.core.event_emitter import EventEmitter
 from octavo.core.kv_cache_manager import NO_COMPUTED_BLOCKS, KVCacheManager
 from octavo.core.kv_connector import NullConnector
 from octavo.core.kv_transfers import KVTransfers
-from octavo.events import EventLog
-from octavo.request import Request
+from octavo.data import events
+from octavo.data.events import EventLog
+from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from octavo import events
 from octavo.core import invariants
-from octavo.request import RequestStatus
+from octavo.data import events
+from octavo.data.request import RequestStatus
 
 
 def lifecycle_of(core):

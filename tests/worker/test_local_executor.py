@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 from core.conftest import Core
 
-from octavo.capacity import EngineCapacity
 from octavo.config import CacheConfig
+from octavo.data.capacity import EngineCapacity
+from octavo.data.events import RecentEvents
+from octavo.data.metrics import EngineMetrics
+from octavo.data.request import RequestStatus
 from octavo.engine.engine_core import EngineCore
-from octavo.events import RecentEvents
-from octavo.metrics import EngineMetrics
-from octavo.request import RequestStatus
 from octavo.worker import worker
 from octavo.worker.worker import LocalExecutor
 
