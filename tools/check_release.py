@@ -43,6 +43,12 @@ def tracked(*paths: str) -> set[str]:
     return {name for name in listed if name and (ROOT / name).exists()}
 
 
+def check_changelog(version: str) -> None:
+    """Look for a version's section in the changelog."""
+    if f"\n## [{version}] - " not in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"):
+        raise ReleaseError(f"CHANGELOG.md has no section of {version}")
+
+
 def check_sdist(path: Path) -> None:
     """Compare an sdist with what the checkout says that it needs."""
     with tarfile.open(path) as archive:
@@ -174,8 +180,7 @@ def main() -> None:
         parser.error(f"{folder} has {len(sdists)} sdists and {len(wheels)} wheels; one of each is looked at")
     version = wheels[0].name.split("-")[1]
     try:
-        if f"\n## [{version}] - " not in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"):
-            raise ReleaseError(f"CHANGELOG.md has no section of {version}")
+        check_changelog(version)
         check_sdist(sdists[0])
         check_wheel(wheels[0])
         with tempfile.TemporaryDirectory(prefix="octavo-release-") as name:
