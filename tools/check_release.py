@@ -19,6 +19,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import urllib.error
 import urllib.request
 import venv
 import zipfile
@@ -82,7 +83,7 @@ def install(wheel: Path, folder: Path) -> Path:
     venv.create(folder, with_pip=True)
     commands = folder / "bin"
     pip = [str(commands / "python"), "-m", "pip", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--quiet", f"{wheel}[server]"], check=True, env=_environment())
+    subprocess.run([*pip, "install", "--quiet", "--no-compile", f"{wheel}[server]"], check=True, env=_environment())
     subprocess.run([*pip, "check"], check=True, env=_environment(), stdout=subprocess.DEVNULL)
     return commands
 
@@ -131,10 +132,11 @@ def check_server(commands: Path, elsewhere: Path) -> None:
         answer = json.loads(_fetch(f"{address}/v1/chat/completions", body))["choices"][0]["message"]["content"]
         if answer != ANSWER:
             raise ReleaseError(f"octavo serve answered {answer!r}, and not {ANSWER!r}")
-        pages = [ROOT / name for name in sorted(tracked("src/octavo/server")) if "/static/" in name]
+        names = sorted(tracked("src/octavo/server"))
+        pages = [ROOT / name for name in names if "/static/" in name and not name.endswith(".LICENSE")]
         for page in pages:
             route = "dashboard" if page.name == "index.html" else f"dashboard/{page.name}"
-            if page.suffix != ".LICENSE" and _fetch(f"{address}/{route}") != page.read_bytes():
+            if _fetch(f"{address}/{route}") != page.read_bytes():
                 raise ReleaseError(f"/{route} is not {page.relative_to(ROOT)}")
         print(f"served: an answer, {len(pages)} files of the dashboard")
         server.send_signal(signal.SIGTERM)
@@ -153,7 +155,7 @@ def _address(server: subprocess.Popen[bytes], log: Path) -> str:
         if found := re.search(r"at (http\S+)/v1", log.read_text()):
             try:
                 _fetch(f"{found[1]}/ready")
-            except OSError:
+            except (OSError, ReleaseError):
                 pass  # it is loading
             else:
                 return found[1]
@@ -165,8 +167,11 @@ def _fetch(url: str, body: object = None) -> bytes:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"} if data else {})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=ANSWER_S) as answer:
-        content: bytes = answer.read()
+    try:
+        with opener.open(request, timeout=ANSWER_S) as answer:
+            content: bytes = answer.read()
+    except urllib.error.HTTPError as error:
+        raise ReleaseError(f"{url} is answered with {error.code}") from error
     return content
 
 
