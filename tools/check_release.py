@@ -39,7 +39,7 @@ class ReleaseError(Exception):
 
 def tracked(*paths: str) -> set[str]:
     """Return the files of the checkout that git tracks below `paths`."""
-    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--", *paths]
+    command = ["git", "-c", "safe.directory=*", "-C", str(ROOT), "ls-files", "-z", "--", *paths]
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\0")
     return {name for name in listed if name and (ROOT / name).exists()}
 
