@@ -135,8 +135,6 @@ class CacheConfig:
     Memory that is asked for by one of these is taken from the system at the start, in the background; what is found is
     taken as blocks are used.
 
-    probe_largest_batch: run the largest step that fits once at start-up, take no larger ones, and size the cache by
-    what it took; the result is kept and serves later starts with the same model and limits.
     cache_decoded_blocks: whether blocks with generated tokens can be shared, too (the next turn of a conversation
     finds its history then).
     swap_space_bytes: host memory for the KV of preempted requests; 0 for none.
@@ -151,7 +149,6 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     cache_decoded_blocks: bool = True
     swap_space_bytes: int = 0
-    probe_largest_batch: bool = False
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)

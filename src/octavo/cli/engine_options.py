@@ -372,15 +372,6 @@ class EngineOptions:
             help="Compute a beginning that prompts share only once.",
         ),
     ] = True
-    probe_largest_batch: Annotated[
-        bool,
-        typer.Option(
-            "--probe-largest-batch",
-            rich_help_panel=_CACHE,
-            help="Find the largest step that fits by running it once, and size the cache by what it took; the result "
-            "is kept for later starts.",
-        ),
-    ] = False
     kv_cache_dtype: Annotated[
         str,
         typer.Option(
@@ -514,7 +505,6 @@ class EngineOptions:
                 enable_prefix_caching=self.enable_prefix_caching,
                 cache_decoded_blocks=self.cache_decoded_blocks,
                 swap_space_bytes=self.swap_space_bytes,
-                probe_largest_batch=self.probe_largest_batch,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
