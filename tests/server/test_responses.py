@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import openai
 import pytest
 from fakes import FakeChatTemplate, FakeExecutor
 from running import DEADLINE_S, run_server
 
 from octavo.sampling_params import SamplingParams
+from octavo.server import answering, responses
 from octavo.server.openai_requests import SamplingControls
 from octavo.server.response_items import read_items
 from octavo.server.responses import ResponsesRequest, _params
@@ -109,6 +112,20 @@ def test_stream_equals_whole(client: openai.OpenAI, options: dict[str, Any]) -> 
         for item in whole.output
     ]
     assert [item["text"] for item in rebuild(events)] == texts
+
+
+def test_a_whole_answer_is_encoded_once(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[Any] = []
+
+    def encode(data: Any) -> bytes:
+        encoded.append(data)
+        return msgspec.json.encode(data)
+
+    for module in (answering, responses):
+        monkeypatch.setattr(module, "encoder", SimpleNamespace(encode=encode))
+    whole = client.responses.create(**ASKED, tools=[WEATHER, NOW])
+    (answer,) = encoded  # and none of the events that a stream has
+    assert answer.id == whole.id
 
 
 def test_only_tools_that_are_allowed_are_called(client: openai.OpenAI) -> None:

@@ -310,6 +310,7 @@ class ResponseReply:
         self._form = form
         self._reader = AnswerReader(form)
         self._logprobs = ContentLogprobs(form, request.top_logprobs or 0, piece)
+        self._tells = job.stream  # a whole answer has no events
         self._num_messages = 0  # items of text that have begun
         self._num_events = 0
         self._events = b""
@@ -453,6 +454,8 @@ class ResponseReply:
     # --- events
 
     def _tell(self, kind: str, **fields: Any) -> None:
+        if not self._tells:
+            return
         data = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         self._events += b"event: " + kind.encode() + b"\ndata: " + encoder.encode(data) + b"\n\n"
