@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ QUANTIZATIONS = ("int8", "int4", "int4_all")
 KV_CACHE_DTYPES = ("auto", "int8")
 INSTRUCTION_SETS = ("auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
 LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 PORT_VARIABLE = "OCTAVO_SERVE_PORT"
 SECRET_VARIABLES = (API_KEY_VARIABLE, "OCTAVO_SERVE_API_KEY")  # the engine process has no use for them
@@ -40,6 +41,35 @@ DEFAULT_MIXED_STEP_MS = 100.0  # of an engine that somebody reads along with
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 DEFAULT_MAX_NUM_WAITING = 1024  # of a server
 DEFAULT_MAX_NUM_WAITING_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """How the command line offers a field: what its help says, and what does not follow from the field's own type.
+
+    unit: what a value is written in; choices: those there are, the only ones that the configuration takes.
+    name: the option's, where that is not the field's; short: its letter. panel: its heading, where that is not the one
+    of the whole configuration. low: the least that is taken. is_open: not given, it is None, and follows from others.
+    """
+
+    help: str
+    unit: str | None = None
+    choices: tuple[str, ...] = ()
+    name: str | None = None
+    short: str | None = None
+    panel: str | None = None
+    low: float | None = None
+    is_open: bool = False
+
+
+def option(default: Any, text: str, *, shows_value: bool = True, **more: Any) -> Any:
+    """Return a field of a configuration that is an option of commands, too; more: see `Option`."""
+    return field(default=default, repr=shows_value, metadata={"option": Option(text, **more)})
+
+
+def options_of(part: type) -> dict[str, Option]:
+    """Return the fields of a configuration that are options, by the fields' names."""
+    return {each.name: each.metadata["option"] for each in fields(part) if "option" in each.metadata}
 
 
 class SchedulingPolicy(StrEnum):
@@ -78,34 +108,67 @@ class ModelConfig:
     """Which checkpoint, and how it is read.
 
     model: a directory in Hugging Face layout, a hub id, or None for the built-in demo model.
-    dtype: "auto" takes the checkpoint's. max_model_len None takes the checkpoint's.
     quantization: "int8" rotates and rounds weights as they are loaded, one scale per output feature, and multiplies
     them with activations rotated and rounded to int8, one scale per token (W8A8). "int4" rounds those of the layers to
     four bits, one scale per group_size input features (W4A8), and embeddings and lm_head to int8; "int4_all" rounds
     these to four bits, too: for small models, whose vocabulary is a large part of the weights. None leaves weights as
     they are. Weights that are integers in the checkpoint stay so in any case: four bits as they are, eight bits rotated
     and rounded again.
-    group_size: of four bits, a multiple of 32; larger groups take less memory and are less exact.
-    packed_cache_bytes: how much disk rounded weights may take in the user's cache directory, so that the next start
-    need not round and pack them again while the checkpoint's files hold the same bytes; the longest unused go first;
-    0 keeps none.
+    group_size: larger groups take less memory and are less exact.
+    packed_cache_bytes: what was kept serves while the checkpoint's files hold the same bytes.
     seed: the seeds of requests without one are drawn from it and their arrival number.
-    generation_config: "auto" honours the checkpoint's generation_config.json, "vllm" (the name vLLM gave it) ignores
-    its sampling defaults.
     """
 
     model: str | None = None
-    tokenizer: str | None = None
-    dtype: str = "auto"
-    quantization: str | None = None
-    group_size: int = DEFAULT_GROUP_SIZE
-    packed_cache_bytes: int = DEFAULT_PACKED_CACHE_BYTES
-    max_model_len: int | None = None
-    seed: int = 0
+    tokenizer: str | None = option(
+        None,
+        "Take the tokenizer, and its chat template, from another checkpoint. Default: the model's own.",
+        unit="PATH_OR_ID",
+    )
+    chat_template: str | None = option(
+        None,
+        "Use this Jinja template for conversations. Default: the tokenizer's, else the model's.",
+        unit="FILE_OR_TEXT",
+    )
+    generation_config: str = option(
+        "auto",
+        "Take sampling defaults from the checkpoint's generation_config.json (auto), or vLLM's (vllm).",
+        choices=("auto", "vllm"),
+    )
+    load_format: str = option(
+        "auto",
+        "How weights are read; dummy makes random ones, for measuring speed.",
+        choices=("auto", "safetensors", "dummy"),
+    )
+    dtype: str = option(
+        "auto", "Number format of the weights; auto takes the checkpoint's.", unit="auto|bfloat16|float16|float32"
+    )
+    quantization: str | None = option(
+        None,
+        "Round the weights to integers as they are loaded: int8 halves their memory (of bfloat16), and on a "
+        "CPU with VNNI it is 1.6 to 3 times as fast; int4 (embeddings and lm_head in int8) takes less again and "
+        "changes answers more; int4_all rounds these to int4, too: for small models, whose vocabulary is a large "
+        "part of the weights. On plain torch (a GPU today) they save memory only. Checkpoints that are quantized "
+        "already need no option. Default: as in the checkpoint.",
+        choices=QUANTIZATIONS,
+        short="-q",
+    )
+    group_size: int = option(
+        DEFAULT_GROUP_SIZE,
+        "Input features that share a scale in --quantization int4 and int4_all: a multiple of 32.",
+        unit="N",
+    )
+    packed_cache_bytes: int = option(
+        DEFAULT_PACKED_CACHE_BYTES,
+        "Disk that int8 and int4 weights may take in ~/.cache/octavo, so that the next start need not round "
+        "them again; the longest unused go first; 0: keep none.",
+        unit="SIZE",
+    )
+    max_model_len: int | None = option(
+        None, "Longest prompt and answer together. Default: what the checkpoint was made for.", unit="TOKENS"
+    )
+    seed: int = option(0, "Requests without a seed draw theirs from this one.")
     skip_tokenizer_init: bool = False
-    load_format: str = "auto"
-    generation_config: str = "auto"
-    chat_template: str | None = None
     served_model_name: str | None = None
 
     def __post_init__(self) -> None:
@@ -117,15 +180,12 @@ class ModelConfig:
         _at_least("packed_cache_bytes", self.packed_cache_bytes, 0)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
-        if self.quantization is not None:
-            _one_of("quantization", self.quantization, QUANTIZATIONS)
+        _check_choices(self)
         _at_least("group_size", self.group_size, _GROUP_MULTIPLE)
         if self.group_size % _GROUP_MULTIPLE:
             raise ConfigError(f"group_size must be a multiple of {_GROUP_MULTIPLE}, got {self.group_size}")
         if self.group_size != DEFAULT_GROUP_SIZE and self.quantization not in {"int4", "int4_all"}:
             raise ConfigError(f"group_size ({self.group_size}) is of int4 and int4_all, not of {self.quantization}")
-        _one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
-        _one_of("generation_config", self.generation_config, ("auto", "vllm"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,24 +195,38 @@ class CacheConfig:
     Memory that is asked for by one of these is taken from the system at the start, in the background; what is found is
     taken as blocks are used.
 
-    cache_decoded_blocks: whether blocks with generated tokens can be shared, too (the next turn of a conversation
-    finds its history then).
-    swap_space_bytes: host memory for the KV of preempted requests; 0 for none.
-    kv_cache_dtype: "auto" keeps keys and values as they are computed; "int8" rounds those of each token and head with a
-    scale of their own, which halves them.
+    kv_cache_dtype: "int8" rounds keys and values of each token and head with a scale of their own.
     """
 
-    block_size: int = DEFAULT_BLOCK_SIZE
-    kv_cache_dtype: str = "auto"
-    num_gpu_blocks: int | None = None
-    kv_cache_memory_bytes: int | None = None
-    enable_prefix_caching: bool = True
-    cache_decoded_blocks: bool = True
-    swap_space_bytes: int = 0
+    block_size: int = option(DEFAULT_BLOCK_SIZE, "Tokens in one block of the KV cache.", unit="TOKENS")
+    enable_prefix_caching: bool = option(True, "Compute a beginning that prompts share only once.")
+    kv_cache_dtype: str = option(
+        "auto",
+        "How keys and values are kept: as they are computed (auto), or rounded to int8, which halves them.",
+        choices=KV_CACHE_DTYPES,
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        "Memory for the KV cache, such as 4G or 512M; from the start on it is taken from the system. Default: "
+        "half of what is free, up to 4G, taken as it is used (GPU: 90 %, at the start).",
+        unit="SIZE",
+    )
+    swap_space_bytes: int = option(
+        0, "Host memory for the KV of preempted requests, such as 2G; 0: it is computed again.", unit="SIZE"
+    )
+    cache_decoded_blocks: bool = option(
+        True, "Keep generated tokens findable, too: the next turn of a conversation begins with them."
+    )
+    num_gpu_blocks: int | None = option(
+        None,
+        "Number of KV cache blocks, whatever the memory. Default: as many as fit.",
+        unit="BLOCKS",
+        name="num_gpu_blocks_override",
+    )
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        _check_choices(self)
         _at_least("swap_space_bytes", self.swap_space_bytes, 0)
         _at_least("num_gpu_blocks", self.num_gpu_blocks, 1, may_be_none=True)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, may_be_none=True)
@@ -167,25 +241,17 @@ class CacheConfig:
 class SchedulerConfig:
     """Limits of one step and of the queue, the order of requests, and what happens when memory is short.
 
-    long_prefill_token_threshold: most tokens one prompt gets in a step; 0 for no such limit.
-    mixed_step_ms: about how long a step may take in which prompts come beside answers, which wait for the whole of it:
-    prompts get as many tokens as that leaves them, but at least an eighth of max_num_batched_tokens, however long that
-    takes; 0 for no such limit. max_num_mixed_prefill_tokens: most tokens that prompts get there, however fast a step
-    is; 0 for no such limit. Both are of `mixed` batching.
+    mixed_step_ms, max_num_mixed_prefill_tokens: of `mixed` batching.
     attention_cost_tokens: a prompt's token counts as 1 + attention_cost_tokens * position / 1000 tokens of a step's
     budget, as it attends to all before it; 0: as one.
     None: of mixed_step_ms an engine takes 100 (`LLM` takes 0), of attention_cost_tokens what the model's shape says; a
     scheduler on its own takes 0 of either.
     enable_chunked_prefill False: a prompt waits until it fits whole; only one larger than the whole budget is cut.
-    ageing_s: under `priority`, waiting so long counts as much as one priority number less (None: strict classes);
-    under `deadline`, nobody waits behind a request that came so much later (None: only deadlines count).
-    fair_input_weight, fair_output_weight: what a computed prompt token and a generated one cost a tenant under `fair`.
-    max_num_waiting, max_num_waiting_tokens: requests that may wait, and their tokens; one more is refused. None for no
-    limit (an offline batch is known whole).
-    preemption, swap_block_cost_tokens: `auto` swaps a victim out when its blocks, at this many tokens each (what could
-    be computed while one goes to host memory and back), cost less than computing its tokens again.
-    max_num_preemptions: so often may one request be preempted; then it starts again only with all the blocks it may
-    ever need, and stays.
+    ageing_s: None under `priority`: strict classes; under `deadline`: only deadlines count.
+    max_num_waiting, max_num_waiting_tokens: None for no limit (an offline batch is known whole).
+    swap_block_cost_tokens: `auto` swaps a victim out when its blocks, at this many tokens each, cost less than
+    computing its tokens again.
+    max_num_preemptions: who was preempted so often starts again only with all the blocks it may ever need, and stays.
     kv_load_timeout_s: so long may KV from outside take; then it is computed here.
 
     With `admission` = reservation (the rule of Hugging Face TGI): max_batch_total_tokens bounds prompt + max_tokens of
@@ -194,28 +260,89 @@ class SchedulerConfig:
     them, or max_waiting_tokens steps after the last admission.
     """
 
-    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
-    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
-    policy: SchedulingPolicy = SchedulingPolicy.FCFS
-    enable_chunked_prefill: bool = True
-    long_prefill_token_threshold: int = 0
-    mixed_step_ms: float | None = None
-    max_num_mixed_prefill_tokens: int = 0
-    attention_cost_tokens: float | None = None
-    batching: BatchingMode = BatchingMode.MIXED
-    ageing_s: float | None = 60.0
-    fair_input_weight: float = 1.0
-    fair_output_weight: float = 2.0
-    admission: AdmissionRule = AdmissionRule.OPTIMISTIC
-    max_batch_total_tokens: int | None = None
-    max_batch_prefill_tokens: int | None = None
-    waiting_served_ratio: float = 0.3
-    max_waiting_tokens: int = 20
-    max_num_waiting: int | None = None
-    max_num_waiting_tokens: int | None = None
-    preemption: PreemptionMode = PreemptionMode.AUTO
-    swap_block_cost_tokens: float = 1.0
-    max_num_preemptions: int = 8
+    max_num_seqs: int = option(DEFAULT_MAX_NUM_SEQS, "Most sequences that are computed together.")
+    max_num_batched_tokens: int = option(
+        DEFAULT_MAX_NUM_BATCHED_TOKENS,
+        "Most tokens of one step, prompts and answers together. Default: "
+        f"{DEFAULT_MAX_NUM_BATCHED_TOKENS}, in octavo bench {DEFAULT_OFFLINE_BATCHED_TOKENS}, "
+        "or max-num-seqs if that is more.",
+        unit="TOKENS",
+        is_open=True,
+    )
+    enable_chunked_prefill: bool = option(
+        True, "Cut long prompts into pieces, so that answers under way go on beside them."
+    )
+    long_prefill_token_threshold: int = option(
+        0, "Most tokens that one prompt gets in a step; 0 sets no such limit.", unit="TOKENS"
+    )
+    mixed_step_ms: float | None = option(
+        None,
+        "About how long a step may take in which prompts come beside answers under way, which wait for all "
+        "of it: prompts get what fits, but at least an eighth of max-num-batched-tokens, however long that takes; "
+        "0 sets no such limit. Default: 100; in octavo bench 0.",
+        unit="MILLISECONDS",
+    )
+    max_num_mixed_prefill_tokens: int = option(
+        0, "Most tokens that prompts get in such a step, however fast it is; 0 sets no such limit.", unit="TOKENS"
+    )
+    attention_cost_tokens: float | None = option(
+        None,
+        "How much more a prompt's token takes of a step's budget for every 1000 tokens before it. Default: "
+        "what attention costs beside the matrix products in a model of this shape.",
+    )
+    policy: SchedulingPolicy = option(
+        SchedulingPolicy.FCFS,
+        "Who goes first: who came first (fcfs), the lower priority number (priority), the earliest deadline "
+        "(deadline: X-Request-Timeout), or the tenant that was served least (fair). Default: fair where a server "
+        "has a file of API keys, else fcfs.",
+        name="scheduling_policy",
+        is_open=True,
+    )
+    ageing_s: float | None = option(
+        60.0,
+        "priority: waiting so long counts as one priority number. deadline: nobody waits behind one that came "
+        "so much later.",
+        unit="SECONDS",
+    )
+    fair_input_weight: float = option(1.0, "fair: what a computed prompt token costs a tenant.")
+    fair_output_weight: float = option(2.0, "fair: what a generated token costs a tenant.")
+    batching: BatchingMode = option(BatchingMode.MIXED, "Mix prompts and answers in a step, or compute prompts first.")
+    admission: AdmissionRule = option(
+        AdmissionRule.OPTIMISTIC,
+        "Start a request when its tokens fit (optimistic: somebody may be preempted later), or when prompt + "
+        "max_tokens can be set aside (reservation).",
+    )
+    max_batch_total_tokens: int | None = option(
+        None,
+        "With reservation: most prompt + max_tokens of all running requests. Default: the KV cache.",
+        unit="TOKENS",
+    )
+    max_batch_prefill_tokens: int | None = option(
+        None,
+        "With reservation: most prompt tokens admitted in one step. Default: the step's budget.",
+        unit="TOKENS",
+    )
+    waiting_served_ratio: float = option(
+        0.3, "With reservation: so many times the running must wait before they are joined."
+    )
+    max_waiting_tokens: int = option(20, "With reservation: steps after which the waiting may join anyhow.")
+    max_num_waiting: int | None = option(
+        None,
+        f"Requests that may wait; one more is refused. Default: {DEFAULT_MAX_NUM_WAITING} for a server, else no limit.",
+    )
+    max_num_waiting_tokens: int | None = option(
+        None,
+        f"Tokens of the requests that may wait. Default: {DEFAULT_MAX_NUM_WAITING_TOKENS} for a server, else no limit.",
+        unit="TOKENS",
+    )
+    preemption: PreemptionMode = option(
+        PreemptionMode.AUTO,
+        "What becomes of a preempted request's KV: it is computed again, swapped to host memory, or either.",
+    )
+    swap_block_cost_tokens: float = option(
+        1.0, "auto: tokens that could be computed while a block goes to host memory and back."
+    )
+    max_num_preemptions: int = option(8, "So often may one request be preempted; then it is protected.")
     kv_load_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -262,34 +389,46 @@ _CHOICES: dict[str, type[StrEnum]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
-    """Where tensors live and which kernels serve. device None: CUDA when there, else the CPU.
+    """Where tensors live and which kernels serve."""
 
-    isa: the instruction set of the compiled kernels; "auto" is the best that the processor has.
-    """
-
-    device: str | None = None
-    kernels: str = "auto"
-    isa: str = "auto"
-    num_threads: int | None = None
+    device: str | None = option(
+        None, "Where the model runs. Default: CUDA where there is one, else the CPU.", unit="cpu|cuda"
+    )
+    kernels: str = option(
+        "auto",
+        "auto takes the fastest kernels there are; reference is plain torch.",
+        choices=("auto", "cpu", "reference"),
+    )
+    isa: str = option(
+        "auto",
+        "Instruction set of the compiled kernels; auto takes the best that the processor has.",
+        choices=INSTRUCTION_SETS,
+    )
+    num_threads: int | None = option(
+        None,
+        "Threads that compute. Default: OMP_NUM_THREADS, else one for each physical core that this process "
+        "may use (affinity, cgroup quota).",
+    )
 
     def __post_init__(self) -> None:
-        _one_of("kernels", self.kernels, ("auto", "cpu", "reference"))
-        _one_of("isa", self.isa, INSTRUCTION_SETS)
+        _check_choices(self)
         _at_least("num_threads", self.num_threads, 1, may_be_none=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All of them together, for the one place that builds an engine.
-
-    record: a file to which every call into the core is written, for `octavo replay`, `explain` and `trace`.
-    """
+    """All of them together, for the one place that builds an engine."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
-    record: Path | None = None
+    record: Path | None = option(
+        None,
+        "Write every decision of the scheduler to FILE, without text: for octavo replay, explain and trace. "
+        "Default: nothing is written.",
+        unit="FILE",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,54 +473,146 @@ EMBEDDING_POOLING = ("auto", *POOLING)
 class ServerConfig:
     """Who is let in, and how much is taken from each. Every limit is finite unless it is None.
 
-    served_model_names: names that clients use; () for the model's own. api_key: one key for everybody, api_keys_file:
-    a file with a key for each tenant (`octavo.server.tenants`); neither: nobody is asked.
+    served_model_names: () for the model's own. api_keys_file: a key for each tenant (`octavo.server.tenants`); neither
+    it nor api_key: nobody is asked.
     max_open_requests: output streams that may run and wait, max_num_waiting_tokens: tokens of prompts of which no
     output was told yet (of answers that are not streamed: until their end); more are refused with 429.
-    request_timeout_s: the longest that a request may take, also where its X-Request-Timeout asks for more.
-    body_timeout_s: within this time a request's headers, and then its body, have to arrive. idle_timeout_s: within
-    it a client has to take what waits for it, or 16 KiB of that (seen on Linux only).
-    keep_alive_timeout_s: so long may a connection be idle between two requests; longer than whatever stands before the
-    server keeps one. max_unread_outputs: outputs of a stream that wait for a client who reads too slowly; one more ends
-    it. max_request_logprobs: n x tokens x (logprobs + 1) of a request, over all prompts; one that could bring more is
-    refused.
-    grace_s: when the server is told to stop, how long open requests may go on.
-    stream_keep_alive_s: a stream that has told nothing for so long sends a comment.
-    tool_call_parser, reasoning_parser: how the model writes calls of tools, and its reasoning; "auto" looks at its chat
-    template (`octavo.server.tools`). reasoning_field: what chat completions call the latter.
-    pooling: how an embedding is made of hidden states, "last" or "mean"; "auto" for what the checkpoint asks for.
-    otlp_traces_endpoint: where OpenTelemetry's spans are sent; None for nowhere.
-    dashboard: whether there is a page at /dashboard that shows what the engine does.
-    forwarded_allow_ips: addresses and networks of proxies whose X-Forwarded-For says who a client is.
-    allowed_hosts, allowed_origins: names to answer to, and pages that may ask (`octavo.server.origins`).
+    request_timeout_s: also where a request's X-Request-Timeout asks for more.
+    tool_call_parser, reasoning_parser: see `octavo.server.tools`. allowed_hosts, allowed_origins: see
+    `octavo.server.origins`.
     """
 
-    served_model_names: tuple[str, ...] = ()
-    api_key: str | None = field(default=None, repr=False)
-    api_keys_file: Path | None = None
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    served_model_names: tuple[str, ...] = option(
+        (),
+        "Name that clients use for the model; may be given again. Default: the directory's name or the hub id.",
+        name="served_model_name",
+    )
+    grace_s: float = option(
+        5.0,
+        "When told to stop, how long open requests may go on before they are ended; new ones are refused.",
+        name="shutdown_timeout",
+        unit="SECONDS",
+        low=0.0,
+    )
+    tool_call_parser: str = option(
+        "auto", "How the model writes calls of tools; auto looks at its chat template.", choices=TOOL_CALL_PARSERS
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "Whether <think>...</think> is split off as reasoning_content; auto looks at the chat template.",
+        choices=REASONING_PARSERS,
+    )
+    reasoning_field: str = option(
+        "reasoning_content",
+        "The field of chat completions that has it: vLLM calls it reasoning now, others reasoning_content.",
+        choices=REASONING_FIELDS,
+    )
+    pooling: str = option(
+        "auto",
+        "How hidden states become an embedding; auto does as the checkpoint asks, else it takes the last one.",
+        choices=EMBEDDING_POOLING,
+    )
+    stream_keep_alive_s: float = option(
+        15.0,
+        "A stream that has told nothing for so long sends a comment, so that no proxy ends it.",
+        name="stream_keep_alive",
+        unit="SECONDS",
+        low=0.001,
+    )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "Send a span for each request to an OpenTelemetry collector, like http://localhost:4318/v1/traces. "
+        "Default: none are made.",
+        unit="URL",
+    )
+    dashboard: bool = option(True, "Whether there is a page at /dashboard that shows what happens.")
+    log_level: str = option("info", "How much is logged.", choices=LOG_LEVELS)
+    api_key: str | None = option(
+        None,
+        "Key that clients must send. Every user of the machine can read it here (ps): OCTAVO_API_KEY in the "
+        "environment or --api-keys FILE keep it. Default: none.",
+        panel="Access",
+        shows_value=False,
+    )
+    api_keys_file: Path | None = option(
+        None,
+        "File of keys with a share and limits for each (`octavo keys add`); SIGHUP reads it anew. Default: none.",
+        name="api_keys",
+        unit="FILE",
+        panel="Access",
+    )
+    forwarded_allow_ips: tuple[str, ...] = option(
+        (),
+        "Address or network of a proxy: the audit log has the clients that its X-Forwarded-For names; may be "
+        "given again. Default: none is believed.",
+        unit="ADDRESS",
+        panel="Access",
+    )
+    allowed_hosts: tuple[str, ...] | None = option(
+        None,
+        "Name to answer to, as in the header Host; may be given again. Default: any, or on loopback its names only.",
+        name="allowed_host",
+        unit="NAME",
+        panel="Access",
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "Origin of pages that may ask from a browser, like https://example.org; * for any; may be given "
+        "again. Default: none.",
+        name="allowed_origin",
+        unit="URL",
+        panel="Access",
+    )
+    ssl_certfile: Path | None = option(None, "Certificate for TLS. Default: no TLS.", unit="FILE", panel="Access")
+    ssl_keyfile: Path | None = option(None, "Its private key. Default: no TLS.", unit="FILE", panel="Access")
     max_open_requests: int | None = DEFAULT_MAX_NUM_SEQS + DEFAULT_MAX_NUM_WAITING
     max_num_waiting_tokens: int | None = DEFAULT_MAX_NUM_WAITING_TOKENS
-    request_timeout_s: float = 1800.0
-    body_timeout_s: float = 30.0
-    idle_timeout_s: float = 60.0
-    keep_alive_timeout_s: float = 75.0
-    max_unread_outputs: int = 1024
-    max_request_logprobs: int = 1 << 22
-    grace_s: float = 5.0
-    stream_keep_alive_s: float = 15.0
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    reasoning_field: str = "reasoning_content"
-    pooling: str = "auto"
-    dashboard: bool = True
-    otlp_traces_endpoint: str | None = None
-    forwarded_allow_ips: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] | None = None
-    allowed_origins: tuple[str, ...] = ()
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
-    log_level: str = "info"
+    max_body_bytes: int = option(DEFAULT_MAX_BODY_BYTES, "Largest request body.", unit="SIZE", panel="Limits")
+    request_timeout_s: float = option(
+        1800.0,
+        "The longest that a request may take; a client may ask for less (X-Request-Timeout).",
+        name="request_timeout",
+        unit="SECONDS",
+        panel="Limits",
+        low=0.001,
+    )
+    body_timeout_s: float = option(
+        30.0,
+        "Within this time a request's headers, and then its body, have to arrive.",
+        name="body_timeout",
+        unit="SECONDS",
+        panel="Limits",
+        low=0.001,
+    )
+    idle_timeout_s: float = option(
+        60.0,
+        "Within this time a client has to take what waits for it, or 16 KiB of it; else its connection ends "
+        "(on Linux).",
+        name="idle_timeout",
+        unit="SECONDS",
+        panel="Limits",
+        low=0.001,
+    )
+    keep_alive_timeout_s: float = option(
+        75.0,
+        "So long may a connection be idle between two requests; longer than a proxy before it keeps one.",
+        name="keep_alive_timeout",
+        unit="SECONDS",
+        panel="Limits",
+        low=0.001,
+    )
+    max_unread_outputs: int = option(
+        1024,
+        "Outputs of a stream that wait for a client who reads too slowly; one more ends it.",
+        panel="Limits",
+        low=1,
+    )
+    max_request_logprobs: int = option(
+        1 << 22,
+        "Log probabilities that a request may bring: n x tokens x (logprobs + 1), over all prompts.",
+        panel="Limits",
+        low=1,
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_unread_outputs", "max_request_logprobs"):
@@ -394,15 +625,7 @@ class ServerConfig:
         for name in ("stream_keep_alive_s", "keep_alive_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)}")
-        choices = {
-            "tool_call_parser": TOOL_CALL_PARSERS,
-            "reasoning_parser": REASONING_PARSERS,
-            "reasoning_field": REASONING_FIELDS,
-            "pooling": EMBEDDING_POOLING,
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        _check_choices(self)
         for name in ("allowed_hosts", "allowed_origins"):
             given = getattr(self, name)
             if given is not None:
@@ -485,6 +708,8 @@ def _choice(name: str, kind: type[StrEnum], value: str) -> StrEnum:
         raise ConfigError(f"{name} must be one of {', '.join(kind)}, got {value!r}") from None
 
 
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+def _check_choices(config: Any) -> None:
+    for name, each in options_of(type(config)).items():
+        value = getattr(config, name)
+        if each.choices and value is not None and value not in each.choices:
+            raise ConfigError(f"{name} must be one of {', '.join(each.choices)}, got {value!r}")
