@@ -309,7 +309,7 @@ def test_every_field_that_chooses_tokens_reaches_the_parameters():
         "allowed_token_ids": [1, 2], "logit_bias": {"5": 1.5}, "typical_p": 0.5,
     }  # fmt: skip
     assert given.keys() == SamplingControls.model_fields.keys()
-    params = _params(ResponsesRequest(**given), SamplingParams(), 9)
+    params = _params(ResponsesRequest(input="a", **given), SamplingParams(), 9)
     for name, value in given.items():
         assert getattr(params, name) == ({5: 1.5} if name == "logit_bias" else value), name
 

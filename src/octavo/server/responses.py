@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
@@ -23,6 +23,18 @@ from octavo.server.conversation import effort_options, extra_template_options
 from octavo.server.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, ExtraFields
 from octavo.server.openai_requests import Priority, SamplingControls
 from octavo.server.openai_responses import Receipt  # noqa: TC001 - msgspec reads the types of fields
+from octavo.server.request_types import (
+    CacheSalt,
+    Items,
+    NumLogprobs,
+    OutputTokens,
+    Reasoning,
+    ResponsesChoice,
+    ResponsesTool,
+    Shown,
+    TextConfig,
+    Tools,
+)
 from octavo.server.response_items import read_items
 from octavo.server.sampling import read_logit_bias, read_response_format
 from octavo.server.tools import Toolbox, read_choice, read_function
@@ -100,21 +112,21 @@ class ResponsesRequest(SamplingControls):
     """
 
     model: str | None = None
-    input: Any = None
+    input: Annotated[Any, Shown(Items)]
     include: list[Any] | None = None
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: OutputTokens | None = None
     metadata: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: Annotated[dict[str, Any], Shown(Reasoning)] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None  # tells of padding only, which is not sent here
-    text: dict[str, Any] | None = None
-    tool_choice: Any = None
-    tools: list[Any] | None = None
-    top_logprobs: int | None = None
+    text: Annotated[dict[str, Any], Shown(TextConfig)] | None = None
+    tool_choice: Annotated[Any, Shown(ResponsesChoice | None)] = None
+    tools: Annotated[list[Any], Shown(Tools[ResponsesTool])] | None = None
+    top_logprobs: NumLogprobs | None = None
     priority: Priority | None = None
-    cache_salt: str | None = None
+    cache_salt: CacheSalt | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
