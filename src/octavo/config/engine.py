@@ -1,21 +1,17 @@
-"""Small frozen configurations, one per room; each class takes only the one it needs.
+"""The configurations of an engine: one for each room.
 
 What a user leaves open is None or "auto" here and is resolved once, in `build.py`, before the engine exists.
-This is the only module that reads settings from the environment.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import math
-import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - commands read the types of fields
 from typing import TYPE_CHECKING, Any
 
+from octavo.config.fields import at_least, check_choices, choice, not_negative, option
 from octavo.errors import ConfigError, RequestError
-from octavo.sampling_params import POOLING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,11 +20,6 @@ DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
 QUANTIZATIONS = ("int8", "int4", "int4_all")
 KV_CACHE_DTYPES = ("auto", "int8")
 INSTRUCTION_SETS = ("auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
-LOG_FORMATS = ("text", "json")
-LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-API_KEY_VARIABLE = "OCTAVO_API_KEY"
-PORT_VARIABLE = "OCTAVO_SERVE_PORT"
-SECRET_VARIABLES = (API_KEY_VARIABLE, "OCTAVO_SERVE_API_KEY")  # the engine process has no use for them
 DEFAULT_PACKED_CACHE_BYTES = 16 << 30
 _GROUP_MULTIPLE = 32  # as in `octavo.kernels.quantization`
 DEFAULT_GROUP_SIZE = 32  # of weights that are rounded to int4 as they are loaded
@@ -38,38 +29,8 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 DEFAULT_OFFLINE_BATCHED_TOKENS = 1024  # where nobody reads along and waits for the end of a step
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MIXED_STEP_MS = 100.0  # of an engine that somebody reads along with
-DEFAULT_MAX_BODY_BYTES = 8 << 20
 DEFAULT_MAX_NUM_WAITING = 1024  # of a server
 DEFAULT_MAX_NUM_WAITING_TOKENS = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """How the command line offers a field: what its help says, and what does not follow from the field's own type.
-
-    unit: what a value is written in; choices: those there are, the only ones that the configuration takes.
-    name: the option's, where that is not the field's; short: its letter. panel: its heading, where that is not the one
-    of the whole configuration. low: the least that is taken. is_open: not given, it is None, and follows from others.
-    """
-
-    help: str
-    unit: str | None = None
-    choices: tuple[str, ...] = ()
-    name: str | None = None
-    short: str | None = None
-    panel: str | None = None
-    low: float | None = None
-    is_open: bool = False
-
-
-def option(default: Any, text: str, *, shows_value: bool = True, **more: Any) -> Any:
-    """Return a field of a configuration that is an option of commands, too; more: see `Option`."""
-    return field(default=default, repr=shows_value, metadata={"option": Option(text, **more)})
-
-
-def options_of(part: type) -> dict[str, Option]:
-    """Return the fields of a configuration that are options, by the fields' names."""
-    return {each.name: each.metadata["option"] for each in fields(part) if "option" in each.metadata}
 
 
 class SchedulingPolicy(StrEnum):
@@ -176,12 +137,12 @@ class ModelConfig:
         if dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(dtype, dtype))
-        _at_least("max_model_len", self.max_model_len, 1, may_be_none=True)
-        _at_least("packed_cache_bytes", self.packed_cache_bytes, 0)
+        at_least("max_model_len", self.max_model_len, 1, may_be_none=True)
+        at_least("packed_cache_bytes", self.packed_cache_bytes, 0)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
-        _check_choices(self)
-        _at_least("group_size", self.group_size, _GROUP_MULTIPLE)
+        check_choices(self)
+        at_least("group_size", self.group_size, _GROUP_MULTIPLE)
         if self.group_size % _GROUP_MULTIPLE:
             raise ConfigError(f"group_size must be a multiple of {_GROUP_MULTIPLE}, got {self.group_size}")
         if self.group_size != DEFAULT_GROUP_SIZE and self.quantization not in {"int4", "int4_all"}:
@@ -225,11 +186,11 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
-        _at_least("block_size", self.block_size, 1)
-        _check_choices(self)
-        _at_least("swap_space_bytes", self.swap_space_bytes, 0)
-        _at_least("num_gpu_blocks", self.num_gpu_blocks, 1, may_be_none=True)
-        _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, may_be_none=True)
+        at_least("block_size", self.block_size, 1)
+        check_choices(self)
+        at_least("swap_space_bytes", self.swap_space_bytes, 0)
+        at_least("num_gpu_blocks", self.num_gpu_blocks, 1, may_be_none=True)
+        at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, may_be_none=True)
 
     @property
     def asks_for_memory(self) -> bool:
@@ -346,23 +307,23 @@ class SchedulerConfig:
     kv_load_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        at_least("max_num_seqs", self.max_num_seqs, 1)
+        at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         for name in ("long_prefill_token_threshold", "max_num_mixed_prefill_tokens"):
-            _at_least(name, getattr(self, name), 0)
+            at_least(name, getattr(self, name), 0)
         for name in ("max_num_waiting", "max_num_waiting_tokens"):
-            _at_least(name, getattr(self, name), 0, may_be_none=True)
+            at_least(name, getattr(self, name), 0, may_be_none=True)
         for name in ("max_batch_total_tokens", "max_batch_prefill_tokens"):
-            _at_least(name, getattr(self, name), 1, may_be_none=True)
-        _at_least("max_waiting_tokens", self.max_waiting_tokens, 0)
-        _at_least("max_num_preemptions", self.max_num_preemptions, 0)
+            at_least(name, getattr(self, name), 1, may_be_none=True)
+        at_least("max_waiting_tokens", self.max_waiting_tokens, 0)
+        at_least("max_num_preemptions", self.max_num_preemptions, 0)
         for name in ("fair_input_weight", "fair_output_weight", "swap_block_cost_tokens", "waiting_served_ratio"):
-            _not_negative(name, getattr(self, name))
+            not_negative(name, getattr(self, name))
         for name in ("ageing_s", "attention_cost_tokens", "mixed_step_ms"):
             if getattr(self, name) is not None:
-                _not_negative(name, getattr(self, name))
+                not_negative(name, getattr(self, name))
         for name, kind in _CHOICES.items():
-            object.__setattr__(self, name, _choice(name, kind, getattr(self, name)))
+            object.__setattr__(self, name, choice(name, kind, getattr(self, name)))
         for name in _CUT_PROMPTS:
             if getattr(self, name) and not self.enable_chunked_prefill:
                 raise ConfigError(f"{name} cuts prompts, which enable_chunked_prefill=False forbids")
@@ -411,8 +372,8 @@ class DeviceConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_choices(self)
-        _at_least("num_threads", self.num_threads, 1, may_be_none=True)
+        check_choices(self)
+        at_least("num_threads", self.num_threads, 1, may_be_none=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -463,253 +424,11 @@ class ModelInfo:
         return self.pooling if asked is None else asked
 
 
-TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
-REASONING_PARSERS = ("auto", "none", "think")
-REASONING_FIELDS = ("reasoning_content", "reasoning")
-EMBEDDING_POOLING = ("auto", *POOLING)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """Who is let in, and how much is taken from each. Every limit is finite unless it is None.
-
-    served_model_names: () for the model's own. api_keys_file: a key for each tenant (`octavo.server.tenants`); neither
-    it nor api_key: nobody is asked.
-    max_open_requests: output streams that may run and wait, max_num_waiting_tokens: tokens of prompts of which no
-    output was told yet (of answers that are not streamed: until their end); more are refused with 429.
-    request_timeout_s: also where a request's X-Request-Timeout asks for more.
-    tool_call_parser, reasoning_parser: see `octavo.server.tools`. allowed_hosts, allowed_origins: see
-    `octavo.server.origins`.
-    """
-
-    served_model_names: tuple[str, ...] = option(
-        (),
-        "Name that clients use for the model; may be given again. Default: the directory's name or the hub id.",
-        name="served_model_name",
-    )
-    grace_s: float = option(
-        5.0,
-        "When told to stop, how long open requests may go on before they are ended; new ones are refused.",
-        name="shutdown_timeout",
-        unit="SECONDS",
-        low=0.0,
-    )
-    tool_call_parser: str = option(
-        "auto", "How the model writes calls of tools; auto looks at its chat template.", choices=TOOL_CALL_PARSERS
-    )
-    reasoning_parser: str = option(
-        "auto",
-        "Whether <think>...</think> is split off as reasoning_content; auto looks at the chat template.",
-        choices=REASONING_PARSERS,
-    )
-    reasoning_field: str = option(
-        "reasoning_content",
-        "The field of chat completions that has it: vLLM calls it reasoning now, others reasoning_content.",
-        choices=REASONING_FIELDS,
-    )
-    pooling: str = option(
-        "auto",
-        "How hidden states become an embedding; auto does as the checkpoint asks, else it takes the last one.",
-        choices=EMBEDDING_POOLING,
-    )
-    stream_keep_alive_s: float = option(
-        15.0,
-        "A stream that has told nothing for so long sends a comment, so that no proxy ends it.",
-        name="stream_keep_alive",
-        unit="SECONDS",
-        low=0.001,
-    )
-    otlp_traces_endpoint: str | None = option(
-        None,
-        "Send a span for each request to an OpenTelemetry collector, like http://localhost:4318/v1/traces. "
-        "Default: none are made.",
-        unit="URL",
-    )
-    dashboard: bool = option(True, "Whether there is a page at /dashboard that shows what happens.")
-    log_level: str = option("info", "How much is logged.", choices=LOG_LEVELS)
-    api_key: str | None = option(
-        None,
-        "Key that clients must send. Every user of the machine can read it here (ps): OCTAVO_API_KEY in the "
-        "environment or --api-keys FILE keep it. Default: none.",
-        panel="Access",
-        shows_value=False,
-    )
-    api_keys_file: Path | None = option(
-        None,
-        "File of keys with a share and limits for each (`octavo keys add`); SIGHUP reads it anew. Default: none.",
-        name="api_keys",
-        unit="FILE",
-        panel="Access",
-    )
-    forwarded_allow_ips: tuple[str, ...] = option(
-        (),
-        "Address or network of a proxy: the audit log has the clients that its X-Forwarded-For names; may be "
-        "given again. Default: none is believed.",
-        unit="ADDRESS",
-        panel="Access",
-    )
-    allowed_hosts: tuple[str, ...] | None = option(
-        None,
-        "Name to answer to, as in the header Host; may be given again. Default: any, or on loopback its names only.",
-        name="allowed_host",
-        unit="NAME",
-        panel="Access",
-    )
-    allowed_origins: tuple[str, ...] = option(
-        (),
-        "Origin of pages that may ask from a browser, like https://example.org; * for any; may be given "
-        "again. Default: none.",
-        name="allowed_origin",
-        unit="URL",
-        panel="Access",
-    )
-    ssl_certfile: Path | None = option(None, "Certificate for TLS. Default: no TLS.", unit="FILE", panel="Access")
-    ssl_keyfile: Path | None = option(None, "Its private key. Default: no TLS.", unit="FILE", panel="Access")
-    max_open_requests: int | None = DEFAULT_MAX_NUM_SEQS + DEFAULT_MAX_NUM_WAITING
-    max_num_waiting_tokens: int | None = DEFAULT_MAX_NUM_WAITING_TOKENS
-    max_body_bytes: int = option(DEFAULT_MAX_BODY_BYTES, "Largest request body.", unit="SIZE", panel="Limits")
-    request_timeout_s: float = option(
-        1800.0,
-        "The longest that a request may take; a client may ask for less (X-Request-Timeout).",
-        name="request_timeout",
-        unit="SECONDS",
-        panel="Limits",
-        low=0.001,
-    )
-    body_timeout_s: float = option(
-        30.0,
-        "Within this time a request's headers, and then its body, have to arrive.",
-        name="body_timeout",
-        unit="SECONDS",
-        panel="Limits",
-        low=0.001,
-    )
-    idle_timeout_s: float = option(
-        60.0,
-        "Within this time a client has to take what waits for it, or 16 KiB of it; else its connection ends "
-        "(on Linux).",
-        name="idle_timeout",
-        unit="SECONDS",
-        panel="Limits",
-        low=0.001,
-    )
-    keep_alive_timeout_s: float = option(
-        75.0,
-        "So long may a connection be idle between two requests; longer than a proxy before it keeps one.",
-        name="keep_alive_timeout",
-        unit="SECONDS",
-        panel="Limits",
-        low=0.001,
-    )
-    max_unread_outputs: int = option(
-        1024,
-        "Outputs of a stream that wait for a client who reads too slowly; one more ends it.",
-        panel="Limits",
-        low=1,
-    )
-    max_request_logprobs: int = option(
-        1 << 22,
-        "Log probabilities that a request may bring: n x tokens x (logprobs + 1), over all prompts.",
-        panel="Limits",
-        low=1,
-    )
-
-    def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_unread_outputs", "max_request_logprobs"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("max_open_requests", "max_num_waiting_tokens"):
-            _at_least(name, getattr(self, name), 1, may_be_none=True)
-        for name in ("request_timeout_s", "body_timeout_s", "idle_timeout_s", "grace_s"):
-            _not_negative(name, getattr(self, name))
-        _check_addresses("forwarded_allow_ips", self.forwarded_allow_ips)
-        for name in ("stream_keep_alive_s", "keep_alive_timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)}")
-        _check_choices(self)
-        for name in ("allowed_hosts", "allowed_origins"):
-            given = getattr(self, name)
-            if given is not None:
-                object.__setattr__(self, name, tuple(each.strip().lower().rstrip("/") for each in given))
-        if self.api_key is not None and self.api_keys_file is not None:
-            raise ConfigError("give one API key or a file of them, not both")
-        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            raise ConfigError("TLS needs a certificate and its key: ssl_certfile and ssl_keyfile")
-
-    @property
-    def asks_for_key(self) -> bool:
-        """Whether nobody gets in without one."""
-        return self.api_key is not None or self.api_keys_file is not None
-
-
 def scheduling_policy(name: str) -> SchedulingPolicy:
     """Return the policy of that name. Raises `ConfigError`."""
-    return SchedulingPolicy(_choice("scheduling policy", SchedulingPolicy, name))
+    return SchedulingPolicy(choice("scheduling policy", SchedulingPolicy, name))
 
 
 def default_max_num_batched_tokens(max_num_seqs: int, *, is_offline: bool = False) -> int:
     """Return the budget of a step for whoever names only the number of requests."""
     return max(DEFAULT_OFFLINE_BATCHED_TOKENS if is_offline else DEFAULT_MAX_NUM_BATCHED_TOKENS, max_num_seqs)
-
-
-def cache_directory() -> Path:
-    """Return where octavo keeps what it found out: $XDG_CACHE_HOME/octavo, by default ~/.cache/octavo."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
-
-
-def kernels_required() -> bool:
-    """Whether a missing compiled extension is an error (OCTAVO_REQUIRE_KERNELS=1) and not a warning."""
-    return os.environ.get("OCTAVO_REQUIRE_KERNELS", "0") not in {"", "0"}
-
-
-def threads_from_environment() -> int | None:
-    """Return how many threads shall compute (the first number of OMP_NUM_THREADS), or None where it says nothing."""
-    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(asked) if asked.isdigit() and int(asked) else None
-
-
-def api_key_from_environment() -> str | None:
-    """Return the key that clients of the server must send (OCTAVO_API_KEY), or None where none is set."""
-    return os.environ.get(API_KEY_VARIABLE) or None
-
-
-def forget_service_link() -> str | None:
-    """Forget an OCTAVO_SERVE_PORT that is none, and return it: tcp://10.0.0.1:8000, say.
-
-    Kubernetes describes a Service called octavo-serve so, in every container of its namespace.
-    """
-    port = os.environ.get(PORT_VARIABLE, "")
-    return os.environ.pop(PORT_VARIABLE) if port.startswith(("tcp://", "udp://")) else None
-
-
-def _at_least(name: str, value: object, low: int, *, may_be_none: bool = False) -> None:
-    if value is None and may_be_none:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name} must be an integer of {low} or more, got {value!r}")
-
-
-def _check_addresses(name: str, addresses: tuple[str, ...]) -> None:
-    for address in addresses:
-        try:
-            ipaddress.ip_network(address)
-        except ValueError as error:
-            raise ConfigError(f"{name} must be addresses or networks: {error}") from None
-
-
-def _not_negative(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ConfigError(f"{name} must be a number of 0 or more, got {value!r}")
-
-
-def _choice(name: str, kind: type[StrEnum], value: str) -> StrEnum:
-    try:
-        return kind(value)
-    except ValueError:
-        raise ConfigError(f"{name} must be one of {', '.join(kind)}, got {value!r}") from None
-
-
-def _check_choices(config: Any) -> None:
-    for name, each in options_of(type(config)).items():
-        value = getattr(config, name)
-        if each.choices and value is not None and value not in each.choices:
-            raise ConfigError(f"{name} must be one of {', '.join(each.choices)}, got {value!r}")
