@@ -25,13 +25,13 @@ EMBEDDING_POOLING = ("auto", *POOLING)
 class ServerConfig:
     """Who is let in, and how much is taken from each. Every limit is finite unless it is None.
 
-    served_model_names: () for the model's own. api_keys_file: a key for each tenant (`octavo.server.tenants`); neither
-    it nor api_key: nobody is asked.
+    served_model_names: () for the model's own. api_keys_file: a key for each tenant (`octavo.server.access.tenants`);
+    neither it nor api_key: nobody is asked.
     max_open_requests: output streams that may run and wait, max_num_waiting_tokens: tokens of prompts of which no
     output was told yet (of answers that are not streamed: until their end); more are refused with 429.
     request_timeout_s: also where a request's X-Request-Timeout asks for more.
-    tool_call_parser, reasoning_parser: see `octavo.server.tools`. allowed_hosts, allowed_origins: see
-    `octavo.server.origins`.
+    tool_call_parser, reasoning_parser: see `octavo.server.answers.tools`. allowed_hosts, allowed_origins: see
+    `octavo.server.access.origins`.
     """
 
     served_model_names: tuple[str, ...] = option(
