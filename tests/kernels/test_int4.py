@@ -273,7 +273,7 @@ def test_embedding_gives_the_whole_values_times_their_units(
 ):
     weight = weight_of(generator, width, depth, group_size, zeros=zeros)
     ids = torch.cat([torch.randperm(width, generator=generator), torch.tensor([width - 1, 0, 0])])
-    packed = kernels.pack_linear(weight, float32_out=True)
+    packed = kernels.pack_linear(weight)
     rows = kernels.embedding(ids, packed, out_dtype)
     assert torch.equal(rows, rows_of(weight, ids, out_dtype))
     assert_same_bits(rows, ReferenceKernels().embedding(ids, ReferenceKernels().pack_linear(weight), out_dtype))
@@ -284,7 +284,7 @@ def test_embedding_gives_the_whole_values_times_their_units(
 def test_the_rows_of_an_embedding_are_those_of_the_weight(kernels, generator, zeros):
     """Scales are off by half a unit at most, values 16 from their zero points at most."""
     weight, ids = weight_of(generator, 70, 200, 32, zeros=zeros), torch.arange(70)
-    rows = kernels.embedding(ids, kernels.pack_linear(weight, float32_out=True), torch.float32)
+    rows = kernels.embedding(ids, kernels.pack_linear(weight), torch.float32)
     _, units = weight.whole_scales()
     assert ((rows - weight.dequantize()).abs() <= 16 * 0.501 * units.unsqueeze(1)).all()
 
@@ -297,7 +297,7 @@ def test_an_embedding_has_zeros_large_and_broken_rows(kernels, generator):
     weight.scales[35, 2] = torch.nan
     weight.scales[36, 3] = torch.inf
     ids = torch.arange(40)
-    rows = kernels.embedding(ids, kernels.pack_linear(weight, float32_out=True), torch.float32)
+    rows = kernels.embedding(ids, kernels.pack_linear(weight), torch.float32)
     assert_same_bits(rows, rows_of(weight, ids, torch.float32))
     assert rows.isnan().all(dim=1).nonzero().flatten().tolist() == [35, 36]
     assert torch.equal(rows.isnan().any(dim=1), rows.isnan().all(dim=1))
@@ -307,7 +307,7 @@ def test_an_embedding_has_zeros_large_and_broken_rows(kernels, generator):
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 def test_an_embedding_refuses_ids_outside_the_vocabulary(compiled, generator, zeros):
     """Those of the panel's padding, too."""
-    packed = compiled.pack_linear(weight_of(generator, 33, 64, 32, zeros=zeros), float32_out=True)
+    packed = compiled.pack_linear(weight_of(generator, 33, 64, 32, zeros=zeros))
     for bad in (33, 63, 64, -1):
         with pytest.raises(IndexError, match="vocabulary"):
             compiled.embedding(torch.tensor([0, bad]), packed, torch.float32)
@@ -327,7 +327,7 @@ def test_nothing_behind_weight_or_rows_is_touched_by_an_embedding(
 
         compiled.allocate = allocate
         try:
-            packed = compiled.pack_linear(weight, float32_out=True)
+            packed = compiled.pack_linear(weight)
         finally:
             del compiled.allocate
         monkeypatch.setattr(compiled, "_empty", empty)

@@ -106,7 +106,7 @@ def test_embedding_gives_the_rounded_rows_back(kernels, generator, out_dtype):
     weight = quantize_int8(random(generator, 100, 45))
     ids = torch.tensor([99, 0, 31, 32, 99, 64])
     expected = weight.dequantize()[ids].to(out_dtype)
-    assert torch.equal(kernels.embedding(ids, kernels.pack_linear(weight, float32_out=True), out_dtype), expected)
+    assert torch.equal(kernels.embedding(ids, kernels.pack_linear(weight), out_dtype), expected)
 
 
 def test_strided_rows(kernels, generator):
