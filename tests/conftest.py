@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import datetime as dt
 import os
-import random
 import tempfile
 
 import pytest
 from kernels_available import COMPILED
+from sweeps import left_out
 
 from octavo.config import kernels_required
 
@@ -39,19 +39,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"cases of sweeps were drawn by {SWEEP_SEED}={os.environ[SWEEP_SEED]}")
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of every n cases that follow one another keep one, drawn at random; before `-m` is applied."""
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sweep"):
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cases in functions.items():
-        draw = random.Random(f"{os.environ[SWEEP_SEED]} {name}")
         (one_in,) = cases[0].get_closest_marker("sweep").args
-        for first in range(0, len(cases), one_in):
-            row = cases[first : first + one_in]
-            kept = draw.choice(row)
-            for item in row:
-                if item is not kept:
-                    item.add_marker(pytest.mark.slow)
+        for item in left_out(cases, one_in, f"{os.environ[SWEEP_SEED]} {name}"):
+            item.add_marker(pytest.mark.slow)
