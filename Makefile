@@ -36,6 +36,9 @@ CASES ?= 1000
 REAL_SCALE ?= 1
 REAL_SEED ?= 0
 REQUIRE_REAL ?= 1
+# Workers share the cores: an engine on as many threads as there are would wait for those of the other workers. Each takes
+# the tests that stand together, so that what a file sets up is set up once.
+PYTEST := OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 PERFORMANCE_TESTS := tests/kernels/test_speed.py tests/engine/test_python_calls.py tests/server/test_growth.py
 SCHEMATHESIS ?= $(VENV)/schemathesis/bin/schemathesis
 
@@ -61,10 +64,10 @@ serve: $(USER_STAMP)
 	$(BIN)/octavo serve
 
 test: $(DEV_STAMP)
-	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -n $(WORKERS)
+	$(PYTEST)
 
 test-all: $(DEV_STAMP)
-	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -n $(WORKERS) -m "not performance"
+	$(PYTEST) -m "not performance"
 
 # The material is kept; REQUIRE_REAL=0: where the registry does not give it, the tests are skipped with a word.
 real: $(DEV_STAMP)
