@@ -18,7 +18,7 @@ from running import ask_as_written, run_server, wait_until
 
 from octavo.errors import ModelError
 from octavo.models.weight_files import find_weight_files
-from octavo.server.tenants import Keyring
+from octavo.server.access.tenants import Keyring
 
 if TYPE_CHECKING:
     from pathlib import Path
