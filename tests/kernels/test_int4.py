@@ -44,6 +44,7 @@ def reference(x, weight, bias=None, **options):
     return ReferenceKernels().linear(x, ReferenceKernels().pack_linear(weight, bias), **options)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -59,6 +60,7 @@ def test_every_instruction_set_gives_the_bits_of_the_reference(compiled, generat
             assert_same_bits(result, reference(x, weight, biases, float32_out=float32_out))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
 def test_zero_points_between_whole_numbers(compiled, generator, x_dtype, shape):
@@ -143,6 +145,7 @@ def test_the_largest_weights_of_either_sign(compiled, rows, value, scale):
         assert (result[0] - expected).abs().max() < 1e-5 * abs(expected)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("group_size", [128, 65536])
 @pytest.mark.parametrize("rows", [3, 33])  # many are another product on some processors
@@ -214,6 +217,7 @@ def test_threads_do_not_change_a_bit(isa, generator):
     assert torch.equal(*results)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("group_size", [32, 96])
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("rows", [1, 3, 16, 40])
@@ -264,6 +268,7 @@ def rows_of(weight, ids, dtype):
     return (whole.float() * units.unsqueeze(1))[ids].to(dtype)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize(("depth", "width"), [(1, 1), (44, 32), (123, 77), (128, 33), (257, 40), (300, 100)])

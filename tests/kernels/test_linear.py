@@ -26,6 +26,7 @@ def random(generator, *shape, dtype=torch.float32):
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("weight_dtype", [*FLOATS, torch.float16], ids=str)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
@@ -49,6 +50,7 @@ def test_without_bias_and_with_strided_rows(kernels, generator):
     assert_as_exact_as_torch(result, F.linear(x, weight), expected)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float16], ids=str)
 @pytest.mark.parametrize("heights", [(64, 32, 40), (64, 33, 32), (7,)], ids=str)  # whole panels, others, one part
 @pytest.mark.parametrize("depth", [1, 31, 100, 256])
@@ -87,6 +89,7 @@ def test_a_row_does_not_depend_on_its_neighbours(compiled, generator, weight_dty
     assert torch.equal(compiled.linear(x[97:], packed, float32_out=True), alone[97:])
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("width", [200, 1024])  # so many that a task has several panels
 @pytest.mark.parametrize("depth", [896, 1000, 4864])  # whole tiles, a last one that is not, panels that are long

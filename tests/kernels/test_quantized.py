@@ -36,6 +36,7 @@ def assert_same_bits(result, expected):
     assert torch.equal(result, expected)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
 def test_every_instruction_set_gives_the_bits_of_the_reference(compiled, generator, x_dtype, shape):

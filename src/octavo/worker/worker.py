@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import time
 import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
