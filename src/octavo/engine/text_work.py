@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Sizes of texts in characters. Work waits in line for work of its own lane alone: eight texts of 30,000 characters take
 # some 150 ms, a short request's whole time is 4. The threads still share the interpreter and the cores.
-# Reading a few words takes a fifth of a millisecond; a thread that is asked for it, and the event loop behind it, wait for
-# the interpreter several times as long while others work.
+# Reading a few words takes a fifth of a millisecond; a thread that is asked for it waits for the interpreter several
+# times as long while others work, and so does the event loop behind it.
 _AT_ONCE_CHARS = 1 << 9
 _LANES = {"short": 1 << 11, "medium": 1 << 15, "long": 1 << 19, "longest": math.inf}
 _LONGEST_S = 30.0  # that one piece of work may take; 8 MB of text take a third of it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +12,7 @@ from octavo.server.answer_form import AnswerForm, AnswerReader
 from octavo.server.answering import Job, News, OpenAIReply, answer, openai_options
 from octavo.server.body import look_at
 from octavo.server.conversation import effort_options, read_messages, template_options
+from octavo.server.ids import new_id
 from octavo.server.logprobs import chat_logprobs, prompt_logprobs
 from octavo.server.openai_responses import (
     ChatChoice,
@@ -71,7 +71,7 @@ async def create_chat_completion(service: Service, http_request: Request, reques
         form = AnswerForm.of(style, toolbox, prompt["prompt"])
         params = await look_at(http_request, lambda: form.applied_to(params))
         job = Job(
-            request_id=f"chatcmpl-{uuid.uuid4().hex}",
+            request_id=f"chatcmpl-{new_id()}",
             model=model,
             prompts=[prompt],
             params=params,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from msgspec import UNSET
 from octavo.errors import RequestError
 from octavo.server.answering import Job, News, OpenAIReply, answer, openai_options
 from octavo.server.body import look_at
+from octavo.server.ids import new_id
 from octavo.server.logprobs import completion_logprobs, prompt_logprobs
 from octavo.server.openai_responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from octavo.server.sampling import sampling_params, token_limit
@@ -61,7 +61,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
                 http_request, place, lambda: [truncation.applied_to(prompt, inputs) for prompt in whole]
             )
         job = Job(
-            request_id=f"cmpl-{uuid.uuid4().hex}",
+            request_id=f"cmpl-{new_id()}",
             model=model,
             prompts=prompts,
             params=params,

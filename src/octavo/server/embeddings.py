@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import uuid
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -16,6 +15,7 @@ from octavo.server.answering import Job, answer_whole
 from octavo.server.body import look_at
 from octavo.server.completions import read_prompts
 from octavo.server.extra_fields import HARMLESS
+from octavo.server.ids import new_id
 from octavo.server.openai_requests import Priority  # noqa: TC001 - pydantic reads the types of fields
 from octavo.server.openai_responses import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads the types
 
@@ -92,7 +92,7 @@ async def create_embeddings(service: Service, http_request: Request, request: Em
     params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling, detokenize=False)
     with service.enter(http_request, len(prompts), at_least=1) as place:
         job = Job(
-            request_id=f"embd-{uuid.uuid4().hex}",
+            request_id=f"embd-{new_id()}",
             model=model,
             prompts=prompts,
             params=params,

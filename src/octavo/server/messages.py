@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,6 +19,7 @@ from octavo.server.body import look_at
 from octavo.server.chat import render
 from octavo.server.conversation import effort_options, extra_template_options
 from octavo.server.extra_fields import ANTHROPIC_HARMLESS, UNSUPPORTED_OR_ALIAS
+from octavo.server.ids import new_id
 from octavo.server.message_blocks import read_conversation
 from octavo.server.openai_requests import Strings  # noqa: TC001 - pydantic reads the types of fields
 from octavo.server.openai_responses import PromptTokensDetails, Receipt, Usage
@@ -133,7 +133,7 @@ async def create_message(service: Service, http_request: Request, request: Messa
         form = AnswerForm.of(style, toolbox, prompt["prompt"])
         applied = await look_at(http_request, lambda: form.applied_to(params))
         job = Job(
-            request_id=f"msg_{uuid.uuid4().hex}",
+            request_id=f"msg_{new_id()}",
             model=model,
             prompts=[prompt],
             params=applied,

@@ -5,7 +5,6 @@ Nothing is stored: a request brings its whole conversation.
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from octavo.server.chat import render
 from octavo.server.content_logprobs import ContentLogprobs
 from octavo.server.conversation import effort_options, extra_template_options
 from octavo.server.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, ExtraFields
+from octavo.server.ids import new_id
 from octavo.server.openai_requests import Priority, SamplingControls
 from octavo.server.openai_responses import Receipt  # noqa: TC001 - msgspec reads the types of fields
 from octavo.server.response_items import read_items
@@ -195,7 +195,7 @@ async def create_response(service: Service, http_request: Request, request: Resp
         form = AnswerForm.of(style, toolbox, prompt["prompt"])
         applied = await look_at(http_request, lambda: form.applied_to(params))
         job = Job(
-            request_id=f"resp_{uuid.uuid4().hex}",
+            request_id=f"resp_{new_id()}",
             model=model,
             prompts=[prompt],
             params=applied,
@@ -485,4 +485,4 @@ def _text_kind(item: dict[str, Any]) -> str:
 
 
 def _new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex}"
+    return f"{prefix}_{new_id()}"

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import uuid
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from octavo.server.answering import Job, News, answer, encoder, event
 from octavo.server.body import body_of, look_at
 from octavo.server.errors import ErrorResponse, HttpError
 from octavo.server.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS
+from octavo.server.ids import new_id
 from octavo.server.openai_requests import Strings  # noqa: TC001 - pydantic reads the types of fields
 from octavo.server.openai_responses import Receipt
 
@@ -202,7 +202,7 @@ async def generate(
         if wanted.truncate is not None:
             prompt = await service.read(http_request, place, partial(_end, service, prompt, wanted.truncate))
         job = Job(
-            request_id=f"gen-{uuid.uuid4().hex}",
+            request_id=f"gen-{new_id()}",
             model=service.model_names[0],
             prompts=[prompt],
             params=params,
