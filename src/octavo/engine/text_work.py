@@ -26,6 +26,7 @@ T = TypeVar("T")
 # times as long while others work, and so does the event loop behind it.
 _AT_ONCE_CHARS = 1 << 9
 _LANES = {"short": 1 << 11, "medium": 1 << 15, "long": 1 << 19, "longest": math.inf}
+_COUNT, _ANSWER = "count", "answer"  # kinds of work
 _LONGEST_S = 30.0  # that one piece of work may take; 8 MB of text take a third of it
 
 
@@ -71,7 +72,8 @@ def progress(num_tokens: int = 0) -> None:
 class TextWork:
     """Does work beside the event loop, in four lanes by its size, each with one thread and fair turns of tenants.
 
-    A few words are read at once, on the event loop itself.
+    Of one tenant, texts that are to be answered and those that are only counted take turns. A few words are read at
+    once, on the event loop itself.
     """
 
     def __init__(self) -> None:
@@ -86,12 +88,14 @@ class TextWork:
         tenant: str = "",
         deadline: float = math.inf,
         on_read: Callable[[int], None] | None = None,
+        is_count: bool = False,
     ) -> T:
         """Return what some work returns.
 
         num_chars: how large the text is that it is about. deadline: on the clock of the event loop. on_read hears in
         the end, however that comes, how many tokens were read (`progress`). Work whose reader is cancelled meanwhile
-        does not begin, or ends at its next `progress`. Raises `DeadlineError`, and what the work raises.
+        does not begin, or ends at its next `progress`. is_count: no answer of the model waits for it; such work and the
+        other take turns. Raises `DeadlineError`, and what the work raises.
         """
         under_way = _Work()
         if num_chars <= _AT_ONCE_CHARS:
@@ -101,7 +105,8 @@ class TextWork:
                 if on_read is not None:
                     on_read(under_way.num_tokens)
         lane = next(name for name, most in _LANES.items() if num_chars <= most)
-        future = self._turns[lane].submit(tenant, lambda: _run(under_way, work))
+        kind = _COUNT if is_count else _ANSWER
+        future = self._turns[lane].submit(tenant, lambda: _run(under_way, work), kind)
         try:
             async with asyncio.timeout_at(None if deadline == math.inf else deadline):
                 return await asyncio.wrap_future(future)
