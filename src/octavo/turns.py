@@ -6,25 +6,31 @@ import math
 import threading
 from collections import OrderedDict, deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from octavo.errors import QueueFullError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Executor
 
     _Task = tuple[Future[Any], Callable[[], Any]]
 
 T = TypeVar("T")
 
 
+class Executor(Protocol):
+    """What tasks run on: calls whatever it is given, some time after it was given it."""
+
+    def submit(self, run: Callable[[], None], /) -> object:
+        """Take it in."""
+        ...
+
+
 class Turns:
     """Tasks for one executor, tenant after tenant: who has many waiting waits for them alone. Any thread may ask.
 
-    In a tenant's turns its kinds of tasks take turns, too. max_waiting: tasks of one tenant that have not begun,
-    math.inf for no limit. refusal: what who asks for one more is told, and parameter: which field of a request that is
-    about.
+    max_waiting: tasks of one tenant that have not begun, math.inf for no limit. refusal: what who asks for one more is
+    told, and parameter: which field of a request that is about.
     """
 
     def __init__(
@@ -32,43 +38,31 @@ class Turns:
     ) -> None:
         self._executor = executor
         self._max_waiting, self._refusal, self._parameter = max_waiting, refusal, parameter
-        # By tenant and kind; whose turn is next comes first.
-        self._waiting: OrderedDict[str, OrderedDict[str, deque[_Task]]] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[_Task]] = OrderedDict()  # whose turn is next comes first
         self._lock = threading.Lock()
 
-    def submit(self, tenant: str, run: Callable[[], T], kind: str = "") -> Future[T]:
+    def submit(self, tenant: str, run: Callable[[], T]) -> Future[T]:
         """Run it when it is the tenant's turn. Raises `QueueFullError` where too many of the tenant's wait."""
         future: Future[T] = Future()
         with self._lock:
-            if self._num_waiting(tenant) >= self._max_waiting:
-                self._forget_cancelled(tenant)
-            if self._num_waiting(tenant) >= self._max_waiting:
+            if len(self._waiting.get(tenant, ())) >= self._max_waiting:
+                self._waiting[tenant] = deque(task for task in self._waiting[tenant] if not task[0].cancelled())
+            if len(self._waiting.get(tenant, ())) >= self._max_waiting:
                 raise QueueFullError(self._refusal, parameter=self._parameter)
             self._executor.submit(self._run_next)  # which waits for the lock
-            self._waiting.setdefault(tenant, OrderedDict()).setdefault(kind, deque()).append((future, run))
+            self._waiting.setdefault(tenant, deque()).append((future, run))
         return future
-
-    def _num_waiting(self, tenant: str) -> int:
-        return sum(map(len, self._waiting.get(tenant, {}).values()))
-
-    def _forget_cancelled(self, tenant: str) -> None:
-        for kind, tasks in list(self._waiting[tenant].items()):
-            wanted = deque(task for task in tasks if not task[0].cancelled())
-            if wanted:
-                self._waiting[tenant][kind] = wanted
-            else:
-                del self._waiting[tenant][kind]
 
     def _take(self) -> _Task | None:
         """Take a task of the tenant whose turn it is, which comes last then; what was cancelled takes no turn."""
         with self._lock:
             while self._waiting:
-                tenant, kinds = next(iter(self._waiting.items()))
-                kind, tasks = next(iter(kinds.items()))
+                tenant, tasks = self._waiting.popitem(last=False)
                 future, run = tasks.popleft()
                 is_wanted = future.set_running_or_notify_cancel()
-                _pass_on(kinds, kind, is_wanted=is_wanted)
-                _pass_on(self._waiting, tenant, is_wanted=is_wanted)
+                if tasks:
+                    self._waiting[tenant] = tasks
+                    self._waiting.move_to_end(tenant, last=is_wanted)
                 if is_wanted:
                     return future, run
         return None
@@ -84,11 +78,3 @@ class Turns:
             future.set_exception(error)
         else:
             future.set_result(result)
-
-
-def _pass_on(turns: OrderedDict[str, Any], key: str, *, is_wanted: bool) -> None:
-    """Let the next one have its turn, where this one has had it or has nothing left."""
-    if not turns[key]:
-        del turns[key]
-    elif is_wanted:
-        turns.move_to_end(key)

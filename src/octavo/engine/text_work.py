@@ -6,12 +6,14 @@ What one request's texts cost no other request waits for, unless it has texts of
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
+from octavo.engine.gate import Gate
 from octavo.errors import DeadlineError, RequestError
 from octavo.outputs import DEADLINE_PASSED
 from octavo.turns import Turns
@@ -26,7 +28,6 @@ T = TypeVar("T")
 # times as long while others work, and so does the event loop behind it.
 _AT_ONCE_CHARS = 1 << 9
 _LANES = {"short": 1 << 11, "medium": 1 << 15, "long": 1 << 19, "longest": math.inf}
-_COUNT, _ANSWER = "count", "answer"  # kinds of work
 _LONGEST_S = 30.0  # that one piece of work may take; 8 MB of text take a third of it
 
 
@@ -72,13 +73,15 @@ def progress(num_tokens: int = 0) -> None:
 class TextWork:
     """Does work beside the event loop, in four lanes by its size, each with one thread and fair turns of tenants.
 
-    Of one tenant, texts that are to be answered and those that are only counted take turns. A few words are read at
-    once, on the event loop itself.
+    A few words that are to be answered are read at once, on the event loop itself. Of the texts that are only counted
+    one of each lane is under way at a time, until the event loop has heard of it: whatever else that has to do waits
+    for no more of them.
     """
 
     def __init__(self) -> None:
         self._executors = {name: ThreadPoolExecutor(1, thread_name_prefix=f"octavo-text-{name}") for name in _LANES}
         self._turns = {name: Turns(executor) for name, executor in self._executors.items()}
+        self._gates = {name: Gate() for name in _LANES}
 
     async def do(
         self,
@@ -94,22 +97,21 @@ class TextWork:
 
         num_chars: how large the text is that it is about. deadline: on the clock of the event loop. on_read hears in
         the end, however that comes, how many tokens were read (`progress`). Work whose reader is cancelled meanwhile
-        does not begin, or ends at its next `progress`. is_count: no answer of the model waits for it; such work and the
-        other take turns. Raises `DeadlineError`, and what the work raises.
+        does not begin, or ends at its next `progress`. is_count: no answer of the model waits for it. Raises
+        `DeadlineError`, and what the work raises.
         """
         under_way = _Work()
-        if num_chars <= _AT_ONCE_CHARS:
+        if num_chars <= _AT_ONCE_CHARS and not is_count:
             try:
                 return _run(under_way, work)
             finally:
                 if on_read is not None:
                     on_read(under_way.num_tokens)
         lane = next(name for name, most in _LANES.items() if num_chars <= most)
-        kind = _COUNT if is_count else _ANSWER
-        future = self._turns[lane].submit(tenant, lambda: _run(under_way, work), kind)
+        gate = self._gates[lane].turn(tenant) if is_count else contextlib.nullcontext()
         try:
-            async with asyncio.timeout_at(None if deadline == math.inf else deadline):
-                return await asyncio.wrap_future(future)
+            async with asyncio.timeout_at(None if deadline == math.inf else deadline), gate:
+                return await asyncio.wrap_future(self._turns[lane].submit(tenant, lambda: _run(under_way, work)))
         except TimeoutError:
             raise DeadlineError(DEADLINE_PASSED) from None
         finally:
