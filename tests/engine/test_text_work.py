@@ -60,6 +60,57 @@ def test_each_lane_waits_for_nothing_of_the_next(
     assert asyncio.run(ask()) == 7
 
 
+def test_a_few_words_that_are_to_be_answered_are_read_at_once(text: TextWork) -> None:
+    counted: list[int] = []
+
+    def work() -> int:
+        progress(3)
+        return threading.get_ident()
+
+    async def ask(num_chars: int, *, is_count: bool = False) -> int:
+        return await text.do(work, num_chars=num_chars, on_read=counted.append, is_count=is_count)
+
+    own = threading.get_ident()
+    assert asyncio.run(ask(512)) == own
+    assert asyncio.run(ask(513)) != own
+    assert asyncio.run(ask(512, is_count=True)) != own
+    assert counted == [3, 3, 3]
+
+
+def test_what_is_to_be_answered_waits_for_one_count_of_its_size_at_most(text: TextWork, gate: threading.Event) -> None:
+    order: list[str] = []
+
+    async def ask() -> None:
+        first = asyncio.create_task(text.do(lambda: gate.wait(30), num_chars=2000, is_count=True))
+        counts = [
+            asyncio.create_task(text.do(lambda: order.append("count"), num_chars=2000, is_count=True)) for _ in range(8)
+        ]
+        await asyncio.sleep(0)
+        answer = asyncio.create_task(text.do(lambda: order.append("answer"), num_chars=2000))
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(first, answer, *counts)
+
+    asyncio.run(ask())
+    assert order == ["answer", *["count"] * 8]
+
+
+def test_a_count_whose_time_is_over_before_its_turn_is_told_so_and_others_go_on(
+    text: TextWork, gate: threading.Event
+) -> None:
+    async def ask() -> int:
+        first = asyncio.create_task(text.do(lambda: gate.wait(30), num_chars=2000, is_count=True))
+        await asyncio.sleep(0)
+        deadline = asyncio.get_running_loop().time() + 0.05
+        with pytest.raises(DeadlineError):
+            await text.do(lambda: 1, num_chars=2000, deadline=deadline, is_count=True)
+        gate.set()
+        await first
+        return await asyncio.wait_for(text.do(lambda: 7, num_chars=2000, is_count=True), 10)
+
+    assert asyncio.run(ask()) == 7
+
+
 def test_tenants_take_turns(text: TextWork, gate: threading.Event) -> None:
     order: list[str] = []
 
