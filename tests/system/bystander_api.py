@@ -128,7 +128,7 @@ CASES: dict[str, Case] = {
     ),
     "counted responses": Case("/v1/responses/input_tokens", lambda: spell(input=words(400_000))),
     "tokenized": Case("/tokenize", lambda: spell(prompt=words(500_000), return_token_strs=True)),
-    # Just below the bounds of `octavo.engine.text_work`; "tokenized" is so, too.
+    # Just below the bounds of `octavo.runtime.text_work`; "tokenized" is so, too.
     "tokenized, 450 B": Case("/tokenize", lambda: spell(prompt=words(450))),
     "counted, 400 B": Case("/v1/messages/count_tokens", lambda: spell(model="qwen3", messages=user(words(400)))),
     "tokenized, 1.9 KB": Case("/tokenize", lambda: spell(prompt=words(1_900))),

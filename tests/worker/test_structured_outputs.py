@@ -12,8 +12,9 @@ import jsonschema
 import pytest
 from json_schemas import HARD, generate
 
-from octavo import LLM, RequestError, SamplingParams, StructuredOutputsParams, grammars
-from octavo.grammars import GrammarCompiler, Matcher
+from octavo import LLM, RequestError, SamplingParams, StructuredOutputsParams
+from octavo.structured_output import grammars
+from octavo.structured_output.grammars import GrammarCompiler, Matcher
 
 PROMPTS = ["Once upon a time", "What is 12 + 30?", "The old lighthouse"]
 NAMES = sorted(HARD)
@@ -215,10 +216,10 @@ def test_no_step_does_what_was_prepared(llm, monkeypatch):
     """Of 2,000 names a schema's text takes 4 ms, and the mask of its beginning 20, which each copy would compute."""
     compiler = llm.llm_engine.core.executor.worker.grammars
     found = []
-    monkeypatch.setattr("octavo.grammars.Matcher", lambda matcher, _: found.append(matcher))
+    monkeypatch.setattr("octavo.structured_output.grammars.Matcher", lambda matcher, _: found.append(matcher))
     wanted = StructuredOutputsParams(json={"type": "object", "properties": {f"p{n}": {} for n in range(2000)}})
     compiler.prepare(wanted).result()
-    monkeypatch.setattr("octavo.grammars._structure_text", None)
+    monkeypatch.setattr("octavo.structured_output.grammars._structure_text", None)
     compiler.compile(wanted)
     start = time.thread_time()
     found[0].compute_bitmask()
