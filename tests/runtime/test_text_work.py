@@ -77,22 +77,26 @@ def test_a_few_words_that_are_to_be_answered_are_read_at_once(text: TextWork) ->
     assert counted == [3, 3, 3]
 
 
-def test_what_is_to_be_answered_waits_for_one_count_of_its_size_at_most(text: TextWork, gate: threading.Event) -> None:
-    order: list[str] = []
+def test_of_counts_of_one_size_one_is_under_way_and_no_answer_waits_for_it(
+    text: TextWork, gate: threading.Event
+) -> None:
+    began: list[str] = []
 
-    async def ask() -> None:
-        first = asyncio.create_task(text.do(lambda: gate.wait(30), num_chars=2000, is_count=True))
+    async def ask() -> str:
         counts = [
-            asyncio.create_task(text.do(lambda: order.append("count"), num_chars=2000, is_count=True)) for _ in range(8)
+            asyncio.create_task(text.do(lambda: (began.append("count"), gate.wait(30)), num_chars=2000, is_count=True))
+            for _ in range(8)
         ]
         await asyncio.sleep(0)
-        answer = asyncio.create_task(text.do(lambda: order.append("answer"), num_chars=2000))
-        await asyncio.sleep(0)
+        answer = await asyncio.wait_for(text.do(lambda: "answer", num_chars=2000), 10)
+        assert len(began) <= 1
+        assert len(text._count_turns["short"]._waiting) <= 1
         gate.set()
-        await asyncio.gather(first, answer, *counts)
+        await asyncio.gather(*counts)
+        return answer
 
-    asyncio.run(ask())
-    assert order == ["answer", *["count"] * 8]
+    assert asyncio.run(ask()) == "answer"
+    assert len(began) == 8
 
 
 def test_a_count_whose_time_is_over_before_its_turn_is_told_so_and_others_go_on(

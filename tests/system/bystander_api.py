@@ -244,7 +244,7 @@ def flood(url: str, path: str, body: bytes, is_over: Event, began: Event, told: 
 @contextlib.contextmanager
 def flooded(url: str, path: str, body: bytes) -> Iterator[Counter[int]]:
     """Flood the server meanwhile; the counter has the statuses of the answers that came by then."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     is_over, began, told = context.Event(), context.Event(), context.Queue()
     process = context.Process(target=flood, args=(url, path, body, is_over, began, told), daemon=True)
     process.start()
@@ -280,7 +280,7 @@ def serve_elsewhere(sock: socket.socket) -> None:
 def elsewhere() -> Iterator[str]:
     """Run another server; give its address."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        process = multiprocessing.get_context("spawn").Process(target=serve_elsewhere, args=(sock,), daemon=True)
+        process = multiprocessing.get_context("fork").Process(target=serve_elsewhere, args=(sock,), daemon=True)
         process.start()
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
         process.kill()
@@ -367,11 +367,15 @@ def main() -> int:
     print(
         f"{'kind':33} {'alone':>7} {'own':>7} {'beside':>7} {'ratio':>6} {'own':>7} {'beside':>7}  answers", flush=True
     )
-    with elsewhere() as other:
+    with elsewhere() as other, contextlib.ExitStack() as stack:
+        running: tuple[str, ...] | None = None
         for name in arguments.cases or CASES:
             case = CASES[name]
-            with serve(*model, *options, *case.options, python=arguments.python) as served:
-                told = measure(case, str(served.http.base_url), other, arguments.rounds)
+            if case.options != running:
+                stack.close()
+                served = stack.enter_context(serve(*model, *options, *case.options, python=arguments.python))
+                running = case.options
+            told = measure(case, str(served.http.base_url), other, arguments.rounds)
             if told.ratio > arguments.ratio:
                 broken.append(name)
             print(f"{name:33} {told}{'  BROKEN' if name in broken else ''}", flush=True)

@@ -30,6 +30,7 @@ _AT_ONCE_CHARS = 1 << 9
 _LANES = {"short": 1 << 11, "medium": 1 << 15, "long": 1 << 19, "longest": math.inf}
 _LARGE = 256  # entries, each of which takes a few microseconds to spell
 _BYTES_PER_ENTRY = 128  # of JSON that is read
+_KINDS = "text", "count"  # of threads: for what is to be answered, and for what is only counted
 _LONGEST_S = 30.0  # that one piece of work may take; 8 MB of text take a third of it
 
 
@@ -75,15 +76,19 @@ def progress(num_tokens: int = 0) -> None:
 class TextWork:
     """Does work beside the event loop, in four lanes by its size, each with one thread and fair turns of tenants.
 
-    A few words that are to be answered are read at once, on the event loop itself. Of the texts that are only counted
-    one of each lane is under way at a time, until the event loop has heard of it: whatever else that has to do waits
-    for no more of them.
+    A few words that are to be answered are read at once, on the event loop itself. Texts that are only counted have
+    threads of their own, and one of each lane is under way at a time, until the event loop has heard of it: whatever
+    else that has to do waits for no more of them.
     """
 
     def __init__(self) -> None:
-        self._executors = {name: ThreadPoolExecutor(1, thread_name_prefix=f"octavo-text-{name}") for name in _LANES}
-        self._turns = {name: Turns(executor) for name, executor in self._executors.items()}
+        self._executors: list[ThreadPoolExecutor] = []
+        self._turns, self._count_turns = ({name: self._one_thread(kind, name) for name in _LANES} for kind in _KINDS)
         self._gates = {name: Gate() for name in _LANES}
+
+    def _one_thread(self, kind: str, lane: str) -> Turns:
+        self._executors.append(ThreadPoolExecutor(1, thread_name_prefix=f"octavo-{kind}-{lane}"))
+        return Turns(self._executors[-1])
 
     async def do(
         self,
@@ -110,10 +115,11 @@ class TextWork:
                 if on_read is not None:
                     on_read(under_way.num_tokens)
         lane = next(name for name, most in _LANES.items() if num_chars <= most)
+        turns = self._count_turns[lane] if is_count else self._turns[lane]
         gate = self._gates[lane].turn(tenant) if is_count else contextlib.nullcontext()
         try:
             async with asyncio.timeout_at(None if deadline == math.inf else deadline), gate:
-                return await asyncio.wrap_future(self._turns[lane].submit(tenant, lambda: _run(under_way, work)))
+                return await asyncio.wrap_future(turns.submit(tenant, lambda: _run(under_way, work)))
         except TimeoutError:
             raise DeadlineError(DEADLINE_PASSED) from None
         finally:
@@ -123,7 +129,7 @@ class TextWork:
 
     def shutdown(self) -> None:
         """Take nothing new; the threads end when they have done what waits, as somebody may wait for it."""
-        for executor in self._executors.values():
+        for executor in self._executors:
             executor.shutdown(wait=False)
 
 
