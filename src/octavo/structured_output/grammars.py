@@ -148,8 +148,7 @@ class GrammarCompiler:
         with _told_apart():
             compiled = self._waited_for.get(id(wanted))
             if compiled is None:
-                key = _key(_structure_text(_llguidance(), wanted), wanted)
-                compiled = self._find(key) or _executor().submit(self._compile, wanted).result()
+                compiled = self._find(repr(wanted)) or _executor().submit(self._compile, wanted).result()
             return Matcher(compiled.matcher.deep_copy(), self._vocab_size)
 
     def let_go(self, wanted: int) -> None:
@@ -179,11 +178,11 @@ class GrammarCompiler:
 
     def _compile(self, wanted: StructuredOutputsParams) -> _Compiled:
         with _told_apart():
-            llguidance = _llguidance()
-            structure = _structure_text(llguidance, wanted)
-            key = _key(structure, wanted)
+            key = repr(wanted)
             if known := self._find(key):
                 return known
+            llguidance = _llguidance()
+            structure = _structure_text(llguidance, wanted)
             tokenizer = self._load(llguidance)
             text = whole_grammar(structure, self._start(wanted), wanted.free_from)
             limits = llguidance.LLParserLimits(**_LIMITS)
@@ -276,11 +275,6 @@ def _llguidance() -> Any:
             "structured outputs need llguidance: pip install 'octavo[structured]'", parameter=_PARAMETER
         ) from None
     return llguidance
-
-
-def _key(structure: str, wanted: StructuredOutputsParams) -> str:
-    """Return under what a grammar is known."""
-    return structure if wanted.starts_after is None else repr((structure, wanted.starts_after, wanted.free_from))
 
 
 def _structure_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
