@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -13,6 +12,7 @@ from starlette.responses import Response
 
 from octavo.engine.chat_template import parse_arguments
 from octavo.errors import RequestError
+from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader
 from octavo.server.answers.answering import Job, News, answer, encoder
@@ -149,7 +149,7 @@ async def create_message(service: Service, http_request: Request, request: Messa
         form = AnswerForm.of(style, toolbox, prompt["prompt"])
         applied = await look_at(http_request, lambda: form.applied_to(params))
         job = Job(
-            request_id=f"msg_{uuid.uuid4().hex}",
+            request_id=f"msg_{new_id()}",
             model=model,
             prompts=[prompt],
             params=applied,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import uuid
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -11,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from octavo.engine.embedding import embedding
 from octavo.errors import RequestError
+from octavo.runtime.ids import new_id
 from octavo.sampling_params import SamplingParams
 from octavo.server.access.body import look_at
 from octavo.server.answers.answering import Job, answer_whole
@@ -93,7 +93,7 @@ async def create_embeddings(service: Service, http_request: Request, request: Em
     params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling, detokenize=False)
     with service.enter(http_request, len(prompts), at_least=1) as place:
         job = Job(
-            request_id=f"embd-{uuid.uuid4().hex}",
+            request_id=f"embd-{new_id()}",
             model=model,
             prompts=prompts,
             params=params,

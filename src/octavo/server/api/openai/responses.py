@@ -5,7 +5,6 @@ Nothing is stored: a request brings its whole conversation.
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +12,7 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
 from octavo.errors import RequestError
+from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader
 from octavo.server.answers.answering import Job, News, answer, encoder
@@ -207,7 +207,7 @@ async def create_response(service: Service, http_request: Request, request: Resp
         form = AnswerForm.of(style, toolbox, prompt["prompt"])
         applied = await look_at(http_request, lambda: form.applied_to(params))
         job = Job(
-            request_id=f"resp_{uuid.uuid4().hex}",
+            request_id=f"resp_{new_id()}",
             model=model,
             prompts=[prompt],
             params=applied,
@@ -500,4 +500,4 @@ def _text_kind(item: dict[str, Any]) -> str:
 
 
 def _new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex}"
+    return f"{prefix}_{new_id()}"
