@@ -159,7 +159,7 @@ CASES: dict[str, Case] = {
     "biggest schema": Case(CHAT, lambda: spell(messages=user("a"), max_tokens=1, response_format=BIGGEST_SCHEMA)),
     "biggest schema, 20 tokens": Case(
         CHAT,
-        lambda: spell(messages=user("a"), max_tokens=20, ignore_eos=True, response_format=BIGGEST_SCHEMA),
+        lambda: spell(messages=user("a"), max_tokens=20, response_format=BIGGEST_SCHEMA),
         plain=lambda: spell(messages=user("a"), max_tokens=20, ignore_eos=True),
     ),
     "too large a schema": Case(
