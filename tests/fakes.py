@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.capacity import EngineCapacity
 from octavo.config import CacheConfig, ModelInfo, SchedulerConfig
 from octavo.core.scheduler import Scheduler
+from octavo.engine.chat_template import template_role
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.llm_engine import Engine
@@ -129,7 +130,7 @@ class FakeChatTemplate:
             content = message["content"] or ""
             if not isinstance(content, str):
                 content = "\n".join(part["text"] for part in content)
-            text += f"<{message['role']}>{content}{json.dumps(calls) if calls else ''}\n"
+            text += f"<{template_role(message['role'])}>{content}{json.dumps(calls) if calls else ''}\n"
         return text + "<assistant>" + self._behind if options.get("add_generation_prompt", True) else text
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+_ROLES = {"developer": "system"}  # OpenAI's newer name; templates know the older one
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # Names under which a message carries its reasoning; templates read the first, older ones the others.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -234,6 +235,7 @@ def _read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f"messages[{index}] must be an object with a role", parameter="messages")
         plain = {key: _plain(value) for key, value in message.items() if value is not None or key == "content"}
+        plain["role"] = template_role(message["role"])
         content = plain.get("content")
         if isinstance(content, list):
             plain["content"] = [{"type": "text", "text": _part_text(part, index)} for part in content]
@@ -248,6 +250,11 @@ def _read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
         chat.append(plain)
     return chat
+
+
+def template_role(role: str) -> str:
+    """Return the name under which templates know a role."""
+    return _ROLES.get(role, role)
 
 
 def read_arguments(text: str) -> dict[str, Any]:
