@@ -253,7 +253,7 @@ WITH_JSON = ("json or calls", *JSON_SCHEMAS)
 MODELS = {
     "qwen3": ("json", *WITH_TOOLS),
     "qwen3, markers special": ("json", *WITH_TOOLS),
-    "hermes3": WITH_TOOLS,  # whose template needs tools
+    "hermes3": ("json", *WITH_TOOLS),
     "llama31": ("json", *WITH_TOOLS),
     "llama31 with its tag": WITH_TOOLS,
     "mistral": ("json", *WITH_TOOLS),
