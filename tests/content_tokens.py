@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from octavo.data.model_output import TokenLogprobs
 from octavo.engine.output_processor import OutputProcessor
-from octavo.model_output import TokenLogprobs
 from octavo.outputs import EngineCoreOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams
-from octavo.server.answer_form import AnswerForm, AnswerReader, AnswerStyle
-from octavo.server.content_logprobs import ContentLogprobs
-from octavo.server.token_places import TokenPlaces
-from octavo.server.tools import read_chat_tools
+from octavo.server.answers.answer_form import AnswerForm, AnswerReader, AnswerStyle
+from octavo.server.answers.tools import read_chat_tools
+from octavo.server.api.openai.content_logprobs import ContentLogprobs
+from octavo.server.api.openai.token_places import TokenPlaces
 
 if TYPE_CHECKING:
     import random

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from octavo import gbnf
-from octavo.grammars import GrammarCompiler, Vocabulary
 from octavo.sampling_params import StructuredOutputsParams
+from octavo.structured_output import gbnf
+from octavo.structured_output.grammars import GrammarCompiler, Vocabulary
 
 llguidance = pytest.importorskip("llguidance")
 # llama.cpp's json.gbnf.

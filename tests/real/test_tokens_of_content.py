@@ -10,8 +10,8 @@ from content_tokens import Writer, check_answer
 
 from octavo import ModelConfig
 from octavo.engine.output_processor import OutputProcessor
-from octavo.launch import Checkpoint, make_processors
 from octavo.sampling_params import SamplingParams
+from octavo.startup.launch import Checkpoint, make_processors
 
 MODELS = ["qwen3", "deepseek-r1-distill", "hermes3", "llama31", "phi35", "mistral", "smollm2"]
 NUM_ANSWERS = 200
