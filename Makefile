@@ -67,7 +67,7 @@ test-all: $(DEV_STAMP)
 real: $(DEV_STAMP)
 	$(BIN)/python tools/make_real.py || { [ $$? = 3 ] && [ "$(REQUIRE_REAL)" = 0 ]; }
 	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) OCTAVO_REQUIRE_REAL=$(REQUIRE_REAL) OCTAVO_REAL_SCALE=$(REAL_SCALE) \
-		OCTAVO_REAL_SEED=$(REAL_SEED) $(BIN)/python -m pytest -n $(WORKERS) -m real -ra tests/real
+		OCTAVO_REAL_SEED=$(REAL_SEED) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m real -ra tests/real
 
 simulate: $(DEV_STAMP)
 	cd tests && ../$(BIN)/python -m simulation --steps $(STEPS) --seed $(SEED) --seeds $(SEEDS) --jobs $(JOBS) \

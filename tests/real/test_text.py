@@ -15,7 +15,6 @@ import running
 from real_tokenizers import some_tokens
 
 from octavo import CacheConfig, LLMEngine, ModelConfig, SchedulerConfig
-from octavo.engine.tokenizer import Tokenizer
 
 MODELS = ["qwen3", "qwen3-coder", "deepseek-r1-distill", "hermes3", "llama31", "phi35", "mistral", "gemma3", "smollm2"]
 SERVED = ["phi35", "qwen3", "mistral", "llama31", "hermes3", "smollm2"]
@@ -29,8 +28,8 @@ def bytes_of(tokenizer):
 
 
 @pytest.fixture(params=MODELS)
-def tokenizer(request, real_model):
-    return Tokenizer.from_directory(real_model(request.param))
+def tokenizer(request, real_tokenizer):
+    return real_tokenizer(request.param)
 
 
 def test_streams_of_random_tokens_equal_whole_behind_any_prompt(tokenizer, real_scale):
