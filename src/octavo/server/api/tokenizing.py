@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from msgspec import UNSET
 from pydantic import BaseModel, ConfigDict
@@ -16,6 +16,7 @@ from octavo.server.api.conversation import effort_options, read_messages, templa
 from octavo.server.api.extra_fields import ALIASES, OF_ANSWERS, OF_PROMPTS, As, Off
 from octavo.server.api.openai.replies import Detokenized, Tokenized, TokenizedContent, TokenPiece
 from octavo.server.api.openai.requests import Aliased, TokenIds
+from octavo.server.api.request_types import ChatChoice, ChatMessages, ChatTool, Shown, TokenId, Tools
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +53,7 @@ class TokenizeRequest(Aliased):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Any = None
+    messages: Annotated[Any, Shown(ChatMessages | None)] = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
@@ -60,8 +61,8 @@ class TokenizeRequest(Aliased):
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: Annotated[list[Any], Shown(Tools[ChatTool])] | None = None
+    tool_choice: Annotated[Any, Shown(ChatChoice | None)] = None
     content: str | None = None
     add_special: bool | None = None
     with_pieces: bool | None = None
@@ -75,7 +76,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    tokens: TokenIds
+    tokens: Annotated[TokenIds, Shown(list[TokenId])]
     skip_special_tokens: bool | None = None
 
 
@@ -103,7 +104,7 @@ async def detokenize(service: Service, http_request: Request, request: Detokeniz
 async def _in_thread(service: Service, http_request: Request, work: Callable[[], Struct]) -> Response:
     """Do the work, and spell its result, beside the event loop; it takes a place like any other request."""
     with service.enter(http_request, 1) as place:
-        content = await service.read(http_request, place, lambda: encoder.encode(work()))
+        content = await service.read(http_request, place, lambda: encoder.encode(work()), is_count=True)
     return Response(content, media_type="application/json")
 
 
