@@ -240,7 +240,7 @@ class KVCacheManager:
         if table and request.num_computed_tokens + num_new_tokens <= len(table) * self.block_size:
             return []
         num_tokens = max(request.num_computed_tokens + computed.num_tokens + num_new_tokens, num_reserved_tokens)
-        num_new_blocks = max(self.num_blocks_for(num_tokens) - len(table) - len(computed.blocks), 0)
+        num_new_blocks = self.num_blocks_for(num_tokens) - len(table) - len(computed.blocks)
         num_unheld = sum(block.ref_count == 0 for block in computed.blocks)
         if num_new_blocks + num_unheld > self.pool.num_free_blocks:
             return None
