@@ -327,3 +327,145 @@ def test_swapped_out_is_what_is_computed(num_computed, num_blocks):
     manager.drop_saved("a")
     manager.drop_saved("a")
     assert manager.host.num_free_blocks == 2
+
+
+# --- commit ---------------------------------------------------------------------------------------------------------------
+
+
+def test_each_block_is_told_of_once_and_hangs_on_the_one_before_it():
+    told: list[int] = []
+    manager = KVCacheManager(16, 2, on_cached=told.append)
+    compute(manager, make_request("a", [1, 2, 3, 4, 5]))
+    assert told == [0, 1]
+    longer = make_request("b", [1, 2, 3, 4, 5, 6, 7])
+    table = compute(manager, longer)
+    assert told == [0, 1, table[2]]
+    found = manager.get_computed_blocks(make_request("c", [1, 2, 3, 4, 5, 6, 7]))
+    assert [block.block_id for block in found.blocks] == table[:3]
+
+
+def test_a_block_that_stays_private_is_not_told_of_and_not_remembered():
+    told: list[int] = []
+    manager = KVCacheManager(8, 2, hash_function=weak, on_cached=told.append)
+    compute(manager, make_request("a", [1, 2, 9]))
+    compute(manager, make_request("b", [3, 4, 9]))
+    assert told == [0]
+    salted = make_request("c", [3, 4, 9], cache_salt="s")
+    assert manager.history.why_missed(0, [3, 4], b"other", None, ("salt:s",)).reason == "never seen"
+    assert manager.history.why_missed(0, [1, 2], b"other", None, ("salt:s",)).reason == "other salt"
+    assert manager.get_computed_blocks(salted).num_tokens == 0
+
+
+def test_a_copy_goes_into_the_first_of_the_new_blocks():
+    manager = KVCacheManager(8, 4)
+    table = compute(manager, make_request("a", [1, 2, 3]))
+    again = make_request("b", [1, 2, 3])
+    new = manager.allocate_slots(again, 1, manager.get_computed_blocks(again), num_reserved_tokens=12)
+    assert len(new) == 3
+    assert manager.take_copies().block_copies == [(table[0], new[0])]
+
+
+def test_a_source_that_became_its_copy_is_not_copied():
+    manager = KVCacheManager(2, 4)
+    first = make_request("a", [1, 2, 3, 4])
+    compute(manager, first)
+    manager.free(first)
+    again = make_request("b", [1, 2, 3, 4])
+    found = manager.get_computed_blocks(again)
+    assert found.source is not None
+    manager.pool.take(1)  # the other one
+    assert manager.allocate_slots(again, 1, found) == [0]
+    assert not manager.take_copies()
+
+
+def test_a_source_that_became_another_of_the_new_blocks_is_copied_before_it_is_written():
+    manager = KVCacheManager(2, 4)
+    for name, expected, copies in (("a", [0, 1], []), ("b", [1, 0], [(0, 1)])):
+        request = make_request(name, [1, 2, 3, 4])
+        found = manager.get_computed_blocks(request)
+        assert manager.allocate_slots(request, 4 - found.num_tokens, found, num_reserved_tokens=8) == expected
+        assert manager.take_copies().block_copies == copies
+        request.num_computed_tokens = 4
+        manager.commit(request)
+        manager.free(request)
+
+
+@pytest.mark.parametrize(("cache_decoded_blocks", "is_announced"), [(True, True), (False, False)])
+def test_announced_are_the_blocks_that_will_be_shared(cache_decoded_blocks, is_announced):
+    manager = KVCacheManager(8, 4, cache_decoded_blocks=cache_decoded_blocks)
+    request = make_request("a", [1, 2, 3, 4, 5])
+    request.sequence.token_ids += [6, 7, 8, 9]
+    manager.allocate_slots(request, 9)
+    first = hash_block_tokens(None, [1, 2, 3, 4])
+    assert manager.is_being_computed(first)
+    assert manager.is_being_computed(hash_block_tokens(first, [5, 6, 7, 8])) == is_announced
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_when_the_next_commit_has_anything_to_do(enable_prefix_caching):
+    manager = KVCacheManager(8, 4, enable_prefix_caching=enable_prefix_caching)
+    request = make_request("a", list(range(9)))
+    manager.allocate_slots(request, 20)
+    request.sequence.token_ids += range(50, 60)
+    expected = {4: 0, 8: 0, 9: 12, 11: 12, 12: 16} if enable_prefix_caching else {4: 8, 8: 12, 9: 12, 11: 12, 12: 16}
+    for num_computed, next_commit in expected.items():
+        request.num_computed_tokens = num_computed
+        manager.commit(request)
+        assert request.sequence.next_commit == next_commit
+    manager.release(request)
+    assert request.sequence.next_commit == 0
+    assert manager.num_cached_blocks == (3 if enable_prefix_caching else 0)
+
+
+def test_a_block_that_is_full_by_now_and_those_of_scored_prompts_are_not_offered_as_partly_filled():
+    manager = KVCacheManager(8, 4)
+    request = make_request("a", list(range(6)))
+    request.sequence.token_ids += [50, 51, 52]
+    compute(manager, request, 8)
+    assert manager.num_tracked_requests == 1
+    assert manager.get_computed_blocks(make_request("b", list(range(6)))).source is None
+    scored = Request("c", [7, 8, 9], SamplingParams(prompt_logprobs=1))
+    compute(manager, scored)
+    assert manager.num_tracked_requests == 3  # and none of them for a part of a block
+    assert manager.get_computed_blocks(make_request("d", [7, 8, 9])).source is None
+
+
+def test_a_partly_filled_block_is_offered_while_it_has_room():
+    manager = KVCacheManager(8, 4)
+    request = make_request("a", list(range(5)) + [5])
+    request.sequence.token_ids += [50, 51, 52]
+    table = compute(manager, request, 7)
+    assert manager.num_tracked_requests == 2
+    assert manager.get_computed_blocks(make_request("b", list(range(6)))).source is manager.pool.blocks[table[1]]
+    manager.release(request)
+    assert manager.num_tracked_requests == 2  # the requests themselves: they may come back
+    assert manager.get_computed_blocks(make_request("b", list(range(6)))).source is None
+
+
+def test_what_comes_back_commits_its_blocks_anew():
+    manager = KVCacheManager(8, 4)
+    request = make_request("a", list(range(12)))
+    compute(manager, request, 9)
+    manager.release(request)
+    request.num_computed_tokens = 0
+    assert manager.reset_prefix_cache()
+    table = compute(manager, request)
+    assert manager.num_cached_blocks == 3
+    assert [block.block_id for block in manager.get_computed_blocks(make_request("b", list(range(13)))).blocks] == table
+
+
+def test_what_is_released_unfinished_is_no_longer_being_computed():
+    manager = KVCacheManager(8, 4)
+    first, second = make_request("a", list(range(12))), make_request("b", list(range(12)))
+    names = [hash_block_tokens(None, [0, 1, 2, 3])]
+    names.append(hash_block_tokens(names[0], [4, 5, 6, 7]))
+    manager.allocate_slots(first, 12)
+    manager.allocate_slots(second, 12)
+    first.num_computed_tokens = 4
+    manager.commit(first)
+    assert [manager.is_being_computed(name) for name in names] == [False, True]
+    manager.release(second)
+    assert [manager.is_being_computed(name) for name in names] == [False, True]  # the first one computes it
+    manager.release(first)
+    assert [manager.is_being_computed(name) for name in names] == [False, False]
+    manager.release(make_request("unknown", [1]))

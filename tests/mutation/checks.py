@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mutation.mutator import Module
 
 TESTS = Path(__file__).resolve().parents[1]
-NUM_WORLDS, WORLD_STEPS = 40, 60
+WORLD_STEPS = 60
 _OPTIONS = ("-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-s", "-o", "addopts=")
 
 
@@ -46,28 +46,29 @@ class Reach:
 class _Session:
     """A plugin of pytest that hands over the collected tests instead of running them."""
 
-    def __init__(self, use: Callable[[list[Check]], None]) -> None:
+    def __init__(self, use: Callable[[list[Check]], None], num_worlds: int) -> None:
         self._use = use
+        self._num_worlds = num_worlds
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Hand over tests and worlds."""
         tests = [Check(item.nodeid, lambda item=item: _passes(item)) for item in session.items]
-        self._use([*tests, *_worlds()])
+        self._use([*tests, *_worlds(self._num_worlds)])
         return True
 
 
-def with_checks(use: Callable[[list[Check]], None]) -> bool:
-    """Import the core and its tests, and call `use` with all checks; False where they cannot be imported."""
-    options = [*_OPTIONS, f"--confcutdir={TESTS / 'core'}", "-m", "not slow and not performance", str(TESTS / "core")]
-    return pytest.main(options, plugins=[_Session(use)]) == pytest.ExitCode.OK
+def with_checks(folder: Path, num_worlds: int, use: Callable[[list[Check]], None]) -> bool:
+    """Import the tests of a folder, and call `use` with them and some worlds; False where they cannot be imported."""
+    options = [*_OPTIONS, f"--confcutdir={folder}", "-m", "not slow and not performance", str(folder)]
+    return pytest.main(options, plugins=[_Session(use, num_worlds)]) == pytest.ExitCode.OK
 
 
 def _passes(item: pytest.Item) -> bool:
     return not any(report.failed for report in runtestprotocol(item, log=False, nextitem=None))
 
 
-def _worlds() -> list[Check]:
+def _worlds(count: int) -> list[Check]:
     from simulation.world import SimulationError, draw_config, run_world
 
     def passes(name: str) -> bool:
@@ -77,7 +78,7 @@ def _worlds() -> list[Check]:
             return False
         return True
 
-    names = [f"world {index}" for index in range(NUM_WORLDS)]
+    names = [f"world {index}" for index in range(count)]
     return [Check(name, lambda name=name: passes(name)) for name in names]
 
 

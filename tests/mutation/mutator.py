@@ -2,7 +2,8 @@
 
 Statements are removed, conditions negated, operands dropped, operators swapped, numbers and bounds moved by one. The
 same source gives the same mutants in the same order. Not changed: annotations, decorators, imports, strings, `del` of
-names (a note to the linter), and an assertion is negated but not removed: it guards against bugs that are not there.
+names (a note to the linter), and what guards against bugs that are not there: an assertion is negated but not removed,
+and `strict` of zip stays.
 """
 
 from __future__ import annotations
@@ -160,6 +161,8 @@ class Module:
             yield from self._of_place(Place(node, "op"), statement, function, _swaps(node.op))
         for field, value in ast.iter_fields(node):
             if field in _UNTOUCHED or (node is statement and field in _BLOCKS):
+                continue
+            if isinstance(node, ast.keyword) and node.arg == "strict":
                 continue
             for index, child in enumerate(value if isinstance(value, list) else [value]):
                 if not isinstance(child, ast.AST):

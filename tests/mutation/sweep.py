@@ -14,12 +14,14 @@ import tempfile
 import traceback
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
-from mutation.checks import Check, Reach, reach_of, with_checks
+from mutation.checks import TESTS, Check, Reach, reach_of, with_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from mutation.mutator import Module, Mutant
 
@@ -37,17 +39,23 @@ class Verdict:
 
 
 class Sweep:
-    """Judges on `jobs` processes. tell: is told of each verdict as it comes; may_go_on: asked before each mutant."""
+    """Judges by the tests in `folder` and `num_worlds` worlds, on `jobs` processes.
+
+    tell: is told of each verdict as it comes; may_go_on: asked before each mutant.
+    """
 
     def __init__(
         self,
         modules: list[Module],
         *,
+        folder: Path = TESTS / "core",
+        num_worlds: int = 100,
         jobs: int = 1,
         tell: Callable[[Verdict], None] = lambda _verdict: None,
         may_go_on: Callable[[], bool] = lambda: True,
     ) -> None:
         self._modules = modules
+        self._with_checks = partial(with_checks, folder, num_worlds)
         self._jobs = jobs
         self._tell = tell
         self._may_go_on = may_go_on
@@ -59,7 +67,7 @@ class Sweep:
         verdicts: list[Verdict] = []
         self._reach = self._measured()
         verdicts += self._judged([each for each in mutants if not each.function], self._try_imported)
-        with_checks(
+        self._with_checks(
             lambda checks: verdicts.extend(
                 self._judged([each for each in mutants if each.function], lambda each: self._try_patched(each, checks))
             )
@@ -71,7 +79,7 @@ class Sweep:
 
         def measure(_: object) -> object:
             found: dict[str, Any] = {}
-            with_checks(lambda checks: found.update({each.name: reach_of(each, self._modules) for each in checks}))
+            self._with_checks(lambda checks: found.update({each.name: reach_of(each, self._modules) for each in checks}))
             return [(name, reach.seconds, [*map(sorted, reach.lines.values())]) for name, reach in found.items()]
 
         [(_, said)] = _in_children([None], 1, measure)
@@ -96,7 +104,7 @@ class Sweep:
         sys.meta_path.insert(0, _MutantFinder(mutant))
         signal.setitimer(signal.ITIMER_VIRTUAL, IMPORT_S)
         answers: list[object] = []
-        with_checks(lambda checks: answers.append(self._try(mutant, checks)))
+        self._with_checks(lambda checks: answers.append(self._try(mutant, checks)))
         return answers[0] if answers else ("import", 0)
 
     def _try(self, mutant: Mutant, checks: list[Check]) -> tuple[str | None, int]:

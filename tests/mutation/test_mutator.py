@@ -124,8 +124,38 @@ def test_each_equivalent_mutant_is_one_and_has_a_reason():
     assert all(len(reason) > 20 for reason in known.values())
 
 
-def test_a_sweep_tells_the_killed_from_the_living():
-    command = [sys.executable, "-m", "mutation", "stop.py", "--share", "0.5", "--seed", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=TESTS, env={**os.environ})
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "| all | 10 | 10 | 0 | 0 | 100.0 |" in done.stdout
+WEAK_TEST = """
+from octavo.core.block_pool import HostBlockPool
+
+def test_take():
+    pool = HostBlockPool(3)
+    assert pool.take(2) == [0, 1]
+    pool.release([0])
+    assert pool.take(9) is None
+"""
+SWEEP = """
+import sys
+from pathlib import Path
+from mutation.mutator import modules_of
+from mutation.sweep import Sweep
+
+modules = [each for each in modules_of("octavo.core") if each.name == "octavo.core.block_pool"]
+mutants = [each for each in modules[0].mutants() if each.function.startswith("HostBlockPool") or not each.function]
+for verdict in Sweep(modules, folder=Path(sys.argv[1]), num_worlds=0).judge(mutants):
+    print(verdict.killed_by, "|", verdict.num_checks, "|", verdict.mutant.function, "|", verdict.mutant.after)
+"""
+
+
+def test_a_sweep_tells_the_killed_from_the_living(tmp_path):
+    (tmp_path / "test_weak.py").write_text(WEAK_TEST)
+    command = [sys.executable, "-c", SWEEP, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=TESTS.parent, env=environment)
+    assert done.returncode == 0, done.stderr
+    outcomes = {}
+    for line in done.stdout.splitlines():
+        killed_by, num_checks, function, after = line.split(" | ")
+        outcomes[function, after] = (killed_by.rpartition("::")[2], int(num_checks))
+    assert outcomes["HostBlockPool.take", "if count <= len(self._free):"] == ("test_take", 1)
+    assert outcomes["HostBlockPool.take", "if count >= len(self._free):"] == ("None", 1)  # lives
+    assert outcomes["HostBlockPool.free_block_ids", "pass"] == ("None", 0)  # is not reached

@@ -319,7 +319,7 @@ class KVCacheManager:
             block = self.pool.blocks[sequence.block_table[index]]
             tokens = tuple(sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])
             canonical = self.pool.register(block, hashes[index], tokens, chain.link, chain.extra_keys)
-            if canonical is block and block.hash is not None:
+            if block.hash is not None:  # it stands for this content now
                 self.history.add(index, tokens, hashes[index], hashes[index - 1] if index else None, chain.extra_keys)
                 self._on_cached(block.block_id)
             if self._computing.get(hashes[index]) == request.request_id:
