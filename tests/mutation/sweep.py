@@ -65,13 +65,15 @@ class Sweep:
     def judge(self, mutants: Sequence[Mutant]) -> list[Verdict]:
         """Judge them all: first those that need an import of their own, then those of functions."""
         verdicts: list[Verdict] = []
+
+        def judge_functions(checks: list[Check]) -> None:
+            chosen = [mutant for mutant in mutants if mutant.function]
+            verdicts.extend(self._judged(chosen, lambda mutant: self._try_patched(mutant, checks)))
+
         self._reach = self._measured()
-        verdicts += self._judged([each for each in mutants if not each.function], self._try_imported)
-        self._with_checks(
-            lambda checks: verdicts.extend(
-                self._judged([each for each in mutants if each.function], lambda each: self._try_patched(each, checks))
-            )
-        )
+        verdicts += self._judged([mutant for mutant in mutants if not mutant.function], self._try_imported)
+        if not self._with_checks(judge_functions):
+            raise RuntimeError("the sweep broke off")
         return verdicts
 
     def _measured(self) -> dict[str, Reach]:
