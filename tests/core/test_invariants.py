@@ -261,7 +261,7 @@ def test_a_request_in_no_place_or_in_two(core, place):
         scheduler.room._parked["again"] = type("Parked", (), {"request": request})()
         scheduler.room.num_tokens += request.num_tokens
     else:
-        scheduler.loads._loads[77] = scheduler.loads._loads[0]
+        scheduler.transfers._loads[77] = scheduler.transfers._loads[0]
         scheduler.config = scheduler.config.__class__(max_num_seqs=8)
     assert breaches(core) == [(12, ())]
     if place == "waiting":
@@ -271,7 +271,7 @@ def test_a_request_in_no_place_or_in_two(core, place):
     elif place == "running":
         scheduler.running.clear()
     else:
-        scheduler.loads._loads.clear()
+        scheduler.transfers._loads.clear()
     assert (12, ()) in breaches(core)
 
 
@@ -280,7 +280,7 @@ def test_a_request_in_no_place_or_in_two(core, place):
 
 def test_no_more_run_and_load_than_there_are_seats(core):
     scheduler = core.scheduler
-    assert len(scheduler.running) + len(scheduler.loads) == scheduler.config.max_num_seqs
+    assert len(scheduler.running) + len(scheduler.transfers) == scheduler.config.max_num_seqs
     scheduler.config = scheduler.config.__class__(max_num_seqs=1)
     [breach] = invariants.check(scheduler)
     assert breach.invariant == 13
@@ -333,7 +333,7 @@ def test_nothing_is_held_by_nobody(make_core):
 
 def test_nothing_is_kept_of_who_is_gone(make_core):
     core = make_core(num_blocks=4)
-    core.scheduler._num_sent_tokens["gone"] = 3
+    core.scheduler._builder._num_sent_tokens["gone"] = 3
     assert breaches(core) == [(18, ())]
     core.add("a", 5)
     core.step()
@@ -346,7 +346,7 @@ def test_blocks_of_a_transfer_may_be_held_when_nobody_is_there(make_core):
     blocks = manager.pool.take(1)
     manager.pin(7, [blocks[0].block_id])
     manager.pool.release(blocks)
-    core.scheduler._num_sent_tokens["gone"] = 3
+    core.scheduler._builder._num_sent_tokens["gone"] = 3
     assert breaches(core) == []
     manager.unpin(7)
     assert breaches(core) == [(18, ())]

@@ -6,6 +6,7 @@ import pytest
 
 from octavo.core.request_queue import FCFSRequestQueue
 from octavo.core.waiting_room import WaitingRoom
+from octavo.errors import QueueFullError
 from octavo.request import Request
 from octavo.sampling_params import SamplingParams
 
@@ -71,3 +72,16 @@ def test_nobody_waits_longer_than_16_steps_and_only_once(room):
     room.forget(request)
     assert room.num_records == 0
     assert room.may_park(request)
+
+
+def test_the_queue_has_a_limit_of_requests_and_of_tokens(room):
+    add(room, "a", 3)
+    room.park(b"x", 0)
+    add(room, "b", 4)  # 2 requests, 7 tokens
+    newcomer = Request("c", [1] * 5, SamplingParams())
+    room.check_limits(newcomer, None, None)
+    room.check_limits(newcomer, 3, 12)
+    with pytest.raises(QueueFullError, match=r"2 requests wait already \(max_num_waiting\)"):
+        room.check_limits(newcomer, 2, None)
+    with pytest.raises(QueueFullError, match=r"7 tokens wait .* has 5; the limit is 11 \(max_num_waiting_tokens\)"):
+        room.check_limits(newcomer, 3, 11)
