@@ -60,7 +60,7 @@ def table_of(core, name):
     return request_of(core, name).sequence.block_table
 
 
-# --- 1, 2, 5: blocks ------------------------------------------------------------------------------------------------------
+# --- 1, 2, 5: blocks --------------------------------------------------------------------------------------------------
 
 
 def test_a_block_in_two_places(core):
@@ -130,7 +130,7 @@ def test_a_findable_block_that_is_not_full(core, token_ids):
     assert breaches(core) == [(5, (block.block_id,))]
 
 
-# --- 3, 4: block tables ---------------------------------------------------------------------------------------------------
+# --- 3, 4: block tables -----------------------------------------------------------------------------------------------
 
 
 def test_a_table_is_as_long_as_what_is_computed_needs(core):
@@ -184,7 +184,7 @@ def test_what_is_still_to_be_written_is_held_once_and_by_its_transfer(core):
     assert breaches(core) == [(2, (table[1],)), (4, (table[1],))]
 
 
-# --- 1, 10: host memory ---------------------------------------------------------------------------------------------------
+# --- 1, 10: host memory -----------------------------------------------------------------------------------------------
 
 
 def test_a_host_block_in_no_place_or_in_two(core):
@@ -203,7 +203,7 @@ def test_kv_in_host_memory_is_of_the_preempted(core):
     assert breaches(core) == [(10, ())]
 
 
-# --- 9 to 12: requests ----------------------------------------------------------------------------------------------------
+# --- 9 to 12: requests ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_a_request_in_no_place_or_in_two(core, place):
     assert (12, ()) in breaches(core)
 
 
-# --- 13, 14: limits -------------------------------------------------------------------------------------------------------
+# --- 13, 14: limits ---------------------------------------------------------------------------------------------------
 
 
 def test_no_more_run_and_load_than_there_are_seats(core):
@@ -316,7 +316,7 @@ def test_who_waits_can_fit(core):
         assert breaches(core) == expected
 
 
-# --- 18: idle -------------------------------------------------------------------------------------------------------------
+# --- 18: idle ---------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_held_by_nobody(make_core):

@@ -178,7 +178,7 @@ def test_more_is_copied_than_was_saved():
     assert found.source is not None
 
 
-# --- who waits for what, and why nothing was found ------------------------------------------------------------------------
+# --- who waits for what, and why nothing was found --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("other", [[9, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 9]])
@@ -233,7 +233,7 @@ def test_why_the_first_block_was_missed():
     assert manager.why_missed(copied, manager.get_computed_blocks(copied)) is None
 
 
-# --- tables ---------------------------------------------------------------------------------------------------------------
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def test_blocks_are_added_only_where_the_table_ends():
@@ -329,7 +329,7 @@ def test_swapped_out_is_what_is_computed(num_computed, num_blocks):
     assert manager.host.num_free_blocks == 2
 
 
-# --- commit ---------------------------------------------------------------------------------------------------------------
+# --- commit -----------------------------------------------------------------------------------------------------------
 
 
 def test_each_block_is_told_of_once_and_hangs_on_the_one_before_it():
@@ -432,7 +432,7 @@ def test_a_block_that_is_full_by_now_and_those_of_scored_prompts_are_not_offered
 
 def test_a_partly_filled_block_is_offered_while_it_has_room():
     manager = KVCacheManager(8, 4)
-    request = make_request("a", list(range(5)) + [5])
+    request = make_request("a", list(range(6)))
     request.sequence.token_ids += [50, 51, 52]
     table = compute(manager, request, 7)
     assert manager.num_tracked_requests == 2

@@ -60,7 +60,9 @@ def test_whether_there_is_a_store(made):
     assert KVTransfers(NullConnector(), made.manager, 5.0, made.emitter).has_store is False
 
 
-@pytest.mark.parametrize(("offered", "num_computed", "expected"), [(8, 0, 8), (99, 0, 11), (99, 4, 7), (0, 4, 0), (3, 11, 0), (3, 12, 0)])
+@pytest.mark.parametrize(
+    ("offered", "num_computed", "expected"), [(8, 0, 8), (99, 0, 11), (99, 4, 7), (0, 4, 0), (3, 11, 0), (3, 12, 0)]
+)
 def test_a_token_is_always_left_to_compute(made, offered, num_computed, expected):
     made.store.num_tokens = offered
     request = Request("a", list(range(12)), SamplingParams())

@@ -67,7 +67,7 @@ def test_deadlines_expire_in_order_and_only_of_the_request_they_were_given(make_
     deadlines = {f"r{index}": float(rng.randrange(1000)) for index in range(200)}
     for name, deadline in deadlines.items():
         core.add(name, 3, deadline=deadline)
-    for index in range(0, 140):
+    for index in range(140):
         core.scheduler.abort_request(f"r{index}")
     core.add("r0", 3, deadline=5000.0)  # the id again, of another request
     left = sorted((deadlines[f"r{index}"], index) for index in range(140, 200))

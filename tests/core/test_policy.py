@@ -223,6 +223,10 @@ def test_beside_answers_the_budget_is_theirs_and_the_limit(limit, names, expecte
     assert fill(MixedBatching(limit), running, Filler()).whole_budget == expected
 
 
+def test_without_a_least_number_prompts_begin_with_none():
+    assert MixedBatching(9, step_s=1.0).prefill_limit == 0
+
+
 def test_drafts_are_part_of_an_answer():
     request = decoding("a")
     request.spec_token_ids = [1, 2, 3]

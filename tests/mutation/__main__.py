@@ -1,6 +1,6 @@
-"""Judge mutants of the core and print those that live, then a table. Exit 1 when one lives that is not known to be equivalent.
+"""Judge mutants of the core and print those that live, then a table.
 
-Known are those of equivalent.toml. An entry there that is no mutant, or that a test sees, is an error as well.
+Exit 1 when one lives that is not listed in equivalent.toml, or when an entry there is no mutant or is seen by a test.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def main() -> int:
         return report.exit_code
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     start = time.monotonic()
-    Sweep(
-        modules, jobs=args.jobs, tell=report.add, may_go_on=lambda: time.monotonic() - start < args.limit_s
-    ).judge(chosen)
+    Sweep(modules, jobs=args.jobs, tell=report.add, may_go_on=lambda: time.monotonic() - start < args.limit_s).judge(
+        chosen
+    )
     report.print_table(len(chosen), time.monotonic() - start)
     return report.exit_code
 
@@ -108,7 +108,9 @@ class Report:
         print("| file | mutants | killed | equivalent | alive | killed, % |\n|---|---|---|---|---|---|")
         for file in sorted({file for file, _ in self._counts}):
             print(self._row(file, [self._counts[file, outcome] for outcome in ("killed", "equivalent", "alive")]))
-        outcomes = [sum(n for (_, o), n in self._counts.items() if o == each) for each in ("killed", "equivalent", "alive")]
+        outcomes = [
+            sum(n for (_, o), n in self._counts.items() if o == each) for each in ("killed", "equivalent", "alive")
+        ]
         print(self._row("all", outcomes))
         print(f"{sum(outcomes)} of {num_chosen} judged in {seconds:.0f} s")
 

@@ -12,11 +12,12 @@ import ast
 import copy
 import importlib
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from types import CodeType
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -92,25 +93,26 @@ class Mutant:
 
     def compiled(self) -> CodeType:
         """Compile the whole module with it."""
+        return self._compiled(self.module.tree)
+
+    def _compiled(self, tree: ast.Module) -> CodeType:
         present = self.place.put(self.node)
         try:
-            return compile(ast.fix_missing_locations(self.module.tree), str(self.module.path), "exec")
+            return compile(ast.fix_missing_locations(tree), str(self.module.path), "exec", annotations.compiler_flag)
         finally:
             self.place.put(present)
 
     def function_object(self) -> Any:
         """Return the function in this process, where its module is imported."""
-        found: Any = importlib.import_module(self.module.name)
-        for name in self.function.split("."):
-            found = vars(found)[name]
-        return getattr(found, "fget", None) or getattr(found, "__func__", found)
+        return _function_in(vars(importlib.import_module(self.module.name)), self.function)
 
     def patch(self) -> None:
         """Change the function in this process."""
-        present = self.place.put(self.node)
-        tree = ast.fix_missing_locations(_alone(self.module.tree, self.function))
-        [self.function_object().__code__] = _codes_named(compile(tree, str(self.module.path), "exec"), self.function)
-        self.place.put(present)
+        names = dict(vars(importlib.import_module(self.module.name)))
+        exec(self._compiled(_alone(self.module.tree, self.function)), names)
+        function, mutated = self.function_object(), _function_in(names, self.function)
+        function.__code__ = mutated.__code__
+        function.__defaults__, function.__kwdefaults__ = mutated.__defaults__, mutated.__kwdefaults__
 
     @property
     def title(self) -> str:
@@ -137,18 +139,18 @@ class Module:
         for index, statement in enumerate(getattr(parent, field)):
             if isinstance(statement, ast.Import | ast.ImportFrom) or _is_for_types_only(statement):
                 continue
-            if function:
+            is_end = isinstance(parent, ast.FunctionDef) and statement is parent.body[-1]
+            if function and not (is_end and _returns_none(statement)):
                 yield from self._of_removal(statement, Place(parent, field, index), function)
-            yield from self._of_expressions(statement, statement, function)
-            inner = prefix
+            inner, holder = prefix, function
             if isinstance(statement, ast.ClassDef | ast.FunctionDef):
                 inner = f"{prefix}.{statement.name}" if prefix else statement.name
+            if holds_functions and isinstance(statement, ast.FunctionDef):
+                holder = inner
+            yield from self._of_expressions(statement, statement, holder)
             is_class = isinstance(statement, ast.ClassDef)
-            is_outermost = holds_functions and isinstance(statement, ast.FunctionDef)
             for name in sorted(_BLOCKS & set(statement._fields), key=statement._fields.index):
-                yield from self._of_block(
-                    statement, name, inner, inner if is_outermost else function, holds_functions=is_class
-                )
+                yield from self._of_block(statement, name, inner, holder, holds_functions=is_class)
 
     def _of_removal(self, statement: ast.stmt, place: Place, function: str) -> Iterator[Mutant]:
         if not isinstance(statement, _REMOVED) or _is_without_effect(statement):
@@ -169,9 +171,7 @@ class Module:
                     continue
                 place = Place(node, field, index if isinstance(value, list) else None)
                 if isinstance(child, ast.expr):
-                    is_condition = field in {"test", "ifs"}
-                    is_bound = field in {"lower", "upper"} or (field == "args" and _is_call_of(node, "range"))
-                    nodes = _variants(child, is_condition=is_condition, is_bound=is_bound)
+                    nodes = chain(_variants_there(child, node, field), _variants(child))
                     yield from self._of_place(place, statement, function, nodes)
                 yield from self._of_expressions(child, statement, function)
 
@@ -183,40 +183,44 @@ class Module:
             yield self._mutant(statement, function, place, node, after)
 
     def _mutant(self, statement: ast.stmt, function: str, place: Place, node: Any, after: str) -> Mutant:
-        body = getattr(statement, "body", None)
-        end = body[0].lineno if body else (statement.end_lineno or statement.lineno) + 1
-        lines = range(statement.lineno, max(end, statement.lineno + 1))
+        end = (statement.end_lineno or statement.lineno) + 1
+        if isinstance(statement, ast.If | ast.While | ast.For | ast.With):
+            end = max(statement.body[0].lineno, statement.lineno + 1)
+        lines = range(statement.lineno, end)  # of a function, whose defaults change, all of them
         return Mutant(self, function, lines, _header(statement), after, place, node)
 
 
-def _variants(node: ast.expr, *, is_condition: bool, is_bound: bool) -> Iterator[ast.expr]:
-    """Yield what an expression may become."""
-    if isinstance(node, ast.Compare):
-        for index, op in enumerate(node.ops):
-            for swapped in _swaps(op):
-                yield ast.Compare(node.left, [*node.ops[:index], swapped, *node.ops[index + 1 :]], node.comparators)
-    elif is_condition and not _is_not(node):
-        yield ast.UnaryOp(ast.Not(), node)
+def _variants(node: ast.expr) -> Iterator[ast.expr]:
+    """Yield what an expression may become, wherever it stands."""
     match node:
+        case ast.Compare(left, ops, comparators):
+            for index, op in enumerate(ops):
+                for swapped in _swaps(op):
+                    yield ast.Compare(left, [*ops[:index], swapped, *ops[index + 1 :]], comparators)
+        case ast.BinOp(left, op, right):
+            yield from (ast.BinOp(left, swapped, right) for swapped in _swaps(op))
+        case ast.UnaryOp(ast.Not() | ast.USub(), operand):
+            yield operand
+        case ast.Constant(bool(value)):
+            yield ast.Constant(not value)
+        case ast.Constant(int() | float() as value):
+            yield from (ast.Constant(value + 1), ast.Constant(value - 1))
+        case ast.IfExp(_, body, orelse):
+            yield from (body, orelse)
+        case ast.Call(ast.Name(name), args, keywords) if name in _CALLS:
+            yield ast.Call(ast.Name(_CALLS[name], ast.Load()), args, [] if name == "sorted" else keywords)
         case ast.BoolOp(op, values):
             yield from (ast.BoolOp(swapped, values) for swapped in _swaps(op))
             for index in range(len(values)):
                 rest = values[:index] + values[index + 1 :]
                 yield rest[0] if len(rest) == 1 else ast.BoolOp(op, rest)
-        case ast.UnaryOp(ast.Not() | ast.USub(), operand):
-            yield operand
-        case ast.BinOp(left, op, right):
-            yield from (ast.BinOp(left, swapped, right) for swapped in _swaps(op))
-        case ast.Constant(bool(value)):
-            yield ast.Constant(not value)
-        case ast.Constant(int() | float() as value):
-            yield from (ast.Constant(value + 1), ast.Constant(value - 1))
-        case ast.Call(ast.Name(name), args, keywords) if name in _CALLS and not (name in {"sorted"} and keywords):
-            yield ast.Call(ast.Name(_CALLS[name], ast.Load()), args, keywords)
-        case ast.Call(ast.Name("sorted"), [first], _):
-            yield ast.Call(ast.Name("list", ast.Load()), [first], [])
-        case ast.IfExp(_, body, orelse):
-            yield from (body, orelse)
+
+
+def _variants_there(node: ast.expr, parent: ast.AST, field: str) -> Iterator[ast.expr]:
+    """Yield what an expression may become because of where it stands: as a condition, or as a bound."""
+    if field in {"test", "ifs"} and not isinstance(node, ast.Compare) and not _is_not(node):
+        yield ast.UnaryOp(ast.Not(), node)
+    is_bound = field in {"lower", "upper"} or (field == "args" and _is_call_of(parent, "range"))
     if is_bound and not isinstance(node, ast.Constant | ast.Starred):
         yield ast.BinOp(node, ast.Add(), ast.Constant(1))
 
@@ -235,6 +239,10 @@ def _is_call_of(node: ast.AST, name: str) -> bool:
 
 def _is_for_types_only(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING"
+
+
+def _returns_none(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Return) and ast.unparse(statement) in {"return", "return None"}
 
 
 def _is_without_effect(statement: ast.stmt) -> bool:
@@ -263,7 +271,7 @@ def _header(statement: ast.stmt) -> str:
 
 
 def _alone(tree: ast.Module, qualified_name: str) -> ast.Module:
-    """Return a module that has one function only, in its class: it compiles to the same code, and sooner."""
+    """Return a module that has one function only, in its class: it compiles sooner, and to the same code."""
     *classes, name = qualified_name.split(".")
     nodes = [tree]
     for each in (*classes, name):
@@ -276,12 +284,12 @@ def _alone(tree: ast.Module, qualified_name: str) -> ast.Module:
     return ast.Module([inner], [])
 
 
-def _codes_named(code: CodeType, qualified_name: str) -> Iterator[CodeType]:
-    for constant in code.co_consts:
-        if hasattr(constant, "co_qualname"):
-            if constant.co_qualname == qualified_name:
-                yield constant
-            yield from _codes_named(constant, qualified_name)
+def _function_in(names: Mapping[str, Any], qualified_name: str) -> Any:
+    first, *rest = qualified_name.split(".")
+    found = names[first]
+    for name in rest:
+        found = vars(found)[name]
+    return getattr(found, "fget", None) or getattr(found, "__func__", found)
 
 
 def modules_of(package: str) -> list[Module]:

@@ -81,7 +81,9 @@ class Sweep:
 
         def measure(_: object) -> object:
             found: dict[str, Any] = {}
-            self._with_checks(lambda checks: found.update({each.name: reach_of(each, self._modules) for each in checks}))
+            self._with_checks(
+                lambda checks: found.update({each.name: reach_of(each, self._modules) for each in checks})
+            )
             return [(name, reach.seconds, [*map(sorted, reach.lines.values())]) for name, reach in found.items()]
 
         [(_, said)] = _in_children([None], 1, measure)
@@ -157,7 +159,7 @@ def _in_children(items: Iterable[Any], jobs: int, act: Callable[[Any], object]) 
             if item is rest:
                 is_more = False
                 break
-            file = tempfile.TemporaryFile()
+            file = tempfile.TemporaryFile()  # noqa: SIM115  closed once it is read
             pid = os.fork()
             if not pid:
                 _say(act, item, file)

@@ -43,6 +43,7 @@ def body(*lines):
         ("return sorted(a, key=b)", ["pass", "return list(a)"]),
         ("a.x += b", ["pass", "a.x -= b"]),
         ("assert a", ["assert not a"]),
+        ("return None", []),
         ("del a", []),
         ("del a[b]", ["pass"]),
         ("x: int", []),
@@ -74,16 +75,17 @@ def test_types_imports_and_decorators_are_left_alone():
 
 
 def test_only_what_runs_when_a_module_is_imported_needs_an_import():
-    found = Module(NAME, "N = 1\nclass A:\n    n = 2\n    def f(self, a=3):\n        def g():\n            return 4\n").mutants()
-    assert [each.function for each in found] == [""] * 6 + ["A.f"] * 3
-    assert [each.lines for each in found][-1] == range(6, 7)
+    source = "N = 1\nclass A:\n    n = 2\n    def f(self, a=3):\n        def g():\n            return 4\n"
+    found = Module(NAME, source).mutants()
+    assert [each.function for each in found] == [""] * 4 + ["A.f"] * 5
+    assert [found[4].lines, found[-1].lines] == [range(4, 7), range(6, 7)]
 
 
 def test_a_function_of_the_core_is_patched(monkeypatch):
     from octavo.core.block_pool import HostBlockPool
 
     function = HostBlockPool.take
-    monkeypatch.setattr(function, "__code__", function.__code__)  # restored behind the test
+    monkeypatch.setattr(function, "__code__", function.__code__)  # put back behind the test
     [module] = [each for each in modules_of("octavo.core") if each.name == "octavo.core.block_pool"]
     [mutant] = [
         each

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from mutation.mutator import Module
+
 from simulation import exhaustive
 from simulation.campaign import Run, RunFile, run_seed
 from simulation.shrink import shrink
@@ -80,6 +80,16 @@ FAULTS = [
 ]  # fmt: skip
 
 
+def fails(name):
+    """Run a world of short prompts and of blocks that have one of two names."""
+    config = replace(draw_config(random.Random(name), 100), block_size=7, hash_bits=1, short_prompt_rate=0.7)
+    try:
+        run_world(name, config)
+    except SimulationError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize(("module", "function", "before", "after"), FAULTS, ids=lambda text: text[:20])
 def test_worlds_see_a_fault_without_any_unit_test(monkeypatch, module, function, before, after):
     mutants = Module(f"octavo.core.{module}").mutants()
@@ -87,10 +97,7 @@ def test_worlds_see_a_fault_without_any_unit_test(monkeypatch, module, function,
     original = mutant.function_object()
     monkeypatch.setattr(original, "__code__", original.__code__)  # put back behind the test
     mutant.patch()
-    with pytest.raises(SimulationError):
-        for name in map("fault:{}".format, range(40)):
-            config = draw_config(random.Random(name), 100)
-            run_world(name, replace(config, block_size=7, hash_bits=1, short_prompt_rate=0.7))
+    assert any(map(fails, map("fault:{}".format, range(40))))
 
 
 def test_a_failing_world_shrinks(monkeypatch):
