@@ -117,3 +117,5 @@ def test_reservation_lets_a_share_of_the_running_gather_for_some_steps():
     assert admission.open_step(3, 3) is gathering
     assert admission.open_step(3, 4) is None  # 3 * 1.5, rounded down
     assert admission.open_step(1, 0) is None
+    fresh, _ = make("reservation", num_blocks=99, waiting_served_ratio=1.5, max_waiting_tokens=2)
+    assert [fresh.open_step(3, 3) for _ in range(3)] == [gathering, gathering, None]  # before the first is admitted

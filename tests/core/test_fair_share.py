@@ -139,3 +139,16 @@ def test_a_tenant_that_left_and_came_back_has_its_place_by_what_it_was_served():
     queue.add_request(make_request("d", "y"))
     queue.add_request(make_request("e", "x"))
     assert ids([queue.pop_request(), queue.pop_request()]) == ["e", "d"]
+
+
+def test_a_tenant_has_one_entry_however_often_it_comes_and_goes():
+    queue = FairRequestQueue()
+    queue.add_request(make_request("stays", "y"))
+    for index in range(5):
+        request = make_request(f"r{index}", "x", arrival_index=index)
+        queue.add_request(request)
+        queue.remove_request(request)
+    assert len(queue._heap) == 2
+    queue.pop_request()
+    queue.add_request(make_request("new", "z"))
+    assert len(queue._heap) == 1  # nobody waited: the others are forgotten

@@ -74,6 +74,13 @@ def test_a_block_in_no_place(core):
     assert breaches(core) == [(1, (lost.block_id,))]
 
 
+def test_a_block_in_two_places_for_another_in_none(core):
+    pool = pool_of(core)
+    lost, doubled = pool._free[:2]
+    pool._free[0] = doubled
+    assert breaches(core) == [(1, tuple(sorted((lost.block_id, doubled.block_id))))]
+
+
 def test_a_block_that_is_none_of_the_pool(core):
     pool_of(core)._free.append(Block(99))
     assert breaches(core) == [(1, ())]
