@@ -431,8 +431,6 @@ class KVCacheManager:
         for request_id in list(self._saved):
             self.drop_saved(request_id)
         self._chains.clear()
-        self._computing.clear()
-        self._partials.clear()
         return True
 
     # --- names --------------------------------------------------------------------------------------------------------
