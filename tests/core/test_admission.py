@@ -9,9 +9,9 @@ import pytest
 from octavo.config import SchedulerConfig
 from octavo.core.admission import OptimisticAdmission, ReservationAdmission, create_admission
 from octavo.core.kv_cache_manager import NO_COMPUTED_BLOCKS, KVCacheManager
+from octavo.data.events import WaitReason
+from octavo.data.request import Request
 from octavo.errors import PromptTooLongError
-from octavo.events import WaitReason
-from octavo.request import Request
 from octavo.sampling_params import SamplingParams
 
 

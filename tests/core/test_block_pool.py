@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.core.block_pool import BlockPool, HostBlockPool
-from octavo.glimpse import BlockState
+from octavo.data.glimpse import BlockState
 
 KEYS = ("salt:a",)
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from octavo import events
 from octavo.core.event_emitter import EventEmitter
+from octavo.data import events
 
 
 def test_events_have_the_step_and_the_time_of_the_call():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.core.fair_share import FairRequestQueue, ServiceCounters
-from octavo.request import Request
+from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from octavo.core import invariants
 from octavo.core.block_pool import Block
-from octavo.request import RequestStatus
+from octavo.data.request import RequestStatus
 
 
 class Store:

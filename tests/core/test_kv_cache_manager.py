@@ -6,7 +6,7 @@ import pytest
 
 from octavo.core.block_hash import hash_block_tokens
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.request import Request
+from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from octavo.core.kv_connector import NullConnector
-from octavo.request import Request
+from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 
 

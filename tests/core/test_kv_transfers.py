@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from octavo import events
 from octavo.core.event_emitter import EventEmitter
 from octavo.core.kv_cache_manager import NO_COMPUTED_BLOCKS, ComputedBlocks, KVCacheManager
 from octavo.core.kv_connector import NullConnector
 from octavo.core.kv_transfers import KVTransfers
-from octavo.request import Request
+from octavo.data import events
+from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 
 
@@ -57,11 +57,14 @@ def made():
 
 def test_whether_there_is_a_store(made):
     assert made.transfers.has_store is True
-    assert KVTransfers(NullConnector(), made.manager, 5.0, made.emitter).has_store is False
+    without = KVTransfers(NullConnector(), made.manager, 5.0, made.emitter)
+    assert without.has_store is False
+    assert without.num_external_tokens(Request("a", list(range(12)), SamplingParams()), NO_COMPUTED_BLOCKS) == 0
 
 
 @pytest.mark.parametrize(
-    ("offered", "num_computed", "expected"), [(8, 0, 8), (99, 0, 11), (99, 4, 7), (0, 4, 0), (3, 11, 0), (3, 12, 0)]
+    ("offered", "num_computed", "expected"),
+    [(8, 0, 8), (99, 0, 11), (99, 4, 7), (0, 4, 0), (3, 11, 0), (3, 12, 0), (-3, 0, 0)],
 )
 def test_a_token_is_always_left_to_compute(made, offered, num_computed, expected):
     made.store.num_tokens = offered
@@ -155,7 +158,9 @@ def test_a_failed_step_gives_up_its_own_orders_and_tells_its_cancels_again(made)
     _, stale = made.start("b")
     made.transfers.end(stale.transfer_id, arrived=True)
     made.start("b")  # another transfer of the same id
-    assert made.transfers.fail_step([order, stale], [77]) == [first]
+    _, ended = made.start("c")
+    made.transfers.end(ended.transfer_id, arrived=True)
+    assert made.transfers.fail_step([order, stale, ended], [77]) == [first]
     assert made.transfers.take_cancels() == [77, order.transfer_id]
     assert made.told()[-1] == ("a", order.transfer_id, "failed")
     assert [request.request_id for request in made.transfers.requests()] == ["b"]

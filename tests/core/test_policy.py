@@ -25,7 +25,7 @@ from octavo.core.policy import (
 )
 from octavo.core.request_queue import FCFSRequestQueue, PriorityRequestQueue
 from octavo.core.step_plan import StepPlan
-from octavo.request import Request
+from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 
 
@@ -67,6 +67,7 @@ def test_what_a_far_token_costs():
     assert cost.surcharge(2, 3, 10) == 3
     assert cost.surcharge(3, 3, 10) == 5  # rounded up
     assert cost.surcharge(3, 3, 7) == 4  # no more than is left
+    assert cost.surcharge(2000, 10, 10**6) == 10_000
     assert PLAIN_COST.num_tokens_within(10, 1000) == 10
     assert PLAIN_COST.surcharge(1000, 3, 10) == 0
 

@@ -7,7 +7,7 @@ import pytest
 from octavo.config import SchedulingPolicy
 from octavo.core.policy import create_request_queue
 from octavo.core.request_queue import FCFSRequestQueue, PriorityRequestQueue
-from octavo.request import Request
+from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 
 
@@ -115,6 +115,7 @@ def test_priority_queue_keeps_few_entries_of_those_that_left(count):
         queue.remove_request(request)
         if len(queue) == count - 82:
             assert len(queue._heap) == count
+    assert len(queue._heap) == (100 if count == 100 else 18)
     queue.remove_request(requests[0])
     assert len(queue) == 17
     assert len(queue._heap) <= 18

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from octavo import events
 from octavo.core import invariants
-from octavo.model_output import ModelOutput, TokenLogprobs
-from octavo.request import RequestStatus
+from octavo.data import events
+from octavo.data.model_output import ModelOutput, TokenLogprobs
+from octavo.data.request import RequestStatus
 
 
 def take(core, scheduled, sampled, **results):

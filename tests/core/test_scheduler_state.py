@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from octavo import events
 from octavo.config import CacheConfig
 from octavo.core.scheduler import Scheduler
+from octavo.data import events
+from octavo.data.model_output import ModelOutput
+from octavo.data.request import Request, RequestStatus
 from octavo.errors import PromptTooLongError, RequestError
-from octavo.model_output import ModelOutput
-from octavo.request import Request, RequestStatus
 from octavo.sampling_params import SamplingParams
 
 
@@ -39,7 +39,7 @@ def told(core, kind):
     return [tuple(getattr(event, name) for name in event.__slots__) for event in core.log.of_type(kind)]
 
 
-# --- arrivals -----------------------------------------------------------------------------------------------------------
+# --- arrivals ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_refused_changes_nothing(make_core):
@@ -85,7 +85,7 @@ def test_without_host_memory_and_a_store_there_is_none(make_core):
     assert make_core(connector=Store()).scheduler.transfers.has_store
 
 
-# --- figures ------------------------------------------------------------------------------------------------------------
+# --- figures ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_there_is_work_while_anything_is_to_be_told(make_core):
     assert core.scheduler.has_work() is True
 
 
-# --- the books ----------------------------------------------------------------------------------------------------------
+# --- the books --------------------------------------------------------------------------------------------------------
 
 
 def test_books_are_checked_when_idle_and_every_ten_seconds(make_core):
@@ -194,7 +194,7 @@ def test_books_are_not_looked_into_while_anything_is_to_be_done(make_core):
     assert len(core.scheduler.check_when_idle()) == 2
 
 
-# --- results ------------------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_result_of_another_step_is_told_of_and_dropped(make_core):
@@ -239,7 +239,7 @@ def test_how_long_a_step_took_is_learned_from_its_begin_to_its_result(make_core)
     assert learned == [2.5]
 
 
-# --- a step -------------------------------------------------------------------------------------------------------------
+# --- a step -----------------------------------------------------------------------------------------------------------
 
 
 def test_who_is_preempted_as_told_is_so_once_and_for_nobody(make_core):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.core.step_plan import StepPlan
-from octavo.request import Request
+from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 
 

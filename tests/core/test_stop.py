@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.core.stop import check_stop
-from octavo.request import Request, RequestStatus
+from octavo.data.request import Request, RequestStatus
 from octavo.sampling_params import SamplingParams
 
 STOPPED, CAPPED = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED

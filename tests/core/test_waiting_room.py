@@ -6,8 +6,8 @@ import pytest
 
 from octavo.core.request_queue import FCFSRequestQueue
 from octavo.core.waiting_room import WaitingRoom
+from octavo.data.request import Request
 from octavo.errors import QueueFullError
-from octavo.request import Request
 from octavo.sampling_params import SamplingParams
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from octavo.events import Event, EventSink
+    from octavo.data.events import Event, EventSink
 
 
 class EventEmitter:

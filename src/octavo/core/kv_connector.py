@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from octavo.request import Request
+    from octavo.data.request import Request
 
 
 class KVConnector(Protocol):

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from octavo import events
 from octavo.core.kv_connector import NullConnector
-from octavo.scheduler_output import KVLoad
+from octavo.data import events
+from octavo.data.scheduler_output import KVLoad
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from octavo.core.event_emitter import EventEmitter
     from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
     from octavo.core.kv_connector import KVConnector
-    from octavo.request import Request
+    from octavo.data.request import Request
 
 
 @dataclass(frozen=True, slots=True)

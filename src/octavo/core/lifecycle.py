@@ -10,10 +10,10 @@ import heapq
 from bisect import insort
 from typing import TYPE_CHECKING
 
-from octavo import events
 from octavo.core.waiting_room import WaitingRoom
+from octavo.data import events
+from octavo.data.request import RequestStatus
 from octavo.outputs import EngineCoreOutput
-from octavo.request import RequestStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from octavo.core.kv_transfers import KVTransfers
     from octavo.core.output_builder import OutputBuilder
     from octavo.core.policy import Policy
-    from octavo.request import Request
+    from octavo.data.request import Request
 
 
 class RequestLifecycle:

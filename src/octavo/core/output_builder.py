@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from octavo.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from octavo.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
 if TYPE_CHECKING:
     from octavo.core.kv_cache_manager import KVCacheManager
     from octavo.core.kv_transfers import KVTransfers
     from octavo.core.step_plan import StepPlan
-    from octavo.request import Request
+    from octavo.data.request import Request
 
 
 class OutputBuilder:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from octavo import events
 from octavo.core.stop import check_stop
+from octavo.data import events
+from octavo.data.request import RequestStatus
 from octavo.outputs import EngineCoreOutput
-from octavo.request import RequestStatus
 
 if TYPE_CHECKING:
     from octavo.core.event_emitter import EventEmitter
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from octavo.core.kv_cache_manager import KVCacheManager
     from octavo.core.kv_transfers import KVTransfers
     from octavo.core.lifecycle import RequestLifecycle
-    from octavo.model_output import ModelOutput, TokenLogprobs
-    from octavo.request import Request
-    from octavo.scheduler_output import SchedulerOutput
+    from octavo.data.model_output import ModelOutput, TokenLogprobs
+    from octavo.data.request import Request
+    from octavo.data.scheduler_output import SchedulerOutput
 
 
 class ResultProcessor:

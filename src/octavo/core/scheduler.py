@@ -12,7 +12,6 @@ from __future__ import annotations
 from bisect import bisect
 from typing import TYPE_CHECKING
 
-from octavo import events
 from octavo.core import invariants
 from octavo.core.admission import create_admission
 from octavo.core.event_emitter import EventEmitter
@@ -34,21 +33,22 @@ from octavo.core.policy import (
 from octavo.core.result_processor import ResultProcessor
 from octavo.core.scheduler_interface import SchedulerStats
 from octavo.core.step_plan import StepPlan
+from octavo.data import events
+from octavo.data.events import WaitReason
+from octavo.data.glimpse import BlockMap
+from octavo.data.request import Request, RequestStatus
 from octavo.errors import PromptTooLongError, RequestError
-from octavo.events import WaitReason
-from octavo.glimpse import BlockMap
 from octavo.outputs import DEADLINE_PASSED
-from octavo.request import Request, RequestStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from octavo.config import CacheConfig, SchedulerConfig
     from octavo.core.request_queue import RequestQueue
-    from octavo.events import EventSink
-    from octavo.model_output import ModelOutput
+    from octavo.data.events import EventSink
+    from octavo.data.model_output import ModelOutput
+    from octavo.data.scheduler_output import SchedulerOutput
     from octavo.outputs import EngineCoreOutput
-    from octavo.scheduler_output import SchedulerOutput
 
 
 IDLE_CHECK_INTERVAL_S = 10.0

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from octavo.data.model_output import ModelOutput, TokenLogprobs
 from octavo.errors import RequestError
-from octavo.faults import REQUEST_FAILED, log_fault
-from octavo.model_output import ModelOutput, TokenLogprobs
 from octavo.outputs import GRAMMAR_EXCEEDED, NOTHING_ALLOWED
+from octavo.runtime.faults import REQUEST_FAILED, log_fault
 from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
 from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
 from octavo.worker.pooler import Pooler
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from octavo.grammars import GrammarCompiler
+    from octavo.data.scheduler_output import SchedulerOutput
     from octavo.kernels.interface import AttentionBatch, Kernels
     from octavo.models.layers import CausalLM
-    from octavo.scheduler_output import SchedulerOutput
+    from octavo.structured_output.grammars import GrammarCompiler
     from octavo.worker.kv_cache import PagedKVCache
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class ModelRunner:
                 logger.info("request %s: %s", request.request_id, error)
                 errors[request.request_id] = GRAMMAR_EXCEEDED
                 continue
-            except BaseException as error:  # noqa: BLE001 - see octavo.faults
+            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
                 log_fault(request.request_id, "its grammar was walked", error)
                 errors[request.request_id] = REQUEST_FAILED
                 continue
@@ -205,7 +205,7 @@ class ModelRunner:
             first_row, end_row = (int(row) for row in inputs.output_start[index : index + 2])
             try:
                 entries = self._prompt_entries(request, hidden[first_row:end_row], count)
-            except BaseException as error:  # noqa: BLE001 - see octavo.faults
+            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
                 log_fault(request.request_id, "its prompt was scored", error)
                 errors[request.request_id] = REQUEST_FAILED
                 continue

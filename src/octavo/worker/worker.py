@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
 import time
 import weakref
 from dataclasses import replace
@@ -12,13 +14,13 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from octavo.config import DEFAULT_GROUP_SIZE
+from octavo.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from octavo.errors import ConfigError, ExecutionError
 from octavo.kernels import create_kernels
 from octavo.kernels.machine import default_num_threads
 from octavo.models.loader import load_model
 from octavo.models.packed_cache import PackedCache
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.memory import decide_num_blocks, decide_num_host_blocks, free_bytes, largest_batch
 from octavo.worker.model_runner import ModelRunner
@@ -31,12 +33,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig
-    from octavo.grammars import GrammarCompiler
-    from octavo.model_output import ModelOutput
+    from octavo.data.model_output import ModelOutput
     from octavo.models.architecture import Architecture
+    from octavo.structured_output.grammars import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 WARM_UP_TOKENS = 16
+LOAD_WAIT_S = 0.01  # at most at once for KV from outside: so long who arrives or leaves meanwhile is not heard
 ResultT = TypeVar("ResultT")
 
 
@@ -260,10 +263,15 @@ def warm_up(runner: ModelRunner, num_tokens: int, num_seqs: int = 1) -> float:
 
 
 class LocalExecutor:
-    """An `Executor` that runs its one worker in this process: `submit` computes, `collect` hands over."""
+    """An `Executor` that runs its one worker in this process: `submit` computes, `collect` hands over.
+
+    ended_loads: (transfer id, whether all of its KV arrived), put there from any thread by what moves KV.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
+        self.ended_loads: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
+        self._only_waits = False
         self._result: ModelOutput | ExecutionError | None = None
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
@@ -275,6 +283,7 @@ class LocalExecutor:
 
     def submit(self, scheduled: SchedulerOutput) -> None:
         """Compute a step now; a failure is kept for `collect`."""
+        self._only_waits = scheduled.only_waits_for_loads
         try:
             self._result = self.worker.execute(scheduled)
         except Exception as error:  # whatever a kernel or torch raises ends this step's requests, not the engine
@@ -282,12 +291,26 @@ class LocalExecutor:
             self._result = ExecutionError(f"the model failed in this step: {type(error).__name__}")
 
     def collect(self) -> ModelOutput:
-        """Return the result of the step that was submitted, or raise its `ExecutionError`."""
+        """Return the result of the step that was submitted, or raise its `ExecutionError`.
+
+        A step that only waits for KV ends when some has come, after `LOAD_WAIT_S` at the latest.
+        """
         result, self._result = self._result, None
         if isinstance(result, ExecutionError):
             raise result
         assert result is not None, "collect without submit"
+        if self._only_waits or not self.ended_loads.empty():
+            result.kv_loads.extend(self._take_ended_loads())
         return result
+
+    def _take_ended_loads(self) -> list[tuple[int, bool]]:
+        ended: list[tuple[int, bool]] = []
+        with contextlib.suppress(queue.Empty):
+            if self._only_waits:
+                ended.append(self.ended_loads.get(timeout=LOAD_WAIT_S))
+            while True:
+                ended.append(self.ended_loads.get_nowait())
+        return ended
 
     def shutdown(self) -> None:
         """Drop the references to weights and KV; a second call changes nothing."""
