@@ -259,6 +259,10 @@ def test_what_is_learned_and_of_which_steps():
     assert learned(2.0, running="b") == 40  # nobody decoded
     assert learned(2.0, running="a", count=1) == 40  # nobody else took any
     assert learned(2.0, running="a", count=2) == 20
+    batching = MixedBatching(100, 8, 1.0)
+    batching._limit = 40.0
+    batching.learn(2.0)
+    assert batching.prefill_limit == 40  # no step was filled yet
     batching = MixedBatching(100)
     fill(batching, [decoding("a"), make_request("b")], Filler())
     batching.learn(9.0)
