@@ -66,7 +66,7 @@ def test_tokens_of_a_request_whose_prompt_is_not_computed_are_an_error(make_core
     scheduled = core.scheduler.schedule()
     [output] = take(core, scheduled, {"long": [7]})
     assert output.finish_reason == "error"
-    assert "sampled 1 tokens" in output.error
+    assert "sampled 1 tokens; its known tokens are not all computed" in output.error
     assert invariants.check(core.scheduler) == []
 
 
