@@ -26,6 +26,10 @@ class SchedulerInterface(Protocol):
         """Take a step's result in; return the news of its requests."""
         ...
 
+    def update_draft_token_ids(self, drafts: dict[str, list[int]]) -> None:
+        """Take in what is guessed to follow in each request, to be verified in the next step."""
+        ...
+
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
         """End the requests of a step that failed."""
         ...

@@ -45,8 +45,10 @@ class ModelInputs:
     output_start    first of each request's rows of hidden states, then their number: all rows of a request whose prompt
                     is looked at, or else that which is sampled
     sampled         indices into `requests` of those whose known tokens are all computed after this step
-    sampled_rows    int64 [len(sampled)], their rows of the worker's arrays
-    logits_indices  int64 [len(sampled)], the last row of hidden states of each of them; None where these are all rows
+    cu_num_logits   int32 [len(sampled) + 1], the first row of logits of each of them, then the number of rows
+    sampled_rows    int64 [num_logits], whose row of the worker's arrays each row of logits is
+    num_known       int64 [num_logits], how many tokens stand before the one that is chosen there
+    logits_indices  int64 [num_logits], their rows of hidden states; None where these are all rows
     """
 
     token_ids: torch.Tensor
@@ -54,7 +56,9 @@ class ModelInputs:
     requests: list[RequestRow]
     output_start: NDArray[np.int64]
     sampled: list[int]
+    cu_num_logits: NDArray[np.int32]
     sampled_rows: NDArray[np.int64]
+    num_known: NDArray[np.int64]
     logits_indices: torch.Tensor | None
 
     @property
@@ -176,7 +180,9 @@ class InputBatch:
             requests=requests,
             output_start=output_start,
             sampled=sampled.tolist(),
+            cu_num_logits=np.arange(len(sampled) + 1, dtype=np.int32),
             sampled_rows=rows[sampled],
+            num_known=seq_lens[sampled],
             logits_indices=None if output_start[-1] == len(sampled) else self._tensor(output_start[1:][sampled] - 1),
         )
 

@@ -6,22 +6,19 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from octavo.errors import RequestError
 from octavo.faults import REQUEST_FAILED, log_fault
 from octavo.model_output import ModelOutput, TokenLogprobs
-from octavo.outputs import GRAMMAR_EXCEEDED, NOTHING_ALLOWED
+from octavo.outputs import NOTHING_ALLOWED
 from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
 from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
 from octavo.worker.pooler import Pooler
-from octavo.worker.sampler import Sampler, SampleTask
+from octavo.worker.sample_tasks import SampleTasks
+from octavo.worker.sampler import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from numpy.typing import NDArray
 
     from octavo.grammars import GrammarCompiler
     from octavo.kernels.interface import AttentionBatch, Kernels
@@ -55,7 +52,6 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.sampler = Sampler(kernels)
         self._logits = torch.empty(0)
-        self._grammars = grammars
         self._pooler = Pooler()
         self.batch = InputBatch(
             max_num_seqs=max_num_seqs,
@@ -63,6 +59,7 @@ class ModelRunner:
             block_size=kv_cache.block_size,
             device=kv_cache.blocks.device,
         )
+        self._tasks = SampleTasks(self.batch, grammars)
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Compute a step: every scheduled token in one batched forward, one token for whoever is due one."""
@@ -118,9 +115,9 @@ class ModelRunner:
         if not inputs.sampled:
             return ModelOutput(step, {}, prompt_logprobs=prompt_logprobs or {}, errors=errors)
         requests = [inputs.requests[index] for index in inputs.sampled]
-        tasks = self._sample_tasks(inputs.sampled_rows, requests, errors)
+        tasks = self._tasks.make(inputs, requests, errors)
         logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
-        rows = self.batch.sampling.gather(inputs.sampled_rows, self.batch.num_tokens[inputs.sampled_rows])
+        rows = self.batch.sampling.gather(inputs.sampled_rows, inputs.num_known)
         sampled = self.sampler.sample(logits, rows, tasks)
         for row, error in sampled.faults.items():
             log_fault(requests[row].request_id, "its token was chosen", error)
@@ -137,35 +134,6 @@ class ModelRunner:
         logprobs = {requests[row].request_id: [entry] for row, entry in sampled.logprobs.items()}
         return ModelOutput(step, tokens, logprobs, prompt_logprobs or {}, errors)
 
-    def _sample_tasks(
-        self, rows: NDArray[np.int64], requests: list[RequestRow], errors: dict[str, str]
-    ) -> dict[int, SampleTask]:
-        """Return what single requests ask for besides the sampling kernel; errors: whose grammar cannot go on."""
-        tasks = dict[int, SampleTask]()
-        is_plain = self.batch.sampling.is_plain[rows]
-        if is_plain.all():
-            return tasks
-        for index in np.flatnonzero(~is_plain).tolist():
-            request = requests[index]
-            try:
-                allowed = self._allowed(request)
-            except RequestError as error:  # its own alone: the others of the step go on
-                logger.info("request %s: %s", request.request_id, error)
-                errors[request.request_id] = GRAMMAR_EXCEEDED
-                continue
-            except BaseException as error:  # noqa: BLE001 - see octavo.faults
-                log_fault(request.request_id, "its grammar was walked", error)
-                errors[request.request_id] = REQUEST_FAILED
-                continue
-            tasks[index] = SampleTask(
-                sampling_params=request.sampling_params,
-                stop_token_ids=request.stop_token_ids,
-                known_tokens=self.batch.known_tokens(request),
-                num_prompt_tokens=request.num_prompt_tokens,
-                allowed=allowed,
-            )
-        return tasks
-
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 [rows, vocab_size], which last until the next call.
 
@@ -178,20 +146,6 @@ class ModelRunner:
             with_room = max(rows, min(2 * rows, self.max_num_seqs))
             self._logits = torch.empty(with_room * vocab_size, dtype=torch.float32, device=hidden.device)
         return self.model.compute_logits(hidden, self._logits[: rows * vocab_size].view(rows, vocab_size))
-
-    def _allowed(self, request: RequestRow) -> NDArray[np.bool_] | None:
-        """Walk a request's grammar on over the tokens that came since; return what it allows next, None for all."""
-        wanted = request.sampling_params.structured_outputs
-        if wanted is None:
-            return None
-        if request.matcher is None:
-            if self._grammars is None:
-                raise RequestError("this worker has no tokenizer to compile grammars for")
-            request.matcher = self._grammars.compile(wanted)
-        matcher = request.matcher
-        first = request.num_prompt_tokens + matcher.num_tokens
-        matcher.advance(self.batch.known_tokens(request)[first:].tolist())
-        return matcher.allowed()
 
     def _prompt_logprobs(
         self, inputs: ModelInputs, hidden: torch.Tensor
