@@ -37,7 +37,8 @@ MAY_IMPORT = {
     "server": DATA | {"core", "engine", "server", "grammars", "lark", "journal"},  # which explains
     "kernels": DATA | {"kernels", "_kernels"},
     "models": DATA | {"kernels", "models"},
-    "worker": DATA | {"kernels", "models", "worker", "grammars"},
+    "speculative": DATA | {"speculative"},
+    "worker": DATA | {"kernels", "models", "worker", "grammars", "speculative"},
 }
 # Only these see both sides, and nobody imports them but each other.
 JOINTS = {

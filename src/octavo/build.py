@@ -79,6 +79,7 @@ def build_core(
         seed=model_config.seed,
         progress=progress,
         grammars=make_grammars(model_config, checkpoint),
+        speculative_config=config.speculative,
     )
     num_blocks, num_host_blocks = worker.kv_cache.num_blocks, worker.kv_cache.num_host_blocks
     scheduler_config = fit_reservation(worker.scheduler_config, num_blocks * config.cache.block_size)

@@ -10,6 +10,7 @@ import ipaddress
 import math
 import os
 from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,10 @@ DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
 QUANTIZATIONS = ("int8", "int4", "int4_all")
 KV_CACHE_DTYPES = ("auto", "int8")
 INSTRUCTION_SETS = ("auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
+SPECULATIVE_METHODS = ("ngram",)
+MAX_SPECULATIVE_TOKENS = 32
+MAX_PROMPT_LOOKUP = 32
+DEFAULT_PROMPT_LOOKUP = (2, 4)
 LOG_FORMATS = ("text", "json")
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 PORT_VARIABLE = "OCTAVO_SERVE_PORT"
@@ -282,9 +287,56 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are guessed, so that one step verifies several. No token depends on it; named as in vLLM.
+
+    method: "ngram" proposes what followed the last time that the newest tokens stood in the request.
+    num_speculative_tokens: at most so many are guessed behind the newest token.
+    prompt_lookup_min, prompt_lookup_max: how many tokens have to be the same for that; the most are looked for first.
+    None: 2 and 4, or what leaves the other one as it is.
+    """
+
+    method: str
+    num_speculative_tokens: int = 4
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("method of speculative_config", self.method, SPECULATIVE_METHODS)
+        _within("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+            if getattr(self, name) is not None:
+                _within(name, getattr(self, name), 1, MAX_PROMPT_LOOKUP)
+        least, most = self.lookup_lengths
+        if least > most:
+            raise ConfigError(f"prompt_lookup_min ({least}) must be at most prompt_lookup_max ({most})")
+
+    @property
+    def lookup_lengths(self) -> tuple[int, int]:
+        """The least and the most tokens that are looked for."""
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        if least is None:
+            least = DEFAULT_PROMPT_LOOKUP[0] if most is None else min(DEFAULT_PROMPT_LOOKUP[0], most)
+        return least, max(DEFAULT_PROMPT_LOOKUP[1], least) if most is None else most
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any] | None) -> SpeculativeConfig | None:
+        """Return what a user wrote as an object of JSON; None for none. Raises `ConfigError`."""
+        if fields is None:
+            return None
+        names = tuple(each.name for each in dataclass_fields(cls))
+        if not hasattr(fields, "keys") or "method" not in fields:
+            raise ConfigError(f"speculative_config must be an object that names a method, got {fields!r}")
+        for name in fields:
+            _one_of("a field of speculative_config", name, names)
+        return cls(**fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All of them together, for the one place that builds an engine.
 
+    speculative: how tokens are guessed; None for not at all.
     record: a file to which every call into the core is written, for `octavo replay`, `explain` and `trace`.
     """
 
@@ -292,6 +344,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    speculative: SpeculativeConfig | None = None
     record: Path | None = None
 
 
@@ -466,6 +519,11 @@ def _at_least(name: str, value: object, low: int, *, may_be_none: bool = False) 
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name} must be an integer of {low} or more, got {value!r}")
+
+
+def _within(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
 
 
 def _check_addresses(name: str, addresses: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +31,10 @@ from octavo.config import (
     PreemptionMode,
     SchedulerConfig,
     SchedulingPolicy,
+    SpeculativeConfig,
     default_max_num_batched_tokens,
 )
+from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +76,16 @@ def parse_size(text: str | int) -> int:
     number, unit, binary = match.groups()
     base = 1024 if unit.isupper() or binary else 1000
     return int(float(number) * base ** " kmgt".index(unit.lower() or " "))
+
+
+def parse_speculative(text: str | SpeculativeConfig) -> SpeculativeConfig | None:
+    """Read a speculative configuration."""
+    if isinstance(text, SpeculativeConfig):
+        return text
+    try:
+        return SpeculativeConfig.parse(json.loads(text))
+    except (ValueError, ConfigError) as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _unless_named_before(context: typer.Context, model: str | None) -> str | None:
@@ -361,6 +374,18 @@ class EngineOptions:
         int,
         typer.Option(rich_help_panel=_SCHEDULER, help="So often may one request be preempted; then it is protected."),
     ] = 8
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        typer.Option(
+            metavar="JSON",
+            parser=parse_speculative,
+            rich_help_panel=_SCHEDULER,
+            help="Guess tokens, so that one step verifies several; no token depends on it. An object with method "
+            "(ngram: what followed the last time) and num_speculative_tokens, prompt_lookup_min, prompt_lookup_max. "
+            "Default: nothing is guessed.",
+            show_default=False,
+        ),
+    ] = None
     block_size: Annotated[
         int, typer.Option(metavar="TOKENS", rich_help_panel=_CACHE, help="Tokens in one block of the KV cache.")
     ] = DEFAULT_BLOCK_SIZE
@@ -524,6 +549,7 @@ class EngineOptions:
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 **{name: getattr(self, name) for name in _SAME_NAMES},
             ),
+            speculative=self.speculative_config,
             record=self.record,
             device=DeviceConfig(device=self.device, kernels=self.kernels, isa=self.isa, num_threads=self.num_threads),
         )

@@ -6,15 +6,18 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from octavo.faults import REQUEST_FAILED, log_fault
+from octavo.faults import REQUEST_FAILED, is_fault, log_fault
 from octavo.model_output import ModelOutput, TokenLogprobs
 from octavo.outputs import NOTHING_ALLOWED
+from octavo.speculative.none import NoProposer
+from octavo.worker.drafting import Drafting
 from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
 from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
 from octavo.worker.pooler import Pooler
-from octavo.worker.sample_tasks import SampleTasks
+from octavo.worker.sample_tasks import SampleTasks, Trouble
 from octavo.worker.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import AttentionBatch, Kernels
     from octavo.models.layers import CausalLM
     from octavo.scheduler_output import SchedulerOutput
+    from octavo.speculative.interface import Proposer
     from octavo.worker.kv_cache import PagedKVCache
 
 logger = logging.getLogger(__name__)
@@ -42,6 +46,7 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         grammars: GrammarCompiler | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self.model = model
         self.kernels = kernels
@@ -60,9 +65,10 @@ class ModelRunner:
             device=kv_cache.blocks.device,
         )
         self._tasks = SampleTasks(self.batch, grammars)
+        self.drafting = Drafting(proposer or NoProposer(), self.batch, self._tasks)
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
-        """Compute a step: every scheduled token in one batched forward, one token for whoever is due one."""
+        """Compute a step: every scheduled token in one batched forward, tokens for whoever is due some."""
         with torch.inference_mode():  # as a decorator it would enter twice as many functions, in every step
             return self._execute(scheduled)
 
@@ -70,6 +76,7 @@ class ModelRunner:
         self.kv_cache.copy(scheduled.copies)
         self.batch.update(scheduled)
         self._pooler.forget(scheduled.finished_req_ids)
+        self.drafting.forget((*scheduled.finished_req_ids, *scheduled.preempted_req_ids))
         if not scheduled.num_scheduled_tokens:
             return ModelOutput(scheduled.step, {})
         inputs = self.batch.prepare_inputs(scheduled)
@@ -78,7 +85,7 @@ class ModelRunner:
         prompt_logprobs, errors = self._prompt_logprobs(inputs, hidden)
         pooled = self._pooler.pool(inputs, hidden, self.batch, errors)
         output = self.sample(scheduled.step, inputs, hidden, prompt_logprobs, errors)
-        return replace(output, pooled=pooled) if pooled else output
+        return replace(output, pooled=pooled, draft_token_ids=self.drafting.propose(output.sampled_token_ids))
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Return hidden states [num_outputs, hidden]; writes this step's KV. They last until the next call.
@@ -107,7 +114,10 @@ class ModelRunner:
         prompt_logprobs: dict[str, list[TokenLogprobs]] | None = None,
         errors: dict[str, str] | None = None,
     ) -> ModelOutput:
-        """Choose a token for every request whose known tokens are all computed now.
+        """Choose tokens for every request whose known tokens are all computed now: one, and one behind each draft.
+
+        As long as a draft is what is chosen, the choice behind it stands as well: the same token, by the same logits
+        and the same noise, as if it had been fed back.
 
         errors: of requests that failed in this step already.
         """
@@ -115,24 +125,43 @@ class ModelRunner:
         if not inputs.sampled:
             return ModelOutput(step, {}, prompt_logprobs=prompt_logprobs or {}, errors=errors)
         requests = [inputs.requests[index] for index in inputs.sampled]
-        tasks = self._tasks.make(inputs, requests, errors)
+        troubles = dict[int, Trouble]()
+        tasks = self._tasks.make(inputs, requests, troubles)
         logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
         rows = self.batch.sampling.gather(inputs.sampled_rows, inputs.num_known)
         sampled = self.sampler.sample(logits, rows, tasks)
         for row, error in sampled.faults.items():
-            log_fault(requests[row].request_id, "its token was chosen", error)
-            errors[requests[row].request_id] = REQUEST_FAILED
-        tokens = {}
-        for row, (request, token_id) in enumerate(zip(requests, sampled.token_ids, strict=True)):
-            if request.request_id in errors:
+            if not is_fault(error):
+                raise error
+            troubles.setdefault(row, Trouble(error, "its token was chosen"))
+        tokens, logprobs = dict[str, list[int]](), dict[str, list[TokenLogprobs]]()
+        standing = self._verify(inputs, sampled.token_ids)
+        for request, first, token_ids in zip(requests, inputs.cu_num_logits.tolist(), standing, strict=False):
+            name = request.request_id
+            if name in errors:
                 continue
-            if token_id < 0:
-                is_excluded = row in tasks and tasks[row].adjusts_logits and not bool(torch.isnan(logits[row]).any())
-                errors[request.request_id] = NOTHING_ALLOWED if is_excluded else "the logits are not numbers"
-            else:
-                tokens[request.request_id] = [token_id]
-        logprobs = {requests[row].request_id: [entry] for row, entry in sampled.logprobs.items()}
+            # What failed behind its first row fails in the next step again, where that is the first one.
+            num_good = next((i for i, each in enumerate(token_ids) if each < 0 or first + i in troubles), None)
+            if num_good == 0:
+                is_excluded = first in tasks and tasks[first].adjusts_logits and not bool(logits[first].isnan().any())
+                nothing = NOTHING_ALLOWED if is_excluded else "the logits are not numbers"
+                errors[name] = troubles[first].reason(name) if first in troubles else nothing
+                continue
+            tokens[name] = token_ids[:num_good]
+            if first in sampled.logprobs:
+                logprobs[name] = [sampled.logprobs[first + i] for i in range(len(tokens[name]))]
         return ModelOutput(step, tokens, logprobs, prompt_logprobs or {}, errors)
+
+    def _verify(self, inputs: ModelInputs, chosen: list[int]) -> list[list[int]]:
+        """Return the choices that stand of each request that is sampled: those that its drafts are, and one."""
+        if len(chosen) == len(inputs.sampled):
+            return [[token_id] for token_id in chosen]
+        cu_num_logits = torch.from_numpy(inputs.cu_num_logits)
+        most_drafts = int(np.diff(inputs.cu_num_logits).max()) - 1
+        sampled, num_sampled = self.kernels.rejection_sample(
+            torch.tensor(chosen), self.batch.input_tokens(inputs), cu_num_logits, most_drafts
+        )
+        return [row[:count] for row, count in zip(sampled.tolist(), num_sampled.tolist(), strict=True)]
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 [rows, vocab_size], which last until the next call.
@@ -143,7 +172,8 @@ class ModelRunner:
         rows, vocab_size = hidden.shape[0], self.model.lm_head.out_features
         if rows * vocab_size > self._logits.numel():
             self._logits = torch.empty(0)  # before its successor is made
-            with_room = max(rows, min(2 * rows, self.max_num_seqs))
+            most = self.max_num_seqs * (1 + self.drafting.proposer.num_speculative_tokens)
+            with_room = max(rows, min(2 * rows, most))
             self._logits = torch.empty(with_room * vocab_size, dtype=torch.float32, device=hidden.device)
         return self.model.compute_logits(hidden, self._logits[: rows * vocab_size].view(rows, vocab_size))
 
