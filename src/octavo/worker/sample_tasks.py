@@ -53,7 +53,7 @@ class SampleTasks:
         """Return the tasks of a step by row of logits; requests: those that are sampled.
 
         Each row sees the drafts before it as tokens that came. None is made where it makes no difference what is
-        chosen: behind a draft that the grammar forbids or that ends the request.
+        chosen: behind a draft that the grammar forbids.
         troubles: rows of those whose grammar cannot go on, and so what is behind them.
         """
         tasks = dict[int, SampleTask]()
@@ -107,7 +107,7 @@ class SampleTasks:
         allowed = matcher.allowed()
         masks.append(allowed)
         for token_id in known[num_tokens:].tolist():
-            if not allowed[token_id] or token_id in request.stop_token_ids:
+            if not allowed[token_id]:
                 break
             matcher.advance([token_id])
             allowed = matcher.allowed()
