@@ -140,14 +140,10 @@ def expected(number_format: str, count: int) -> tuple[list[list[tuple]], dict[st
     requests = make_requests(count)
     told = answers(engine, requests)
     prompts = [engine.input_processor.tokenizer.encode(prompt) for prompt, _ in requests]
-    names = [
-        [str(i)] if len(outputs) == 1 else [f"{i}#{j}" for j in range(len(outputs))] for i, outputs in enumerate(told)
-    ]
-    sequences = {
-        name: prompts[i] + output[0]
-        for i, outputs in enumerate(told)
-        for name, output in zip(names[i], outputs, strict=True)
-    }
+    sequences = {}
+    for i, outputs in enumerate(told):
+        for j, output in enumerate(outputs):
+            sequences[str(i) if len(outputs) == 1 else f"{i}#{j}"] = prompts[i] + output[0]
     return told, sequences
 
 
@@ -155,7 +151,7 @@ class Verified:
     """Counts drafts, and those that came true."""
 
     def __init__(self) -> None:
-        self.num_drafted = self.num_accepted = self.num_steps = 0
+        self.num_drafted = self.num_accepted = 0
 
     def emit(self, event) -> None:
         if isinstance(event, DraftsVerified):

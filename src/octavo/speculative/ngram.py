@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from octavo.speculative.interface import DraftTask
 
 _TOKEN_BITS = 32
-_MOST_TOKENS = 1 << 18  # in the indices of all requests together
-_ENTRY_BYTES = 180  # of a dictionary right after it has grown, with its keys and values, as measured
+_MOST_TOKENS = 1 << 17  # in the indices of all requests together
+_ENTRY_BYTES = 120  # of a dictionary that has just grown, besides what a key has of its tokens: a bound, as measured
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class NgramProposer:
         # A leading one tells n-grams of different lengths apart, which may begin with token 0.
         self._masks = [((1 << _TOKEN_BITS * n) - 1, 1 << _TOKEN_BITS * n) for n in self._lengths]
         self._most_tokens = min(max_tokens, _MOST_TOKENS)
-        self.num_bytes = self._most_tokens * len(self._lengths) * _ENTRY_BYTES
+        self.num_bytes = self._most_tokens * sum(_ENTRY_BYTES + 4 * n for n in self._lengths)
         self._indices: dict[str, _Index] = {}
         self._num_tokens = 0
 
