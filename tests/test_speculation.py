@@ -199,3 +199,39 @@ def test_tokens_are_the_same_with_and_without(run):
 @pytest.mark.parametrize("number_format", FORMATS[1:])
 def test_tokens_are_the_same_in_every_number_format(number_format, method):
     check(Run("few", method, num_drafts=4, share_right=0.7, **FEW_BLOCKS), number_format, 18)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number_format", FORMATS[1:])
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_every_run_in_every_number_format(run, number_format):
+    check(run, number_format, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_num_seqs", [1, 4, 32])
+@pytest.mark.parametrize("share_right", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("num_drafts", range(9))
+def test_every_number_of_drafts(num_drafts, share_right, max_num_seqs):
+    run = Run("wide", num_drafts=num_drafts, share_right=share_right, max_num_seqs=max_num_seqs)
+    check(run, "bfloat16", 45)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
+@pytest.mark.parametrize("share_right", [0.5, 1.0])
+@pytest.mark.parametrize("num_drafts", [1, 4, 8])
+def test_every_number_of_drafts_where_memory_is_short(num_drafts, share_right, batching):
+    for swap_space_bytes in (0, 64 << 20):
+        run = Run(
+            "short",
+            "uncut",
+            num_drafts,
+            share_right,
+            **FEW_BLOCKS,
+            swap_space_bytes=swap_space_bytes,
+            threshold=7,
+            budget=48,
+            batching=batching,
+        )
+        check(run, "bfloat16", 45)
