@@ -2,7 +2,7 @@
 #   make demo    install, then answer a few prompts with the built-in model
 #   make serve   install, then serve it on http://127.0.0.1:8000/v1
 #   make test    install, then run the tests        make test-all   the long ones as well
-#   make lint    ruff, mypy                         make bench      kernels and workloads, measured here
+#   make lint    ruff, mypy, import-linter          make bench      kernels and workloads, measured here
 #   make simulate STEPS=200000 SEED=0   the core against a hash model, with faults: one line of JSON
 #                                       (SEEDS=10 RESUME=FILE: several seeds, kept in FILE, to go on with;
 #                                       COVERAGE=100: fail where three features met less often)
@@ -97,6 +97,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octavo.cli.perplexity import MAX_PIECES, mean_losses, opened, perplexity, python_reference, text_pieces
 from octavo.models.model_path import resolve_model_path
-from octavo.perplexity import MAX_PIECES, mean_losses, opened, perplexity, python_reference, text_pieces
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import time
 
 from octavo.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from octavo.core.scheduler import Scheduler
-from octavo.model_output import ModelOutput
-from octavo.request import Request
+from octavo.data.model_output import ModelOutput
+from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 
 

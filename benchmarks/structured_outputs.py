@@ -21,7 +21,7 @@ from typing import Any
 import jsonschema
 
 from octavo import LLM, SamplingParams, StructuredOutputsParams
-from octavo.grammars import Matcher
+from octavo.structured_output.grammars import Matcher
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 

@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING
 
 from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import default_max_num_batched_tokens
-from octavo.events import Event, RequestFinished, RequestPreempted, StepScheduled
-from octavo.model_output import ModelOutput
-from octavo.scheduler_output import BlockCopies, CachedRequestData
+from octavo.data.events import Event, RequestFinished, RequestPreempted, StepScheduled
+from octavo.data.model_output import ModelOutput
+from octavo.data.scheduler_output import BlockCopies, CachedRequestData
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from octavo import RequestOutput
+    from octavo.data.scheduler_output import SchedulerOutput
     from octavo.engine.executor import Executor
-    from octavo.scheduler_output import SchedulerOutput
 
     Job = tuple[str | dict[str, list[int]], SamplingParams]
 

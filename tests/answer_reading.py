@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from octavo.engine.output_processor import OutputProcessor
 from octavo.outputs import EngineCoreOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams
-from octavo.server.answer_form import AnswerReader
-from octavo.server.parts import joined
+from octavo.server.answers.answer_form import AnswerReader
+from octavo.server.answers.parts import joined
 
 if TYPE_CHECKING:
     from octavo.engine.output_processor import DetokenizerFactory
-    from octavo.server.answer_form import AnswerForm
-    from octavo.server.parts import Part
+    from octavo.server.answers.answer_form import AnswerForm
+    from octavo.server.answers.parts import Part
 
 
 def read_answer(

@@ -11,23 +11,23 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from octavo.capacity import EngineCapacity
 from octavo.config import CacheConfig, ModelInfo, SchedulerConfig
 from octavo.core.scheduler import Scheduler
+from octavo.data.capacity import EngineCapacity
+from octavo.data.events import FanOut, RecentEvents
+from octavo.data.metrics import EngineMetrics
+from octavo.data.model_output import ModelOutput, TokenLogprobs
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.llm_engine import Engine
 from octavo.engine.output_processor import OutputProcessor
-from octavo.engine.text_work import progress
 from octavo.errors import ExecutionError
-from octavo.events import FanOut, RecentEvents
-from octavo.metrics import EngineMetrics
-from octavo.model_output import ModelOutput, TokenLogprobs
+from octavo.runtime.text_work import progress
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from octavo.scheduler_output import NewRequestData, SchedulerOutput
+    from octavo.data.scheduler_output import NewRequestData, SchedulerOutput
 
 EOS = 256
 VOCAB_SIZE = 257

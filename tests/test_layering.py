@@ -1,69 +1,15 @@
-"""Imports run one way: read from the source, whether at run time or for types only."""
+"""The laws of the house that the source alone shows. Which room may import which: import-linter, in pyproject.toml."""
 
 from __future__ import annotations
 
 import ast
 import sys
+import tomllib
 from pathlib import Path
 
-import pytest
-
 SOURCE = Path(__file__).parents[1] / "src" / "octavo"
-DATA = {
-    "errors",
-    "faults",
-    "capacity",
-    "config",
-    "sampling_params",
-    "request",
-    "outputs",
-    "scheduler_output",
-    "model_output",
-    "events",
-    "glimpse",
-    "metrics",
-    "logs",
-}
-# room -> rooms it may import, itself included; `grammars`, which reads by `gbnf`, and `turns` are tools of both sides
-MAY_IMPORT = {
-    "data": DATA,
-    "core": DATA | {"core"},
-    "gbnf": {"gbnf"},
-    "lark": {"lark"},
-    "turns": DATA | {"turns"},
-    "grammars": DATA | {"gbnf", "grammars", "lark", "turns"},
-    "engine": DATA | {"core", "engine", "grammars", "turns"},
-    "journal": DATA | {"core", "journal"},
-    "server": DATA | {"core", "engine", "server", "grammars", "lark", "journal"},  # which explains
-    "kernels": DATA | {"kernels", "_kernels"},
-    "models": DATA | {"kernels", "models"},
-    "speculative": DATA | {"speculative"},
-    "worker": DATA | {"kernels", "models", "worker", "grammars", "speculative"},
-}
-# Only these see both sides, and nobody imports them but each other.
-JOINTS = {
-    "build", "launch", "engine_main", "llm", "cli", "doctor", "assets", "__main__", "__init__", "compatibility",
-    "progress", "garbage", "perplexity",
-}  # fmt: skip
-STANDARD_LIBRARY_ONLY = DATA | {"core", "gbnf", "lark"}
-NO_TORCH = DATA | {
-    "gbnf",
-    "lark",
-    "grammars",
-    "turns",
-    "core",
-    "engine",
-    "journal",
-    "server",
-    "cli",
-    "assets",
-    "progress",
-    "garbage",
-    "perplexity",
-    "compatibility",
-    "launch",
-    "engine_main",
-}
+FACADES = {"__init__", "__main__", "assets", "compatibility", "errors"}  # beside the layers, or below all of them
+STANDARD_LIBRARY_ONLY = {"errors", "config", "sampling_params", "outputs", "data", "core"}
 
 
 def modules() -> list[tuple[str, Path]]:
@@ -82,29 +28,20 @@ def imports(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(("room", "path"), modules(), ids=str)
-def test_imports_run_one_way(room, path):
-    if room in JOINTS:
-        return
-    allowed = MAY_IMPORT["data" if room in DATA else room]
-    for name in imports(path):
-        parts = name.split(".")
-        if parts[0] == "octavo" and len(parts) > 1:
-            assert parts[1] in allowed | {"__version__"}, f"{path} imports {name}"
+def test_the_core_is_standard_library():
+    for room, path in modules():
+        if room in STANDARD_LIBRARY_ONLY:
+            outside = {name.split(".")[0] for name in imports(path)} - {"octavo"}
+            assert outside <= sys.stdlib_module_names, path
+            assert not outside & {"time", "random", "os", "socket", "threading"} or room == "config", path
 
 
-@pytest.mark.parametrize(("room", "path"), modules(), ids=str)
-def test_the_core_is_standard_library_and_the_engine_knows_no_torch(room, path):
-    outside = {name.split(".")[0] for name in imports(path)} - {"octavo"}
-    if room in STANDARD_LIBRARY_ONLY:
-        assert outside <= sys.stdlib_module_names
-        assert not outside & {"time", "random", "os", "socket", "threading"} or room == "config"
-    if room in NO_TORCH:
-        assert "torch" not in outside, f"{path} imports torch"
-
-
-def test_every_room_is_known():
-    assert {room for room, _ in modules()} <= set(MAY_IMPORT) | DATA | JOINTS
+def test_every_room_has_a_layer():
+    pyproject = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = pyproject["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
+    known = {module.strip().split(".")[1] for layer in layers for module in layer.split("|")}
+    assert {room for room, _ in modules()} - known <= FACADES
 
 
 def test_no_code_runs_data():

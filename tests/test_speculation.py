@@ -13,7 +13,7 @@ from scripted_drafts import ScriptedProposer, let_propose
 
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import SpeculativeConfig
-from octavo.events import DraftsVerified
+from octavo.data.events import DraftsVerified
 from octavo.sampling_params import StructuredOutputsParams
 
 pytestmark = needs_kernels

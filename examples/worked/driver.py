@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core.scheduler import Scheduler
-from octavo.model_output import ModelOutput
-from octavo.request import Request
+from octavo.data.model_output import ModelOutput
+from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from octavo.scheduler_output import SchedulerOutput
+    from octavo.data.scheduler_output import SchedulerOutput
 
 
 class Driver:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from driver import Driver
 
-from octavo.request import RequestStatus
+from octavo.data.request import RequestStatus
 
 
 def run() -> dict[str, object]:

@@ -7,17 +7,17 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from octavo.capacity import EngineCapacity
 from octavo.config import DEFAULT_MIXED_STEP_MS, AdmissionRule, BatchingMode, EngineConfig, kernels_required
 from octavo.core.scheduler import Scheduler
+from octavo.data.capacity import EngineCapacity
+from octavo.data.events import FanOut, NullSink, RecentEvents
+from octavo.data.metrics import EngineMetrics
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.llm_engine import Engine
 from octavo.errors import ConfigError
-from octavo.events import FanOut, NullSink, RecentEvents
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
 from octavo.kernels import attention_slowness, instruction_sets
-from octavo.launch import Checkpoint, make_grammars, make_processors
-from octavo.metrics import EngineMetrics
+from octavo.startup.launch import Checkpoint, make_grammars, make_processors
 from octavo.worker.worker import LocalExecutor, Worker, resolve_device
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from octavo.config import DeviceConfig, SchedulerConfig
-    from octavo.events import EventSink
+    from octavo.data.events import EventSink
     from octavo.models.architecture import Architecture
 
 

@@ -391,7 +391,7 @@ class ServerConfig:
     """Who is let in, and how much is taken from each. Every limit is finite unless it is None.
 
     served_model_names: names that clients use; () for the model's own. api_key: one key for everybody, api_keys_file:
-    a file with a key for each tenant (`octavo.server.tenants`); neither: nobody is asked.
+    a file with a key for each tenant (`octavo.server.access.tenants`); neither: nobody is asked.
     max_open_requests: output streams that may run and wait, max_num_waiting_tokens: tokens of prompts of which no
     output was told yet (of answers that are not streamed: until their end); more are refused with 429.
     request_timeout_s: the longest that a request may take, also where its X-Request-Timeout asks for more.
@@ -404,12 +404,12 @@ class ServerConfig:
     grace_s: when the server is told to stop, how long open requests may go on.
     stream_keep_alive_s: a stream that has told nothing for so long sends a comment.
     tool_call_parser, reasoning_parser: how the model writes calls of tools, and its reasoning; "auto" looks at its chat
-    template (`octavo.server.tools`). reasoning_field: what chat completions call the latter.
+    template (`octavo.server.answers.tools`). reasoning_field: what chat completions call the latter.
     pooling: how an embedding is made of hidden states, "last" or "mean"; "auto" for what the checkpoint asks for.
     otlp_traces_endpoint: where OpenTelemetry's spans are sent; None for nowhere.
     dashboard: whether there is a page at /dashboard that shows what the engine does.
     forwarded_allow_ips: addresses and networks of proxies whose X-Forwarded-For says who a client is.
-    allowed_hosts, allowed_origins: names to answer to, and pages that may ask (`octavo.server.origins`).
+    allowed_hosts, allowed_origins: names to answer to, and pages that may ask (`octavo.server.access.origins`).
     """
 
     served_model_names: tuple[str, ...] = ()

@@ -31,18 +31,18 @@ from octavo.engine.async_llm import AsyncLLM as _AsyncLLM
 from octavo.engine.embedding import embedding
 from octavo.engine.llm_engine import Engine
 from octavo.errors import ConfigError, RequestError
-from octavo.launch import launch_engine
 from octavo.outputs import EmbeddingOutput, EmbeddingRequestOutput
-from octavo.progress import LoadingProgress, RequestProgress
+from octavo.runtime.progress import LoadingProgress, RequestProgress
 from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.startup.launch import launch_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from octavo.data.events import EventSink
     from octavo.engine.input_processor import Prompt
     from octavo.engine.remote_engine import RemoteEngine
     from octavo.engine.tokenizer import Tokenizer
-    from octavo.events import EventSink
     from octavo.outputs import RequestOutput
 
     Params = SamplingParams | Sequence[SamplingParams] | None
@@ -52,7 +52,7 @@ class LLMEngine(Engine):
     """An engine built from configurations, to be stepped by the caller.
 
     device: "cpu", "cuda", or None for the best there is; the same as `DeviceConfig(device=...)`.
-    sink reads the event stream (`octavo.events`).
+    sink reads the event stream (`octavo.data.events`).
     """
 
     def __init__(

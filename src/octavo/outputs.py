@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.model_output import TokenLogprobs  # noqa: TC001 - read at run time where outputs cross processes
+from octavo.data.model_output import TokenLogprobs  # noqa: TC001 - read at run time where outputs cross processes
 
 # The `error` of requests that these ended.
 DEADLINE_PASSED = "the request's deadline has passed"

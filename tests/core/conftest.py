@@ -9,11 +9,11 @@ import pytest
 
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core.scheduler import Scheduler
-from octavo.events import EventLog
-from octavo.model_output import ModelOutput
-from octavo.request import Request
+from octavo.data.events import EventLog
+from octavo.data.model_output import ModelOutput
+from octavo.data.request import Request
+from octavo.data.scheduler_output import SchedulerOutput
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler_output import SchedulerOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from octavo import events
 from octavo.core import invariants
 from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.data import events
+from octavo.data.model_output import ModelOutput
+from octavo.data.request import Request, RequestStatus
 from octavo.errors import PromptTooLongError, QueueFullError
-from octavo.model_output import ModelOutput
-from octavo.request import Request, RequestStatus
 from octavo.sampling_params import SamplingParams
 
 

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from octavo import events
 from octavo.config import PreemptionMode
-from octavo.metrics import EngineMetrics, Histogram
-from octavo.request import RequestStatus
+from octavo.data import events
+from octavo.data.metrics import EngineMetrics, Histogram
+from octavo.data.request import RequestStatus
 
 
 def stats_of(core):

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from octavo import events
 from octavo.config import SchedulerConfig
 from octavo.core.fair_share import FairRequestQueue, ServiceCounters
 from octavo.core.policy import admit_in_turn, rank_by_deadline, rank_by_priority, should_swap
 from octavo.core.step_plan import StepPlan
+from octavo.data import events
+from octavo.data.request import Request
 from octavo.errors import ConfigError, PromptTooLongError, QueueFullError
-from octavo.request import Request
 from octavo.sampling_params import SamplingParams
 
 

@@ -7,7 +7,7 @@ import pytest
 from octavo.core.block_hash import extend_block_hashes, hash_block_tokens
 from octavo.core.block_pool import BlockPool
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.request import Request
+from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 
 

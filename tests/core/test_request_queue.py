@@ -5,7 +5,7 @@ import pytest
 from octavo.config import SchedulingPolicy
 from octavo.core.policy import create_request_queue
 from octavo.core.request_queue import FCFSRequestQueue, PriorityRequestQueue
-from octavo.request import Request
+from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 
 

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
+from octavo.data.events import RequestFinished, RequestPreempted, StaleResultDropped
+from octavo.data.model_output import ModelOutput
+from octavo.data.request import RequestStatus
 from octavo.errors import ConfigError, RequestError
-from octavo.events import RequestFinished, RequestPreempted, StaleResultDropped
-from octavo.model_output import ModelOutput
-from octavo.request import RequestStatus
 
 
 def idle(core) -> None:

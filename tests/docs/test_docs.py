@@ -244,7 +244,7 @@ def test_sequences_call_methods_that_exist(lines):
 
 @pytest.mark.parametrize("lines", diagrams("stateDiagram-v2"))
 def test_states_are_the_statuses(lines):
-    from octavo.request import RequestStatus
+    from octavo.data.request import RequestStatus
 
     states: set[str] = set()
     for line in lines:

@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fakes import FakeExecutor, make_engine
 
+from octavo.data.scheduler_output import CachedRequestData, SchedulerOutput
 from octavo.engine.core_process import run_core_process
 from octavo.errors import ConfigError
-from octavo.scheduler_output import CachedRequestData, SchedulerOutput
 
 
 def build(_config, progress):

@@ -13,10 +13,10 @@ import pytest
 import zmq
 from fakes import FakeExecutor, make_engine
 
+from octavo.data.request import Request, RequestStatus
 from octavo.engine import core_process, messages
 from octavo.engine.core_process import CoreServer
 from octavo.errors import RequestFailedError
-from octavo.request import Request, RequestStatus
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

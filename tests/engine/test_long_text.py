@@ -9,9 +9,9 @@ import pytest
 from octavo.assets import built_in_model_path
 from octavo.engine import long_text
 from octavo.engine.long_text import PIECE_CHARS
-from octavo.engine.text_work import _local, _Work
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import RequestError
+from octavo.runtime.text_work import _local, _Work
 
 WORDS = ["fox", "Deich", "don't", "12345678", "x_y=[0];", "狐狸", "été", "🙂", "e\u0301", "\u200b", "<s>", "</s>", "a"]
 BLANKS = [" ", " ", " ", " ", "\n", "\n\n", "  ", "\t", " \n ", "\r\n", "", ", ", ".\n"]

@@ -15,10 +15,18 @@ from streams import run
 from test_remote_engine import running as running_remotely
 from test_remote_engine import until
 
+from octavo.data.events import (
+    EVENT_TYPES,
+    EventLog,
+    RecentEvents,
+    RequestQueued,
+    StepCompleted,
+    StepScheduled,
+    WaitReason,
+)
+from octavo.data.glimpse import BlockMap, BlockState, Glimpse
 from octavo.engine import lookout, messages
 from octavo.engine.lookout import Lookout
-from octavo.events import EVENT_TYPES, EventLog, RecentEvents, RequestQueued, StepCompleted, StepScheduled, WaitReason
-from octavo.glimpse import BlockMap, BlockState, Glimpse
 from octavo.sampling_params import SamplingParams
 
 SAMPLES = {

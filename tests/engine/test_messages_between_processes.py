@@ -1,7 +1,7 @@
 """What goes between the processes arrives as it was meant."""
 
+from octavo.data.request import Request
 from octavo.engine import messages
-from octavo.request import Request
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 
 

@@ -29,8 +29,8 @@ from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.remote_engine import RemoteEngine
 from octavo.engine.vitals import Patience, Vitals
 from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError, QueueFullError, RequestError
-from octavo.launch import launch_engine
 from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.startup.launch import launch_engine
 
 SCRIPT = Path(__file__).with_name("fake_engine_process.py")
 QUICK = Patience(frozen=1.5, dead=3.0, restarts=(0.05, 0.1))

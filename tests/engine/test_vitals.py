@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from octavo.capacity import EngineCapacity
 from octavo.config import CacheConfig, SchedulerConfig
+from octavo.data.capacity import EngineCapacity
+from octavo.data.metrics import EngineStats
 from octavo.engine.messages import Alive, Loading, Ready, Report
 from octavo.engine.vitals import Patience, Vitals
-from octavo.metrics import EngineStats
 
 LOOK_S = 0.25
 READY = Ready(EngineCapacity.of(SchedulerConfig(), CacheConfig(), num_blocks=100))

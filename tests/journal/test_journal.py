@@ -12,15 +12,15 @@ from kernels_available import COMPILED
 
 from octavo import CacheConfig, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import EngineConfig, kernels_required
+from octavo.data.events import RequestQueued, StepScheduled
+from octavo.data.model_output import ModelOutput
+from octavo.data.request import RequestStatus
 from octavo.errors import ConfigError
-from octavo.events import RequestQueued, StepScheduled
 from octavo.journal.explain import explain, intervals
 from octavo.journal.format import Pseudonyms, decode_tokens, encode_tokens, read_journal
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
 from octavo.journal.replay import replay
 from octavo.journal.trace import chrome_trace
-from octavo.model_output import ModelOutput
-from octavo.request import RequestStatus
 
 needs_kernels = pytest.mark.skipif(
     not COMPILED and not kernels_required(), reason="octavo was installed without its compiled kernels"

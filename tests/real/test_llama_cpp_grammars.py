@@ -7,8 +7,8 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
-from octavo.grammars import GrammarCompiler, Vocabulary
 from octavo.sampling_params import StructuredOutputsParams
+from octavo.structured_output.grammars import GrammarCompiler, Vocabulary
 
 llguidance = pytest.importorskip("llguidance")
 # llama.cpp's json.gbnf.

@@ -23,9 +23,9 @@ from answer_reading import read_answer
 from server import running
 
 from octavo import CacheConfig, LLMEngine, ModelConfig, SchedulerConfig
-from octavo.launch import Checkpoint, make_processors
-from octavo.server.answer_form import AnswerForm, AnswerStyle
-from octavo.server.tools import read_chat_tools
+from octavo.server.answers.answer_form import AnswerForm, AnswerStyle
+from octavo.server.answers.tools import read_chat_tools
+from octavo.startup.launch import Checkpoint, make_processors
 
 logger = logging.getLogger(__name__)
 SHORT = {"type": "string", "maxLength": 12}

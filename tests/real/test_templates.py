@@ -20,9 +20,9 @@ from transformers.utils import chat_template_utils
 
 from octavo.engine.chat_template import ChatTemplate
 from octavo.errors import RequestError
-from octavo.server.conversation import read_messages
-from octavo.server.message_blocks import read_conversation
-from octavo.server.response_items import read_items
+from octavo.server.api.anthropic.message_blocks import read_conversation
+from octavo.server.api.conversation import read_messages
+from octavo.server.api.openai.response_items import read_items
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

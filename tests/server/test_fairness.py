@@ -11,7 +11,7 @@ import pytest
 from running import run_server, wait_until
 
 from octavo.engine.input_processor import InputProcessor
-from octavo.server.tenants import Tenant, add_key
+from octavo.server.access.tenants import Tenant, add_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,7 +97,7 @@ def test_who_waits_for_a_turn_hears_when_the_time_is_over(
     running: Running, http: httpx.Client, charged: list[int], path: str, body: dict[str, Any]
 ) -> None:
     """The one thread for short texts is held, as it would be by others."""
-    gate, turns = threading.Event(), running.server._service.llm.text._turns["short"]
+    gate, turns = threading.Event(), running.server._service.engine.text._turns["short"]
     held = turns.submit("another", lambda: gate.wait(30))
     wait_until(held.running, "the thread is held")
     try:
@@ -125,7 +125,7 @@ def test_a_client_who_leaves_takes_its_work_along(
 
     monkeypatch.setattr(InputProcessor, "encode", watched)
     admission = running.server._service.admission
-    held = running.server._service.llm.text._turns["short"].submit("another", lambda: gate.wait(30))
+    held = running.server._service.engine.text._turns["short"].submit("another", lambda: gate.wait(30))
     try:
         with pytest.raises(httpx.ReadTimeout):
             http.post("/tokenize", json={"prompt": "who is gone"}, timeout=0.3)

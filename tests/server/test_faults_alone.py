@@ -23,13 +23,16 @@ from octavo import LLM, CacheConfig, LLMEngine, ModelConfig, SamplingParams, Sch
 from octavo.engine.output_processor import OutputProcessor
 from octavo.engine.stop_strings import StopSearch
 from octavo.engine.tokenizer import Tokenizer
-from octavo.faults import is_fault
-from octavo.grammars import GrammarCompiler, Matcher
+from octavo.runtime.faults import is_fault
 from octavo.sampling_params import StructuredOutputsParams
-from octavo.server import audit, chat, completions, embeddings, messages, responses, tgi
-from octavo.server.admission import Place
-from octavo.server.answer_form import AnswerReader
-from octavo.server.answering import UsageCounter, merge
+from octavo.server.access import audit
+from octavo.server.access.admission import Place
+from octavo.server.answers.answer_form import AnswerReader
+from octavo.server.answers.answering import UsageCounter, merge
+from octavo.server.api import tgi
+from octavo.server.api.anthropic import messages
+from octavo.server.api.openai import chat, completions, embeddings, responses
+from octavo.structured_output.grammars import GrammarCompiler, Matcher
 from octavo.worker import model_runner, sampler
 
 if TYPE_CHECKING:

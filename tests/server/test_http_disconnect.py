@@ -13,7 +13,7 @@ import pytest
 from fakes import FakeExecutor, answer_text
 from running import Running, run_server, wait_until
 
-from octavo.server import chat
+from octavo.server.api.openai import chat
 
 ENDLESS = {"max_tokens": 2000, "ignore_eos": True}
 STEP_S = 0.02  # so that an answer nobody stops takes twice as long as any test waits

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fakes import answer_text
 
-from octavo.server.embeddings import EmbeddingRequest
-from octavo.server.messages import CountTokensRequest, MessagesRequest
-from octavo.server.openai_requests import ChatCompletionRequest, CompletionRequest
-from octavo.server.responses import ResponsesRequest
-from octavo.server.tokenizing import DetokenizeRequest, TokenizeRequest
+from octavo.server.api.anthropic.messages import CountTokensRequest, MessagesRequest
+from octavo.server.api.openai.embeddings import EmbeddingRequest
+from octavo.server.api.openai.requests import ChatCompletionRequest, CompletionRequest
+from octavo.server.api.openai.responses import ResponsesRequest
+from octavo.server.api.tokenizing import DetokenizeRequest, TokenizeRequest
 
 if TYPE_CHECKING:
     from running import Running

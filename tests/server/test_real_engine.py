@@ -22,8 +22,8 @@ from running import DEADLINE_S, run_server, wait_until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from octavo import LLM, CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
-from octavo.grammars import GrammarCompiler, GrammarError, Matcher
 from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.structured_output.grammars import GrammarCompiler, GrammarError, Matcher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

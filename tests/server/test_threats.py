@@ -23,16 +23,16 @@ from octavo.engine.stop_strings import StopSearch, StopStrings
 from octavo.errors import ModelError
 from octavo.models.weight_files import find_weight_files
 from octavo.sampling_params import SamplingParams
-from octavo.server.body import parse
-from octavo.server.conversation import read_messages
-from octavo.server.messages import MessagesRequest
-from octavo.server.messages import _read_conversation as messages_of
-from octavo.server.openai_requests import ChatCompletionRequest, CompletionRequest
-from octavo.server.parts import Part, ReasoningParser, joined
-from octavo.server.responses import ResponsesRequest
-from octavo.server.responses import _read_conversation as items_of
-from octavo.server.tenants import Keyring
-from octavo.server.tool_parsers import HermesParser
+from octavo.server.access.body import parse
+from octavo.server.access.tenants import Keyring
+from octavo.server.answers.parts import Part, ReasoningParser, joined
+from octavo.server.answers.tool_parsers import HermesParser
+from octavo.server.api.anthropic.messages import MessagesRequest
+from octavo.server.api.anthropic.messages import _read_conversation as messages_of
+from octavo.server.api.conversation import read_messages
+from octavo.server.api.openai.requests import ChatCompletionRequest, CompletionRequest
+from octavo.server.api.openai.responses import ResponsesRequest
+from octavo.server.api.openai.responses import _read_conversation as items_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

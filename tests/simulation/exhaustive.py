@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from octavo.request import Request
+from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 from simulation.hash_model import Oracle
 from simulation.world import SimulationError, Tracked, World, WorldConfig

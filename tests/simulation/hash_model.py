@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from octavo.model_output import ModelOutput
+from octavo.data.model_output import ModelOutput
 
 if TYPE_CHECKING:
     import random
 
-    from octavo.request import Request
-    from octavo.scheduler_output import KVLoad, SchedulerOutput
+    from octavo.data.request import Request
+    from octavo.data.scheduler_output import KVLoad, SchedulerOutput
 
 VOCAB_SIZE = 1 << 16
 _MASK = (1 << 61) - 1

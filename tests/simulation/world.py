@@ -7,16 +7,16 @@ from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from octavo import events
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core import invariants
 from octavo.core.block_hash import hash_block_tokens
 from octavo.core.policy import is_prefill
 from octavo.core.scheduler import Scheduler
+from octavo.data import events
+from octavo.data.events import WaitReason
+from octavo.data.model_output import ModelOutput
+from octavo.data.request import Request
 from octavo.errors import RequestError
-from octavo.events import WaitReason
-from octavo.model_output import ModelOutput
-from octavo.request import Request
 from octavo.sampling_params import SamplingParams
 from simulation.hash_model import VOCAB_SIZE, HashWorker, Oracle, SimulatedStore
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from octavo.core.block_pool import Block
     from octavo.core.kv_cache_manager import ComputedBlocks
+    from octavo.data.scheduler_output import SchedulerOutput
     from octavo.outputs import EngineCoreOutput
-    from octavo.scheduler_output import SchedulerOutput
 
 FEATURES = (
     "prefix",

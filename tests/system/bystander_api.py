@@ -100,7 +100,7 @@ CASES: dict[str, Case] = {
     ),
     "counted responses": ("/v1/responses/input_tokens", lambda: spell(input=words(400_000))),
     "tokenized": ("/tokenize", lambda: spell(prompt=words(500_000), return_token_strs=True)),
-    # Just below the bounds of the lanes of `octavo.engine.text_work`; "tokenized" is so, too.
+    # Just below the bounds of the lanes of `octavo.runtime.text_work`; "tokenized" is so, too.
     "tokenized, 1.9 KB": ("/tokenize", lambda: spell(prompt=words(1_900))),
     "tokenized, 30 KB": ("/tokenize", lambda: spell(prompt=words(30_000))),
     "counted, 1.9 KB": ("/v1/messages/count_tokens", lambda: spell(model="qwen3", messages=user(words(1_900)))),

@@ -36,8 +36,8 @@ from octavo.config import ServerConfig
 from octavo.engine.output_processor import OutputProcessor
 from octavo.outputs import EngineCoreOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams
+from octavo.server.access.tenants import Tenant, add_key
 from octavo.server.app import create_app
-from octavo.server.tenants import Tenant, add_key
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable

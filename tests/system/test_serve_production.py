@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving_process import STORY, SUM, serve
 
-from octavo.server.tenants import Tenant, add_key
+from octavo.server.access.tenants import Tenant, add_key
 
 
 @pytest.fixture(scope="module")

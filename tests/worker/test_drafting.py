@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams, StructuredOutputsParams
-from octavo.grammars import Matcher
+from octavo.structured_output.grammars import Matcher
 
 PROMPT = {"prompt_token_ids": [9, 8, 7]}
 

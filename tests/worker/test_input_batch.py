@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from octavo.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from octavo.worker.input_batch import InputBatch
 
 

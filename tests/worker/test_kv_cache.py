@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from octavo.config import CacheConfig
+from octavo.data.scheduler_output import BlockCopies
 from octavo.errors import ConfigError
 from octavo.kernels.quantization import kv_scales
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
-from octavo.scheduler_output import BlockCopies
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.memory import block_bytes, decide_num_host_blocks
 

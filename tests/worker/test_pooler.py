@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from octavo import SamplingParams
-from octavo.faults import REQUEST_FAILED
+from octavo.runtime.faults import REQUEST_FAILED
 from octavo.worker.pooler import Pooler
 
 HIDDEN = torch.from_numpy(np.random.default_rng(1).normal(size=(24, 8)).astype(np.float32))

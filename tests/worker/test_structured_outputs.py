@@ -11,8 +11,9 @@ import jsonschema
 import pytest
 from json_schemas import HARD, generate
 
-from octavo import LLM, RequestError, SamplingParams, StructuredOutputsParams, grammars
-from octavo.grammars import GrammarCompiler, Matcher
+from octavo import LLM, RequestError, SamplingParams, StructuredOutputsParams
+from octavo.structured_output import grammars
+from octavo.structured_output.grammars import GrammarCompiler, Matcher
 
 PROMPTS = ["Once upon a time", "What is 12 + 30?", "The old lighthouse"]
 NAMES = sorted(HARD)

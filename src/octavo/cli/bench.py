@@ -130,7 +130,7 @@ def serve(
     except ImportError as error:
         raise ConfigError(f"octavo bench serve needs {error.name}: pip install 'octavo[bench]'") from error
     from octavo.cli.workloads import make_workloads, read_workloads
-    from octavo.progress import CountProgress
+    from octavo.runtime.progress import CountProgress
 
     url, api_key = url.rstrip("/").removesuffix("/v1"), api_key or api_key_from_environment()
     known = make_workloads(vocab_size=256, max_model_len=256) if workload is None else read_workloads(workload)

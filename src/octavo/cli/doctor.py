@@ -13,8 +13,8 @@ from octavo.config import INSTRUCTION_SETS
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.doctor import Report
     from octavo.kernels.limits import Limits
+    from octavo.worker.machine_report import Report
 
 Model = Annotated[
     str | None,
@@ -69,9 +69,9 @@ def doctor(
         if each not in _PRECISIONS:
             raise ConfigError(f"precision must be one of {', '.join(_PRECISIONS)}, got {each!r}")
     from octavo.assets import built_in_model_path  # what a command needs, when it runs
-    from octavo.doctor import examine
     from octavo.models.model_path import resolve_model_path
     from octavo.models.registry import read_architecture
+    from octavo.worker.machine_report import examine
 
     directory = built_in_model_path() if model is None else resolve_model_path(model, weights=False)
     architecture = read_architecture(directory)

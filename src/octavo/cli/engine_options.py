@@ -556,8 +556,8 @@ class EngineOptions:
 
     def launch(self, meanwhile: Callable[[], object] | None = None) -> RemoteEngine:
         """Load the model in a process of its own, and do something meanwhile. Raises `ConfigError` and `ModelError`."""
-        from octavo.launch import launch_engine
-        from octavo.progress import LoadingProgress
+        from octavo.runtime.progress import LoadingProgress
+        from octavo.startup.launch import launch_engine
 
         config = self.config()
         with LoadingProgress() as progress:
@@ -567,7 +567,7 @@ class EngineOptions:
         """Load the model, with a progress bar where somebody watches. Raises `ConfigError` and `ModelError`."""
         config = self.config()  # wrong options are told before torch is imported
         from octavo.build import build_engine  # imports torch
-        from octavo.progress import LoadingProgress
+        from octavo.runtime.progress import LoadingProgress
 
         with LoadingProgress() as progress:
             return build_engine(config, progress=progress)

@@ -67,7 +67,7 @@ def generate(
     if len(prompts) == 1 and n == 1 and not json_:
         _stream(built, prompts[0], sampling)
         return
-    from octavo.progress import RequestProgress
+    from octavo.runtime.progress import RequestProgress
 
     params = sampling.params(built.input_processor, RequestOutputKind.FINAL_ONLY, n=n)
     with RequestProgress(len(prompts)) as on_output:

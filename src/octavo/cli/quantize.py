@@ -70,7 +70,7 @@ def quantize(
     """
     from octavo.models.model_path import resolve_model_path  # what a command needs, when it runs
     from octavo.models.quantize_checkpoint import PRECISIONS, quantize_checkpoint
-    from octavo.progress import LoadingProgress
+    from octavo.runtime.progress import LoadingProgress
 
     if quantization not in PRECISIONS:
         raise ConfigError(f"quantization must be one of {', '.join(PRECISIONS)}, got {quantization!r}")
@@ -95,8 +95,8 @@ def _read(path: Path) -> str:
 
 def _compare(source: Path, copy: Path, text: str | None) -> str:
     """Say the perplexity of both on a text, by default Python's reference."""
-    from octavo.perplexity import mean_losses, opened, perplexity, python_reference, text_pieces
-    from octavo.progress import CountProgress
+    from octavo.cli.perplexity import mean_losses, opened, perplexity, python_reference, text_pieces
+    from octavo.runtime.progress import CountProgress
 
     losses = []
     with opened(source) as llm:

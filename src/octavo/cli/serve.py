@@ -13,7 +13,6 @@ from typing import Annotated
 
 import typer
 
-from octavo import logs
 from octavo.cli.command import command
 from octavo.cli.config_file import (
     configuration,
@@ -39,8 +38,9 @@ from octavo.config import (
     forget_service_link,
 )
 from octavo.errors import ConfigError, EngineDeadError
-from octavo.garbage import made_to_stay
 from octavo.models.process_memory import returning_free_memory
+from octavo.runtime import logs
+from octavo.runtime.garbage import made_to_stay
 
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
@@ -300,7 +300,7 @@ class ServerOptions:
 
     def server_config(self, max_open_requests: int, max_num_waiting_tokens: int) -> ServerConfig:
         """Build the configuration. Raises `ConfigError`."""
-        from octavo.server.listening import LOOPBACK_NAMES, is_loopback
+        from octavo.server.access.listening import LOOPBACK_NAMES, is_loopback
 
         if self.log_level not in _LEVELS:
             raise ConfigError(f"log level must be one of {', '.join(_LEVELS)}, got {self.log_level!r}")
@@ -352,7 +352,14 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
     """Serve a model through the OpenAI API."""
     _check_installed()
     from octavo.engine.async_llm import AsyncLLM
-    from octavo.server.listening import allow_open_files, bind, check_binding, check_files, hearing_signals, open_door
+    from octavo.server.access.listening import (
+        allow_open_files,
+        bind,
+        check_binding,
+        check_files,
+        hearing_signals,
+        open_door,
+    )
 
     waiting, tokens = _limits(engine)
     config = server.server_config(engine.max_num_seqs + waiting, tokens)

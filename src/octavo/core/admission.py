@@ -11,13 +11,13 @@ import math
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.config import AdmissionRule
+from octavo.data.events import WaitReason
 from octavo.errors import PromptTooLongError
-from octavo.events import WaitReason
 
 if TYPE_CHECKING:
     from octavo.config import SchedulerConfig
     from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
-    from octavo.request import Request
+    from octavo.data.request import Request
 
 
 class Admission(Protocol):

@@ -15,7 +15,7 @@ from octavo.core.request_queue import PriorityRequestQueue
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from octavo.request import Request
+    from octavo.data.request import Request
 
 
 class ServiceCounters:

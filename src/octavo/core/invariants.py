@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.core.admission import ReservationAdmission
-from octavo.request import RequestStatus
+from octavo.data.request import RequestStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

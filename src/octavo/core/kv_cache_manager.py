@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from octavo.core.block_hash import extend_block_hashes, hash_block_tokens
 from octavo.core.block_pool import Block, BlockLink, BlockPool, HostBlockPool
 from octavo.core.cache_history import CacheHistory, Miss, MissReason
-from octavo.scheduler_output import BlockCopies
+from octavo.data.scheduler_output import BlockCopies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from octavo.core.block_hash import BlockHash
-    from octavo.request import Request
+    from octavo.data.request import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from octavo.request import Request
+    from octavo.data.request import Request
 
 
 class KVConnector(Protocol):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from octavo.config import SchedulerConfig
     from octavo.core.step_plan import StepPlan
-    from octavo.request import Request
+    from octavo.data.request import Request
 
     Grow: TypeAlias = Callable[[StepPlan, Sequence[Request]], None]
     Admit: TypeAlias = Callable[[StepPlan, Request | None], None]

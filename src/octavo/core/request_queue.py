@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from octavo.request import Request
+    from octavo.data.request import Request
 
 
 class RequestQueue(Protocol):

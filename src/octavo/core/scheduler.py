@@ -11,7 +11,6 @@ from bisect import bisect, insort
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from octavo import events
 from octavo.core import invariants
 from octavo.core.admission import create_admission
 from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
@@ -30,12 +29,13 @@ from octavo.core.scheduler_interface import SchedulerStats
 from octavo.core.step_plan import StepPlan
 from octavo.core.stop import check_stop
 from octavo.core.waiting_room import WaitingRoom
+from octavo.data import events
+from octavo.data.events import WaitReason
+from octavo.data.glimpse import BlockMap
+from octavo.data.request import Request, RequestStatus
+from octavo.data.scheduler_output import CachedRequestData, KVLoad, NewRequestData, SchedulerOutput
 from octavo.errors import PromptTooLongError, QueueFullError, RequestError
-from octavo.events import WaitReason
-from octavo.glimpse import BlockMap
 from octavo.outputs import DEADLINE_PASSED, EngineCoreOutput
-from octavo.request import Request, RequestStatus
-from octavo.scheduler_output import CachedRequestData, KVLoad, NewRequestData, SchedulerOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from octavo.config import CacheConfig, SchedulerConfig
     from octavo.core.kv_connector import PendingLoad
     from octavo.core.request_queue import RequestQueue
-    from octavo.events import EventSink
-    from octavo.model_output import ModelOutput, TokenLogprobs
+    from octavo.data.events import EventSink
+    from octavo.data.model_output import ModelOutput, TokenLogprobs
 
 
 IDLE_CHECK_INTERVAL_S = 10.0

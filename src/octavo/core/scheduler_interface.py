@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from octavo.glimpse import BlockMap
-    from octavo.model_output import ModelOutput
+    from octavo.data.glimpse import BlockMap
+    from octavo.data.model_output import ModelOutput
+    from octavo.data.request import Request, RequestStatus
+    from octavo.data.scheduler_output import SchedulerOutput
     from octavo.outputs import EngineCoreOutput
-    from octavo.request import Request, RequestStatus
-    from octavo.scheduler_output import SchedulerOutput
 
 
 class SchedulerInterface(Protocol):

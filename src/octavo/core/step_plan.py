@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from octavo.events import WaitReason
-    from octavo.request import Request
-    from octavo.scheduler_output import KVLoad
+    from octavo.data.events import WaitReason
+    from octavo.data.request import Request
+    from octavo.data.scheduler_output import KVLoad
 
 
 @dataclass(slots=True)

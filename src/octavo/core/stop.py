@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from octavo.request import RequestStatus
+from octavo.data.request import RequestStatus
 
 if TYPE_CHECKING:
-    from octavo.request import Request
+    from octavo.data.request import Request
 
 
 def check_stop(request: Request) -> RequestStatus | None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from octavo.core.block_hash import BlockHash
     from octavo.core.request_queue import RequestQueue
-    from octavo.request import Request
+    from octavo.data.request import Request
 
 MAX_PARKED_STEPS = 16  # without the block having come; after that the request computes it itself
 

@@ -11,17 +11,20 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from octavo.engine.text_work import TextWork
 from octavo.errors import DeadlineError, EngineDeadError, OctavoError, SlowReaderError
-from octavo.faults import log_fault
 from octavo.outputs import DEADLINE_PASSED
+from octavo.runtime.faults import log_fault
+from octavo.runtime.text_work import TextWork
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
-    from octavo.engine.input_processor import ProcessedInput, Prompt
-    from octavo.engine.llm_engine import Engine
-    from octavo.engine.remote_engine import RemoteEngine
+    from octavo.data.capacity import EngineCapacity
+    from octavo.data.glimpse import Glimpse
+    from octavo.data.metrics import EngineStats
+    from octavo.engine.engine_client import DrivenEngine
+    from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
+    from octavo.engine.output_processor import OutputProcessor
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
 
@@ -102,14 +105,14 @@ class _Stream:
 
 
 class AsyncLLM:
-    """Drives an `Engine`, or one whose core is in another process, in a thread that sleeps when nothing is to be done.
+    """An `EngineClient` that drives an engine in a thread, which sleeps when nothing is to be done.
 
     The engine belongs to that thread alone: everything reaches it through one inbox.
     max_unread_outputs: a request whose reader leaves more than so many outputs lying is ended; None for no limit.
     `text` does what the texts of requests cost, beside the event loop.
     """
 
-    def __init__(self, engine: Engine | RemoteEngine, *, max_unread_outputs: int | None = None) -> None:
+    def __init__(self, engine: DrivenEngine, *, max_unread_outputs: int | None = None) -> None:
         self.engine = engine
         self.text = TextWork()
         self._max_unread = max_unread_outputs
@@ -132,6 +135,46 @@ class AsyncLLM:
     def is_alive(self) -> bool:
         """Whether requests can be added now."""
         return not self.is_dead and self.engine.is_ready
+
+    @property
+    def input_processor(self) -> InputProcessor:
+        """Prompts to requests."""
+        return self.engine.input_processor
+
+    @property
+    def output_processor(self) -> OutputProcessor:
+        """Token ids to text."""
+        return self.engine.output_processor
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The clock of arrival times, in seconds."""
+        return self.engine.clock
+
+    @property
+    def capacity(self) -> EngineCapacity:
+        """What the engine can take at once."""
+        return self.engine.capacity
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine can be measured by, so far."""
+        return self.engine.stats
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the engine's process was started again."""
+        return self.engine.num_restarts
+
+    @property
+    def num_failed_starts(self) -> int:
+        """How many of the engine's processes in a row ended before they took a request."""
+        return self.engine.num_failed_starts
+
+    @property
+    def retry_after_s(self) -> float:
+        """When to ask again, where the engine is not ready."""
+        return self.engine.retry_after_s
 
     async def generate(
         self,
@@ -202,6 +245,14 @@ class AsyncLLM:
         stream = self._read.get(request_id)
         if stream is not None:
             _call_soon(stream.loop, stream.fail, error)
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests; each gets its last output, with finish_reason "abort". Raises `EngineDeadError`."""
+        await self.call(lambda engine: engine.abort_request(request_ids))
+
+    async def watch(self, listener: Callable[[Glimpse], None] | None) -> None:
+        """Let a listener hear what happens from now on, on the engine's thread, or nobody. Raises `EngineDeadError`."""
+        await self.call(lambda engine: engine.watch(listener))
 
     async def call(self, function: Callable[[Any], Any]) -> Any:
         """Run a function on the engine's thread, between two steps, and return its result (statistics, say)."""

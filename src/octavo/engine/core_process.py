@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from octavo import logs
+from octavo.data.request import RequestStatus
 from octavo.engine import messages
 from octavo.engine.lookout import Lookout
 from octavo.errors import OctavoError, QueueFullError, RequestError
-from octavo.faults import error_for
 from octavo.outputs import EngineCoreOutput
-from octavo.request import RequestStatus
+from octavo.runtime import logs
+from octavo.runtime.faults import error_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -223,7 +223,7 @@ class CoreServer:
         try:
             first = message.streams[0]
             prepared = self._core.executor.prepare(first.sampling_params, first.tenant)
-        except BaseException as error:  # noqa: BLE001 - see octavo.faults
+        except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
             self._refuse(message.request_id, error)
             return
         if prepared is None:
@@ -244,7 +244,7 @@ class CoreServer:
             except TimeoutError:
                 each.prepared.cancel()
                 self._refuse(each.message.request_id, each.lateness)
-            except BaseException as error:  # noqa: BLE001 - see octavo.faults
+            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
                 self._refuse(each.message.request_id, error)
             else:
                 self._send(self._add(each.message))

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from octavo.errors import ExecutionError
 
 if TYPE_CHECKING:
-    from octavo.capacity import EngineCapacity
     from octavo.core.scheduler_interface import SchedulerInterface
+    from octavo.data.capacity import EngineCapacity
+    from octavo.data.events import RecentEvents
+    from octavo.data.metrics import EngineMetrics
     from octavo.engine.executor import Executor
-    from octavo.events import RecentEvents
-    from octavo.metrics import EngineMetrics
     from octavo.outputs import EngineCoreOutput
 
 

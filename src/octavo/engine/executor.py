@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from octavo.model_output import ModelOutput
+    from octavo.data.model_output import ModelOutput
+    from octavo.data.scheduler_output import SchedulerOutput
     from octavo.sampling_params import SamplingParams
-    from octavo.scheduler_output import SchedulerOutput
 
 
 class Clock(Protocol):

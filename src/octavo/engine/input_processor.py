@@ -8,8 +8,8 @@ import operator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from octavo.data.request import Request, check_salt
 from octavo.errors import PromptTooLongError, RequestError
-from octavo.request import Request
 from octavo.sampling_params import SamplingParams, plain_number
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from octavo.config import ModelInfo
 
-MAX_CACHE_SALT_CHARS = 1024
 _ORDINARY_CHARS = 16  # of a token: a vocabulary's longest has more, and finding it takes 0.1 s
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
@@ -272,19 +271,6 @@ def _token_id(value: Any) -> int:
     if token_id is None:
         raise RequestError(f"prompt token ids must be integers, got {value!r:.100}", parameter="prompt")
     return token_id
-
-
-def check_salt(salt: object) -> None:
-    """Raise `RequestError` for what is no salt: it becomes part of every block hash, so it must be text with bytes."""
-    if salt is None:
-        return
-    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_CACHE_SALT_CHARS:
-        limit = MAX_CACHE_SALT_CHARS
-        raise RequestError(f"cache_salt must be a text of 1 to {limit} characters", parameter="cache_salt")
-    try:
-        salt.encode()
-    except UnicodeEncodeError:
-        raise RequestError("cache_salt is not valid Unicode", parameter="cache_salt") from None
 
 
 def _check_text(name: str, text: object) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from octavo.data.request import RequestStatus
 from octavo.engine.lookout import Lookout
 from octavo.errors import EngineDeadError, EngineError, OctavoError, RequestError
-from octavo.faults import error_for
-from octavo.request import RequestStatus
+from octavo.runtime.faults import error_for
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from typing import TypeAlias
 
-    from octavo.capacity import EngineCapacity
+    from octavo.data.capacity import EngineCapacity
+    from octavo.data.glimpse import Glimpse
+    from octavo.data.metrics import EngineStats
     from octavo.engine.engine_core import EngineCore
     from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
     from octavo.engine.output_processor import OutputProcessor
-    from octavo.glimpse import Glimpse
-    from octavo.metrics import EngineStats
     from octavo.outputs import EngineCoreOutput, RequestOutput
 
     Accept: TypeAlias = Callable[[OctavoError | None], None]  # a request's fate: None when it is in the queue
@@ -124,7 +124,7 @@ class Engine:
         """Accept a request as `add_processed` does when it is prepared, and tell."""
         try:
             prepared = self._prepare(processed)
-        except BaseException as error:  # noqa: BLE001 - see octavo.faults
+        except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
             accept(error_for(processed.request_id, _PREPARING, error))
             return
         if prepared is None:
@@ -142,7 +142,7 @@ class Engine:
         try:
             if prepared is not None:
                 prepared.result()
-        except BaseException as error:  # noqa: BLE001 - see octavo.faults
+        except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
             accept(error_for(processed.request_id, _PREPARING, error))
             return
         try:

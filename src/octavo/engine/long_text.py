@@ -13,8 +13,8 @@ import re
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
-from octavo.engine.text_work import progress
 from octavo.errors import RequestError
+from octavo.runtime.text_work import progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from octavo.events import weight_of
-from octavo.glimpse import Glimpse
+from octavo.data.events import weight_of
+from octavo.data.glimpse import Glimpse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from octavo.data.events import Event
     from octavo.engine.engine_core import EngineCore
-    from octavo.events import Event
 
 GLIMPSE_S = 0.25
 _MAX_WEIGHT = 5_000  # of one glimpse: whoever takes it in does other things as well

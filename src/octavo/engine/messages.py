@@ -11,8 +11,12 @@ from typing import Any
 
 import msgspec
 
-from octavo.capacity import EngineCapacity  # noqa: TC001 - msgspec reads these types
 from octavo.config import EngineConfig  # noqa: TC001
+from octavo.data.capacity import EngineCapacity  # noqa: TC001 - msgspec reads these types
+from octavo.data.events import EVENT_TYPES, Event
+from octavo.data.glimpse import BlockMap, Glimpse
+from octavo.data.metrics import EngineStats  # noqa: TC001
+from octavo.data.request import Request, RequestStatus
 from octavo.errors import (
     ConfigError,
     EngineDeadError,
@@ -23,13 +27,9 @@ from octavo.errors import (
     RequestError,
     RequestFailedError,
 )
-from octavo.events import EVENT_TYPES, Event
-from octavo.glimpse import BlockMap, Glimpse
-from octavo.grammars import GrammarError
-from octavo.metrics import EngineStats  # noqa: TC001
 from octavo.outputs import EngineCoreOutput  # noqa: TC001
-from octavo.request import Request, RequestStatus
 from octavo.sampling_params import SamplingParams  # noqa: TC001
+from octavo.structured_output.grammars import GrammarError
 
 _ERRORS: dict[str, type[OctavoError]] = {
     kind.__name__: kind

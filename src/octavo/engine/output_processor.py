@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from octavo.engine.stop_strings import StopSearch, StopStrings
 from octavo.engine.tokenizer_interface import NoDetokenizer, NoTokenizer, SomeSpecialTokens
-from octavo.faults import REQUEST_FAILED, log_fault, request_failed
 from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from octavo.runtime.faults import REQUEST_FAILED, log_fault, request_failed
 from octavo.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from octavo.data.model_output import TokenLogprobs
     from octavo.engine.tokenizer_interface import Detokenizer, DetokenizerFactory
-    from octavo.model_output import TokenLogprobs
     from octavo.outputs import EngineCoreOutput
     from octavo.sampling_params import SamplingParams
 
@@ -176,13 +176,13 @@ class OutputProcessor:
             try:
                 if self._advance(state, state.streams[core_output.request_id], core_output, now):
                     to_stop.append(core_output.request_id)
-            except BaseException as error:  # noqa: BLE001 - see octavo.faults
+            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
                 to_fail += self._give_up(state, error)
         outputs: list[RequestOutput] = []
         for state in changed.values():
             try:
                 outputs += self._emit(state, now)
-            except BaseException as error:  # noqa: BLE001 - see octavo.faults
+            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
                 to_fail += self._give_up(state, error)
                 outputs.append(self._failed_output(state))
         return ProcessedOutputs(outputs, to_stop, to_fail)

@@ -20,23 +20,23 @@ from typing import TYPE_CHECKING, NoReturn
 
 import zmq
 
-from octavo import logs
 from octavo.config import SECRET_VARIABLES
+from octavo.data.metrics import EngineStats
+from octavo.data.request import RequestStatus
 from octavo.engine import messages
 from octavo.engine.vitals import Patience, Vitals
 from octavo.errors import EngineDeadError, EngineRestartingError, OctavoError, QueueFullError, RequestError
-from octavo.metrics import EngineStats
-from octavo.request import RequestStatus
+from octavo.runtime import logs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from octavo.capacity import EngineCapacity
     from octavo.config import EngineConfig
+    from octavo.data.capacity import EngineCapacity
+    from octavo.data.glimpse import Glimpse
     from octavo.engine.input_processor import InputProcessor, ProcessedInput
     from octavo.engine.llm_engine import Accept, Lose, Post
     from octavo.engine.output_processor import OutputProcessor
-    from octavo.glimpse import Glimpse
     from octavo.outputs import EngineCoreOutput, RequestOutput
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from octavo.engine.text_work import progress
+from octavo.runtime.text_work import progress
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):

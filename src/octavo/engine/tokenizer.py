@@ -10,8 +10,8 @@ import tokenizers
 from octavo.engine.detokenizer import IncrementalDetokenizer, TokenPieces
 from octavo.engine.generation_config import read_json_object
 from octavo.engine.long_text import PIECE_CHARS, LongTextEncoder
-from octavo.engine.text_work import progress
 from octavo.errors import ModelError, RequestError
+from octavo.runtime.text_work import progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -6,13 +6,13 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from octavo import events
+from octavo.data import events
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from octavo.events import Event
+    from octavo.data.events import Event
 
 ARRIVING = "on its way to the queue"
 QUEUED = "waiting in the queue"

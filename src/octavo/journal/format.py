@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from octavo.scheduler_output import SchedulerOutput
+    from octavo.data.scheduler_output import SchedulerOutput
 
 VERSION = 2
 REQUEST_OPTIONS = (

@@ -11,6 +11,7 @@ import time
 import weakref
 from typing import IO, TYPE_CHECKING, Any
 
+from octavo.data.request import RequestStatus
 from octavo.journal.format import (
     REQUEST_DEFAULTS,
     REQUEST_OPTIONS,
@@ -21,7 +22,6 @@ from octavo.journal.format import (
     hidden,
     open_journal,
 )
-from octavo.request import RequestStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from octavo.core.scheduler import Scheduler
     from octavo.core.scheduler_interface import SchedulerStats
-    from octavo.model_output import ModelOutput
+    from octavo.data.model_output import ModelOutput
+    from octavo.data.request import Request
+    from octavo.data.scheduler_output import SchedulerOutput
     from octavo.outputs import EngineCoreOutput
-    from octavo.request import Request
-    from octavo.scheduler_output import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 FLUSH_EVERY_US = 1_000_000

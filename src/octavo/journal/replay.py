@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core.scheduler import Scheduler
+from octavo.data.events import EventLog
+from octavo.data.model_output import ModelOutput
+from octavo.data.request import Request, RequestStatus
 from octavo.errors import ConfigError
-from octavo.events import EventLog
 from octavo.journal.format import checksum, decode_tokens, read_journal
-from octavo.model_output import ModelOutput
-from octavo.request import Request, RequestStatus
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from octavo.scheduler_output import SchedulerOutput
+    from octavo.data.scheduler_output import SchedulerOutput
 
 STOP_TOKEN = -1  # stands for whatever token ended a request
 

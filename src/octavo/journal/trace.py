@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from octavo import events
+from octavo.data import events
 from octavo.journal.explain import intervals
 
 if TYPE_CHECKING:

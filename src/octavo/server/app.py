@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, FastAPI
@@ -12,24 +13,27 @@ from starlette.requests import Request  # noqa: TC002 - fastapi reads the types 
 from starlette.responses import Response
 
 from octavo import __version__
-from octavo.server import describing, messages, tgi
-from octavo.server.audit import AuditMiddleware
-from octavo.server.auth import ApiKeyMiddleware
-from octavo.server.body import body_of
-from octavo.server.chat import create_chat_completion
-from octavo.server.completions import create_completion
-from octavo.server.connection import PacedAnswers
-from octavo.server.dashboard.routes import add_dashboard
-from octavo.server.embeddings import EmbeddingRequest, create_embeddings
-from octavo.server.errors import NotAllowedError, add_error_handlers
-from octavo.server.openai_requests import ChatCompletionRequest, CompletionRequest
-from octavo.server.openapi import describe
-from octavo.server.origins import OriginMiddleware
-from octavo.server.overload import OverloadMiddleware
-from octavo.server.responses import ResponsesRequest, count_input_tokens, create_response
-from octavo.server.tokenizing import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from octavo.server.access.audit import AuditMiddleware
+from octavo.server.access.auth import ApiKeyMiddleware
+from octavo.server.access.body import body_of
+from octavo.server.access.connection import PacedAnswers
+from octavo.server.access.origins import OriginMiddleware
+from octavo.server.access.overload import OverloadMiddleware
+from octavo.server.api import describing, tgi
+from octavo.server.api.anthropic import messages
+from octavo.server.api.openai.chat import create_chat_completion
+from octavo.server.api.openai.completions import create_completion
+from octavo.server.api.openai.embeddings import EmbeddingRequest, create_embeddings
+from octavo.server.api.openai.requests import ChatCompletionRequest, CompletionRequest
+from octavo.server.api.openai.responses import ResponsesRequest, count_input_tokens, create_response
+from octavo.server.api.openapi import describe
+from octavo.server.api.tokenizing import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from octavo.server.errors import HttpError, NotAllowedError, add_error_handlers
+from octavo.server.telemetry.dashboard.routes import add_dashboard
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from octavo.server.service import Service
 
 ChatBody = Annotated[ChatCompletionRequest, Depends(body_of(ChatCompletionRequest))]
@@ -42,6 +46,22 @@ TgiBody = Annotated[tgi.GenerateRequest, Depends(tgi.read_body)]
 DetokenizeBody = Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))]
 CompletionBody = Annotated[CompletionRequest, Depends(body_of(CompletionRequest))]
 
+# The requests that take a place, and how each API spells a refusal.
+_REFUSALS: dict[str, Callable[[HttpError], Response]] = {
+    path: partial(HttpError.response, path=path)
+    for path in (
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/responses/input_tokens",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/tokenize",
+        "/detokenize",
+    )
+} | dict.fromkeys(("/generate", "/generate_stream", "/"), tgi.error_response)
+
 
 def create_app(service: Service) -> FastAPI:
     """Make the ASGI application. Where keys are asked for, every route but /health and /ready asks for one."""
@@ -50,7 +70,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.config = config
     app.state.admission = service.admission
     app.state.cutter = service.cutter
-    app.state.text = service.llm.text
+    app.state.text = service.engine.text
     add_error_handlers(app)
     _add_routes(app, service)
     _add_model_routes(app, service)
@@ -59,8 +79,8 @@ def create_app(service: Service) -> FastAPI:
     if config.dashboard:
         add_dashboard(app, service)
     # The last one is the outermost.
-    app.add_middleware(OverloadMiddleware, service=service)
-    app.add_middleware(ApiKeyMiddleware, service=service)
+    app.add_middleware(OverloadMiddleware, begin=service.begin, refusals=_REFUSALS)
+    app.add_middleware(ApiKeyMiddleware, keyring=lambda: service.keyring)
     app.add_middleware(OriginMiddleware, hosts=config.allowed_hosts, origins=config.allowed_origins)
     if config.allowed_origins:
         app.add_middleware(

@@ -19,14 +19,14 @@ from octavo.errors import (
     OctavoError,
 )
 from octavo.outputs import DEADLINE_PASSED
-from octavo.server.admission import Admission
-from octavo.server.answer_form import AnswerStyle
-from octavo.server.answering import unless_disconnected
-from octavo.server.cutting import Cutter
+from octavo.server.access.admission import Admission
+from octavo.server.access.cutting import Cutter
+from octavo.server.access.tenants import Keyring
+from octavo.server.answers.answer_form import AnswerStyle
+from octavo.server.answers.answering import unless_disconnected
+from octavo.server.api.extra_fields import ExtraFields
 from octavo.server.errors import AuthenticationError, ModelNotFoundError, ServerClosingError
-from octavo.server.extra_fields import ExtraFields
-from octavo.server.metrics import Metrics
-from octavo.server.tenants import Keyring
+from octavo.server.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -34,14 +34,13 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from octavo.config import ModelInfo
-    from octavo.engine.async_llm import AsyncLLM
+    from octavo.engine.engine_client import EngineClient
     from octavo.engine.input_processor import ProcessedInput
-    from octavo.engine.llm_engine import Engine
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
-    from octavo.server.admission import Place
-    from octavo.server.tenants import Tenant
-    from octavo.server.tracing import Tracing
+    from octavo.server.access.admission import Place
+    from octavo.server.access.tenants import Tenant
+    from octavo.server.telemetry.tracing import Tracing
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -67,9 +66,9 @@ class Service:
     """
 
     def __init__(
-        self, llm: AsyncLLM, config: ServerConfig | None = None, settings: Mapping[str, Any] | None = None
+        self, engine: EngineClient, config: ServerConfig | None = None, settings: Mapping[str, Any] | None = None
     ) -> None:
-        self.llm = llm
+        self.engine = engine
         self.settings = dict(settings or {})
         self.config = config or ServerConfig()
         self.model_names = self.config.served_model_names or (self.model_info.name,)
@@ -82,7 +81,7 @@ class Service:
         self.tracing = _make_tracing(self.config.otlp_traces_endpoint)
         self.keyring: Keyring | None = None
         self._read_keys()
-        inputs = llm.engine.input_processor
+        inputs = engine.input_processor
         self.default_params: SamplingParams = inputs.default_sampling_params()
         self.answer_style = AnswerStyle.find(self.config.tool_call_parser, self.config.reasoning_parser, inputs)
         self.is_closing = self._is_ending = False
@@ -92,7 +91,7 @@ class Service:
     @property
     def model_info(self) -> ModelInfo:
         """What is known of the model."""
-        return self.llm.engine.input_processor.model_info
+        return self.engine.input_processor.model_info
 
     def check_model(self, name: str | None, aliases: Sequence[str] = _NO_NAMES) -> str:
         """Return the name to answer under. Raises `ModelNotFoundError` for one that is not served.
@@ -108,9 +107,8 @@ class Service:
 
     def check_alive(self) -> None:
         """Raise where somebody must start this process anew: no request will be taken again, or none was for long."""
-        engine = self.llm.engine
-        if self.llm.is_dead or engine.num_failed_starts >= MAX_FAILED_STARTS:
-            raise EngineDeadError("dead", retry_after_s=engine.retry_after_s)
+        if self.engine.is_dead or self.engine.num_failed_starts >= MAX_FAILED_STARTS:
+            raise EngineDeadError("dead", retry_after_s=self.engine.retry_after_s)
 
     def check_ready(self) -> None:
         """Raise where no request can be taken now: while it closes, or the engine is dead, stuck or starting again."""
@@ -120,8 +118,8 @@ class Service:
 
     def _check_engine(self) -> None:
         self.check_alive()
-        if not self.llm.is_alive:
-            raise EngineRestartingError("not ready", retry_after_s=self.llm.engine.retry_after_s)
+        if not self.engine.is_alive:
+            raise EngineRestartingError("not ready", retry_after_s=self.engine.retry_after_s)
 
     def _read_keys(self) -> None:
         config = self.config
@@ -170,7 +168,7 @@ class Service:
         The tokens that are read count as its tenant's, whatever becomes of the request.
         """
         state = http_request.state
-        reading = self.llm.text.do(
+        reading = self.engine.text.do(
             work,
             num_chars=state.num_body_bytes,
             tenant=place.tenant.name,
@@ -180,8 +178,8 @@ class Service:
         return await unless_disconnected(http_request, reading)
 
     async def _read_prompt(self, text: str, place: Place, deadline: float) -> dict[str, Any]:
-        token_ids = await self.llm.text.do(
-            partial(self.llm.engine.input_processor.encode, text, is_prompt=True),
+        token_ids = await self.engine.text.do(
+            partial(self.engine.input_processor.encode, text, is_prompt=True),
             num_chars=len(text),
             tenant=place.tenant.name,
             deadline=deadline,
@@ -242,7 +240,7 @@ class Service:
 
         opened = self._open[request_id] = _Open(tenant)
         try:
-            outputs = self.llm.generate(
+            outputs = self.engine.generate(
                 prompt,
                 params,
                 request_id,
@@ -290,13 +288,9 @@ class Service:
         if not open_ids:
             return
         logger.warning("ending %d open requests", len(open_ids))
-
-        def end(engine: Engine) -> None:
-            engine.abort_request(open_ids)
-
         asyncio.get_running_loop().call_later(_ENGINE_GRACE_S, self._tell, open_ids)
         try:
-            await self.llm.call(end)
+            await self.engine.abort(open_ids)
         except EngineDeadError:
             logger.warning("the engine is dead already; its requests have heard of it")
 
@@ -305,7 +299,7 @@ class Service:
         for request_id in open_ids:
             opened = self._open.get(request_id)
             if opened is not None and opened.cut_off is not None:
-                self.llm.fail(request_id, opened.cut_off)
+                self.engine.fail(request_id, opened.cut_off)
 
 
 def _make_tracing(endpoint: str | None) -> Tracing | None:
@@ -313,7 +307,7 @@ def _make_tracing(endpoint: str | None) -> Tracing | None:
     if endpoint is None:
         return None
     try:
-        from octavo.server.tracing import Tracing  # noqa: PLC0415 - packages that few need
+        from octavo.server.telemetry.tracing import Tracing  # noqa: PLC0415 - packages that few need
     except ImportError as error:
         raise ConfigError(f"OpenTelemetry needs {error.name}: pip install 'octavo[otel]'") from error
     return Tracing(endpoint)

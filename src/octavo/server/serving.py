@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from octavo.errors import ConfigError
+from octavo.server.access.audit import tell_no_request
+from octavo.server.access.connection import BoundedHttpProtocol
+from octavo.server.access.listening import MAX_CONNECTIONS, check_certificate, hears_hang_up
 from octavo.server.app import create_app
-from octavo.server.audit import tell_no_request
-from octavo.server.connection import BoundedHttpProtocol
-from octavo.server.listening import MAX_CONNECTIONS, check_certificate, hears_hang_up
 from octavo.server.service import Service
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from octavo.config import ServerConfig
-    from octavo.engine.async_llm import AsyncLLM
+    from octavo.engine.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
 _SLOW_READER_S = 10  # after the last event was handed over
@@ -55,7 +55,7 @@ class GracefulServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Tell whether it is time to leave; uvicorn asks ten times a second."""
-        return await super().on_tick(counter) or self._service.llm.is_dead
+        return await super().on_tick(counter) or self._service.engine.is_dead
 
     def reload(self) -> None:
         """Read the API keys and the certificate anew; what cannot be used stays as it was. Open connections go on."""
@@ -88,7 +88,7 @@ class GracefulServer(uvicorn.Server):
 
 
 def make_server(
-    llm: AsyncLLM,
+    engine: EngineClient,
     config: ServerConfig,
     *,
     max_connections: int = MAX_CONNECTIONS,
@@ -99,7 +99,7 @@ def make_server(
     settings: what GET /server_info tells of how it was started; nothing secret.
     Raises `ConfigError` where the file of API keys cannot be used, or packages are missing for what is asked for.
     """
-    service = Service(llm, config, settings)
+    service = Service(engine, config, settings)
     http = partial(
         BoundedHttpProtocol,
         header_timeout_s=config.body_timeout_s,

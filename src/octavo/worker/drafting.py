@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from octavo.faults import is_fault
+from octavo.runtime.faults import is_fault
 from octavo.speculative.interface import DraftTask
 
 if TYPE_CHECKING:

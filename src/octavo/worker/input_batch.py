@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from octavo.grammars import Matcher
+    from octavo.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
     from octavo.sampling_params import SamplingParams
-    from octavo.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+    from octavo.structured_output.grammars import Matcher
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from octavo.scheduler_output import BlockCopies
+    from octavo.data.scheduler_output import BlockCopies
 
 
 class PagedKVCache:

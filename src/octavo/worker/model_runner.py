@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from octavo.faults import REQUEST_FAILED, is_fault, log_fault
-from octavo.model_output import ModelOutput, TokenLogprobs
+from octavo.data.model_output import ModelOutput, TokenLogprobs
 from octavo.outputs import NOTHING_ALLOWED
+from octavo.runtime.faults import REQUEST_FAILED, is_fault, log_fault
 from octavo.speculative.none import NoProposer
 from octavo.worker.drafting import Drafting
 from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
@@ -23,11 +23,11 @@ from octavo.worker.sampler import Sampler
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from octavo.grammars import GrammarCompiler
+    from octavo.data.scheduler_output import SchedulerOutput
     from octavo.kernels.interface import AttentionBatch, Kernels
     from octavo.models.layers import CausalLM
-    from octavo.scheduler_output import SchedulerOutput
     from octavo.speculative.interface import Proposer
+    from octavo.structured_output.grammars import GrammarCompiler
     from octavo.worker.kv_cache import PagedKVCache
 
 logger = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ class ModelRunner:
             first_row, end_row = (int(row) for row in inputs.output_start[index : index + 2])
             try:
                 entries = self._prompt_entries(request, hidden[first_row:end_row], count)
-            except BaseException as error:  # noqa: BLE001 - see octavo.faults
+            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
                 log_fault(request.request_id, "its prompt was scored", error)
                 errors[request.request_id] = REQUEST_FAILED
                 continue

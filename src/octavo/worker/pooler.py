@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.faults import REQUEST_FAILED, log_fault
+from octavo.runtime.faults import REQUEST_FAILED, log_fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -55,7 +55,7 @@ class Pooler:
             rows = hidden[int(inputs.output_start[index]) : int(inputs.output_start[index + 1])]
             try:
                 vector = self._pool(request, rows, batch, is_complete=index in inputs.sampled)
-            except BaseException as error:  # noqa: BLE001 - see octavo.faults
+            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
                 log_fault(request.request_id, "its hidden states were pooled", error)
                 errors[request.request_id] = REQUEST_FAILED
                 continue

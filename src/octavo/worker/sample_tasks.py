@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octavo.errors import RequestError
-from octavo.faults import REQUEST_FAILED, is_fault, log_fault
 from octavo.outputs import GRAMMAR_EXCEEDED
+from octavo.runtime.faults import REQUEST_FAILED, is_fault, log_fault
 from octavo.worker.sampler import SampleTask
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from octavo.grammars import GrammarCompiler, Matcher
+    from octavo.structured_output.grammars import GrammarCompiler, Matcher
     from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from octavo.faults import is_fault
+from octavo.data.model_output import TokenLogprobs
 from octavo.kernels.interface import SamplingRows
-from octavo.model_output import TokenLogprobs
+from octavo.runtime.faults import is_fault
 from octavo.worker.typical import keep_typical
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from octavo.config import DEFAULT_GROUP_SIZE
+from octavo.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from octavo.errors import ConfigError, ExecutionError
 from octavo.kernels import create_kernels
 from octavo.kernels.machine import default_num_threads
 from octavo.models.loader import load_model
 from octavo.models.packed_cache import PackedCache
 from octavo.sampling_params import SamplingParams
-from octavo.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from octavo.speculative import create_proposer
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.memory import decide_num_blocks, decide_num_host_blocks, free_bytes, largest_batch
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig, SpeculativeConfig
-    from octavo.grammars import GrammarCompiler
-    from octavo.model_output import ModelOutput
+    from octavo.data.model_output import ModelOutput
     from octavo.models.architecture import Architecture
+    from octavo.structured_output.grammars import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 WARM_UP_TOKENS = 16

@@ -1,0 +1,81 @@
+"""How well a model foretells a text: what rounding its weights costs, measured over the engine that serves it."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import RequestError
+from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from octavo.llm import LLM
+
+PIECE_TOKENS = 512
+MAX_PIECES = 40
+
+
+@contextmanager
+def opened(checkpoint: Path, **options: Any) -> Iterator[LLM]:
+    """Load a checkpoint for one piece at a time, and end its engine at the end. options: of `octavo.llm.LLM`."""
+    from octavo.llm import LLM
+
+    llm = LLM(str(checkpoint), max_num_seqs=1, enable_prefix_caching=False, packed_cache_bytes=0, **options)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.shutdown()
+
+
+def python_reference() -> str:
+    """Return the language reference that comes with Python: a text that is at hand everywhere, about 110,000 tokens."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics.values())
+
+
+def text_pieces(llm: LLM, text: str, *, max_pieces: int = MAX_PIECES) -> list[list[int]]:
+    """Return the first pieces of PIECE_TOKENS token ids of a text; none depends on another.
+
+    A model of shorter context gets shorter ones. Raises `RequestError` for a text of less than one piece.
+    """
+    size = min(PIECE_TOKENS, llm.llm_engine.input_processor.model_info.max_model_len - 1)
+    ids = llm.get_tokenizer().encode(text)
+    pieces = [ids[first : first + size] for first in range(0, len(ids) - size + 1, size)]
+    if not pieces:
+        raise RequestError(f"the text has {len(ids)} tokens; a perplexity is measured on pieces of {size}")
+    return pieces[:max_pieces]
+
+
+def mean_losses(
+    llm: LLM,
+    pieces: Sequence[Sequence[int]],
+    *,
+    seconds: float = math.inf,
+    on_piece: Callable[[object], None] = lambda _: None,
+) -> list[float]:
+    """Return the mean of -log p(token) over the tokens behind the first one, of each piece.
+
+    Begins no further piece after so many seconds, except the first. A perplexity is `perplexity` of these.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    end, losses = time.monotonic() + seconds, []
+    for piece in pieces:
+        [output] = llm.generate([{"prompt_token_ids": list(piece)}], params, use_tqdm=False)
+        found = (output.prompt_logprobs or [])[1:]
+        logprobs = [each[token].logprob for each, token in zip(found, piece[1:], strict=True) if each is not None]
+        losses.append(-math.fsum(logprobs) / len(logprobs))
+        on_piece(piece)
+        if time.monotonic() > end:
+            break
+    return losses
+
+
+def perplexity(losses: Sequence[float]) -> float:
+    """Return exp of the mean of losses, see `mean_losses`."""
+    return math.exp(math.fsum(losses) / len(losses))

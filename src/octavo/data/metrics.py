@@ -1,0 +1,241 @@
+"""What an engine can be measured by, counted from the event stream alone.
+
+Figures mean what vLLM's of the same name do; `octavo.server.telemetry.metrics` spells them for Prometheus. They are
+plain data, so that they can cross from one process to another.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from octavo.data import events
+from octavo.data.request import RequestStatus
+
+if TYPE_CHECKING:
+    from octavo.data.events import Event
+
+# All are told from the beginning, so that a rate sees the first one.
+_REASONS = tuple(status.value for status in RequestStatus if status.is_finished)
+_TTFT_BOUNDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
+)  # fmt: skip
+_ITL_BOUNDS = (
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
+_REQUEST_BOUNDS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+_TOKEN_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Observations in buckets: counts[i] of them are at most bounds[i] and above the bound before; the last is open."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.counts:
+            self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    @property
+    def num_observations(self) -> int:
+        """How many values there were."""
+        return sum(self.counts)
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Figures of one engine since it was started. Times in seconds; a request is one output stream (n of them for n).
+
+    num_requests_running, num_requests_waiting, kv_cache_usage, prefill_limit are as of the last event, all others are
+    totals.
+    prompt_tokens: of requests whose first token came, cached ones included. request_success: endings by reason.
+    time_to_first_token, queue_time and e2e_latency begin when the request arrived. inter_token_latency: from a step
+    that had tokens for a request to the next one. prefill_time: from the first admission to the first token,
+    decode_time: from there to the last one. tenant_tokens: prompt and generated tokens of each tenant.
+    """
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    prefill_limit: int = 0
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    scheduled_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    recomputed_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    num_failed_steps: int = 0
+    num_quarantined_blocks: int = 0
+    request_success: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REASONS, 0))
+    tenant_tokens: dict[str, list[int]] = field(default_factory=dict)
+    iteration_tokens: Histogram = field(default_factory=partial(Histogram, _STEP_TOKEN_BOUNDS))
+    time_to_first_token: Histogram = field(default_factory=partial(Histogram, _TTFT_BOUNDS))
+    inter_token_latency: Histogram = field(default_factory=partial(Histogram, _ITL_BOUNDS))
+    e2e_latency: Histogram = field(default_factory=partial(Histogram, _REQUEST_BOUNDS))
+    queue_time: Histogram = field(default_factory=partial(Histogram, _REQUEST_BOUNDS))
+    prefill_time: Histogram = field(default_factory=partial(Histogram, _REQUEST_BOUNDS))
+    decode_time: Histogram = field(default_factory=partial(Histogram, _REQUEST_BOUNDS))
+    request_prompt_tokens: Histogram = field(default_factory=partial(Histogram, _TOKEN_BOUNDS))
+    request_generation_tokens: Histogram = field(default_factory=partial(Histogram, _TOKEN_BOUNDS))
+
+
+@dataclass(slots=True)
+class _Life:
+    """What is known of a request that has not ended."""
+
+    arrival: float
+    num_prompt_tokens: int
+    tenant: str
+    is_running: bool = False
+    admitted: float | None = None
+    first_token: float | None = None
+    last_token: float = 0.0
+    num_tokens: int = 0
+
+
+class EngineMetrics:
+    """The event sink that keeps an `EngineStats`.
+
+    A request that ends in a step is told of before the step's tokens are: its figures wait for them.
+    """
+
+    def __init__(self) -> None:
+        self.stats = EngineStats()
+        self._lives: dict[str, _Life] = {}
+        self._ended: list[tuple[str, events.RequestFinished]] = []
+        self._is_in_step = False
+
+    def emit(self, event: Event) -> None:
+        """Count it."""
+        stats = self.stats
+        match event:
+            case events.StepCompleted():
+                self._take_tokens(event)
+                self._end_step()
+            case events.StepScheduled():
+                self._is_in_step = True
+                stats.num_steps += 1
+                stats.scheduled_tokens += event.num_tokens
+                stats.iteration_tokens.observe(event.num_tokens)
+                stats.kv_cache_usage = event.kv_cache_usage
+                stats.prefill_limit = event.prefill_limit
+            case events.RequestQueued():
+                self._lives[event.request_id] = _Life(event.arrival_time, event.num_prompt_tokens, event.tenant)
+                stats.num_requests_waiting += 1
+            case events.RequestAdmitted():
+                self._admit(self._lives[event.request_id], event)
+            case events.RequestPreempted():
+                self._move(self._lives[event.request_id], runs=False)
+                stats.num_preemptions += 1
+                stats.recomputed_tokens += 0 if event.swapped else event.num_lost_tokens
+            case events.RequestFinished():
+                self._move(self._lives[event.request_id], runs=False)
+                stats.num_requests_waiting -= 1
+                self._ended.append((event.request_id, event))
+                if not self._is_in_step:
+                    self._settle()
+            case events.PrefixCacheQueried():
+                stats.prefix_cache_queries += event.num_query_tokens
+                stats.prefix_cache_hits += event.num_hit_tokens
+            case events.DraftsVerified():
+                stats.draft_tokens += event.num_drafted
+                stats.accepted_tokens += event.num_accepted
+            case events.BlocksQuarantined():
+                stats.num_quarantined_blocks += len(event.block_ids)
+            case events.StepFailed():
+                stats.num_failed_steps += 1
+                self._end_step()
+
+    def _move(self, life: _Life, *, runs: bool) -> None:
+        """Count a request among those who run, or those who wait."""
+        if life.is_running != runs:
+            life.is_running = runs
+            step = 1 if runs else -1
+            self.stats.num_requests_running += step
+            self.stats.num_requests_waiting -= step
+
+    def _admit(self, life: _Life, event: events.RequestAdmitted) -> None:
+        self._move(life, runs=True)
+        if life.admitted is None:
+            life.admitted = event.time
+            self.stats.queue_time.observe(event.time - life.arrival)
+
+    def _take_tokens(self, event: events.StepCompleted) -> None:
+        stats, now = self.stats, event.time
+        for request_id, num_tokens in event.num_new_tokens.items():
+            if not num_tokens:
+                continue
+            life = self._lives[request_id]
+            life.num_tokens += num_tokens
+            if life.first_token is None:
+                self._take_first(life, now)
+            else:
+                stats.inter_token_latency.observe(now - life.last_token)
+            life.last_token = now
+            stats.generation_tokens += num_tokens
+
+    def _take_first(self, life: _Life, now: float) -> None:
+        life.first_token = now
+        self.stats.time_to_first_token.observe(now - life.arrival)
+        self.stats.prompt_tokens += life.num_prompt_tokens
+        if life.admitted is not None:
+            self.stats.prefill_time.observe(now - life.admitted)
+
+    def _end_step(self) -> None:
+        self._is_in_step = False
+        self._settle()
+
+    def _settle(self) -> None:
+        """Take the figures of those who ended."""
+        stats = self.stats
+        for request_id, event in self._ended:
+            life = self._lives.pop(request_id)
+            stats.request_success[event.reason] += 1
+            stats.e2e_latency.observe(event.time - life.arrival)
+            stats.request_prompt_tokens.observe(life.num_prompt_tokens)
+            stats.request_generation_tokens.observe(life.num_tokens)
+            if life.first_token is not None:
+                stats.decode_time.observe(life.last_token - life.first_token)
+                counts = stats.tenant_tokens.setdefault(life.tenant, [0, 0])
+                counts[0] += life.num_prompt_tokens
+                counts[1] += life.num_tokens
+        self._ended.clear()
+        if not self._lives:
+            stats.kv_cache_usage = 0.0  # there will be no step to tell so

@@ -1,0 +1,194 @@
+"""A request as the engine core sees it: one output stream, its tokens and how far they are computed.
+
+A user's request with n outputs becomes n of these before it reaches the core.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from octavo.errors import RequestError
+
+if TYPE_CHECKING:
+    from octavo.sampling_params import SamplingParams
+
+MAX_CACHE_SALT_CHARS = 1024
+
+
+class RequestStatus(Enum):
+    """Where a request is. Everything from FINISHED_STOPPED on is terminal."""
+
+    WAITING = "waiting"
+    WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH_CAPPED = "length"
+    FINISHED_ABORTED = "abort"
+    FINISHED_ERROR = "error"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing follows this status."""
+        return self in _FINISHED
+
+    @property
+    def finish_reason(self) -> str | None:
+        """The reason as the OpenAI API spells it; None while the request lives."""
+        return self.value if self.is_finished else None
+
+
+_FINISHED = frozenset(status for status in RequestStatus if status.name.startswith("FINISHED"))
+
+
+@dataclass(slots=True)
+class Sequence:
+    """The tokens of one output stream and the blocks that hold their KV.
+
+    `token_ids` is written by the scheduler, the others by the KV cache manager. next_commit: number of computed tokens
+    below which it has nothing new to share.
+    """
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    next_commit: int = 0
+    block_table: list[int] = field(default_factory=list)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The part the user sent."""
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The part that was generated so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def last_token(self) -> int:
+        """The newest token."""
+        return self.token_ids[-1]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens were generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+class Request:
+    """One schedulable request: the only mutable thing that crosses the core. The scheduler alone writes it.
+
+    seed: 64-bit seed of its sampling noise. sample_index: which of the n outputs of the user's request it is.
+    priority: lower goes first. stop_token_ids: all ids that end it, EOS included unless ignored.
+    max_total_tokens: prompt and output together never exceed it.
+    num_computed_in_all: positions computed for it, those that a preemption lost and drafts in vain included.
+    num_prompt_logprobs: how many were delivered; a preempted prompt is computed, but not told, twice.
+    reads_prefix_cache: False for prompt_logprobs and means, which need every prompt position computed.
+    tenant: whose request it is, for fair share; one of tenant_weight 2 gets twice the share of one of 1.
+    adapter: identity of weights laid over the model's, part of the KV's.
+    deadline: time on the engine's clock at which it is of no more use and ends with an error.
+    """
+
+    __slots__ = (
+        "adapter",
+        "admitted_time",
+        "arrival_index",
+        "arrival_time",
+        "cache_salt",
+        "deadline",
+        "max_total_tokens",
+        "num_computed_in_all",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_logprobs",
+        "priority",
+        "reads_prefix_cache",
+        "request_id",
+        "sample_index",
+        "sampling_params",
+        "seed",
+        "sequence",
+        "spec_token_ids",
+        "status",
+        "stop_reason",
+        "stop_token_ids",
+        "tenant",
+        "tenant_weight",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        *,
+        arrival_time: float = 0.0,
+        priority: int = 0,
+        seed: int = 0,
+        sample_index: int = 0,
+        stop_token_ids: frozenset[int] = frozenset(),
+        cache_salt: str | None = None,
+        tenant: str = "",
+        tenant_weight: float = 1.0,
+        adapter: str | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.sequence = Sequence(list(prompt_token_ids), len(prompt_token_ids))
+        self.sampling_params = sampling_params
+        self.arrival_time = arrival_time
+        self.arrival_index = 0
+        self.priority = priority
+        self.seed = seed
+        self.sample_index = sample_index
+        self.stop_token_ids = stop_token_ids
+        self.cache_salt = cache_salt
+        self.tenant = tenant
+        self.tenant_weight = tenant_weight
+        self.adapter = adapter
+        self.deadline = deadline
+        self.status = RequestStatus.WAITING
+        self.admitted_time: float | None = None
+        self.stop_reason: int | str | None = None
+        self.max_total_tokens = len(prompt_token_ids) + (sampling_params.max_tokens or 2**62)
+        self.num_computed_tokens = 0
+        self.num_computed_in_all = 0
+        self.num_preemptions = 0
+        self.num_prompt_logprobs = 0
+        self.spec_token_ids: list[int] = []
+        self.reads_prefix_cache = sampling_params.prompt_logprobs is None and sampling_params.pooling != "mean"
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt, output and drafts: what `num_computed_tokens` chases."""
+        return len(self.sequence.token_ids) + len(self.spec_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens the user sent."""
+        return self.sequence.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended."""
+        return self.status.is_finished
+
+    def __repr__(self) -> str:
+        progress = f"computed {self.num_computed_tokens} of {self.num_tokens}"
+        return f"Request({self.request_id!r}, {self.status.name}, {progress})"
+
+
+def check_salt(salt: object) -> None:
+    """Raise `RequestError` for what is no salt: it becomes part of every block hash, so it must be text with bytes."""
+    if salt is None:
+        return
+    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_CACHE_SALT_CHARS:
+        limit = MAX_CACHE_SALT_CHARS
+        raise RequestError(f"cache_salt must be a text of 1 to {limit} characters", parameter="cache_salt")
+    try:
+        salt.encode()
+    except UnicodeEncodeError:
+        raise RequestError("cache_salt is not valid Unicode", parameter="cache_salt") from None

@@ -1,0 +1,141 @@
+"""What the scheduler tells the worker each step: plain data, everything a step must do rides in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.data.request import Request
+    from octavo.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequestData:
+    """All of a request, sent once: when it starts, and again when it resumes after a preemption.
+
+    token_ids: prompt and, after a preemption, the output so far. Tokens below `num_computed_tokens` are in the cache.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    seed: int
+    sample_index: int
+    stop_token_ids: frozenset[int]
+    block_ids: list[int]
+    num_computed_tokens: int
+
+    @classmethod
+    def from_request(cls, request: Request) -> NewRequestData:
+        """Copy what the worker needs; later changes of the request do not show here."""
+        sequence = request.sequence
+        return cls(
+            request_id=request.request_id,
+            token_ids=list(sequence.token_ids),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            sampling_params=request.sampling_params,
+            seed=request.seed,
+            sample_index=request.sample_index,
+            stop_token_ids=request.stop_token_ids,
+            block_ids=list(sequence.block_table),
+            num_computed_tokens=request.num_computed_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRequestData:
+    """Only what is new of the requests that the worker knows already; parallel lists.
+
+    new_token_ids: tokens accepted since the request was last scheduled. new_block_ids: to append to its block table.
+    """
+
+    req_ids: list[str]
+    new_token_ids: list[list[int]]
+    new_block_ids: list[list[int]]
+    num_computed_tokens: list[int]
+
+    @classmethod
+    def make_empty(cls) -> CachedRequestData:
+        """No request at all."""
+        return cls([], [], [], [])
+
+    def append(
+        self, request_id: str, new_token_ids: list[int], new_block_ids: list[int], num_computed_tokens: int
+    ) -> None:
+        """Add one request's row."""
+        self.req_ids.append(request_id)
+        self.new_token_ids.append(new_token_ids)
+        self.new_block_ids.append(new_block_ids)
+        self.num_computed_tokens.append(num_computed_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """Copies of whole blocks that a step begins with, in this order, before anything else is written.
+
+    swap_out: (block, host block) of preempted requests; their blocks may be written to in this very step.
+    block_copies: (block, block), copy on write; a source may be a target of what comes after it.
+    swap_in: (host block, block) of requests that resume.
+    """
+
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.swap_out or self.block_copies or self.swap_in)
+
+
+@dataclass(frozen=True, slots=True)
+class KVLoad:
+    """An order to fetch the KV of `token_ids`, all but the first `num_present`, from outside into its blocks."""
+
+    transfer_id: int
+    request_id: str
+    token_ids: list[int]
+    block_ids: list[int]
+    num_present: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step: what is copied first, who gets how many tokens, and which requests the worker may forget.
+
+    num_scheduled_tokens is in the order in which the rows of the batch stand.
+    kv_loads: transfers to start. kv_cancels: transfers to give up; nothing of them is written after this step.
+    num_pending_loads: transfers under way, so that somebody must ask for their results.
+    """
+
+    step: int
+    scheduled_new_reqs: list[NewRequestData]
+    scheduled_cached_reqs: CachedRequestData
+    num_scheduled_tokens: dict[str, int]
+    total_num_scheduled_tokens: int
+    finished_req_ids: set[str] = field(default_factory=set)
+    preempted_req_ids: set[str] = field(default_factory=set)
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    copies: BlockCopies = field(default_factory=BlockCopies)
+    kv_loads: list[KVLoad] = field(default_factory=list)
+    kv_cancels: list[int] = field(default_factory=list)
+    num_pending_loads: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the worker need not hear of it: nothing to compute, to fetch or to forget."""
+        return not (
+            self.num_scheduled_tokens
+            or self.finished_req_ids
+            or self.preempted_req_ids
+            or self.num_pending_loads
+            or self.kv_cancels
+        )
+
+    @property
+    def block_ids(self) -> dict[str, list[int]]:
+        """Blocks that each request received in this step (all of them for a new one)."""
+        cached = self.scheduled_cached_reqs
+        return {new.request_id: new.block_ids for new in self.scheduled_new_reqs} | dict(
+            zip(cached.req_ids, cached.new_block_ids, strict=True)
+        )

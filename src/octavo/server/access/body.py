@@ -1,0 +1,177 @@
+"""A request's body: read up to a limit, parsed strictly, checked against its schema; every fault names its field."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of a route
+
+from octavo.errors import QueueFullError, RequestError
+from octavo.runtime.text_work import beside, entries_of_bytes
+from octavo.server.access.json_structure import check_structure
+from octavo.server.errors import BodyTooLargeError, MediaTypeError, SlowBodyError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+    from octavo.config import ServerConfig
+    from octavo.server.access.admission import Pool
+    from octavo.server.access.tenants import Tenant
+
+Schema = TypeVar("Schema", bound=BaseModel)
+T = TypeVar("T")
+FREE_BYTES = 64 << 10
+_HUGE = 2**64
+
+
+def body_of(schema: type[Schema]) -> Callable[[Request], Awaitable[Schema]]:
+    """Make the dependency that gives a route its checked body.
+
+    The request's time counts from when that has arrived: `request.state.deadline`, on the clock of the event loop.
+    """
+
+    async def read(request: Request) -> Schema:
+        config: ServerConfig = request.app.state.config
+        _check_media_type(request.headers.get("content-type"))
+        with _room(request.app.state.admission.body_bytes, request.state.tenant) as take:
+            try:
+                async with request.app.state.cutter.timeout(config.body_timeout_s):
+                    body = await _read_limited(request, config.max_body_bytes, take)
+            except TimeoutError:
+                raise SlowBodyError(f"the request's body did not arrive within {config.body_timeout_s:g} s") from None
+            request.state.num_body_bytes = len(body)
+            timeout_s = read_timeout(request, config.request_timeout_s)
+            request.state.deadline = asyncio.get_running_loop().time() + timeout_s
+            return await look_at(request, lambda: parse(schema, body))
+
+    return read
+
+
+def _check_media_type(given: str | None) -> None:
+    """Take JSON alone: a browser sends a form, plain text or bytes of no type for any page, without asking (CORS).
+
+    Raises `MediaTypeError`.
+    """
+    if given is None or given.partition(";")[0].strip().lower() != "application/json":
+        said = "no Content-Type" if given is None else f"Content-Type {given[:60]!r}"
+        raise MediaTypeError(f"the body must be sent as Content-Type: application/json, got {said}")
+
+
+async def look_at(request: Request, work: Callable[[], T]) -> T:
+    """Do what takes as long as the request's body is large: beside the event loop where it is."""
+    state = request.state
+    entries = entries_of_bytes(state.num_body_bytes)
+    return await beside(request.app.state.text, entries, work, tenant=state.tenant.name, deadline=state.deadline)
+
+
+def read_timeout(request: Request, limit_s: float) -> float:
+    """Return the seconds of X-Request-Timeout, at most the limit. Raises `RequestError` for what is no time."""
+    given = request.headers.get("x-request-timeout")
+    if given is None:
+        return limit_s
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise RequestError("X-Request-Timeout must be a number of seconds above 0", parameter="X-Request-Timeout")
+    return min(seconds, limit_s)
+
+
+@contextlib.contextmanager
+def _room(pool: Pool, tenant: Tenant) -> Iterator[Callable[[int], None]]:
+    """Give a function that takes room for one body of so many bytes so far, which is given back in the end.
+
+    A body's first bytes need none: as many wait in its connection anyway. The function raises `QueueFullError`.
+    """
+    taken = 0
+
+    def take(num_bytes: int) -> None:
+        nonlocal taken
+        more = num_bytes - FREE_BYTES - taken
+        if more <= 0:
+            return
+        if more > pool.room(tenant, besides=taken):
+            raise QueueFullError("too many large requests arrive at once")
+        pool.take(tenant, more)
+        taken += more
+
+    try:
+        yield take
+    finally:
+        pool.give_back(tenant, taken)
+
+
+async def _read_limited(request: Request, max_bytes: int, take: Callable[[int], None]) -> bytes:
+    """Read a body; stop as soon as it is too large, whatever its length was said to be. take: see `_room`."""
+    error = BodyTooLargeError(f"the request's body exceeds the limit of {max_bytes} bytes")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise error
+    chunks: list[bytes] = []
+    num_bytes = 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise error
+        take(num_bytes)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def parse(schema: type[Schema], body: bytes) -> Schema:
+    """Parse JSON (NaN and Infinity are none) and check it. Raises `RequestError` naming the first bad field."""
+    check_structure(body)
+    try:
+        values = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        name = _not_finite(body)
+        message = f"the body is not valid JSON: {error}"
+        raise RequestError(message if name is None else f"{name}: {message}", parameter=name) from None
+    if not isinstance(values, dict):
+        raise RequestError(f"the body must be a JSON object, got {type(values).__name__}")
+    for name, value in values.items():
+        if isinstance(value, int | float) and not -_HUGE < value < _HUGE:
+            raise RequestError(f"{name} is out of range", parameter=name)
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        name = field_name(first["loc"])
+        raise RequestError(f"{name}: {first['msg']}", parameter=name) from None
+
+
+def _not_finite(body: bytes) -> str | None:
+    """Return the first field that holds NaN, Infinity or 1e999, which Python's JSON knows; None where none does."""
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    for name, value in values.items() if isinstance(values, dict) else ():
+        left: list[Any] = [value]
+        while left:
+            match left.pop():
+                case float() as number if not math.isfinite(number):
+                    return str(name)
+                case dict() as inner:
+                    left += inner.values()
+                case list() as inner:
+                    left += inner
+    return None
+
+
+def field_name(location: tuple[int | str, ...]) -> str:
+    """Spell a place in the body: messages[0].content. Names of a union's alternatives are left out."""
+    name = str(location[0])
+    for part in location[1:]:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier() and part not in {"str", "int", "float", "bool"}:
+            name += f".{part}"
+    return name

@@ -1,0 +1,264 @@
+"""Who may ask, and for how much: API keys from a file, each a tenant with limits and a share of its own.
+
+    [keys.alice]
+    sha256 = "9f86d081884c7d65..."    # `octavo keys add FILE alice` makes a key and writes this
+    previous_sha256 = "2c26b46b..."   # the key before it, which `octavo keys rotate FILE alice` leaves open for a while
+    weight = 2.0                      # twice the share of a key of weight 1, under the fair policy
+    max_concurrency = 16              # output streams open at once
+    requests_per_minute = 600
+    tokens_per_minute = 100000
+    share_prefix_cache = true         # else nobody can tell from an answer's speed what others have asked
+    read_metrics = true               # else /metrics, which tells of all keys, is closed to it
+
+Keys are random and long, so that a plain SHA-256 keeps them; they stand nowhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+import stat
+import tomllib
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from octavo.data.request import check_salt
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_DIGEST_LINE = re.compile(r"^sha256[ \t]*=[^\n]*", re.MULTILINE)
+_PREVIOUS_LINE = re.compile(r"^previous_sha256[ \t]*=[^\n]*\n?", re.MULTILINE)
+KEY_PREFIX = "octavo-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """Whose requests these are. name "" is everybody, where nobody is told from another. None: no limit of its own."""
+
+    name: str = ""
+    weight: float = 1.0
+    max_concurrency: int | None = None
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    share_prefix_cache: bool = False
+    read_metrics: bool = False
+
+    def cache_salt(self, asked: str | None) -> str | None:
+        """Return the salt of its prompts' blocks: who has another one finds none of them.
+
+        Its first words say whose it is, so whatever a client asks for cannot spell the salt of somebody else. Raises
+        `RequestError` for what is no salt.
+        """
+        check_salt(asked)
+        if not self.name:
+            return asked
+        own = "" if asked is None else hashlib.sha256(asked.encode()).hexdigest()  # of one length
+        if self.share_prefix_cache:
+            return f"shared\0{own}" if own else None
+        return f"key\0{self.name}\0{own}"
+
+
+EVERYBODY = Tenant(share_prefix_cache=True, read_metrics=True)
+_DEFAULTS = Tenant()
+
+
+class Keyring:
+    """The keys that open the server. Found in a time that tells nothing about any of them.
+
+    A digest of the key is looked up under a secret of this process, so nobody knows which digests are near each other.
+    """
+
+    def __init__(self, digests: Iterable[tuple[bytes, Tenant]]) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._tenants = {self._index(digest): (digest, tenant) for digest, tenant in digests}
+        self._named = {tenant.name: tenant for _, tenant in self._tenants.values()}
+        self.tenants = tuple(self._named.values())
+
+    @classmethod
+    def of_one(cls, key: str) -> Keyring:
+        """Return the ring of a single key that everybody shares."""
+        return cls([(_digest(key.encode()), EVERYBODY)])
+
+    @classmethod
+    def from_file(cls, path: Path) -> Keyring:
+        """Read a file of keys. Raises `ConfigError` with the place of what is wrong."""
+        return cls(_read(path))
+
+    def find(self, key: bytes) -> Tenant | None:
+        """Return whose key it is."""
+        digest = _digest(key)
+        stored, tenant = self._tenants.get(self._index(digest), (bytes(32), None))
+        return tenant if hmac.compare_digest(stored, digest) else None
+
+    def named(self, name: str) -> Tenant | None:
+        """Return the tenant of a name."""
+        return self._named.get(name)
+
+    def _index(self, digest: bytes) -> bytes:
+        return hashlib.blake2b(digest, key=self._secret, digest_size=16).digest()
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _read(path: Path) -> list[tuple[bytes, Tenant]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"the file of API keys {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    if unknown := content.keys() - {"keys"}:
+        raise ConfigError(f"{path}: {min(unknown)!r} is unknown; keys are tables like [keys.alice]")
+    tables = content.get("keys")
+    if not isinstance(tables, dict) or not tables:
+        raise ConfigError(f"{path} holds no keys: `octavo keys add {path} NAME` adds one")
+    entries = [entry for name, table in tables.items() for entry in _entries(name, table, f"{path}: keys.{name}")]
+    if len({digest for digest, _ in entries}) < len(entries):
+        raise ConfigError(f"{path}: the same key stands there twice")
+    return entries
+
+
+def _entries(name: str, table: Any, place: str) -> list[tuple[bytes, Tenant]]:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{place}: a name is 1 to 64 letters, digits, dots, dashes and underscores")
+    if not isinstance(table, dict):
+        raise ConfigError(f"{place} must be a table")
+    limits = dict(table)
+    digests = {field: limits.pop(field) for field in ("sha256", "previous_sha256") if field in limits}
+    for field, digest in {"sha256": None, **digests}.items():
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise ConfigError(f"{place}.{field} must be the 64 hexadecimal digits of the key's SHA-256")
+    for field, value in limits.items():
+        _check(field, value, f"{place}.{field}")
+    tenant = Tenant(name=name, **limits)
+    return [(bytes.fromhex(digest), tenant) for digest in digests.values()]
+
+
+def _check(field: str, value: Any, place: str) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    match field:
+        case "share_prefix_cache" | "read_metrics":
+            fits, wanted = isinstance(value, bool), "true or false"
+        case "max_concurrency":
+            fits, wanted = isinstance(value, int) and is_number and value > 0, "a whole number above 0"
+        case "weight" | "requests_per_minute" | "tokens_per_minute":
+            fits, wanted = is_number and 0 < value < float("inf"), "a number above 0"
+        case _:
+            raise ConfigError(f"{place} is unknown")
+    if not fits:
+        raise ConfigError(f"{place} must be {wanted}, got {value!r:.60}")
+
+
+def add_key(path: Path, tenant: Tenant) -> str:
+    """Make a key for a tenant, add its digest and limits to a file (made where there is none), and return the key.
+
+    Raises `ConfigError` for a name that is there already, or a file that cannot be read or written.
+    """
+    place = f"the key {tenant.name!r}"
+    given = {each.name: getattr(tenant, each.name) for each in fields(Tenant) if each.name != "name"}
+    given = {name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)}
+    key, digest = _new_key()
+    table = {"sha256": digest, **given}
+    _entries(tenant.name, table, place)
+    is_new = not path.exists()
+    if not is_new and any(known.name == tenant.name for known in Keyring.from_file(path).tenants):
+        raise ConfigError(f"{path} has a key of the name {tenant.name!r} already")
+    lines = [f'[keys."{tenant.name}"]', *(f"{name} = {json.dumps(value)}" for name, value in table.items())]
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            if is_new:
+                path.chmod(0o600)
+            file.write(("" if is_new else "\n") + "\n".join(lines) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+    return key
+
+
+def remove_key(path: Path, name: str) -> None:
+    """Take a tenant's keys out of a file. Raises `ConfigError`, also for the last ones in it."""
+    if [known.name for known in Keyring.from_file(path).tenants] == [name]:
+        raise ConfigError(f"{name!r} is the only key of {path}: add another one first")
+    _change(path, name, lambda _: "", lambda tables: tables.pop(name))
+
+
+def rotate_key(path: Path, name: str) -> str:
+    """Make a new key for a tenant and return it; the one before stays open until `retire_key`, or the next new one.
+
+    Raises `ConfigError`.
+    """
+    key, digest = _new_key()
+
+    def edit(table: str) -> str:
+        table = _PREVIOUS_LINE.sub("", table)
+        return _DIGEST_LINE.sub(lambda old: f'sha256 = "{digest}"\nprevious_{old.group()}', table, count=1)
+
+    def expect(tables: dict[str, Any]) -> None:
+        tables[name].update(sha256=digest, previous_sha256=tables[name]["sha256"])
+
+    _change(path, name, edit, expect)
+    return key
+
+
+def retire_key(path: Path, name: str) -> None:
+    """Take away the key that a tenant had before its present one. Raises `ConfigError` where there is none."""
+
+    def expect(tables: dict[str, Any]) -> None:
+        if tables[name].pop("previous_sha256", None) is None:
+            raise ConfigError(f"{name!r} has no previous key in {path}")
+
+    _change(path, name, lambda table: _PREVIOUS_LINE.sub("", table), expect)
+
+
+def _new_key() -> tuple[str, str]:
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    return key, _digest(key.encode()).hex()
+
+
+def _change(path: Path, name: str, edit: Callable[[str], str], expect: Callable[[dict[str, Any]], object]) -> None:
+    """Edit the text of one table and leave all else in the file as it stands, comments too.
+
+    expect does to the tables what edit has to do to the text.
+    """
+    if not any(known.name == name for known in Keyring.from_file(path).tenants):
+        raise ConfigError(f"{path} has no key of the name {name!r}")
+    text = path.read_text(encoding="utf-8")
+    expected = tomllib.loads(text)
+    expect(expected["keys"])
+    quoted = re.escape(name)
+    changed = re.sub(
+        rf"""^\[keys\.(?:{quoted}|"{quoted}"|'{quoted}')\][^\n]*\n(?:(?!\[)[^\n]*\n?)*""",
+        lambda table: edit(table.group()),
+        text,
+        count=1,
+        flags=re.MULTILINE,
+    )
+    try:
+        is_right = tomllib.loads(changed) == expected
+    except tomllib.TOMLDecodeError:
+        is_right = False
+    if not is_right:
+        raise ConfigError(f"{path}: keys.{name} is not written as `octavo keys add` writes it; change it by hand")
+    path = path.resolve()
+    beside, before = path.with_name(f"{path.name}.new"), path.stat()
+    try:
+        beside.touch(mode=0o600)
+        beside.write_text(changed, encoding="utf-8")
+        beside.chmod(stat.S_IMODE(before.st_mode))
+        if hasattr(os, "chown"):  # the server has to be able to read it, whoever changes it
+            os.chown(beside, before.st_uid, before.st_gid)
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None

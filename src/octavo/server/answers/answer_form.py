@@ -1,0 +1,132 @@
+"""How a model's answers are read: what is reasoning, what is content, what calls a tool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from octavo.server.answers.parts import REASONING_CLOSES, REASONING_OPENS, Part, ReasoningParser, joined
+from octavo.server.answers.tool_formats import find_tool_format
+from octavo.server.answers.tools import NO_TOOLS
+from octavo.structured_output.lark import by_id
+
+REASONING_MARKERS = (REASONING_OPENS, REASONING_CLOSES)
+_PIECE = 4096  # characters that a parser takes at once: what it cuts off is copied
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from octavo.engine.input_processor import InputProcessor
+    from octavo.outputs import CompletionOutput
+    from octavo.sampling_params import SamplingParams
+    from octavo.server.answers.parts import AnswerParser
+    from octavo.server.answers.tool_formats import ToolFormat
+    from octavo.server.answers.tools import Toolbox
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStyle:
+    """How a model writes what is not plain content: calls of tools, and reasoning.
+
+    reasoning_end_id: the token that ends reasoning, where it is one. special_ids: markers of calls and of reasoning
+    that are special tokens of this model.
+    """
+
+    tools: ToolFormat | None = None
+    has_reasoning: bool = False
+    reasoning_end_id: int | None = None
+    special_ids: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def find(cls, tool_parser: str, reasoning_parser: str, inputs: InputProcessor) -> AnswerStyle:
+        """Find it by the options of the server: names, or "auto" for what the chat templates write."""
+        templates = inputs.chat_templates if inputs.has_chat_template else []
+        closes = any(REASONING_CLOSES in template for template in templates)
+        has_reasoning = reasoning_parser == "think" or (reasoning_parser == "auto" and closes)
+
+        def spell(text: str) -> str | None:
+            token_id = inputs.tokenizer.token_id(text)
+            return None if token_id is None or token_id >= inputs.model_info.vocab_size else by_id(token_id)
+
+        tools = find_tool_format(tool_parser, templates, spell)
+        end_id = inputs.tokenizer.token_id(REASONING_CLOSES) if has_reasoning else None
+        markers = [*(tools.markers if tools else ()), *(REASONING_MARKERS if has_reasoning else ())]
+        ids = {text: token_id for text in markers if (token_id := inputs.tokenizer.token_id(text)) is not None}
+        special = {text: token_id for text, token_id in ids.items() if inputs.tokenizer.is_special(token_id)}
+        return cls(tools, has_reasoning, end_id, special)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How one request's answers are read.
+
+    has_reasoning: they may begin with it. in_reasoning: they begin within it, because the prompt ends so.
+    shown_ids: the special tokens that are part of their text.
+    """
+
+    toolbox: Toolbox = NO_TOOLS
+    has_reasoning: bool = False
+    in_reasoning: bool = False
+    reasoning_end_id: int | None = None
+    shown_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, style: AnswerStyle, toolbox: Toolbox, prompt: str) -> AnswerForm:
+        """Look at the text of a prompt: one that ends with an end of reasoning has had it, empty as a rule."""
+        end = prompt.rstrip()
+        has_reasoning = style.has_reasoning and not end.endswith(REASONING_CLOSES)
+        in_reasoning = has_reasoning and end.endswith(REASONING_OPENS)
+        markers = [*(toolbox.format.markers if toolbox.format else ()), *(REASONING_MARKERS if has_reasoning else ())]
+        shown = tuple(style.special_ids[text] for text in markers if text in style.special_ids)
+        return cls(toolbox, has_reasoning, in_reasoning, style.reasoning_end_id, shown)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an answer is its text and nothing else."""
+        return self.toolbox.format is None and not self.has_reasoning
+
+    def parser(self) -> AnswerParser:
+        """Return what reads one answer."""
+        parser = self.toolbox.parser()
+        return ReasoningParser(parser, is_open=self.in_reasoning) if self.has_reasoning else parser
+
+    def applied_to(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters that make the whole text have this form: reasoning at its beginning is free."""
+        structure = self.toolbox.structure(params.structured_outputs)
+        if structure is not None and self.has_reasoning and structure.starts_after is None:
+            free_from = None if self.in_reasoning else REASONING_OPENS
+            structure = replace(structure, starts_after=REASONING_CLOSES, free_from=free_from)
+        return replace(params, structured_outputs=structure, shown_special_token_ids=list(self.shown_ids))
+
+
+class AnswerReader:
+    """Reads one answer, whole or as it comes."""
+
+    def __init__(self, form: AnswerForm) -> None:
+        self._parser = form.parser()
+        self._end_id = form.reasoning_end_id
+        self._num_tokens = 0  # up to the end of reasoning
+        self._is_counting = True
+        self._has_reasoning = False
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """How many tokens the reasoning took, its end included; 0 where its end is not one token."""
+        return self._num_tokens if self._has_reasoning and self._end_id is not None else 0
+
+    def read(self, completion: CompletionOutput) -> list[Part]:
+        """Return the parts of some more text."""
+        self._count(completion.token_ids)
+        text, parts = completion.text, list[Part]()
+        for start in range(0, len(text), _PIECE):  # of no matter which length: the parts are the same
+            parts += self._parser.feed(text[start : start + _PIECE])
+        if completion.finished:
+            is_own_end = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
+            parts += self._parser.finish(is_cut=not is_own_end)
+        self._has_reasoning = self._has_reasoning or any(part.kind == "reasoning" for part in parts)
+        return joined(parts)
+
+    def _count(self, token_ids: Sequence[int]) -> None:
+        if self._is_counting:
+            self._is_counting = self._end_id not in token_ids
+            self._num_tokens += len(token_ids) if self._is_counting else token_ids.index(self._end_id) + 1

@@ -1,0 +1,60 @@
+"""How large an answer is, and how many log probabilities one request may ask for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from octavo.engine.input_processor import ProcessedInput
+    from octavo.outputs import CompletionOutput, Logprob, RequestOutput
+    from octavo.sampling_params import SamplingParams
+
+_NUMBERS_PER_ENTRY = 16  # of an embedding
+
+
+def num_entries(output: RequestOutput, completions: Iterable[CompletionOutput], *, with_prompt: bool) -> int:
+    """Count what has to be spelled: tokens and log probabilities, with those of the prompt for each completion."""
+    prompt = len(output.prompt_token_ids) + _num_logprobs(output.prompt_logprobs) if with_prompt else 0
+    vector = len(output.pooled or b"") // (4 * _NUMBERS_PER_ENTRY)
+    return vector + sum(
+        prompt + len(completion.token_ids) + _num_logprobs(completion.logprobs) for completion in completions
+    )
+
+
+def _num_logprobs(positions: list[dict[int, Logprob]] | list[dict[int, Logprob] | None] | None) -> int:
+    return 0 if not positions else len(positions) * len(positions[-1] or ())
+
+
+class LogprobLimit:
+    """Counts the log probabilities that a request can bring. All of its prompts share one limit.
+
+    Those of its answers are known before a prompt is looked at, so that no prompt of many has begun when they are too
+    many. max_model_len: as many tokens may an answer have where nothing says less.
+    """
+
+    def __init__(self, limit: int, max_model_len: int, params: SamplingParams, num_prompts: int) -> None:
+        """Count n x (tokens x (logprobs + 1)) for every prompt. Raises `RequestError`."""
+        self._limit = limit
+        self._num_asked_for = 0
+        if params.logprobs is not None:
+            num_tokens = max_model_len if params.max_tokens is None else min(params.max_tokens, max_model_len)
+            self._take(num_prompts * params.n * num_tokens * (params.logprobs + 1), "logprobs")
+
+    def check(self, processed: ProcessedInput) -> None:
+        """Count those of a prompt in the same way. Raises `RequestError`."""
+        params, num_tokens = processed.sampling_params, len(processed.prompt_token_ids)
+        if params.prompt_logprobs is not None:
+            self._take(params.n * num_tokens * (params.prompt_logprobs + 1), "prompt_logprobs")
+
+    def _take(self, num_logprobs: int, parameter: str) -> None:
+        self._num_asked_for += num_logprobs
+        if self._num_asked_for > self._limit:
+            raise RequestError(
+                f"the request may bring {self._num_asked_for} log probabilities or more; the limit is {self._limit}: "
+                "n x tokens x (logprobs + 1), over all prompts; lower max_tokens, n or logprobs",
+                parameter=parameter,
+            )

@@ -1,0 +1,546 @@
+"""From prompts to an HTTP answer, whole or as a stream of events; the same for every API.
+
+What differs between APIs is how outputs are spelled: a `Reply`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from contextlib import aclosing
+from copy import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response, StreamingResponse
+
+from octavo.errors import DeadlineError, ExecutionError, OctavoError, RequestError, RequestFailedError
+from octavo.outputs import DEADLINE_PASSED, GRAMMAR_EXCEEDED, NOTHING_ALLOWED
+from octavo.runtime.faults import error_for, is_fault, request_failed
+from octavo.runtime.text_work import beside
+from octavo.sampling_params import RequestOutputKind
+from octavo.server.answers.answer_size import LogprobLimit, num_entries
+from octavo.server.api.openai.replies import PromptTokensDetails, Receipt, Usage
+from octavo.server.errors import note_error, to_http
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+
+    from starlette.requests import Request
+    from starlette.types import Message, Receive, Scope, Send
+
+    from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from octavo.runtime.text_work import TextWork
+    from octavo.sampling_params import SamplingParams
+    from octavo.server.access.admission import Place
+    from octavo.server.api.openai.requests import SamplingFields
+    from octavo.server.errors import HttpError
+    from octavo.server.service import Service
+
+encoder = msgspec.json.Encoder()
+T = TypeVar("T")
+_ANSWERING = "it was answered"
+Choice = TypeVar("Choice", bound=msgspec.Struct)
+Chunk = TypeVar("Chunk", bound=msgspec.Struct)
+_MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is to be answered. `model` is the name to answer under, `place` what it holds until it is.
+
+    counts_completions: whether tokens of answers count as such; of prompts that are only scored there are none.
+    deadline: on the clock of the event loop. spelled: the engine's name of a parameter -> the one that the client used.
+    """
+
+    request_id: str
+    model: str
+    prompts: list[Any]
+    params: SamplingParams
+    place: Place
+    deadline: float
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    counts_completions: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    spelled: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        params = copy(self.params)  # which were checked when they were made
+        params.output_kind = kind
+        object.__setattr__(self, "params", params)
+
+
+def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]:
+    """Return what the OpenAI API's requests tell a job beside their prompts and parameters."""
+    options = request.stream_options
+    return {
+        "stream": bool(request.stream),
+        "include_usage": bool(options and options.include_usage),
+        "continuous_usage": bool(options and options.include_usage and options.continuous_usage_stats),
+        "priority": request.priority or 0,
+        "cache_salt": request.cache_salt,
+        "spelled": request.spelled(
+            prompt=prompt_field,
+            structured_outputs="structured_outputs" if request.response_format is None else "response_format",
+        ),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What came of one choice: `completion` holds its new text and tokens. `choice` counts over all prompts."""
+
+    choice: int
+    is_first: bool
+    completion: CompletionOutput
+    output: RequestOutput
+
+
+class WholeReply(Protocol):
+    """How one API spells outputs when all of them are there."""
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> msgspec.Struct | Sequence[msgspec.Struct]:
+        """Return the whole answer; there is one output for each prompt."""
+        ...
+
+
+class Reply(WholeReply, Protocol):
+    """How one API spells outputs: whole, or as server-sent events."""
+
+    def news(self, news: News, usage: Usage | None) -> bytes:
+        """Return the events of some news; none where they tell a client nothing. usage: if counts go with each."""
+        ...
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the last events."""
+        ...
+
+    def error(self, error: HttpError) -> bytes:
+        """Return the last events of a stream that fails."""
+        ...
+
+
+def event(data: Any) -> bytes:
+    """Spell a server-sent event."""
+    return b"data: " + encoder.encode(data) + b"\n\n"
+
+
+class OpenAIReply(Generic[Choice, Chunk]):
+    """What replies share that are chunks."""
+
+    _done = b"data: [DONE]\n\n"
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def news(self, news: News, usage: Usage | None) -> bytes:
+        """Return a chunk, also where its text is held back: who counts chunks sees when tokens come.
+
+        Why a choice ended stands in a last chunk of its own: a loop that ends there has read everything.
+        """
+        choices = [self._grown(news)]
+        if news.completion.finished:
+            choices.append(self._ended(news))
+        chunks = [self._event([choice], usage) for choice in choices if choice is not None]
+        if news.is_first:
+            self._begin(chunks[0], news)
+        return b"".join(map(event, chunks))
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the counts, if they are asked for, and the end."""
+        return event(self._event([], self._counted(usage))) + self._done if self._job.include_usage else self._done
+
+    def error(self, error: HttpError) -> bytes:
+        """Return an error object, and the end."""
+        return event(error.body) + self._done
+
+    def _grown(self, news: News) -> Choice | None:
+        """Return what a choice grew by; None where a client hears of nothing."""
+        raise NotImplementedError
+
+    def _ended(self, news: News) -> Choice:
+        """Return why a choice ended, and nothing else."""
+        raise NotImplementedError
+
+    def _event(self, choices: list[Choice], usage: Usage | None) -> Chunk:
+        raise NotImplementedError
+
+    def _begin(self, event: Chunk, news: News) -> None:
+        """Add what the first chunk of a choice has besides."""
+
+    def _counted(self, usage: Usage) -> Usage:
+        """Return the last counts."""
+        return usage
+
+
+class UsageCounter:
+    """Counts tokens of a stream as they go by; those of completions where they count (`Job`)."""
+
+    def __init__(self, *, counts_completions: bool = True) -> None:
+        self._counts_completions = counts_completions
+        self._prompts: dict[str, tuple[int, int]] = {}
+        self._num_completion_tokens = 0
+        self._receipt = Receipt()
+        self._ended: set[str] = set()
+        self._ended_choices: set[tuple[str, int]] = set()
+        self.metrics: list[RequestMetrics] = []
+        self.finish_reasons: list[str] = []
+
+    def add(self, output: RequestOutput, completions: Iterable[CompletionOutput]) -> None:
+        """Count an output's prompt, once, and the tokens of some of its completions."""
+        self._prompts[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
+        if output.finished and output.metrics is not None and output.request_id not in self._ended:
+            self._ended.add(output.request_id)
+            self.metrics.append(output.metrics)
+            self._receipt.add(output.metrics)
+        for completion in completions:
+            self._num_completion_tokens += len(completion.token_ids) if self._counts_completions else 0
+            if completion.finish_reason is not None:
+                choice = output.request_id, completion.index
+                if choice not in self._ended_choices:
+                    self._ended_choices.add(choice)
+                    self.finish_reasons.append(completion.finish_reason)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the counts so far, for a log; none where nothing was heard of."""
+        if not self._prompts:
+            return {}
+        usage = self.usage()
+        return {
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "computed_tokens": self._receipt.computed_tokens,
+            "recomputed_tokens": self._receipt.recomputed_tokens,
+            "wasted_tokens": self._receipt.wasted_tokens,
+            "finish_reasons": self.finish_reasons,
+        }
+
+    def usage(self) -> Usage:
+        """Return the counts so far."""
+        num_prompt_tokens = sum(num_tokens for num_tokens, _ in self._prompts.values())
+        num_cached_tokens = sum(num_cached for _, num_cached in self._prompts.values())
+        total = num_prompt_tokens + self._num_completion_tokens
+        usage = Usage(num_prompt_tokens, self._num_completion_tokens, total, PromptTokensDetails(num_cached_tokens))
+        if self._ended:
+            usage.receipt = self._receipt
+        return usage
+
+
+async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
+    """Answer a job, whole or as a stream; when the client leaves, its requests are aborted.
+
+    A stream's status is sent with its first event, so that whatever refuses a request still has a status of its own.
+    """
+    if not job.stream:
+        return await answer_whole(service, http_request, job, reply)
+    usage = UsageCounter(counts_completions=job.counts_completions)
+    note(http_request, job, usage)
+    news = _news(service, job, usage)
+    with _failing_alone(job):
+        first = await _begun(http_request, news, service.config.stream_keep_alive_s)
+    events = _events(service, _chain(first, news), http_request.scope["state"], job, reply, usage)
+    return EventStream(events, first, news, job.place, service.config.stream_keep_alive_s)
+
+
+async def answer_whole(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
+    """Answer a job when all of its outputs are there; when the client leaves, its requests are aborted."""
+    usage = UsageCounter(counts_completions=job.counts_completions)
+    note(http_request, job, usage)
+    with _failing_alone(job):
+        outputs = await unless_disconnected(http_request, _whole(service, job, usage))
+        size = sum(num_entries(output, output.outputs, with_prompt=True) for output in outputs)
+        content = await beside(
+            service.engine.text,
+            size,
+            lambda: encoder.encode(reply.whole(outputs, usage.usage())),
+            tenant=job.place.tenant.name,
+        )
+    return Response(content, media_type="application/json")
+
+
+@contextlib.contextmanager
+def _failing_alone(job: Job) -> Iterator[None]:
+    """Make an error that names the request of whatever goes wrong while it is answered."""
+    try:
+        yield
+    except (OctavoError, ClientDisconnect):
+        raise
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        raise error_for(job.request_id, _ANSWERING, error) from error
+
+
+@contextlib.contextmanager
+def _spelling(job: Job) -> Iterator[None]:
+    """Name the parameter that an error is about as the client did."""
+    try:
+        yield
+    except RequestError as error:
+        error.parameter = job.spelled.get(error.parameter or "", error.parameter)
+        raise
+
+
+def note(http_request: Request, job: Job, usage: UsageCounter) -> None:
+    """Put what a request is and costs into its line of the audit log; counts are read when the line is written."""
+    http_request.state.audit.update(id=job.request_id, model=job.model, stream=job.stream, usage=usage)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. However it ends, also before its first one, its request and its place are given up.
+
+    Where nothing is told for keep_alive_s seconds, a comment is: whatever stands between a server and its client ends
+    connections on which nothing moves.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        first: asyncio.Task[News],
+        news: AsyncGenerator[News, None],
+        place: Place,
+        keep_alive_s: float,
+    ) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._first, self._news, self._place = first, news, place
+        self._keep_alive_s = keep_alive_s
+        self._last_sent = 0.0
+        self._is_open = False
+        place.is_kept = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events."""
+        clock = asyncio.get_running_loop().time
+
+        async def sending(message: Message) -> None:
+            self._last_sent = clock()
+            self._is_open = bool(message.get("more_body", True))
+            await send(message)
+
+        keeper = asyncio.create_task(self._keep_alive(send, clock))
+        try:
+            await super().__call__(scope, receive, sending)
+        finally:
+            keeper.cancel()
+            self._first.cancel()
+            await asyncio.gather(keeper, self._first, return_exceptions=True)
+            await self._news.aclose()
+            self._place.leave()
+
+    async def _keep_alive(self, send: Send, clock: Callable[[], float]) -> None:
+        """Send comments between events; an event is handed over at once, so none is cut by a comment."""
+        while True:
+            await asyncio.sleep(self._last_sent + self._keep_alive_s - clock())
+            if self._is_open and clock() >= self._last_sent + self._keep_alive_s:
+                self._last_sent = clock()
+                await send({"type": "http.response.body", "body": b": still at work\n\n", "more_body": True})
+            elif not self._is_open:
+                await asyncio.sleep(self._keep_alive_s)
+
+
+async def _begun(http_request: Request, news: AsyncGenerator[News, None], patience_s: float) -> asyncio.Task[News]:
+    """Wait for the first news, as a request that is refused has a status of its own then; not for ever, though."""
+    first = asyncio.create_task(_next(news))
+    watcher = asyncio.create_task(_disconnected(http_request))
+    is_kept = False
+    try:
+        await asyncio.wait({first, watcher}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        if first.done():
+            first.result()
+        elif watcher.done():
+            raise ClientDisconnect
+        is_kept = True
+        return first
+    finally:
+        watcher.cancel()
+        if not is_kept:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+        await asyncio.gather(watcher, return_exceptions=True)
+
+
+async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Wait for some work; cancel it and raise `ClientDisconnect` when the client leaves first."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(http_request))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(http_request: Request) -> None:
+    while (await http_request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _next(news: AsyncGenerator[News, None]) -> News:
+    return await anext(news)
+
+
+async def _whole(service: Service, job: Job, usage: UsageCounter) -> list[RequestOutput]:
+    outputs = {}
+    async with aclosing(_outputs(service, job, usage)) as stream:
+        async for index, output in stream:
+            outputs[index] = output
+            usage.add(output, output.outputs)
+    return [outputs[index] for index in range(len(job.prompts))]
+
+
+async def _outputs(service: Service, job: Job, usage: UsageCounter) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of all prompts as they come, with the prompt's index; as many at once as the job's place has streams for.
+
+    usage: counts what came last of one that failed or was cut off; who reads the others counts those.
+    Raises `ExecutionError` for one that failed, `DeadlineError` for one that took too long, `RequestError` for one
+    whose grammar did, `AuthenticationError` or `ServerClosingError` for one that ends with its key or with the server.
+    """
+    with _spelling(job):
+        most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
+        logprobs = LogprobLimit(most, longest, job.params, len(job.prompts))
+        streams = [
+            service.generate(
+                prompt,
+                job.params,
+                job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{index}",
+                place=job.place,
+                priority=job.priority,
+                cache_salt=job.cache_salt,
+                deadline=job.deadline,
+                check=logprobs.check,
+                untold=lambda output: usage.add(output, output.outputs),
+            )
+            for index, prompt in enumerate(job.prompts)
+        ]
+        async with aclosing(merge(streams, at_once=job.place.num_streams // job.params.n)) as merged:
+            async for index, output in merged:
+                if output.error is not None:
+                    usage.add(output, output.outputs)
+                    raise _error_of(output.error, output.request_id)
+                yield index, output
+
+
+def _error_of(message: str, request_id: str) -> OctavoError:
+    """Return what a request's `error` is to its client."""
+    if message == request_failed(request_id):
+        return RequestFailedError(message)
+    if message == DEADLINE_PASSED:
+        return DeadlineError(message)
+    if message == GRAMMAR_EXCEEDED:
+        return RequestError(message, parameter="structured_outputs")
+    if message == NOTHING_ALLOWED:
+        return RequestError(message, parameter="allowed_token_ids")
+    return ExecutionError(message)
+
+
+async def _news(service: Service, job: Job, usage: UsageCounter) -> AsyncGenerator[News, None]:
+    """Yield what changed, choice by choice; each ends once."""
+    seen: set[int] = set()
+    ended: set[int] = set()
+    async with aclosing(_outputs(service, job, usage)) as stream:
+        async for index, output in stream:
+            for completion in output.outputs:
+                choice = index * job.params.n + completion.index
+                if choice in ended or not (completion.token_ids or completion.text or completion.finished):
+                    continue
+                if completion.finished:
+                    ended.add(choice)
+                yield News(choice, choice not in seen, completion, output)
+                seen.add(choice)
+
+
+async def _events(
+    service: Service,
+    news: AsyncGenerator[News, None],
+    state: dict[str, Any],
+    job: Job,
+    reply: Reply,
+    counter: UsageCounter,
+) -> AsyncGenerator[bytes, None]:
+    """Spell a stream as server-sent events; an error is its last one."""
+    try:
+        async with aclosing(news):
+            async for each in news:
+                counter.add(each.output, [each.completion])
+                counts = counter.usage() if job.continuous_usage else None
+                told = await _told(service.engine.text, job, reply, each, counts)
+                if told:
+                    yield told
+        yield reply.end(counter.usage())
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        yield reply.error(note_error(state, to_http(error_for(job.request_id, _ANSWERING, error))))
+
+
+async def _told(text: TextWork, job: Job, reply: Reply, news: News, usage: Usage | None) -> bytes:
+    """Spell some news; their reply has nothing else to do meanwhile."""
+    size = num_entries(news.output, [news.completion], with_prompt=news.is_first)
+    return await beside(text, size, lambda: reply.news(news, usage), tenant=job.place.tenant.name)
+
+
+async def _chain(first: asyncio.Task[News], rest: AsyncGenerator[News, None]) -> AsyncGenerator[News, None]:
+    yield await first
+    async with aclosing(rest):
+        async for news in rest:
+            yield news
+
+
+async def merge(streams: Sequence[AsyncIterator[T]], *, at_once: int) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield the items of several streams as they come, each with its stream's index; the first error ends them all.
+
+    at_once: the next stream is begun when fewer than so many are open.
+    """
+    if len(streams) == 1:  # as most are: nothing to merge
+        async with aclosing(streams[0]) as only:  # type: ignore[type-var]  # an async generator, by its protocol
+            async for output in only:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(_MERGED)
+    waiting = iter(enumerate(streams))
+    tasks = [asyncio.create_task(_pump(waiting, queue)) for _ in range(min(at_once, len(streams)))]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    waiting: Iterator[tuple[int, AsyncIterator[T]]], queue: asyncio.Queue[tuple[int, T] | BaseException | None]
+) -> None:
+    """Put the items of one stream behind the other into a queue; at last an error, or None."""
+    try:
+        for index, stream in waiting:
+            async with aclosing(stream):  # type: ignore[type-var]  # an async generator, by its protocol
+                async for item in stream:
+                    await queue.put((index, item))
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        await queue.put(error)  # raised again by the reader
+    else:
+        await queue.put(None)

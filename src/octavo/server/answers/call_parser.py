@@ -1,0 +1,295 @@
+"""How calls of tools are read in an answer's text while it comes: what the parsers of all families share.
+
+Calls are JSON objects with a name and arguments. What looks like a call and is none (broken JSON, a name that no tool
+has) is content. A call whose arguments have begun to be told stays one, whatever follows. Where an answer was cut off
+within a call, the call is told if its name is known; nothing of it is content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar
+
+from octavo.engine.stop_strings import num_held_back_chars
+from octavo.server.answers.parts import Part, joined, without_space
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    T = TypeVar("T")
+    Wait: TypeAlias = Generator[None, None, T]
+    """Reads on, and waits where it needs more text."""
+
+_SPACE = " \t\r\n"
+_BEHIND_VALUE = "}]," + _SPACE
+_ARGUMENTS = ("arguments", "parameters")
+_STRING_STOPS = re.compile(r'["\\]')
+_PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
+
+
+class MalformedError(Exception):
+    """The text is no call."""
+
+
+@dataclass(slots=True)
+class Call:
+    """What is known of a call. index: set when it began to be told."""
+
+    name: str | None = None
+    arguments: str | None = None
+    index: int | None = None
+
+
+class ToolParser:
+    """Tells calls of tools from other text.
+
+    names: of the tools there are. only_one: further calls are left out.
+    """
+
+    def __init__(self, names: frozenset[str], *, only_one: bool = False) -> None:
+        self._names = names
+        self._only_one = only_one
+        self._num_calls = 0
+        self._text = ""  # what has not been told yet
+        self._position = 0  # in it: what was looked at
+        self._is_over = False
+        self._is_cut = False  # nor did the model end it
+        self._told: Call | None = None  # the call whose arguments are being told
+        self._parts: list[Part] = []
+        self._steps = self._read()
+
+    def feed(self, text: str) -> list[Part]:
+        """Take some more text."""
+        self._text += text
+        return self._advance()
+
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        """Return what was held back; of an answer that was cut off not what only begins a call."""
+        self._is_over, self._is_cut = True, is_cut
+        return self._advance()
+
+    def _advance(self) -> list[Part]:
+        next(self._steps, None)
+        parts, self._parts = self._parts, []
+        return joined(parts)
+
+    def _read(self) -> Wait[None]:
+        """Read a whole answer."""
+        raise NotImplementedError
+
+    # --- what families share
+
+    def _content(self, opener: str) -> Wait[bool]:
+        """Tell content up to what opens a call, and go behind that; False at the end of the text.
+
+        White space before it is held back: it is content only if no call follows.
+        """
+        while True:
+            start = self._text.find(opener)
+            is_found = start >= 0
+            if not is_found:
+                is_whole = self._is_over and not self._is_cut
+                start = len(self._text) - (0 if is_whole else num_held_back_chars(self._text, opener))
+            is_last = self._is_over and start == len(self._text)
+            shown = start if is_last else without_space(self._text[:start])
+            self._position = shown
+            self._tell_content()
+            if is_found:
+                self._position = start - shown + len(opener)
+                return True
+            if self._is_over:
+                return False
+            yield
+
+    def _rest_is_content(self) -> Wait[None]:
+        while True:
+            self._position = len(self._text)
+            self._tell_content()
+            if self._is_over:
+                return
+            yield
+
+    def _call(self) -> Wait[bool]:
+        """Read a call; False where there was none, and what was looked at is content."""
+        call = Call()
+        try:
+            yield from self._members(call)
+        except MalformedError:
+            if call.index is None and not self._tell_cut(call):
+                self._tell_content()
+                return False
+        self._drop()
+        return True
+
+    def _tell_cut(self, call: Call) -> bool:
+        """Tell what is known of a call within which the answer was cut off; whether that is what happened."""
+        if not self._is_cut_here():
+            return False
+        if call.name in self._names:
+            self._begin(call)
+            if call.arguments is not None and call.arguments.lstrip().startswith("{"):
+                self._tell("arguments", call.arguments, call)
+        self._position = len(self._text)
+        return True
+
+    def _is_cut_here(self) -> bool:
+        """Whether the answer was cut off while the call at the beginning of `_text` was read."""
+        return self._is_cut and self._position == len(self._text)
+
+    def _drop_cut(self, expected: str) -> None:
+        """Drop the beginning of a text with which the answer was cut off."""
+        if self._is_cut and expected.startswith(self._text[self._position :]):
+            self._text, self._position = "", 0
+
+    def _members(self, call: Call) -> Wait[None]:
+        yield from self._expect("{")
+        while (yield from self._skip_space()) != "}":
+            key = yield from self._string()
+            yield from self._skip_space()
+            yield from self._expect(":")
+            char = yield from self._skip_space()
+            if key == "name":
+                call.name = yield from self._string()
+            elif key not in _ARGUMENTS or call.index is not None:
+                yield from self._value()
+            elif char == "{" and call.name is not None:
+                yield from self._tell_arguments(call)
+            else:
+                call.arguments = (yield from self._string()) if char == '"' else (yield from self._value())
+            if (yield from self._skip_space()) != ",":
+                break
+            self._position += 1
+        yield from self._expect("}")
+        if call.index is None:
+            self._tell_whole(call)
+
+    def _tell_whole(self, call: Call) -> None:
+        arguments = "{}" if call.arguments in {None, "", "null"} else str(call.arguments)
+        if not arguments.lstrip().startswith("{"):
+            malformed()
+        self._begin(call)
+        self._tell("arguments", arguments, call)
+
+    def _tell_arguments(self, call: Call) -> Wait[None]:
+        """Read a call's arguments, and tell them as they come."""
+        self._begin(call)
+        self._drop()
+        self._told = call
+        try:
+            yield from self._value()
+        finally:
+            self._flush()
+            self._told = None
+
+    def _begin(self, call: Call) -> None:
+        """Decide that this is a call."""
+        if call.name not in self._names:
+            malformed()
+        call.index, self._num_calls = self._num_calls, self._num_calls + 1
+        self._tell("call", call.name or "", call)
+
+    def _value(self) -> Wait[str]:
+        """Go behind a JSON value of any kind; return its text, unless it was told as it came."""
+        start, depth = self._position, 0
+        while True:
+            char = yield from self._peek()
+            if char == '"':
+                yield from self._skip_string()
+            elif char and char in "{[":
+                depth += 1
+                self._position += 1
+            elif char and char in "}]" and depth:
+                depth -= 1
+                self._position += 1
+            elif char and (depth or char not in _BEHIND_VALUE):
+                run = _PLAIN.match(self._text, self._position)
+                self._position = self._position + 1 if run is None else run.end()
+                continue  # a number may go on in the next piece
+            elif depth:
+                malformed()
+            if depth == 0:
+                break
+        if self._told is None and start == self._position:
+            malformed()
+        return self._text[start : self._position]
+
+    def _string(self) -> Wait[str]:
+        """Read a JSON string."""
+        start = self._position
+        if (yield from self._peek()) != '"':
+            malformed()
+        yield from self._skip_string()
+        try:
+            value = json.loads(self._text[start : self._position], strict=False)
+            value.encode()
+        except ValueError:
+            malformed()
+        return str(value)
+
+    def _skip_string(self) -> Wait[None]:
+        self._position += 1
+        while True:
+            stop = _STRING_STOPS.search(self._text, self._position)
+            self._position = len(self._text) if stop is None else stop.end()
+            if stop is not None and stop.group() == '"':
+                return
+            if not (yield from self._peek()):
+                malformed()
+            if stop is not None:
+                self._position += 1  # whatever was escaped
+
+    def _expect(self, text: str) -> Wait[None]:
+        if not (yield from self._takes(text)):
+            malformed()
+
+    def _takes(self, expected: str) -> Wait[bool]:
+        """Go behind a text if that is what comes."""
+        while True:
+            seen = self._text[self._position : self._position + len(expected)]
+            if seen == expected:
+                self._position += len(expected)
+                return True
+            if self._is_over or not expected.startswith(seen):
+                return False
+            yield
+
+    def _skip_space(self) -> Wait[str]:
+        """Go behind white space; return the character that follows, "" at the end."""
+        while (char := (yield from self._peek())) and char in _SPACE:
+            self._position += 1
+        return char
+
+    def _peek(self) -> Wait[str]:
+        """Return the next character, "" at the end."""
+        while self._position == len(self._text):
+            if self._is_over:
+                return ""
+            self._flush()
+            yield
+        return self._text[self._position]
+
+    # --- what is told
+
+    def _flush(self) -> None:
+        """Tell what was looked at of the arguments that are being told."""
+        if self._told is not None:
+            self._tell("arguments", self._text[: self._position], self._told)
+            self._drop()
+
+    def _tell(self, kind: str, text: str, call: Call) -> None:
+        if call.index is not None and not (self._only_one and call.index):
+            self._parts.append(Part("call" if kind == "call" else "arguments", text, call.index))
+
+    def _tell_content(self) -> None:
+        self._parts.append(Part("content", self._text[: self._position]))
+        self._drop()
+
+    def _drop(self) -> None:
+        self._text, self._position = self._text[self._position :], 0
+
+
+def malformed() -> NoReturn:
+    """Say that what was read is no call."""
+    raise MalformedError

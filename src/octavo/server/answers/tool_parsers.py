@@ -1,0 +1,117 @@
+"""Calls of tools in an answer's text: one parser for each family of models."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from octavo.server.answers.call_parser import Call, MalformedError, ToolParser, malformed
+
+if TYPE_CHECKING:
+    from octavo.server.answers.call_parser import Wait
+
+_NAMED_HEAD = re.compile(r"\s*([^\s\[]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\])?\s*")
+_MAX_HEAD_CHARS = 256
+_LLAMA_HEADS = ('{"name":"', '{"type":"function","name":"')  # without white space
+
+
+class HermesParser(ToolParser):
+    """Qwen and Hermes: <tool_call>{"name": ..., "arguments": ...}</tool_call>, as often as wanted, anywhere."""
+
+    opener, closer = "<tool_call>", "</tool_call>"
+
+    def _read(self) -> Wait[None]:
+        while (yield from self._content(self.opener)):
+            yield from self._skip_space()
+            if (yield from self._call()):
+                yield from self._skip_space()
+                if not (yield from self._takes(self.closer)):
+                    self._drop_cut(self.closer)
+                yield from self._skip_space()
+                self._drop()
+
+
+class LlamaParser(ToolParser):
+    """Llama 3: the whole answer is {"name": ..., "parameters": ...}, or several with semicolons or lines between."""
+
+    opener = "<|python_tag|>"
+    _is_tagged = False
+
+    def _read(self) -> Wait[None]:
+        yield from self._skip_space()
+        self._is_tagged = yield from self._takes(self.opener)
+        if not self._is_tagged:
+            self._drop_cut(self.opener)
+        while (yield from self._skip_space()) == "{" and (yield from self._call()):
+            if (yield from self._skip_space()) == ";":
+                self._position += 1
+            yield from self._skip_space()
+            self._drop()
+        if self._is_tagged and self._is_cut_here():
+            self._drop()
+        yield from self._rest_is_content()
+
+    def _is_cut_here(self) -> bool:
+        """An answer without a tag is a call for certain only if it begins as one."""
+        if not super()._is_cut_here():
+            return False
+        begun = "".join(self._text.split())
+        calls = (head + name for head in _LLAMA_HEADS for name in self._names)
+        return self._is_tagged or any(call.startswith(begun) or begun.startswith(call + '"') for call in calls)
+
+
+class MistralParser(ToolParser):
+    """Mistral: [TOOL_CALLS] and a list of calls; newer: [TOOL_CALLS], a name, [ARGS] and its arguments, each time."""
+
+    opener, arguments_marker = "[TOOL_CALLS]", "[ARGS]"
+
+    def _read(self) -> Wait[None]:
+        while (yield from self._content(self.opener)):
+            match (yield from self._skip_space()):
+                case "[":
+                    self._position += 1
+                    yield from self._list()
+                case "{":
+                    yield from self._call()
+                case _:
+                    yield from self._named()
+
+    def _list(self) -> Wait[None]:
+        while True:
+            yield from self._skip_space()
+            if not (yield from self._call()):
+                return
+            if (yield from self._skip_space()) != ",":
+                break
+            self._position += 1
+        yield from self._takes("]")
+        yield from self._skip_space()
+        self._drop()
+
+    def _named(self) -> Wait[None]:
+        start = self._position
+        end = start + _MAX_HEAD_CHARS
+        while (brace := self._text.find("{", start, end)) < 0 and len(self._text) < end and not self._is_over:
+            yield
+        head = None if brace < 0 else _NAMED_HEAD.fullmatch(self._text, start, brace)
+        call = Call(None if head is None else head.group(1))
+        try:
+            if head is None:
+                self._read_cut_head(call)
+                malformed()
+            self._position = brace
+            yield from self._tell_arguments(call)
+        except MalformedError:
+            if call.index is None and not self._tell_cut(call):
+                self._tell_content()
+                return
+        yield from self._skip_space()
+        self._drop()
+
+    def _read_cut_head(self, call: Call) -> None:
+        """Go behind what is there of a name and its marks, where the answer was cut off behind them."""
+        rest = self._text[self._position :]
+        if self._is_cut and len(rest.split()) < 2 and "{" not in rest:
+            head = _NAMED_HEAD.fullmatch(rest) if rest.rstrip().endswith(self.arguments_marker) else None
+            call.name = None if head is None else head.group(1)
+            self._position = len(self._text)

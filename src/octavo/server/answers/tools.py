@@ -1,0 +1,212 @@
+"""The tools of a request: what it may call, whether it must, and what that means for its prompt and its answer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import RequestError
+from octavo.sampling_params import StructuredOutputsParams
+from octavo.server.answers.parts import PlainParser
+from octavo.server.answers.tool_formats import Function
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from octavo.server.answers.parts import AnswerParser
+    from octavo.server.answers.tool_formats import ToolFormat
+
+MAX_TOOLS = 1024
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_ANY = {"type": "object"}
+_NEEDS_TOOLS = "tool_choice needs tools"
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a request says of its tools. mode: auto, none or required.
+
+    named: the one that must be called. allowed: those that may be called; None for all.
+    """
+
+    mode: str = "auto"
+    named: str | None = None
+    allowed: frozenset[str] | None = None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The tools that are named."""
+        return (self.allowed or frozenset()) | ({self.named} if self.named is not None else frozenset())
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    """What one request may call. `given`: as chat templates read them; `named`: the one that it must call.
+
+    is_limited: templates are given others beside those that may be called. Without a format nothing is called.
+    """
+
+    functions: tuple[Function, ...] = ()
+    given: tuple[dict[str, Any], ...] = ()
+    is_limited: bool = False
+    is_required: bool = False
+    named: str | None = None
+    only_one: bool = False
+    format: ToolFormat | None = None
+
+    @classmethod
+    def make(
+        cls,
+        described: list[tuple[Function, str]],
+        format: ToolFormat | None,  # noqa: A002 - the field's name
+        choice: Choice | None = None,
+        *,
+        parallel: bool | None = None,
+    ) -> Toolbox:
+        """Collect tools with their descriptions. Raises `RequestError`.
+
+        parallel: whether there may be several calls; None for what the family is used to.
+        """
+        choice = choice or Choice()
+        if len(described) > MAX_TOOLS:
+            raise RequestError(f"{len(described)} tools are given; the limit is {MAX_TOOLS}", parameter="tools")
+        functions = tuple(function for function, _ in described)
+        names = [function.name for function in functions]
+        if len({*names}) < len(names):
+            raise RequestError("two tools have the same name", parameter="tools")
+        if unknown := choice.names - {*names}:
+            name = min(unknown)[:64]
+            raise RequestError(f"tool_choice names {name!r}, which is none of the tools", parameter="tool_choice")
+        if choice.mode == "required" and not names:
+            raise RequestError(_NEEDS_TOOLS, parameter="tool_choice")
+        if choice.mode == "none" or not names:
+            return cls()
+        if format is None:
+            message = "this model's chat template shows no form of tool calls that is known; see --tool-call-parser"
+            raise RequestError(message, parameter="tools")
+        given = tuple(_as_template_reads(function, description) for function, description in described)
+        allowed = tuple(each for each in functions if choice.allowed is None or each.name in choice.allowed)
+        only_one = format.takes_one if parallel is None else not parallel
+        is_limited = len(allowed) < len(functions)
+        return cls(allowed, given, is_limited, choice.mode == "required", choice.named, only_one, format)
+
+    def parser(self) -> AnswerParser:
+        """Return what reads an answer."""
+        if self.format is None:
+            return PlainParser()
+        return self.format.parser(frozenset(function.name for function in self.functions), only_one=self.only_one)
+
+    def structure(self, content: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+        """Return the form that the answer must have. content: the one asked for where no tool is called."""
+        if self.format is None:
+            return content
+        if content is not None and content.json is None and content.json_object is None:
+            raise RequestError("tools go with JSON only, with no other structure", parameter="structured_outputs")
+        starts_after = None if content is None else content.starts_after
+        try:
+            grammar = self._grammar(self.format, content)
+            return None if grammar is None else StructuredOutputsParams(grammar=grammar, starts_after=starts_after)
+        except (RequestError, ValueError, TypeError, RecursionError):
+            message = (
+                "the parameters of the tools, or the schema beside them, are no JSON schemas, too long or too deep"
+            )
+            raise RequestError(message, parameter="tools") from None
+
+    def _grammar(self, tool_format: ToolFormat, content: StructuredOutputsParams | None) -> str | None:
+        if self.is_required:
+            wanted = [each for each in self.functions if self.named in {None, each.name}]
+            return tool_format.forced(wanted, only_one=self.only_one or self.named is not None)
+        if content is not None:
+            schema = str(content.json or '{"type": "object"}')
+            return tool_format.or_content(self.functions, schema, only_one=self.only_one)
+        if self.is_limited or any(function.strict for function in self.functions):
+            functions = [each if each.strict else replace(each, parameters=_ANY) for each in self.functions]
+            return tool_format.optional(functions, only_one=self.only_one)
+        return None
+
+
+NO_TOOLS = Toolbox()
+
+
+def read_function(fields: Any, place: str, parameters_name: str = "parameters") -> tuple[Function, str]:
+    """Check the description of a tool. Raises `RequestError` with the place."""
+    if not isinstance(fields, dict):
+        raise RequestError(f"{place} must be an object with a name", parameter=place)
+    name, description = fields.get("name"), fields.get("description")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        message = f"{place}.name must be 1 to 128 letters, digits and any of _ - . : /"
+        raise RequestError(message, parameter=f"{place}.name")
+    if description is not None and not isinstance(description, str):
+        raise RequestError(f"{place}.description must be a string", parameter=f"{place}.description")
+    parameters = fields.get(parameters_name)
+    kind = (
+        "object" if parameters is None else parameters.get("type", "object") if isinstance(parameters, dict) else None
+    )
+    if kind != "object":
+        parameter = f"{place}.{parameters_name}"
+        raise RequestError(f"{parameter} must be a JSON schema of an object", parameter=parameter)
+    schema = _NO_PARAMETERS if parameters is None else {"type": "object", **parameters}
+    return Function(name, schema, fields.get("strict") is True), description or ""
+
+
+def read_choice(wanted: Any, name_of: Callable[[dict[str, Any]], Any], *, has_tools: bool) -> Choice:
+    """Read OpenAI's tool_choice. Raises `RequestError`.
+
+    name_of: returns the name of a tool that stands in it. has_tools: whether the request has the field `tools`.
+    """
+    if wanted is None or wanted == "none":
+        return Choice(wanted or "auto")
+    if not has_tools:
+        raise RequestError(_NEEDS_TOOLS, parameter="tool_choice")
+    if isinstance(wanted, str) and wanted in {"auto", "required"}:
+        return Choice(wanted)
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if kind == "allowed_tools":
+        return _read_allowed(wanted.get("allowed_tools", wanted), name_of)  # chat completions nest it
+    named = name_of(wanted) if kind == "function" else None
+    if not isinstance(named, str):
+        message = (
+            'tool_choice must be none, auto, required, {"type": "function", ...} with the name of a tool, or '
+            '{"type": "allowed_tools", ...} with names of tools'
+        )
+        raise RequestError(message, parameter="tool_choice")
+    return Choice("required", named)
+
+
+def _read_allowed(fields: Any, name_of: Callable[[dict[str, Any]], Any]) -> Choice:
+    mode, tools = (fields.get("mode"), fields.get("tools")) if isinstance(fields, dict) else (None, None)
+    if not isinstance(mode, str) or mode not in {"auto", "required"}:
+        raise RequestError("tool_choice: the mode of allowed_tools must be auto or required", parameter="tool_choice")
+    listed = tools if isinstance(tools, list) else []
+    are_functions = all(isinstance(each, dict) and each.get("type") == "function" for each in listed)
+    names = [name_of(each) for each in listed] if are_functions else []
+    if not names or not all(isinstance(name, str) for name in names):
+        message = 'tool_choice: the tools of allowed_tools must be a list of {"type": "function", ...} with names'
+        raise RequestError(message, parameter="tool_choice")
+    return Choice(mode, allowed=frozenset(names))
+
+
+def read_chat_tools(
+    tools: Any, tool_choice: Any, parallel_tool_calls: bool | None, tool_format: ToolFormat | None
+) -> Toolbox:
+    """Read the fields of /v1/chat/completions. Raises `RequestError`."""
+    described = []
+    for index, tool in enumerate(tools or []):
+        place = f"tools[{index}]"
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise RequestError(f'{place} must be {{"type": "function", "function": ...}}', parameter=place)
+        described.append(read_function(tool.get("function"), f"{place}.function"))
+    choice = read_choice(tool_choice, _name_in_function, has_tools=tools is not None)
+    return Toolbox.make(described, tool_format, choice, parallel=parallel_tool_calls)
+
+
+def _name_in_function(wanted: dict[str, Any]) -> Any:
+    function = wanted.get("function")
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def _as_template_reads(function: Function, description: str) -> dict[str, Any]:
+    fields = {"name": function.name, "description": description, "parameters": function.parameters}
+    return {"type": "function", "function": fields}

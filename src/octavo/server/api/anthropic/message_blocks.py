@@ -1,0 +1,223 @@
+"""Conversations as Anthropic's API spells them, in blocks: checked, and brought into the form that templates read."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import RequestError
+from octavo.server.api.block_types import CACHE, LABEL, MEDIA, BlockTypes, Fields, fields, text_field
+from octavo.server.api.conversation import text_part
+
+if TYPE_CHECKING:
+    Message = dict[str, Any]
+    Placed = tuple[Any, str]  # a block, and where it stands
+
+_ACCOUNTING = "x-anthropic-billing-header"
+_ROLES = {"user", "assistant", "system"}
+_CALLER = {"caller": "says who called the tool: the model, or code on Anthropic's servers"}
+_QUOTES = {"citations": "asks for, or tells, which words of a source an answer rests on: answers here have none"}
+_CACHE = {"cache_control": CACHE}
+_CALLS_ELSEWHERE = "tools of Anthropic's servers are not here"
+_ANSWERS_ONLY = "it belongs into an assistant's turn"
+_TURNS_ONLY = "it belongs into a user's turn"
+_SETTING = "which tools there are is said once, in tools"
+
+MESSAGE = fields("role", "content", clear_at=(None, "never"), output_config=(None, {}))
+TEXT = fields("text", harmless={**_CACHE, **_QUOTES})
+DOCUMENT = fields("source", "title", "context", harmless={**_CACHE, **_QUOTES})
+SEARCH_RESULT = fields("content", "source", "title", harmless={**_CACHE, **_QUOTES})
+_TOOL_USE = fields("id", "name", "input", harmless={**_CACHE, **_CALLER}, toolset_name=(None,))
+_TOOL_RESULT = fields("tool_use_id", "content", "is_error", harmless=_CACHE, toolset_name=(None,))
+_THINKING = fields("thinking", harmless={"signature": LABEL})
+_TEXTS: dict[str, Fields] = {"text": TEXT, "document": DOCUMENT, "search_result": SEARCH_RESULT}
+_SERVER_BLOCKS = dict.fromkeys(
+    (
+        "server_tool_use",
+        "web_search_tool_result",
+        "web_fetch_tool_result",
+        "advisor_tool_result",
+        "code_execution_tool_result",
+        "bash_code_execution_tool_result",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "mcp_tool_use",
+        "mcp_tool_result",
+        "mcp_tool_listing",
+    ),
+    _CALLS_ELSEWHERE,
+)
+_REFUSED = {
+    **_SERVER_BLOCKS,
+    "image": MEDIA,
+    "container_upload": MEDIA,
+    "compaction": "it holds what Anthropic's servers made of older turns; send the turns",
+    "fallback": "there is one model",
+    "tool_addition": _SETTING,
+    "tool_removal": _SETTING,
+}
+# What may stand where.
+SYSTEM_BLOCKS = BlockTypes({"text": TEXT}, {"tool_addition": _SETTING, "tool_removal": _SETTING})
+USER_BLOCKS = BlockTypes(
+    {**_TEXTS, "tool_result": _TOOL_RESULT},
+    {**_REFUSED, **dict.fromkeys(("tool_use", "thinking", "redacted_thinking"), _ANSWERS_ONLY)},
+)
+ANSWER_BLOCKS = BlockTypes(
+    {**_TEXTS, "tool_use": _TOOL_USE, "thinking": _THINKING, "redacted_thinking": fields("data")},
+    {**_REFUSED, "tool_result": _TURNS_ONLY},
+)
+RESULT_BLOCKS = BlockTypes(
+    {**_TEXTS, "tool_reference": fields("tool_name", harmless=_CACHE)}, {"image": MEDIA, "browser_state": MEDIA}
+)
+SOURCES = BlockTypes(
+    {"text": fields("data", "media_type"), "content": fields("content")},
+    dict.fromkeys(("base64", "url", "file"), MEDIA),
+)
+SOURCE_BLOCKS = BlockTypes({"text": TEXT}, {"image": MEDIA})
+SEARCH_BLOCKS = BlockTypes({"text": TEXT})
+
+
+def read_conversation(system: Any, messages: Any) -> list[Message]:
+    """Return the messages as chat templates read them: turns of one role behind each other are one turn.
+
+    Raises `RequestError` with the place.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages must be a list of at least one message", parameter="messages")
+    turns = [_read_blocks(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    result = [] if system is None else _read_system(system)
+    for role, run in groupby(turns, key=lambda turn: turn[0]):
+        blocks = [block for _, its_blocks in run for block in its_blocks]
+        result += [_read_answer(blocks)] if role == "assistant" else _read_turn(role, blocks)
+    return result
+
+
+def _read_system(system: Any) -> list[Message]:
+    """Return what the system says, without Claude Code's note for Anthropic's accounting.
+
+    That differs in every request and stands before all else: no prefix of a conversation would be found in the cache.
+    """
+    blocks = system
+    if isinstance(system, list):
+        blocks = [block for block in system if not _is_note(block)]
+        if system and not blocks:
+            return []
+    return [{"role": "system", "content": _read_texts(blocks, "system", SYSTEM_BLOCKS)}]
+
+
+def _is_note(block: Any) -> bool:
+    text = block.get("text") if isinstance(block, dict) else None
+    return isinstance(text, str) and text.startswith(_ACCOUNTING)
+
+
+def _read_blocks(message: Any, place: str) -> tuple[str, list[Placed]]:
+    """Return a message's role and its blocks; a plain text is a block, too."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str) or role not in _ROLES:
+        raise RequestError(f"{place}.role must be user or assistant", parameter=f"{place}.role")
+    MESSAGE.check(message, place)
+    return role, _placed(message.get("content"), f"{place}.content")
+
+
+def _placed(content: Any, place: str) -> list[Placed]:
+    if isinstance(content, str):
+        return [({"type": "text", "text": content}, place)]
+    if not isinstance(content, list):
+        raise RequestError(f"{place} must be text or a list of blocks", parameter=place)
+    return [(block, f"{place}[{index}]") for index, block in enumerate(content)]
+
+
+def _read_answer(blocks: list[Placed]) -> Message:
+    """Read what the model said, thought and called. A call without text has null: how is for the template to say."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for block, place in blocks:
+        match ANSWER_BLOCKS.check(block, place):
+            case "tool_use":
+                calls.append(_read_tool_use(block, place))
+            case "thinking":
+                thoughts.append(text_field(block, "thinking", place))
+            case "redacted_thinking":
+                text_field(block, "data", place)  # which nobody can read
+            case kind:
+                texts.append(_read_text(kind, block, place))
+    message: Message = {"role": "assistant", "content": "".join(texts) or (None if calls else "")}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _read_turn(role: str, blocks: list[Placed]) -> list[Message]:
+    """Read what a user said, and what tools gave: results are messages of their own for chat templates."""
+    types = USER_BLOCKS if role == "user" else SYSTEM_BLOCKS
+    kinds = [(types.check(block, place), block, place) for block, place in blocks]
+    messages: list[Message] = []
+    for is_result, run in groupby(kinds, key=lambda each: each[0] == "tool_result"):
+        if is_result:
+            messages += [_read_result(block, place) for _, block, place in run]
+        else:
+            messages.append({"role": role, "content": _content([_read_text(*each) for each in run])})
+    return messages or [{"role": role, "content": ""}]
+
+
+def _content(texts: list[str]) -> str | list[dict[str, str]]:
+    return texts[0] if len(texts) == 1 else [text_part(text) for text in texts]
+
+
+def _read_texts(content: Any, place: str, types: BlockTypes) -> str | list[dict[str, str]]:
+    """Read a text or blocks that have one."""
+    blocks = _placed(content, place)
+    return _content([_read_text(types.check(block, where), block, where) for block, where in blocks])
+
+
+def _read_text(kind: str, block: dict[str, Any], place: str) -> str:
+    """Return the text of a block: a document and a search result have tags around them, so that one sees its ends."""
+    match kind:
+        case "document":
+            told = [name for name in ("title", "context") if block.get(name) is not None]
+            about = [_tagged(name, text_field(block, name, place)) for name in told]
+            return _tagged("document", "\n".join([*about, _read_source(block.get("source"), f"{place}.source")]))
+        case "search_result":
+            about = [_tagged(name, text_field(block, name, place)) for name in ("source", "title")]
+            text = _joined(_read_texts(block.get("content"), f"{place}.content", SEARCH_BLOCKS))
+            return _tagged("search_result", "\n".join([*about, text]))
+        case "tool_reference":
+            return text_field(block, "tool_name", place)  # all tools are shown, deferred ones, too
+    return text_field(block, "text", place)
+
+
+def _read_source(source: Any, place: str) -> str:
+    if SOURCES.check(source, place) == "content":
+        return _joined(_read_texts(source.get("content"), f"{place}.content", SOURCE_BLOCKS))
+    if source.get("media_type", "text/plain") != "text/plain":
+        raise RequestError(f"{place}.media_type must be text/plain", parameter=f"{place}.media_type")
+    return text_field(source, "data", place)
+
+
+def _tagged(name: str, text: str) -> str:
+    lines = "\n" if name in {"document", "search_result"} else ""
+    return f"<{name}>{lines}{text}{lines}</{name}>"
+
+
+def _joined(content: str | list[dict[str, str]]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _read_result(block: dict[str, Any], place: str) -> Message:
+    call_id, content, is_error = text_field(block, "tool_use_id", place), block.get("content"), block.get("is_error")
+    if is_error is not None and not isinstance(is_error, bool):
+        raise RequestError(f"{place}.is_error must be true or false", parameter=f"{place}.is_error")
+    text = "" if content is None else _read_texts(content, f"{place}.content", RESULT_BLOCKS)
+    if is_error and not text:
+        text = "error"  # templates have no other place for it; mostly the content says what went wrong
+    return {"role": "tool", "tool_call_id": call_id, "content": text or ""}
+
+
+def _read_tool_use(block: dict[str, Any], place: str) -> dict[str, Any]:
+    call_id, name, arguments = text_field(block, "id", place), text_field(block, "name", place), block.get("input")
+    if not isinstance(arguments, dict):
+        raise RequestError(f"{place}.input must be an object", parameter=f"{place}.input")
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,0 +1,380 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, as its SDK and agents speak it."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import BaseModel, ConfigDict
+from starlette.responses import Response
+
+from octavo.engine.chat_template import parse_arguments
+from octavo.errors import RequestError
+from octavo.server.access.body import look_at
+from octavo.server.answers.answer_form import AnswerForm, AnswerReader
+from octavo.server.answers.answering import Job, News, answer, encoder
+from octavo.server.answers.tools import Choice, Toolbox, read_function
+from octavo.server.api.anthropic.message_blocks import read_conversation
+from octavo.server.api.block_types import LABEL, BlockTypes, fields
+from octavo.server.api.conversation import effort_options, extra_template_options
+from octavo.server.api.extra_fields import ANTHROPIC_HARMLESS, UNSUPPORTED_OR_ALIAS
+from octavo.server.api.openai.chat import render
+from octavo.server.api.openai.replies import PromptTokensDetails, Receipt, Usage
+from octavo.server.api.openai.requests import Strings  # noqa: TC001 - pydantic reads the types of fields
+from octavo.server.api.sampling import read_response_format
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.requests import Request
+
+    from octavo.outputs import CompletionOutput, RequestOutput
+    from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+    from octavo.server.answers.parts import Part
+    from octavo.server.answers.tool_formats import ToolFormat
+    from octavo.server.api.extra_fields import ExtraFields
+    from octavo.server.errors import HttpError
+    from octavo.server.service import Service
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# The engine's names of parameters, and Anthropic's.
+_SPELLED = {"prompt": "messages", "structured_outputs": "tools", "stop": "stop_sequences"}
+_FORMAT = "output_config.format"
+_OUTPUT_CONFIG = {"effort", "format"}
+_THOUGHTS = {
+    "block_binding": LABEL,
+    "budget_tokens": "bounds thinking: here max_tokens alone does, and clients must send it",
+    "display": "says how much of the thinking is shown: all of it is",
+}
+_THINKING = BlockTypes(
+    {"enabled": fields(harmless=_THOUGHTS), "adaptive": fields(harmless=_THOUGHTS), "disabled": fields()},
+    {"between_tools": "a chat template begins thinking or does not"},
+)
+# What would change the answer, and the values that change nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "chat_template": (None,),
+    "compaction": (None,),
+    "container": (None,),
+    "fallbacks": (None, []),
+    "mcp_servers": (None, []),
+    "output_format": (None,),  # an older name of output_config.format
+    "thread": (None,),
+    **UNSUPPORTED_OR_ALIAS,
+}
+
+
+class CountTokensRequest(BaseModel):
+    """POST /v1/messages/count_tokens.
+
+    What is not listed is refused if it would change the answer (`_UNSUPPORTED`), else ignored.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str
+    messages: Any
+    system: Any = None
+    tools: list[Any] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
+
+
+class MessagesRequest(CountTokensRequest):
+    """POST /v1/messages."""
+
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: Strings | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    cache_salt: str | None = None  # vLLM's
+
+
+class MessageUsage(Struct):
+    """Token counts; those of the prompt that were found in the prefix cache stand apart. receipt: octavo's own."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+    receipt: Receipt | UnsetType = UNSET
+
+
+class Message(Struct):
+    """An answer."""
+
+    id: str
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    type: str = "message"
+    role: str = "assistant"
+
+
+async def create_message(service: Service, http_request: Request, request: MessagesRequest) -> Response:
+    """Answer a conversation."""
+    model = service.check_model(request.model)
+    _check_extra(request, service.extra_fields)
+    style = service.answer_style
+    params, (messages, toolbox) = await look_at(
+        http_request, lambda: (_params(request, service.default_params), _read_conversation(request, style.tools))
+    )
+    with service.enter(http_request, 1) as place:
+        options = _template_options(request, messages)
+        prompt = await render(service, http_request, place, messages, toolbox, options)
+        form = AnswerForm.of(style, toolbox, prompt["prompt"])
+        applied = await look_at(http_request, lambda: form.applied_to(params))
+        job = Job(
+            request_id=f"msg_{uuid.uuid4().hex}",
+            model=model,
+            prompts=[prompt],
+            params=applied,
+            place=place,
+            deadline=http_request.state.deadline,
+            stream=bool(request.stream),
+            cache_salt=request.cache_salt,
+            spelled=_SPELLED if params.structured_outputs is None else {**_SPELLED, "structured_outputs": _FORMAT},
+        )
+        return await answer(service, http_request, job, MessageReply(job, form))
+
+
+async def count_tokens(service: Service, http_request: Request, request: CountTokensRequest) -> Response:
+    """Tell how many tokens a conversation's prompt has."""
+    service.check_model(request.model)
+    _check_extra(request, service.extra_fields)
+    messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, service.answer_style.tools))
+    with service.enter(http_request, 1) as place:
+        options = _template_options(request, messages)
+        prompt = await render(service, http_request, place, messages, toolbox, options, is_prompt=False)
+    return Response(encoder.encode({"input_tokens": len(prompt["prompt_token_ids"])}), media_type="application/json")
+
+
+def _check_extra(request: CountTokensRequest, extra_fields: ExtraFields) -> None:
+    extra_fields.check(request.model_extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
+    if request.thinking is not None and "budget_tokens" in request.thinking:
+        extra_fields.check({"thinking.budget_tokens": None}, {})  # so that the log says it once
+
+
+def _params(request: MessagesRequest, defaults: SamplingParams) -> SamplingParams:
+    given: dict[str, Any] = {
+        "stop": request.stop_sequences,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+    }
+    try:
+        return replace(
+            defaults,
+            max_tokens=request.max_tokens,
+            structured_outputs=_read_format(request.output_config),
+            **{name: value for name, value in given.items() if value is not None},
+        )
+    except RequestError as error:
+        own = error.parameter or ""
+        raise RequestError(str(error), parameter=_SPELLED.get(own, own)) from None
+
+
+def _read_format(config: dict[str, Any] | None) -> StructuredOutputsParams | None:
+    """Read the schema that an answer shall have. Raises `RequestError`."""
+    config = config or {}
+    if unknown := {name for name, value in config.items() if name not in _OUTPUT_CONFIG and value is not None}:
+        name = f"output_config.{min(unknown)}"[:100]
+        raise RequestError(f"{name} is not supported by this server", parameter=name)
+    wanted = config.get("format")
+    if wanted is None:
+        return None
+    if (
+        not isinstance(wanted, dict)
+        or wanted.get("type") != "json_schema"
+        or not isinstance(wanted.get("schema"), dict)
+    ):
+        raise RequestError(f'{_FORMAT} must be {{"type": "json_schema", "schema": ...}}', parameter=_FORMAT)
+    return read_response_format({"type": "json_schema", "json_schema": wanted}, _FORMAT)
+
+
+# --- what is asked
+
+
+def _read_conversation(
+    request: CountTokensRequest, tool_format: ToolFormat | None
+) -> tuple[list[dict[str, Any]], Toolbox]:
+    """Return the messages as chat templates read them, and the tools."""
+    messages = read_conversation(request.system, request.messages)
+    if messages[-1].get("tool_calls"):
+        raise RequestError("the last tool_use needs its tool_result behind it", parameter="messages")
+    return messages, _read_tools(request, tool_format)
+
+
+def _template_options(request: CountTokensRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the chat template is told: an answer that has begun already is gone on with."""
+    begun = messages[-1]["role"] == "assistant"
+    options: dict[str, Any] = {"add_generation_prompt": not begun, "continue_final_message": begun}
+    effort = (request.output_config or {}).get("effort")
+    options |= effort_options(effort, "output_config.effort")
+    if request.thinking is not None:
+        kind = _THINKING.check(request.thinking, "thinking")
+        if kind != "adaptive":
+            options["enable_thinking"] = kind == "enabled"
+    return options | extra_template_options(request.chat_template_kwargs)
+
+
+def _read_tools(request: CountTokensRequest, tool_format: ToolFormat | None) -> Toolbox:
+    described = []
+    for index, tool in enumerate(request.tools or []):
+        place = f"tools[{index}]"
+        if isinstance(tool, dict) and tool.get("type", "custom") != "custom":
+            raise RequestError(f"{place}: tools of Anthropic's servers are not here", parameter=f"{place}.type")
+        described.append(read_function(tool, place, "input_schema"))
+    wanted = request.tool_choice or {"type": "auto"}
+    kind, named = wanted.get("type"), None
+    if kind == "tool":
+        named = wanted.get("name")
+        if not isinstance(named, str):
+            _refuse_choice()
+    elif not isinstance(kind, str) or kind not in _CHOICES:
+        _refuse_choice()
+    parallel = False if wanted.get("disable_parallel_tool_use") is True else None
+    choice = Choice(_CHOICES.get(str(kind), "required"), named)
+    return Toolbox.make(described, tool_format, choice, parallel=parallel)
+
+
+def _refuse_choice() -> NoReturn:
+    raise RequestError('tool_choice.type must be auto, any, none, or tool with a "name"', parameter="tool_choice")
+
+
+# --- what is answered
+
+
+class MessageReply:
+    """Spells outputs as messages: blocks of text, thinking and calls, one behind the other."""
+
+    def __init__(self, job: Job, form: AnswerForm) -> None:
+        self._job = job
+        self._form = form
+        self._reader = AnswerReader(form)
+        self._block: dict[str, Any] | None = None
+        self._thoughts: list[str] = []  # of the block, where it is told in a stream
+        self._num_blocks = 0
+        self._end: dict[str, Any] = {}
+        self._has_calls = False
+
+    def news(self, news: News, _usage: Usage | None) -> bytes:
+        """Return the events of some news."""
+        events = b""
+        if news.is_first:
+            output = news.output
+            num_tokens = len(output.prompt_token_ids)
+            usage = Usage(num_tokens, 0, num_tokens, PromptTokensDetails(output.num_cached_tokens))
+            message = Message(self._job.request_id, self._job.model, [], None, None, _usage_of(usage))
+            events += _event("message_start", message=message)
+        for part in self._reader.read(news.completion):
+            if self._block is None or not _goes_on(self._block, part):
+                events += self._stop_block()
+                self._block = self._new_block(part)
+                events += _event("content_block_start", index=self._num_blocks, content_block=self._block)
+            if part.kind != "call":
+                events += self._grow(_delta(part))
+            if part.kind == "reasoning":
+                self._thoughts.append(part.text)
+        if news.completion.finished:
+            events += self._stop_block()
+            self._end = _ending(news.completion, has_calls=self._has_calls)
+        return events
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the last events: why it ended, and the counts."""
+        return _event("message_delta", delta=self._end, usage=_usage_of(usage)) + _event("message_stop")
+
+    def error(self, error: HttpError) -> bytes:
+        """Return the event of an error."""
+        return _event("error", error=error.anthropic_body["error"])
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Message:
+        """Return the whole answer."""
+        ((completion,),) = (output.outputs for output in outputs)
+        blocks: list[dict[str, Any]] = []
+        for part in self._reader.read(completion):
+            if not blocks or not _goes_on(blocks[-1], part):
+                blocks.append(self._new_block(part))
+            if part.kind == "arguments":
+                blocks[-1]["input"] = parse_arguments(part.text)
+            elif part.kind != "call":
+                blocks[-1][_TEXT_KEYS[part.kind]] += part.text
+        for block in blocks:
+            if block["type"] == "thinking":
+                block["signature"] = _signature(block["thinking"])
+        ending = _ending(completion, has_calls=self._has_calls)
+        return Message(self._job.request_id, self._job.model, blocks, **ending, usage=_usage_of(usage))
+
+    def _new_block(self, part: Part) -> dict[str, Any]:
+        if part.kind == "reasoning":
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        if part.kind == "content":
+            return {"type": "text", "text": ""}
+        self._has_calls = True
+        assert self._form.toolbox.format is not None
+        return {"type": "tool_use", "id": self._form.toolbox.format.new_call_id(), "name": part.text, "input": {}}
+
+    def _stop_block(self) -> bytes:
+        if self._block is None:
+            return b""
+        events = b""
+        if self._block["type"] == "thinking":
+            events += self._grow({"type": "signature_delta", "signature": _signature("".join(self._thoughts))})
+            self._thoughts.clear()
+        events += _event("content_block_stop", index=self._num_blocks)
+        self._block = None
+        self._num_blocks += 1
+        return events
+
+    def _grow(self, delta: dict[str, str]) -> bytes:
+        return _event("content_block_delta", index=self._num_blocks, delta=delta)
+
+
+_TEXT_KEYS = {"content": "text", "reasoning": "thinking"}
+
+
+def _goes_on(block: dict[str, Any], part: Part) -> bool:
+    """Whether a part belongs to a block that has begun."""
+    kinds = {"content": "text", "reasoning": "thinking", "arguments": "tool_use"}
+    return bool(block["type"] == kinds.get(part.kind))
+
+
+def _delta(part: Part) -> dict[str, str]:
+    if part.kind == "arguments":
+        return {"type": "input_json_delta", "partial_json": part.text}
+    key = _TEXT_KEYS[part.kind]
+    return {"type": f"{key}_delta", key: part.text}
+
+
+def _signature(thoughts: str) -> str:
+    """Sign thoughts: clients send only those back that are signed. Nothing here asks for it, and it proves nothing."""
+    return hashlib.sha256(thoughts.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _ending(completion: CompletionOutput, *, has_calls: bool) -> dict[str, Any]:
+    reason, sequence = "end_turn", None
+    if completion.finish_reason == "length":
+        reason = "max_tokens"
+    elif isinstance(completion.stop_reason, str):
+        reason, sequence = "stop_sequence", completion.stop_reason
+    elif has_calls:
+        reason = "tool_use"
+    return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def _usage_of(usage: Usage) -> MessageUsage:
+    num_cached = usage.prompt_tokens_details.cached_tokens
+    return MessageUsage(usage.prompt_tokens - num_cached, usage.completion_tokens, num_cached, receipt=usage.receipt)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + encoder.encode({"type": kind, **fields}) + b"\n\n"

@@ -1,0 +1,155 @@
+"""The messages of a request: checked, and brought into the form that chat templates read."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from octavo.engine.chat_template import read_arguments
+from octavo.errors import RequestError
+from octavo.server.api.block_types import CACHE, MEDIA, BlockTypes, fields, text_field
+
+_RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "chat_template", "self"}
+_GENERATION = {"add_generation_prompt", "continue_final_message"}
+_ROLES = {"developer": "system"}  # OpenAI's newer name; templates know the older one
+# What messages of chat completions may hold, by their role.
+MESSAGE_FIELDS = fields(
+    "role", "content", "name", "refusal", "tool_calls", "tool_call_id", audio=(None,), function_call=(None,)
+)
+_TEXT = fields("text", harmless={"prompt_cache_breakpoint": CACHE})
+_MEDIA = dict.fromkeys(("image_url", "input_audio", "file"), MEDIA)
+TEXT_PARTS = BlockTypes({"text": _TEXT}, _MEDIA)
+ANSWER_PARTS = BlockTypes({"text": _TEXT, "refusal": fields("refusal")}, _MEDIA)
+CALLS = BlockTypes({"function": fields("id", "function", "index")}, {"custom": "its tools are functions"})
+
+
+class TemplateFields(Protocol):
+    """The fields of a request that go to the chat template."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+def read_messages(messages: Any) -> list[dict[str, Any]]:
+    """Check a conversation; content stays text or text parts. Raises `RequestError` with the place."""
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages must be a list of at least one message", parameter="messages")
+    return [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _read_message(message: Any, place: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise RequestError(f"{place} must be an object with role and content", parameter=place)
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise RequestError(f"{place}.role must be a string", parameter=f"{place}.role")
+    MESSAGE_FIELDS.check({name: message[name] for name in message.keys() & MESSAGE_FIELDS.unsupported.keys()}, place)
+    result = {**message, "role": _ROLES.get(role, role)}
+    if message.get("tool_calls"):
+        result["tool_calls"] = _read_tool_calls(message["tool_calls"], f"{place}.tool_calls")
+    else:
+        result.pop("tool_calls", None)
+    is_answer = role == "assistant"
+    refusal = result.pop("refusal", None) if is_answer else None
+    content = message.get("content")
+    if content is None and is_answer:  # how a call without text is told is for the template to say
+        result["content"] = None if "tool_calls" in result else ""
+    else:
+        types = ANSWER_PARTS if is_answer else TEXT_PARTS
+        result["content"] = read_content(content, f"{place}.content", types)
+    if refusal is not None:
+        result["content"] = _with_text(result["content"], text_field(message, "refusal", place))
+    return result
+
+
+def read_content(content: Any, place: str, types: BlockTypes) -> str | list[dict[str, str]]:
+    """Return a text, or the text parts that it comes in; how they are joined is for the template to say.
+
+    types: what the parts may be; each has its text under the name of its type, or under "text".
+    Raises `RequestError` with the place.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{place} must be text or a list of text parts", parameter=place)
+    texts = [_read_part(part, f"{place}[{index}]", types) for index, part in enumerate(content)]
+    return [text_part(text) for text in texts]
+
+
+def _read_part(part: Any, place: str, types: BlockTypes) -> str:
+    kind = types.check(part, place)
+    return text_field(part, "refusal" if kind == "refusal" else "text", place)
+
+
+def text_part(text: str) -> dict[str, str]:
+    """Return a text as templates read it among parts."""
+    return {"type": "text", "text": text}
+
+
+def _with_text(content: str | list[dict[str, str]] | None, text: str) -> str | list[dict[str, str]]:
+    if not content:
+        return text
+    return [*([text_part(content)] if isinstance(content, str) else content), text_part(text)]
+
+
+def _read_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise RequestError(f"{place} must be a list", parameter=place)
+    return [_read_tool_call(call, f"{place}[{index}]") for index, call in enumerate(calls)]
+
+
+def _read_tool_call(call: Any, place: str) -> dict[str, Any]:
+    CALLS.check(call, place, default="function")
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        message = f'{place} must be {{"id": ..., "type": "function", "function": {{"name": ..., "arguments": ...}}}}'
+        raise RequestError(message, parameter=place)
+    arguments = read_call_arguments(function.get("arguments"), f"{place}.function.arguments")
+    return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def read_call_arguments(text: Any, place: str) -> dict[str, Any]:
+    """Return the arguments of a call, which may come as an object. Raises `RequestError` with the place."""
+    if text is not None and not isinstance(text, str | dict):
+        raise RequestError(f"{place} must be a JSON object in a string", parameter=place)
+    return text if isinstance(text, dict) else read_arguments(text or "")
+
+
+def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
+    """Tell the chat template how much to think; those that know no degrees know whether to. Raises `RequestError`."""
+    if effort is None:
+        return {}
+    if not isinstance(effort, str):
+        raise RequestError(f"{parameter} must be a string", parameter=parameter)
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+def template_options(request: TemplateFields) -> dict[str, Any]:
+    """Return what a request tells the chat template. Raises `RequestError` for what only the server may tell it."""
+    options = _template_arguments(request.chat_template_kwargs, _RESERVED_TEMPLATE_NAMES)
+    if request.add_generation_prompt is not None:
+        options["add_generation_prompt"] = request.add_generation_prompt
+    if request.continue_final_message is not None:
+        options["continue_final_message"] = request.continue_final_message
+    options.setdefault("add_generation_prompt", True)
+    if options.get("continue_final_message") and options["add_generation_prompt"]:
+        raise RequestError(
+            "continue_final_message continues the last message, so add_generation_prompt must be false",
+            parameter="continue_final_message",
+        )
+    return options
+
+
+def extra_template_options(arguments: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what vLLM's chat_template_kwargs tell the template under APIs whose messages say where an answer begins.
+
+    Raises `RequestError` for what only the server may tell it.
+    """
+    return _template_arguments(arguments, _RESERVED_TEMPLATE_NAMES | _GENERATION)
+
+
+def _template_arguments(arguments: dict[str, Any] | None, reserved: set[str]) -> dict[str, Any]:
+    arguments = arguments or {}
+    if refused := arguments.keys() & reserved:
+        raise RequestError(f"chat_template_kwargs must not set {min(refused)}", parameter="chat_template_kwargs")
+    return dict(arguments)

@@ -1,0 +1,77 @@
+"""What the server tells of itself: GET / for people, GET /model_info and /server_info for gateways, as SGLang has them.
+
+Names are those that clients use: where files lie on this machine is told to nobody.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from octavo import __version__
+
+if TYPE_CHECKING:
+    from octavo.server.service import Service
+
+PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'", "Cache-Control": "no-store"}
+_LINKS = {
+    "/v1/models": "the names that are served",
+    "/openapi.json": "all routes, as an OpenAPI document",
+    "/server_info": "what this server was started with",
+    "/metrics": "figures for Prometheus",
+    "/health": "whether this process lives",
+    "/ready": "whether requests are taken",
+}
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>octavo</title>
+<style>body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 40em; margin: 3em auto; padding: 0 1em }}</style>
+<h1>octavo {version}</h1>
+<p>This server answers as <b>{names}</b>. Clients of OpenAI's API find it under <code>/v1</code>.</p>
+<ul>
+{links}
+</ul>
+</html>
+"""
+
+
+def front_page(service: Service) -> str:
+    """Return a page with links to what can be looked at."""
+    links = {"/dashboard": "what happens now", **_LINKS} if service.config.dashboard else _LINKS
+    lines = [f'<li><a href="{path}">{path}</a>: {what}</li>' for path, what in links.items()]
+    return _PAGE.format(version=__version__, names=escape(", ".join(service.model_names)), links="\n".join(lines))
+
+
+def model_info(service: Service) -> dict[str, Any]:
+    """Return what gateways ask of a model."""
+    info, name = service.model_info, service.model_names[0]
+    return {
+        "model_path": name,
+        "tokenizer_path": name,
+        "is_generation": info.has_head,
+        "model_type": info.model_type,
+        "architectures": list(info.architectures),
+        "preferred_sampling_params": dict(info.generation_defaults) or None,
+        "weight_version": "default",
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "max_model_len": info.max_model_len,
+        "vocab_size": info.vocab_size,
+    }
+
+
+def server_info(service: Service) -> dict[str, Any]:
+    """Return what gateways ask of a server, and the settings that it was started with."""
+    return {
+        "model_path": service.model_names[0],
+        "served_model_name": service.model_names[0],
+        "version": __version__,
+        "tp_size": 1,
+        "dp_size": 1,
+        "max_total_tokens": service.engine.capacity.kv_cache_tokens,
+        "max_running_requests": service.engine.capacity.max_num_seqs,
+        "context_length": service.model_info.max_model_len,
+        "settings": service.settings,
+    }

@@ -1,0 +1,1 @@
+"""OpenAI's API: completions, chat completions, responses, embeddings. Names of fields are OpenAI's and vLLM's."""

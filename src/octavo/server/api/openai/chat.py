@@ -1,0 +1,299 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from msgspec import UNSET
+
+from octavo.errors import PromptTooLongError, RequestError
+from octavo.server.access.body import look_at
+from octavo.server.answers.answer_form import AnswerForm, AnswerReader
+from octavo.server.answers.answering import Job, News, OpenAIReply, answer, openai_options
+from octavo.server.answers.tools import read_chat_tools
+from octavo.server.api.conversation import effort_options, read_messages, template_options
+from octavo.server.api.openai.logprobs import chat_logprobs, prompt_logprobs
+from octavo.server.api.openai.replies import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    CompletionTokensDetails,
+    FunctionCall,
+    ToolCall,
+    Usage,
+)
+from octavo.server.api.sampling import sampling_params, token_limit
+from octavo.server.api.truncation import WHOLE, Truncation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from octavo.outputs import CompletionOutput, RequestOutput
+    from octavo.sampling_params import SamplingParams
+    from octavo.server.access.admission import Place
+    from octavo.server.answers.parts import Part
+    from octavo.server.answers.tools import Toolbox
+    from octavo.server.api.openai.logprobs import Piece
+    from octavo.server.api.openai.requests import ChatCompletionRequest
+    from octavo.server.service import Service
+
+Told = TypeVar("Told", ChatMessage, ChatDelta)
+
+
+async def create_chat_completion(service: Service, http_request: Request, request: ChatCompletionRequest) -> Response:
+    """Answer a conversation."""
+    model = service.check_model(request.model)
+    request.settle(service.extra_fields)
+    style = service.answer_style
+
+    def read() -> tuple[SamplingParams, list[dict[str, Any]], Toolbox]:
+        default_max_tokens = service.model_info.generation_defaults.get("max_tokens")
+        with request.named_as_sent():
+            params = _params(request, service.default_params, default_max_tokens)
+        messages = read_messages(request.messages)
+        toolbox = read_chat_tools(request.tools, request.tool_choice, request.parallel_tool_calls, style.tools)
+        return params, messages, toolbox
+
+    params, messages, toolbox = await look_at(http_request, read)
+    options = effort_options(request.reasoning_effort, "reasoning_effort") | template_options(request)
+    truncation = Truncation.of(request, params.max_tokens, service.model_info.max_model_len)
+    with service.enter(http_request, params.n) as place:
+        prompt = await render(service, http_request, place, messages, toolbox, options, truncation=truncation)
+        form = AnswerForm.of(style, toolbox, prompt["prompt"])
+        params = await look_at(http_request, lambda: form.applied_to(params))
+        job = Job(
+            request_id=f"chatcmpl-{uuid.uuid4().hex}",
+            model=model,
+            prompts=[prompt],
+            params=params,
+            place=place,
+            deadline=http_request.state.deadline,
+            **openai_options(request, "messages"),
+        )
+        job.spelled["logprobs"] = job.spelled.get("top_logprobs", "top_logprobs")
+        if toolbox.format is not None and request.response_format is None:
+            job.spelled["structured_outputs"] = "tools"
+        field = None if request.include_reasoning is False else service.config.reasoning_field
+        piece = service.engine.output_processor.piece
+        reply = ChatReply(job, form, Shown.by(request), piece, reasoning_field=field)
+        return await answer(service, http_request, job, reply)
+
+
+async def render(
+    service: Service,
+    http_request: Request,
+    place: Place,
+    messages: list[dict[str, Any]],
+    toolbox: Toolbox,
+    options: dict[str, Any],
+    *,
+    is_prompt: bool = True,
+    truncation: Truncation = WHOLE,
+) -> dict[str, Any]:
+    """Spell a conversation as the chat template does, beside the event loop. is_prompt: it is to be answered."""
+    inputs, tools = service.engine.input_processor, list(toolbox.given) or None
+
+    def work() -> dict[str, Any]:
+        text = inputs.chat_text(messages, tools=tools, **options)
+        if truncation.num_tokens is None:
+            token_ids = inputs.encode(text, add_special_tokens=False, is_prompt=is_prompt)
+        else:
+            token_ids = truncation.encode(text, inputs, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": token_ids}
+
+    try:
+        return await service.read(http_request, place, work)
+    except PromptTooLongError as error:
+        error.parameter = "messages"
+        raise
+
+
+def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
+    """Without max_tokens (newer: max_completion_tokens) the checkpoint's limit holds, or else the context's."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
+    given = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    max_tokens = token_limit(given, default_max_tokens)
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    try:
+        return sampling_params(request, defaults, max_tokens=max_tokens, logprobs=logprobs)
+    except RequestError as error:
+        if error.parameter == "logprobs":
+            raise RequestError(f"top_{error}", parameter="top_logprobs") from None
+        if error.parameter == "max_tokens" and request.max_completion_tokens is not None:
+            message = str(error).replace("max_tokens", "max_completion_tokens", 1)
+            raise RequestError(message, parameter="max_completion_tokens") from None
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What stands beside the text."""
+
+    num_top_logprobs: int = 0
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+
+    @classmethod
+    def by(cls, request: ChatCompletionRequest) -> Shown:
+        """Read a request."""
+        return cls(request.top_logprobs or 0, bool(request.return_token_ids), bool(request.return_tokens_as_token_ids))
+
+
+class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
+    """Spells outputs as chat completions. reasoning_field: what has the reasoning; None where it is left out."""
+
+    def __init__(self, job: Job, form: AnswerForm, shown: Shown, piece: Piece, *, reasoning_field: str | None) -> None:
+        super().__init__(job)
+        self._piece = piece
+        self._form = form
+        self._shown = shown
+        self._reasoning_field = reasoning_field
+        self._answers: dict[int, _Answer] = {}
+
+    def _grown(self, news: News) -> ChatChunkChoice | None:
+        """The first one of a choice has the role.
+
+        Plain content has a chunk for each step, empty where its text is held back.
+        """
+        completion = news.completion
+        answer = self._answers.setdefault(news.choice, _Answer(self._form, self._reasoning_field))
+        delta = answer.grow(completion)
+        token_ids = completion.token_ids if self._shown.token_ids else None
+        is_step = self._form.is_plain and not completion.finished
+        if delta is None and not (news.is_first or completion.logprobs or token_ids or is_step):
+            return None  # a parser waits for more
+        choice = ChatChunkChoice(news.choice, delta or ChatDelta(content=""), self._logprobs(completion))
+        choice.token_ids = token_ids
+        if news.is_first:
+            choice.delta.role = "assistant"
+        return choice
+
+    def _ended(self, news: News) -> ChatChunkChoice:
+        choice = ChatChunkChoice(news.choice, ChatDelta(), token_ids=[] if self._shown.token_ids else None)
+        choice.logprobs = None if news.completion.logprobs is None else ChatLogprobs([])
+        choice.finish_reason = self._answers[news.choice].finish_reason(news.completion)
+        choice.stop_reason = news.completion.stop_reason
+        return choice
+
+    def _begin(self, event: ChatCompletionChunk, news: News) -> None:
+        event.prompt_token_ids = news.output.prompt_token_ids if self._shown.token_ids else None
+
+    def _counted(self, usage: Usage) -> Usage:
+        """Add how many of the tokens were reasoning."""
+        if self._form.has_reasoning:
+            num_tokens = sum(answer.reader.num_reasoning_tokens for answer in self._answers.values())
+            usage.completion_tokens_details = CompletionTokensDetails(num_tokens)
+        return usage
+
+    def _event(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatCompletionChunk:
+        chunk = ChatCompletionChunk(self._job.request_id, self._job.created, self._job.model, choices)
+        if self._job.include_usage:
+            chunk.usage = usage  # null until the last event, unless counts are wanted all along
+        return chunk
+
+    def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
+        shown = self._shown
+        return chat_logprobs(completion.logprobs, shown.num_top_logprobs, self._piece, as_ids=shown.tokens_as_ids)
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
+        """All n choices of the one prompt."""
+        (output,) = outputs
+        choices = [self._choice(each) for each in output.outputs]
+        counts = self._counted(usage)
+        result = ChatCompletion(self._job.request_id, self._job.created, self._job.model, choices, counts)
+        if output.prompt_logprobs is not None:
+            result.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        if self._shown.token_ids:
+            result.prompt_token_ids = output.prompt_token_ids
+        return result
+
+    def _choice(self, completion: CompletionOutput) -> ChatChoice:
+        answer = self._answers[completion.index] = _Answer(self._form, self._reasoning_field)
+        return ChatChoice(
+            completion.index,
+            answer.message(completion),
+            self._logprobs(completion),
+            answer.finish_reason(completion),
+            completion.stop_reason,
+            completion.token_ids if self._shown.token_ids else None,
+        )
+
+
+class _Answer:
+    """One choice while it grows."""
+
+    def __init__(self, form: AnswerForm, reasoning_field: str | None) -> None:
+        self.reader = AnswerReader(form)
+        self._reasoning_field = reasoning_field
+        self._toolbox = form.toolbox
+        self._has_calls = False
+
+    def message(self, completion: CompletionOutput) -> ChatMessage:
+        """Return a whole answer."""
+        message = ChatMessage(None)
+        for part in self._parts(completion):
+            match part.kind:
+                case "content":
+                    message.content = (message.content or "") + part.text
+                case "reasoning":
+                    message.reasoning_content = (message.reasoning_content or "") + part.text
+                case "call":
+                    message.tool_calls = message.tool_calls or []
+                    message.tool_calls.append(self._call(part))
+                case "arguments":
+                    assert message.tool_calls
+                    message.tool_calls[part.call].function.arguments += part.text
+        if message.content is None and not message.tool_calls:
+            message.content = ""
+        if self._reasoning_field is not None and message.reasoning_content is UNSET:
+            message.reasoning_content = None
+        return self._named(message)
+
+    def grow(self, completion: CompletionOutput) -> ChatDelta | None:
+        """Return what an answer grew by."""
+        delta = ChatDelta()
+        for part in self._parts(completion):
+            match part.kind:
+                case "content":
+                    delta.content = (delta.content or "") + part.text
+                case "reasoning":
+                    delta.reasoning_content = (delta.reasoning_content or "") + part.text
+                case _:
+                    delta.tool_calls = delta.tool_calls or []
+                    if part.kind == "arguments" and delta.tool_calls:  # a chunk tells of each call once
+                        delta.tool_calls[-1].function.arguments += part.text
+                        continue
+                    call = ToolCall(FunctionCall(part.text)) if part.kind == "arguments" else self._call(part)
+                    call.index = part.call
+                    delta.tool_calls.append(call)
+        return None if delta == ChatDelta() else self._named(delta)
+
+    def _named(self, answer: Told) -> Told:
+        """Give the reasoning the name that the server has for it."""
+        if self._reasoning_field == "reasoning" and answer.reasoning_content is not UNSET:
+            answer.reasoning, answer.reasoning_content = answer.reasoning_content, UNSET
+        return answer
+
+    def _parts(self, completion: CompletionOutput) -> list[Part]:
+        parts = self.reader.read(completion)
+        return parts if self._reasoning_field else [part for part in parts if part.kind != "reasoning"]
+
+    def finish_reason(self, completion: CompletionOutput) -> str | None:
+        """Tell why it ended, in the API's words: a call that the client forced by name is an ordinary end."""
+        is_call = self._has_calls and self._toolbox.named is None
+        return "tool_calls" if is_call and completion.finish_reason == "stop" else completion.finish_reason
+
+    def _call(self, part: Part) -> ToolCall:
+        self._has_calls = True
+        assert self._toolbox.format is not None
+        return ToolCall(FunctionCall("", part.text), self._toolbox.format.new_call_id(), "function")

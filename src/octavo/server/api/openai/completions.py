@@ -1,0 +1,254 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from msgspec import UNSET
+
+from octavo.errors import RequestError
+from octavo.server.access.body import look_at
+from octavo.server.answers.answering import Job, News, OpenAIReply, answer, openai_options
+from octavo.server.api.openai.logprobs import completion_logprobs, prompt_logprobs
+from octavo.server.api.openai.replies import Completion, CompletionChoice, CompletionLogprobs, Usage
+from octavo.server.api.openai.token_places import TokenPlaces, places_in_prompt
+from octavo.server.api.sampling import sampling_params, token_limit
+from octavo.server.api.truncation import Truncation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from octavo.engine.output_processor import OutputProcessor
+    from octavo.outputs import CompletionOutput, RequestOutput
+    from octavo.sampling_params import SamplingParams
+    from octavo.server.api.openai.logprobs import Position
+    from octavo.server.api.openai.requests import CompletionRequest
+    from octavo.server.api.openai.token_places import Place
+    from octavo.server.service import Service
+
+MAX_CHOICES = 1024  # of one request: prompts times n
+
+
+async def create_completion(service: Service, http_request: Request, request: CompletionRequest) -> Response:
+    """Continue one or several prompts."""
+    model = service.check_model(request.model)
+    request.settle(service.extra_fields)
+
+    def read() -> tuple[list[Any], SamplingParams]:
+        prompts = read_prompts(request.prompt)
+        with request.named_as_sent():
+            return prompts, _params(request, service.default_params)
+
+    prompts, params = await look_at(http_request, read)
+    if len(prompts) * params.n > MAX_CHOICES:
+        raise RequestError(
+            f"{len(prompts)} prompts, n = {params.n} times each: the limit is {MAX_CHOICES}", parameter="n"
+        )
+    texts = service.engine.output_processor
+    echo = Echo(bool(request.echo), bool(request.echo) and request.max_tokens == 0, texts, params.skip_special_tokens)
+    shown = Shown.by(request)
+    truncation = Truncation.of(request, params.max_tokens, service.model_info.max_model_len)
+    inputs = service.engine.input_processor
+    with service.enter(http_request, len(prompts) * params.n, at_least=params.n) as place:
+        if truncation.num_tokens is not None:
+            whole = prompts
+            prompts = await service.read(
+                http_request, place, lambda: [truncation.applied_to(prompt, inputs) for prompt in whole]
+            )
+        job = Job(
+            request_id=f"cmpl-{uuid.uuid4().hex}",
+            model=model,
+            prompts=prompts,
+            params=params,
+            place=place,
+            counts_completions=not echo.is_alone,
+            deadline=http_request.state.deadline,
+            **openai_options(request, "prompt"),
+        )
+        if request.prompt_logprobs is None:  # those of an echo
+            job.spelled["prompt_logprobs"] = job.spelled.get("logprobs", "logprobs")
+        return await answer(service, http_request, job, CompletionReply(job, echo, shown))
+
+
+def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
+    """An echo with logprobs needs those of the prompt; max_tokens 0 with an echo scores a prompt."""
+    if request.best_of not in (None, request.n or 1):
+        raise RequestError(f"best_of must equal n ({request.n or 1}) or be left out", parameter="best_of")
+    max_tokens = token_limit(request.max_tokens, defaults.max_tokens)
+    if request.echo and max_tokens == 0:
+        max_tokens = 1  # a model computes nothing without a next token; it is left out of the reply
+    params = sampling_params(request, defaults, max_tokens=max_tokens, logprobs=request.logprobs)
+    if request.echo and request.logprobs is not None:
+        params = replace(params, prompt_logprobs=max(request.logprobs, params.prompt_logprobs or 0))
+    return params
+
+
+def read_prompts(prompt: Any, name: str = "prompt", limit: int = MAX_CHOICES) -> list[Any]:
+    """Return the prompts of a field: text, texts, token ids, or lists of token ids. Raises `RequestError`."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise RequestError(f"{name} must be a string, token ids, or a non-empty list of those", parameter=name)
+    if _is_token_ids(prompt):
+        return [{"prompt_token_ids": prompt}]
+    if len(prompt) > limit:
+        raise RequestError(f"{name} holds {len(prompt)} prompts; the limit is {limit}", parameter=name)
+    if all(isinstance(item, str) for item in prompt):
+        return list(prompt)
+    if all(isinstance(item, list) and _is_token_ids(item) for item in prompt):
+        return [{"prompt_token_ids": item} for item in prompt]
+    raise RequestError(f"{name} must hold strings only, or integers, or lists of integers", parameter=name)
+
+
+def _is_token_ids(items: list[Any]) -> bool:
+    return all(type(item) is int for item in items)
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """Whether the prompt stands before its completion, or alone. What all choices of a prompt echo is made once."""
+
+    is_wanted: bool
+    is_alone: bool
+    processor: OutputProcessor
+    skip_special_tokens: bool
+    texts: dict[str, str] = field(default_factory=dict)  # by request id, as the next
+    places: dict[str, list[Place]] = field(default_factory=dict)
+
+    def prompt_text(self, output: RequestOutput) -> str:
+        """The text that is echoed."""
+        if not self.is_wanted:
+            return ""
+        if output.prompt is not None:
+            return output.prompt
+        if output.request_id not in self.texts:
+            text = self.processor.decode(output.prompt_token_ids, skip_special_tokens=self.skip_special_tokens)
+            self.texts[output.request_id] = text
+        return self.texts[output.request_id]
+
+    def prompt_places(self, output: RequestOutput) -> list[Place]:
+        """The places of the prompt's tokens in that text."""
+        if output.request_id not in self.places:
+            self.places[output.request_id] = self._find(output)
+        return self.places[output.request_id]
+
+    def _find(self, output: RequestOutput) -> list[Place]:
+        tokenizer, token_ids = self.processor.tokenizer, output.prompt_token_ids
+        if output.prompt is not None:
+            return places_in_prompt(tokenizer, output.prompt, token_ids)
+        places = TokenPlaces(tokenizer, [], 0, skip_special_tokens=self.skip_special_tokens)
+        return [*places.add(token_ids), *places.finish()]
+
+
+class _Scored:
+    """The positions of a choice, and the places of its tokens, for as long as some of these are not certain."""
+
+    def __init__(self, echo: Echo, output: RequestOutput, offset: int) -> None:
+        self._places = TokenPlaces(
+            echo.processor.tokenizer, output.prompt_token_ids, offset, skip_special_tokens=echo.skip_special_tokens
+        )
+        self._waiting: list[Position] = []
+
+    def add(self, completion: CompletionOutput) -> tuple[list[Position], list[Place]]:
+        """Take some more in; return what is certain now."""
+        places = self._places.add(completion.token_ids)
+        if completion.finished:
+            places += self._places.finish()
+        positions = self._waiting + (completion.logprobs or [])
+        self._waiting = positions[len(places) :]
+        return positions[: len(places)], places
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What stands beside the text."""
+
+    prompt_logprobs: bool = False
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+
+    @classmethod
+    def by(cls, request: CompletionRequest) -> Shown:
+        """Read a request."""
+        as_ids = bool(request.return_tokens_as_token_ids)
+        return cls(request.prompt_logprobs is not None, bool(request.return_token_ids), as_ids)
+
+
+class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
+    """Spells outputs as text completions."""
+
+    def __init__(self, job: Job, echo: Echo, shown: Shown) -> None:
+        super().__init__(job)
+        self._echo = echo
+        self._shown = shown
+        self._scored: dict[int, _Scored] = {}  # by choice
+
+    def _grown(self, news: News) -> CompletionChoice | None:
+        """The first one of a choice has the echoed prompt; the last step of one may bring no more than its end."""
+        choice = self._choice(news.choice, news.completion, news.output, with_prompt=news.is_first)
+        has_tokens = choice.token_ids or (choice.logprobs is not None and choice.logprobs.tokens)
+        return choice if choice.text or has_tokens or not news.completion.finished else None
+
+    def _ended(self, news: News) -> CompletionChoice:
+        logprobs = None if news.completion.logprobs is None else CompletionLogprobs([], [], [], [])
+        token_ids: list[int] | None = [] if self._shown.token_ids else None
+        return _with_reason(CompletionChoice(news.choice, "", logprobs, token_ids=token_ids), news.completion)
+
+    def _event(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
+        shown = usage if self._job.include_usage else UNSET
+        return Completion(self._job.request_id, self._job.created, self._job.model, choices, usage=shown)
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
+        """Spell n choices for each prompt, in the order of the prompts."""
+        choices = [
+            self._whole_choice(index * self._job.params.n + completion.index, completion, output)
+            for index, output in enumerate(outputs)
+            for completion in output.outputs
+        ]
+        names = self._job.request_id, self._job.created, self._job.model
+        return Completion(*names, choices, usage=usage, service_tier=None, kv_transfer_params=None)
+
+    def _whole_choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> CompletionChoice:
+        choice = _with_reason(self._choice(index, completion, output, with_prompt=True), completion)
+        shows_prompt = self._shown.prompt_logprobs and output.prompt_logprobs is not None
+        choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs or ()) if shows_prompt else None
+        return choice
+
+    def _choice(
+        self, index: int, completion: CompletionOutput, output: RequestOutput, *, with_prompt: bool
+    ) -> CompletionChoice:
+        prompt = self._echo.prompt_text(output) if with_prompt else ""
+        text = prompt if self._echo.is_alone else prompt + completion.text
+        choice = CompletionChoice(index, text, self._logprobs(index, completion, output, with_prompt=with_prompt))
+        if self._shown.token_ids:
+            choice.token_ids = [] if self._echo.is_alone else completion.token_ids
+            choice.prompt_token_ids = output.prompt_token_ids if with_prompt else None
+        return choice
+
+    def _logprobs(
+        self, index: int, completion: CompletionOutput, output: RequestOutput, *, with_prompt: bool
+    ) -> CompletionLogprobs | None:
+        if completion.logprobs is None:
+            return None
+        positions: list[Position | None] = []
+        places: list[Place] = []
+        if self._echo.is_wanted and with_prompt:
+            positions += output.prompt_logprobs or []
+            places += self._echo.prompt_places(output)
+        if not self._echo.is_alone:
+            if index not in self._scored:
+                self._scored[index] = _Scored(self._echo, output, len(self._echo.prompt_text(output)))
+            more_positions, more_places = self._scored[index].add(completion)
+            positions += more_positions
+            places = places + more_places
+        return completion_logprobs(positions, places, self._echo.processor.piece, as_ids=self._shown.tokens_as_ids)
+
+
+def _with_reason(choice: CompletionChoice, completion: CompletionOutput) -> CompletionChoice:
+    choice.finish_reason, choice.stop_reason = completion.finish_reason, completion.stop_reason
+    return choice

@@ -1,0 +1,126 @@
+"""POST /v1/embeddings."""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import BaseModel, ConfigDict
+
+from octavo.engine.embedding import embedding
+from octavo.errors import RequestError
+from octavo.sampling_params import SamplingParams
+from octavo.server.access.body import look_at
+from octavo.server.answers.answering import Job, answer_whole
+from octavo.server.api.extra_fields import HARMLESS
+from octavo.server.api.openai.completions import read_prompts
+from octavo.server.api.openai.replies import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads the types
+from octavo.server.api.openai.requests import Priority  # noqa: TC001 - pydantic reads the types of fields
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from octavo.outputs import RequestOutput
+    from octavo.server.api.openai.replies import Usage
+    from octavo.server.service import Service
+
+MAX_INPUTS = 2048  # as the OpenAI API
+# vLLM's fields that would change a vector, and the values that change nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (None, True),
+    "embed_dtype": (None, "float32"),
+    "endianness": (None, "native", "little"),
+    "normalize": (None, True),
+    "truncate_prompt_tokens": (None,),
+    "use_activation": (None, True),
+}
+
+
+class EmbeddingRequest(BaseModel):
+    """POST /v1/embeddings. `input` is checked by its route: text, texts, token ids or lists of those."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    input: Any = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    priority: Priority | None = None
+    cache_salt: str | None = None
+
+
+class Embedding(Struct):
+    """One vector: numbers, or float32 of the least significant byte first, in base64."""
+
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingUsage(Struct):
+    """Token counts over all inputs. receipt: octavo's own."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    receipt: Receipt | UnsetType = UNSET
+
+
+class EmbeddingList(Struct):
+    """All vectors, in the order of the inputs."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+
+
+async def create_embeddings(service: Service, http_request: Request, request: EmbeddingRequest) -> Response:
+    """Turn texts into vectors of length 1."""
+    model = service.check_model(request.model)
+    service.extra_fields.check(request.model_extra, _UNSUPPORTED, HARMLESS)
+    prompts = await look_at(http_request, lambda: read_prompts(request.input, "input", MAX_INPUTS))
+    size = service.model_info.hidden_size
+    if request.dimensions is not None and not 0 < request.dimensions <= size:
+        raise RequestError(f"dimensions must be 1 to {size}, this model's", parameter="dimensions")
+    pooling = service.model_info.choose_pooling(None if service.config.pooling == "auto" else service.config.pooling)
+    params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling, detokenize=False)
+    with service.enter(http_request, len(prompts), at_least=1) as place:
+        job = Job(
+            request_id=f"embd-{uuid.uuid4().hex}",
+            model=model,
+            prompts=prompts,
+            params=params,
+            place=place,
+            deadline=http_request.state.deadline,
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt,
+            spelled={"prompt": "input"},
+        )
+        return await answer_whole(service, http_request, job, EmbeddingReply(job, request))
+
+
+class EmbeddingReply:
+    """Spells outputs as embeddings; there are no streams of them."""
+
+    def __init__(self, job: Job, request: EmbeddingRequest) -> None:
+        self._job = job
+        self._request = request
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> EmbeddingList:
+        """Return all vectors."""
+        data = [Embedding(index, self._spell(output)) for index, output in enumerate(outputs)]
+        counts = EmbeddingUsage(usage.prompt_tokens, usage.prompt_tokens, usage.prompt_tokens_details, usage.receipt)
+        return EmbeddingList(data, self._job.model, counts)
+
+    def _spell(self, output: RequestOutput) -> list[float] | str:
+        vector = embedding(output, num_dimensions=self._request.dimensions)
+        if self._request.encoding_format == "base64":
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        numbers: list[float] = vector.tolist()
+        return numbers

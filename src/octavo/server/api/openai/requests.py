@@ -1,0 +1,215 @@
+"""What clients may send: the OpenAI API's fields and vLLM's extra ones. Types are strict; None means "the default"."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from octavo.errors import RequestError
+from octavo.server.api.extra_fields import ALIASES, HARMLESS, PENALTY_RANGE, UNSUPPORTED, As, Off, refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from octavo.server.api.extra_fields import ExtraFields
+
+# A list stops being checked at its first bad element: a body of millions of them must not become millions of errors.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Strings = Annotated[list[str], Field(fail_fast=True)]
+Priority = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells besides text."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingControls(BaseModel):
+    """How tokens are chosen: each means what the field of `SamplingParams` with its name does, under every route."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    seed: int | None = None
+    stop: str | Strings | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: TokenIds | None = None
+    typical_p: float | None = None  # TGI's
+
+
+class OtherNames(BaseModel):
+    """Fields of other servers' clients that are taken; `octavo.server.api.extra_fields.ALIASES` says as what."""
+
+    n_cmpl: int | None = None
+    n_predict: int | None = None
+    num_predict: int | None = None
+    max_new_tokens: int | None = None
+    n_probs: int | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    penalize_nl: bool | None = None
+    grammar: str | None = None
+    ebnf: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    guided_choice: Strings | None = None
+    guided_grammar: str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+
+
+class SamplingFields(SamplingControls, OtherNames):
+    """Fields of chat completions and completions. Those named like a field of `SamplingParams` mean the same."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    prompt_logprobs: int | None = None
+    priority: Priority | None = None
+    cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    # vLLM's
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+    aliases: ClassVar[dict[str, As]] = ALIASES
+    # Fields that would change the answer and that nothing here serves yet, with the values that change nothing.
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
+    _sent_as: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def settle(self, extra_fields: ExtraFields) -> None:
+        """Take what stands under other servers' names, and log what nobody knows.
+
+        Raises `RequestError` for a field that would be ignored though it changes the answer.
+        """
+        extra_fields.check(self.model_extra, self.unsupported, HARMLESS)
+        for name, told in self.aliases.items():
+            if getattr(self, name, None) not in (None, *told.nothing):
+                self._take(name, told.name)
+        self._check_penalties()
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream: true", parameter="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs needs stream: false", parameter="prompt_logprobs")
+        if self.truncate_prompt_tokens is not None and not (
+            self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens >= 1
+        ):
+            message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"
+            raise RequestError(message, parameter="truncate_prompt_tokens")
+
+    def _take(self, name: str, own: str) -> None:
+        """Take a field as another one, or as a part of another one."""
+        field, _, part = own.partition(".")
+        value, current = getattr(self, name), getattr(self, field)
+        held = (current or {}).get(part) if part else current
+        if held is not None and held != value:
+            raise RequestError(f"{name} and {own} say different things", parameter=name)
+        setattr(self, field, {**(current or {}), part: value} if part else value)
+        self._sent_as[field] = name
+
+    def _check_penalties(self) -> None:
+        """Refuse llama.cpp's penalties of the last tokens alone: here a penalty looks at all of them."""
+        if self.repeat_penalty not in (None, 1) and self.repeat_last_n != -1:
+            message = "repeat_penalty needs repeat_last_n: -1, as a penalty looks at all tokens here"
+            raise RequestError(message, parameter="repeat_penalty")
+        penalties = (self.presence_penalty, self.frequency_penalty, (self.repetition_penalty or 1) - 1)
+        if any(penalties):
+            refuse({name: getattr(self, name) for name in PENALTY_RANGE}, PENALTY_RANGE)
+
+    @contextlib.contextmanager
+    def named_as_sent(self) -> Iterator[None]:
+        """Name the field that an error is about as the client did."""
+        try:
+            yield
+        except RequestError as error:
+            own = error.parameter or ""
+            if own not in self._sent_as:
+                raise
+            sent, message = self._sent_as[own], str(error)
+            told = message.replace(own, sent, 1) if own in message else f"{sent}: {message}"
+            raise RequestError(told, parameter=sent) from None
+
+    def spelled(self, **names: str) -> dict[str, str]:
+        """Return the engine's names of parameters and the client's. names: those of the route."""
+        return {**self._sent_as, **{own: self._sent_as.get(name, name) for own, name in names.items()}}
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions. `prompt` is checked by its route: text, texts, token ids or lists of those."""
+
+    prompt: Any = None
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **SamplingFields.unsupported,
+        "suffix": Off(""),
+        "add_special_tokens": Off(True),
+        "prompt_embeds": Off(),
+    }
+
+
+class ChatCompletionRequest(SamplingFields):
+    """POST /v1/chat/completions. `messages` is checked by its route."""
+
+    messages: Any = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None  # vLLM's: false leaves it out of the answer
+
+    enable_thinking: bool | None = None  # DashScope's
+
+    aliases: ClassVar[dict[str, As]] = {**SamplingFields.aliases, "n_probs": As("top_logprobs", (0,))}
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **SamplingFields.unsupported,
+        "functions": Off([]),
+        "function_call": Off("none", "auto"),
+        "modalities": Off([], ["text"]),
+        "moderation": Off(),
+        "verbosity": Off("medium"),
+        "audio": Off(),
+        "web_search_options": Off(),
+        "chat_template": Off(),
+        "documents": Off([]),
+        "echo": Off(False),
+        "return_prompt_text": Off(False),
+        "add_special_tokens": Off(False),
+    }
+
+    def settle(self, extra_fields: ExtraFields) -> None:
+        """Take what stands under other servers' names; here alternatives come with the tokens' own alone."""
+        super().settle(extra_fields)
+        if self.n_probs:
+            self.logprobs = True

@@ -1,0 +1,488 @@
+"""POST /v1/responses and /v1/responses/input_tokens: OpenAI's newer API.
+
+Nothing is stored: a request brings its whole conversation.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from msgspec import UNSET, Struct, UnsetType
+from starlette.responses import Response
+
+from octavo.errors import RequestError
+from octavo.server.access.body import look_at
+from octavo.server.answers.answer_form import AnswerForm, AnswerReader
+from octavo.server.answers.answering import Job, News, answer, encoder
+from octavo.server.answers.tools import Toolbox, read_choice, read_function
+from octavo.server.api.block_types import CACHE, fields
+from octavo.server.api.conversation import effort_options, extra_template_options
+from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, ExtraFields
+from octavo.server.api.openai.chat import render
+from octavo.server.api.openai.content_logprobs import ContentLogprobs
+from octavo.server.api.openai.replies import Receipt  # noqa: TC001 - msgspec reads the types of fields
+from octavo.server.api.openai.requests import Priority, SamplingControls
+from octavo.server.api.openai.response_items import read_items
+from octavo.server.api.sampling import read_logit_bias, read_response_format
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.requests import Request
+
+    from octavo.outputs import CompletionOutput, RequestOutput
+    from octavo.sampling_params import SamplingParams
+    from octavo.server.access.admission import Place
+    from octavo.server.answers.parts import Part
+    from octavo.server.answers.tool_formats import ToolFormat
+    from octavo.server.api.openai.logprobs import Piece
+    from octavo.server.api.openai.replies import Usage
+    from octavo.server.errors import HttpError
+    from octavo.server.service import Service
+
+_LOGPROBS = "message.output_text.logprobs"
+_SPELLED = {
+    "prompt": "input",
+    "structured_outputs": "text.format",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+}
+# What would change the answer, and the values that change nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "access_programs": (None,),
+    "background": (None, False),
+    "background_options": (None,),
+    "chat_template": (None,),
+    "enable_response_messages": (None, False),
+    "include_reasoning": (None, True),
+    "context_management": (None, []),
+    "conversation": (None,),
+    "image": (None, {}, {"context_compression": "auto"}, {"context_compression": "disabled"}),
+    "logprobs": (None, False, 0),
+    "max_completion_tokens": (None,),
+    "max_tokens": (None,),
+    "moderation": (None,),
+    "n": (None, 1),
+    "personality": (None,),
+    "previous_input_messages": (None,),
+    "previous_response_id": (None,),
+    "prompt": (None,),
+    "prompt_logprobs": (None,),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "truncation": (None, "disabled"),
+    **UNSUPPORTED_OR_ALIAS,
+}
+# What objects inside of a request may hold.
+_NESTED = {
+    "prompt_cache_options": fields(
+        harmless=dict.fromkeys(("comparison_response_id", "mode", "ttl"), CACHE),
+        prewarm=(None, False),  # asks for no answer at all
+    ),
+    "reasoning": fields(
+        "effort",
+        harmless={
+            "context": "says which thoughts of older turns are read: the chat template does",
+            **dict.fromkeys(("generate_summary", "summary"), "thoughts are told in full"),
+        },
+        mode=(None, "standard"),
+    ),
+    "text": fields("format", verbosity=(None, "medium")),
+}
+
+
+class ResponsesRequest(SamplingControls):
+    """POST /v1/responses, with vLLM's extra fields.
+
+    What is not listed is refused if it would change the answer (`_UNSUPPORTED`), else ignored.
+    """
+
+    model: str | None = None
+    input: Any = None
+    include: list[Any] | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None  # tells of padding only, which is not sent here
+    text: dict[str, Any] | None = None
+    tool_choice: Any = None
+    tools: list[Any] | None = None
+    top_logprobs: int | None = None
+    priority: Priority | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class InputTokensDetails(Struct):
+    """Of the prompt's tokens, those whose KV was found in the prefix cache."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(Struct):
+    """Of the generated tokens, those of the reasoning."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct):
+    """Token counts. receipt: octavo's own."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+    receipt: Receipt | UnsetType = UNSET
+
+
+class ResponseObject(Struct):
+    """An answer, or what there is of it."""
+
+    id: str
+    created_at: int
+    model: str
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    reasoning: dict[str, Any]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[Any]
+    top_p: float
+    output: list[dict[str, Any]]
+    status: str = "in_progress"
+    usage: ResponseUsage | None = None
+    error: dict[str, Any] | None = None
+    incomplete_details: dict[str, str] | None = None
+    object: str = "response"
+    background: bool = False
+    previous_response_id: None = None
+    store: bool = False
+    top_logprobs: int = 0
+    truncation: str = "disabled"
+
+
+class InputTokens(Struct):
+    """How many tokens a conversation's prompt has."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
+async def create_response(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
+    """Answer a conversation."""
+    model = service.check_model(request.model)
+    _refuse_unsupported(request, service.extra_fields)
+    style, default_max_tokens = service.answer_style, service.model_info.generation_defaults.get("max_tokens")
+    params, (messages, toolbox) = await look_at(
+        http_request,
+        lambda: (
+            _params(request, service.default_params, default_max_tokens),
+            _read_conversation(request, style.tools),
+        ),
+    )
+    with service.enter(http_request, 1) as place:
+        prompt = await _render(service, http_request, place, messages, toolbox, request)
+        form = AnswerForm.of(style, toolbox, prompt["prompt"])
+        applied = await look_at(http_request, lambda: form.applied_to(params))
+        job = Job(
+            request_id=f"resp_{uuid.uuid4().hex}",
+            model=model,
+            prompts=[prompt],
+            params=applied,
+            place=place,
+            deadline=http_request.state.deadline,
+            stream=bool(request.stream),
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt,
+            spelled=_SPELLED if toolbox.format is None or request.text else {**_SPELLED, "structured_outputs": "tools"},
+        )
+        reply = ResponseReply(job, form, request, service.engine.output_processor.piece)
+        return await answer(service, http_request, job, reply)
+
+
+async def count_input_tokens(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
+    """Tell how many tokens a conversation's prompt has; how it would be answered is not looked at."""
+    service.check_model(request.model)
+    _refuse_unsupported(request, service.extra_fields)
+    tool_format = service.answer_style.tools
+    messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, tool_format))
+    with service.enter(http_request, 1) as place:
+        prompt = await _render(service, http_request, place, messages, toolbox, request, is_prompt=False)
+    count = InputTokens(len(prompt["prompt_token_ids"]))
+    return Response(encoder.encode(count), media_type="application/json")
+
+
+async def _render(
+    service: Service,
+    http_request: Request,
+    place: Place,
+    messages: list[dict[str, Any]],
+    toolbox: Toolbox,
+    request: ResponsesRequest,
+    *,
+    is_prompt: bool = True,
+) -> dict[str, Any]:
+    options = effort_options((request.reasoning or {}).get("effort"), "reasoning.effort")
+    options |= extra_template_options(request.chat_template_kwargs)
+    try:
+        return await render(service, http_request, place, messages, toolbox, options, is_prompt=is_prompt)
+    except RequestError as error:
+        error.parameter = "input"
+        raise
+
+
+def _refuse_unsupported(request: ResponsesRequest, extra_fields: ExtraFields) -> None:
+    extra = request.model_extra or {}
+    extra_fields.check(extra, _UNSUPPORTED, HARMLESS)
+    objects = {**extra, "reasoning": request.reasoning, "text": request.text}
+    for name, known in _NESTED.items():
+        if isinstance(objects.get(name), dict):
+            known.check(objects[name], name)
+
+
+def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
+    """Without max_output_tokens the checkpoint's limit holds, or else the context's."""
+    controls = {name: getattr(request, name) for name in SamplingControls.model_fields}
+    given = {name: value for name, value in controls.items() if value is not None}
+    wanted = (request.text or {}).get("format")
+    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
+        wanted = {"type": "json_schema", "json_schema": wanted}
+    try:
+        return replace(
+            defaults,
+            max_tokens=default_max_tokens if request.max_output_tokens is None else request.max_output_tokens,
+            structured_outputs=read_response_format(wanted, "text.format"),
+            logprobs=_num_logprobs(request),
+            **{**given, "logit_bias": read_logit_bias(request.logit_bias)},
+        )
+    except RequestError as error:
+        own = error.parameter or ""
+        name = _SPELLED.get(own, own)
+        raise RequestError(str(error).replace(own, name, 1), parameter=name) from None
+
+
+def _num_logprobs(request: ResponsesRequest) -> int | None:
+    """Tell how many alternatives come with each token; None where no log probabilities are asked for."""
+    if request.top_logprobs or _LOGPROBS in (request.include or ()):
+        return request.top_logprobs or 0
+    return None
+
+
+# --- what is asked
+
+
+def _read_conversation(
+    request: ResponsesRequest, tool_format: ToolFormat | None
+) -> tuple[list[dict[str, Any]], Toolbox]:
+    """Return the messages as chat templates read them, and the tools."""
+    return read_items(request.instructions, request.input), _read_tools(request, tool_format)
+
+
+def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> Toolbox:
+    described = []
+    for index, tool in enumerate(request.tools or []):
+        place = f"tools[{index}]"
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise RequestError(f"{place}: only tools of type function are here", parameter=f"{place}.type")
+        described.append(read_function(tool, place))
+    has_tools = request.tools is not None
+    choice = read_choice(request.tool_choice, lambda wanted: wanted.get("name"), has_tools=has_tools)
+    return Toolbox.make(described, tool_format, choice, parallel=request.parallel_tool_calls)
+
+
+# --- what is answered
+
+
+class ResponseReply:
+    """Spells outputs as responses: items of reasoning, messages and calls, one behind the other."""
+
+    def __init__(self, job: Job, form: AnswerForm, request: ResponsesRequest, piece: Piece) -> None:
+        self._form = form
+        self._reader = AnswerReader(form)
+        self._logprobs = ContentLogprobs(form, request.top_logprobs or 0, piece)
+        self._num_messages = 0  # items of text that have begun
+        self._num_events = 0
+        self._events = b""
+        self._is_open = False  # the last item of the output goes on
+        self._ending: CompletionOutput | None = None
+        self._response = ResponseObject(
+            id=job.request_id,
+            created_at=job.created,
+            model=job.model,
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            metadata=request.metadata or {},
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            reasoning={"effort": None, "summary": None, **(request.reasoning or {})},
+            temperature=job.params.temperature,
+            text=request.text or {"format": {"type": "text"}},
+            tool_choice="auto" if request.tool_choice is None else request.tool_choice,
+            tools=request.tools or [],
+            top_p=job.params.top_p,
+            output=[],
+            top_logprobs=request.top_logprobs or 0,
+        )
+
+    def news(self, news: News, _usage: Usage | None) -> bytes:
+        """Return the events of some news."""
+        if news.is_first:
+            self._tell("response.created", response=self._response)
+            self._tell("response.in_progress", response=self._response)
+        self._take(news.completion)
+        return self._told()
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the last event: the whole answer."""
+        self._finish(usage)
+        self._tell(f"response.{self._response.status}", response=self._response)
+        return self._told()
+
+    def error(self, error: HttpError) -> bytes:
+        """Return the event of an error: the answer, as one that failed."""
+        if not self._num_events:
+            self._tell("response.created", response=self._response)
+        self._response.status = "failed"
+        self._response.error = {"code": error.code or error.type, "message": error.message}
+        self._tell("response.failed", response=self._response)
+        return self._told()
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ResponseObject:
+        """Return the whole answer."""
+        ((completion,),) = (output.outputs for output in outputs)
+        self._take(completion)
+        self._finish(usage)
+        return self._response
+
+    def _take(self, completion: CompletionOutput) -> None:
+        self._logprobs.add(completion)
+        for part in self._reader.read(completion):
+            if not self._is_open or not _goes_on(self._item, part):
+                self._end_item("completed")
+                self._begin_item(part)
+            self._grow(part)
+        if completion.finished:
+            self._end_item("completed" if completion.finish_reason == "stop" else "incomplete")
+            self._ending = completion
+
+    def _finish(self, usage: Usage) -> None:
+        response = self._response
+        reason = None if self._ending is None else self._ending.finish_reason
+        response.status = "completed" if reason == "stop" else "incomplete"
+        if response.status == "incomplete":
+            response.incomplete_details = {"reason": "max_output_tokens"}
+        response.usage = ResponseUsage(
+            usage.prompt_tokens,
+            InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+            usage.completion_tokens,
+            OutputTokensDetails(self._reader.num_reasoning_tokens),
+            usage.total_tokens,
+            usage.receipt,
+        )
+
+    # --- items
+
+    @property
+    def _item(self) -> dict[str, Any]:
+        return self._response.output[-1]
+
+    def _begin_item(self, part: Part) -> None:
+        item = self._new_item(part)
+        self._num_messages += part.kind == "content"
+        self._response.output.append(item)
+        self._is_open = True
+        self._tell_item("response.output_item.added", item=item)
+        if part.kind != "call":
+            item["content"] = [_text_part(part.kind)]
+            self._tell_part("response.content_part.added", part=item["content"][0])
+
+    def _new_item(self, part: Part) -> dict[str, Any]:
+        if part.kind == "reasoning":
+            return {"type": "reasoning", "id": _new_id("rs"), "summary": [], "content": [], "status": "in_progress"}
+        if part.kind == "content":
+            fields = {"type": "message", "id": _new_id("msg"), "role": "assistant"}
+            return {**fields, "content": [], "status": "in_progress"}
+        assert self._form.toolbox.format is not None
+        call_id = self._form.toolbox.format.new_call_id()
+        fields = {"type": "function_call", "id": _new_id("fc"), "call_id": call_id, "name": part.text}
+        return {**fields, "arguments": "", "status": "in_progress"}
+
+    def _grow(self, part: Part) -> None:
+        item = self._item
+        if part.kind == "arguments":
+            item["arguments"] += part.text
+            self._tell_item("response.function_call_arguments.delta", item_id=item["id"], delta=part.text)
+        elif part.kind != "call":
+            item["content"][0]["text"] += part.text
+            more = self._more_logprobs(item)
+            self._tell_part(f"response.{_text_kind(item)}.delta", delta=part.text, **more)
+
+    def _more_logprobs(self, item: dict[str, Any]) -> dict[str, Any]:
+        """Return what text has and reasoning has not: the log probabilities of its tokens that have come since."""
+        if item["type"] != "message":
+            return {}
+        new = self._logprobs.take(self._num_messages - 1)
+        item["content"][0]["logprobs"] += new
+        return {"logprobs": new}
+
+    def _end_item(self, status: str) -> None:
+        if not self._is_open:
+            return
+        item = self._item
+        item["status"] = status
+        if item["type"] == "function_call":
+            fields = {"name": item["name"], "arguments": item["arguments"]}
+            self._tell_item("response.function_call_arguments.done", item_id=item["id"], **fields)
+        else:
+            text = item["content"][0]["text"]
+            more = self._more_logprobs(item) and {"logprobs": item["content"][0]["logprobs"]}
+            self._tell_part(f"response.{_text_kind(item)}.done", text=text, **more)
+            self._tell_part("response.content_part.done", part=item["content"][0])
+        self._tell_item("response.output_item.done", item=item)
+        self._is_open = False
+
+    # --- events
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        data = {"type": kind, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        self._events += b"event: " + kind.encode() + b"\ndata: " + encoder.encode(data) + b"\n\n"
+
+    def _tell_item(self, kind: str, **fields: Any) -> None:
+        self._tell(kind, output_index=len(self._response.output) - 1, **fields)
+
+    def _tell_part(self, kind: str, **fields: Any) -> None:
+        self._tell_item(kind, item_id=self._item["id"], content_index=0, **fields)
+
+    def _told(self) -> bytes:
+        events, self._events = self._events, b""
+        return events
+
+
+def _goes_on(item: dict[str, Any], part: Part) -> bool:
+    """Whether a part belongs to an item that has begun."""
+    kinds = {"content": "message", "reasoning": "reasoning", "arguments": "function_call"}
+    return bool(item["type"] == kinds.get(part.kind))
+
+
+def _text_part(kind: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": ""}
+    return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+
+
+def _text_kind(item: dict[str, Any]) -> str:
+    return str(item["content"][0]["type"])
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"

@@ -1,0 +1,101 @@
+"""A request's fields to `SamplingParams`, on top of the checkpoint's own defaults."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import RequestError
+from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from octavo.server.api.openai.requests import SamplingFields
+
+_STRUCTURES = {field.name for field in fields(StructuredOutputsParams)}
+# What the two APIs spell in a way of their own is passed by their routes.
+_OWN = {
+    "max_tokens",
+    "logprobs",
+    "logit_bias",
+    "detokenize",
+    "output_kind",
+    "structured_outputs",
+    "pooling",
+    "shown_special_token_ids",
+}
+_SCHEMA_KEYS = ("schema", "value")  # of a json_object: as llama.cpp has it, and as huggingface_hub writes a json_schema
+_SHARED = tuple(field.name for field in fields(SamplingParams) if field.name not in _OWN)
+
+
+def sampling_params(
+    request: SamplingFields, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """Build a request's parameters. Raises `RequestError` with the field's name."""
+    values: dict[str, Any] = {name: getattr(request, name) for name in _SHARED}
+    given = {name: value for name, value in values.items() if value is not None}
+    return replace(
+        defaults,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        logit_bias=read_logit_bias(request.logit_bias),
+        structured_outputs=_structure(request),
+        **given,
+    )
+
+
+def _structure(request: SamplingFields) -> StructuredOutputsParams | None:
+    """Read OpenAI's response_format or vLLM's structured_outputs."""
+    wanted, fields = read_response_format(request.response_format), request.structured_outputs
+    if fields is None:
+        return wanted
+    if wanted is not None:
+        raise RequestError("response_format and structured_outputs exclude each other", parameter="response_format")
+    if unknown := fields.keys() - _STRUCTURES:
+        name = f"structured_outputs.{min(unknown)}"[:100]
+        raise RequestError(f"{name} is not supported by this server", parameter="structured_outputs")
+    return StructuredOutputsParams(**fields)
+
+
+def token_limit(given: int | None, default: int | None) -> int | None:
+    """Return how many tokens an answer may have at most; None, which -1 says, for what the context leaves."""
+    if given == -1:
+        return None
+    return default if given is None else given
+
+
+def read_response_format(given: Any, parameter: str = "response_format") -> StructuredOutputsParams | None:
+    """Read what form an answer shall have, as OpenAI's API has it. Raises `RequestError`."""
+    if given is not None and not isinstance(given, dict):
+        raise RequestError(f"{parameter} must be an object with a type", parameter=parameter)
+    kind = "text" if given is None else given.get("type")
+    if kind == "text":
+        return None
+    assert given is not None
+    if kind == "json_object":
+        where, schema = next(
+            ((key, given[key]) for key in _SCHEMA_KEYS if given.get(key) not in (None, {})), ("", None)
+        )
+        if schema is None:
+            return StructuredOutputsParams(json_object=True)
+    elif kind == "json_schema":
+        described = given.get("json_schema")
+        where, schema = "json_schema.schema", described.get("schema") if isinstance(described, dict) else None
+    else:
+        message = f"{parameter}.type must be text, json_object or json_schema, got {kind!r:.60}"
+        raise RequestError(message, parameter=parameter)
+    if not isinstance(schema, dict):
+        raise RequestError(f"{parameter}.{where} must be a JSON schema", parameter=parameter)
+    try:
+        return StructuredOutputsParams(json=schema)
+    except RequestError as error:
+        raise RequestError(str(error), parameter=parameter) from None
+
+
+def read_logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
+    """JSON has strings as keys, where token ids are meant. Raises `RequestError`."""
+    if not biases:
+        return None
+    for key in biases:
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise RequestError(f"logit_bias: {key[:20]!r} is not a token id", parameter="logit_bias")
+    return {int(key): bias for key, bias in biases.items()}

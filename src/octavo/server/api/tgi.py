@@ -1,0 +1,403 @@
+"""POST /generate, /generate_stream and /, GET /info: the API of Hugging Face's text-generation-inference.
+
+`huggingface_hub.InferenceClient` speaks it. Parameters that are not served are refused by name.
+"""
+
+from __future__ import annotations
+
+import uuid
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of a dependency
+
+from octavo import __version__
+from octavo.errors import RequestError
+from octavo.sampling_params import MAX_STOP_STRINGS, SamplingParams, StructuredOutputsParams
+from octavo.server.access.body import body_of, look_at
+from octavo.server.answers.answering import Job, News, answer, encoder, event
+from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS
+from octavo.server.api.openai.replies import Receipt
+from octavo.server.api.openai.requests import Strings  # noqa: TC001 - pydantic reads the types of fields
+from octavo.server.errors import ErrorResponse, HttpError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.responses import Response
+
+    from octavo.outputs import CompletionOutput, Logprob, RequestOutput
+    from octavo.server.api.openai.replies import Usage
+    from octavo.server.service import Service
+
+DEFAULT_MAX_NEW_TOKENS = 100
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "adapter_id": (None,),
+    "best_of": (None, 1),
+    "watermark": (None, False),
+}
+# Beside `inputs`, `options` is not Ollama's but of Hugging Face's own service: caches and waiting.
+_UNSUPPORTED_BESIDE = {name: neutral for name, neutral in UNSUPPORTED_OR_ALIAS.items() if name != "options"}
+_HARMLESS_BESIDE = {*HARMLESS, "options"}
+_SPELLED = {
+    "prompt": "inputs",
+    "structured_outputs": "grammar",
+    "max_tokens": "max_new_tokens",
+    "logprobs": "top_n_tokens",
+    "prompt_logprobs": "decoder_input_details",
+}
+_ERROR_TYPES = {400: "validation", 413: "validation", 429: "overloaded"}
+
+
+class Grammar(BaseModel):
+    """What form the answer must have: a JSON schema or a regular expression."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    value: Any
+
+
+class GenerateParameters(BaseModel):
+    """How to generate. Without do_sample, and with nothing that changes what is drawn from, it is greedy."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    adapter_id: str | None = None
+    best_of: int | None = None
+    decoder_input_details: bool | None = None
+    details: bool | None = None
+    do_sample: bool | None = None
+    frequency_penalty: float | None = None
+    grammar: Grammar | None = None
+    max_new_tokens: int | None = None
+    repetition_penalty: float | None = None
+    return_full_text: bool | None = None
+    seed: int | None = None
+    stop: Strings | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_n_tokens: int | None = None
+    top_p: float | None = None
+    truncate: int | None = None
+    typical_p: float | None = None
+    watermark: bool | None = None
+
+
+class GenerateRequest(BaseModel):
+    """One prompt."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    inputs: str
+    parameters: GenerateParameters | None = None
+    stream: bool | None = None
+
+
+class Token(Struct):
+    """A token with what it adds to the text: "" for a part of a character, and for a hidden one in a stream."""
+
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+
+
+class PrefillToken(Struct):
+    """A token of the prompt; the first has no log probability."""
+
+    id: int
+    text: str
+    logprob: float | None
+
+
+class Details(Struct):
+    """What is told beside the text. receipt: octavo's own."""
+
+    finish_reason: str
+    generated_tokens: int
+    seed: int | None
+    prefill: list[PrefillToken]
+    tokens: list[Token]
+    top_tokens: list[list[Token]] | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET
+
+
+class Generated(Struct):
+    """POST /generate."""
+
+    generated_text: str
+    details: Details | UnsetType = UNSET
+
+
+class StreamDetails(Struct):
+    """What is told beside the text, in a stream's last event. receipt: octavo's own."""
+
+    finish_reason: str
+    generated_tokens: int
+    input_length: int
+    seed: int | None
+    receipt: Receipt | UnsetType = UNSET
+
+
+class StreamEvent(Struct):
+    """POST /generate_stream: one token; the last one has the whole text."""
+
+    index: int
+    token: Token
+    generated_text: str | None = None
+    details: StreamDetails | None = None
+    top_tokens: list[Token] | UnsetType = UNSET
+
+
+class TgiError(Struct):
+    """An error as TGI spells it."""
+
+    error: str
+    error_type: str
+
+
+async def read_body(request: Request) -> GenerateRequest:
+    """Read a request; whatever is wrong from here on is told as TGI tells it."""
+    request.state.spell_error = error_response
+    return await _read(request)
+
+
+_read = body_of(GenerateRequest)
+
+
+def _spell_error(error: HttpError) -> TgiError:
+    return TgiError(error.message, _ERROR_TYPES.get(error.status, "generation"))
+
+
+def error_response(error: HttpError) -> ErrorResponse:
+    """What is wrong with a request is 422 here."""
+    status = 422 if error.status == 400 else error.status
+    content = encoder.encode(_spell_error(error))
+    return ErrorResponse(error, content, status, error.headers)
+
+
+async def generate_either(service: Service, http_request: Request, request: GenerateRequest) -> Response:
+    """Continue a prompt, as a stream where that is asked for; else the answer is a list of one, as TGI's is here."""
+    return await generate(service, http_request, request, stream=bool(request.stream), in_list=True)
+
+
+async def generate(
+    service: Service, http_request: Request, request: GenerateRequest, *, stream: bool, in_list: bool = False
+) -> Response:
+    """Continue a prompt. in_list: a whole answer comes as a list of one."""
+    wanted = request.parameters or GenerateParameters()
+    service.extra_fields.check(request.model_extra, _UNSUPPORTED_BESIDE, _HARMLESS_BESIDE)
+    service.extra_fields.check(wanted.model_extra, UNSUPPORTED_OR_ALIAS, HARMLESS)
+    try:
+        params = await look_at(http_request, lambda: _params(wanted, stream=stream))
+    except RequestError as error:
+        own = error.parameter or ""
+        name = _SPELLED.get(own, own)
+        raise RequestError(str(error).replace(own, name, 1), parameter=name) from None
+    with service.enter(http_request, 1) as place:
+        prompt: Any = request.inputs
+        if wanted.truncate is not None:
+            prompt = await service.read(http_request, place, partial(_end, service, prompt, wanted.truncate))
+        job = Job(
+            request_id=f"gen-{uuid.uuid4().hex}",
+            model=service.model_names[0],
+            prompts=[prompt],
+            params=params,
+            place=place,
+            deadline=http_request.state.deadline,
+            stream=stream,
+            spelled=_SPELLED,
+        )
+        return await answer(service, http_request, job, GenerateReply(service, wanted, request.inputs, in_list=in_list))
+
+
+def info(service: Service) -> dict[str, Any]:
+    """Return what TGI tells of a model and its limits."""
+    length, limits, capacity = service.model_info.max_model_len, service.config, service.engine.capacity
+    return {
+        "model_id": service.model_names[0],
+        "model_sha": None,
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": limits.max_open_requests,
+        "max_best_of": 1,
+        "max_stop_sequences": MAX_STOP_STRINGS,
+        "max_input_tokens": length - 1,
+        "max_total_tokens": length,
+        "max_batch_prefill_tokens": capacity.max_batch_prefill_tokens,
+        "max_batch_total_tokens": capacity.max_batch_total_tokens,
+        "kv_cache_tokens": capacity.kv_cache_tokens,
+        "validation_workers": 1,
+        "max_client_batch_size": 1,
+        "router": "octavo",
+        "version": __version__,
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+def _params(wanted: GenerateParameters, *, stream: bool) -> SamplingParams:
+    for name, harmless in _UNSUPPORTED.items():
+        if getattr(wanted, name) not in harmless:
+            raise RequestError(f"{name} is not supported by this server", parameter=name)
+    if wanted.decoder_input_details and stream:
+        raise RequestError(
+            "decoder_input_details needs an answer that is not streamed", parameter="decoder_input_details"
+        )
+    if wanted.temperature is not None and wanted.temperature <= 0:
+        raise RequestError("temperature must be above 0; without do_sample none is needed", parameter="temperature")
+    filters = (wanted.temperature, wanted.top_p, wanted.typical_p)
+    samples = wanted.do_sample or wanted.top_k or any(value not in (None, 1.0) for value in filters)
+    values: dict[str, Any] = {
+        "top_k": wanted.top_k,
+        "top_p": wanted.top_p,
+        "typical_p": wanted.typical_p,
+        "seed": wanted.seed,
+        "stop": wanted.stop,
+        "frequency_penalty": wanted.frequency_penalty,
+        "repetition_penalty": wanted.repetition_penalty,
+        "prompt_logprobs": 0 if wanted.decoder_input_details else None,
+    }
+    temperature = 1.0 if wanted.temperature is None else wanted.temperature
+    return SamplingParams(
+        **{name: value for name, value in values.items() if value is not None},
+        temperature=temperature if samples else 0.0,
+        max_tokens=DEFAULT_MAX_NEW_TOKENS if wanted.max_new_tokens is None else wanted.max_new_tokens,
+        include_stop_str_in_output=True,
+        logprobs=wanted.top_n_tokens or 0,
+        structured_outputs=_structure(wanted.grammar),
+    )
+
+
+def _structure(grammar: Grammar | None) -> StructuredOutputsParams | None:
+    if grammar is None:
+        return None
+    kind = {"json": "json", "json_schema": "json", "regex": "regex"}.get(grammar.type)
+    value = grammar.value
+    if grammar.type == "json_schema" and isinstance(value, dict):  # with its name, as OpenAI has it
+        value = value.get("schema")
+    if kind is None or (kind == "json" and not isinstance(value, dict)):
+        raise RequestError("grammar must be {type: json, value: a schema} or {type: regex, ...}", parameter="grammar")
+    return StructuredOutputsParams(**{kind: value})
+
+
+def _end(service: Service, text: str, num_kept: int) -> dict[str, Any]:
+    """Return a prompt of a text's last tokens: truncate."""
+    if num_kept < 1:
+        raise RequestError("truncate must be at least 1", parameter="truncate")
+    return {"prompt": text, "prompt_token_ids": service.engine.input_processor.encode_end(text, num_kept)}
+
+
+class GenerateReply:
+    """Spells outputs as TGI does."""
+
+    def __init__(self, service: Service, wanted: GenerateParameters, inputs: str, *, in_list: bool = False) -> None:
+        self._is_special = service.engine.input_processor.tokenizer.is_special
+        self._texts = service.engine.output_processor
+        self._in_list = in_list
+        self._wanted = wanted
+        self._prefix = inputs if wanted.return_full_text else ""
+        self._text = ""
+        self._num_tokens = 0
+
+    def news(self, news: News, _usage: Usage | None) -> bytes:
+        """Return an event for each token, of several the last that clients show with the text of all."""
+        completion = news.completion
+        self._text += completion.text
+        tokens = self._tokens(completion) or [Token(0, "", None, special=True)]  # an end without a token: an abort, say
+        events = []
+        for position, token in enumerate(tokens):
+            token.text = ""
+            events.append(StreamEvent(self._num_tokens + min(position + 1, len(completion.token_ids)), token))
+            if self._wanted.top_n_tokens and completion.logprobs:
+                events[-1].top_tokens = self._best(completion.logprobs[position])
+        self._num_tokens += len(completion.token_ids)
+        shown = next((each for each in reversed(events) if not each.token.special), events[-1])
+        shown.token.text = completion.text
+        if completion.finished:
+            self._finish(events[-1], news)
+        return b"".join(map(event, events))
+
+    def _finish(self, last: StreamEvent, news: News) -> None:
+        last.generated_text = self._prefix + self._text
+        last.details = StreamDetails(
+            _finish_reason(news.completion), self._num_tokens, len(news.output.prompt_token_ids), self._wanted.seed
+        )
+        if news.output.metrics is not None:
+            last.details.receipt = Receipt()
+            last.details.receipt.add(news.output.metrics)
+
+    def end(self, _usage: Usage) -> bytes:
+        """The last token's event is the last one."""
+        return b""
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Generated | list[Generated]:
+        """Return the whole answer."""
+        (output,) = outputs
+        (completion,) = output.outputs
+        generated = Generated(self._prefix + completion.text)
+        if self._wanted.details or self._wanted.decoder_input_details:
+            tokens = self._tokens(completion)
+            self._share_out(completion.text, tokens, self._texts.pieces(output.prompt_token_ids, completion.token_ids))
+            generated.details = Details(
+                _finish_reason(completion),
+                len(completion.token_ids),
+                self._wanted.seed,
+                self._prefill(output),
+                tokens,
+                receipt=usage.receipt,
+            )
+            if self._wanted.top_n_tokens:
+                generated.details.top_tokens = [self._best(entry) for entry in completion.logprobs or []]
+        return [generated] if self._in_list else generated
+
+    def error(self, error: HttpError) -> bytes:
+        """Return the event of an error in mid-stream."""
+        return event(_spell_error(error))
+
+    def _tokens(self, completion: CompletionOutput) -> list[Token]:
+        entries: Sequence[dict[int, Logprob] | None] = completion.logprobs or [None] * len(completion.token_ids)
+        return [
+            self._token(token_id, None if entry is None else entry[token_id])
+            for token_id, entry in zip(completion.token_ids, entries, strict=True)
+        ]
+
+    @staticmethod
+    def _share_out(text: str, tokens: list[Token], pieces: list[str]) -> None:
+        """Give each token its piece of a text, which a stop string may have cut; hidden ones keep what they spell."""
+        shown, held = None, ""
+        for token, piece in zip(tokens, pieces, strict=False):
+            held += piece
+            if not token.special:
+                shown, token.text, held = token, text[: len(held)], ""
+                text = text[len(token.text) :]
+        if shown is not None:
+            shown.text += text  # what was held back until the end
+
+    def _best(self, entry: dict[int, Logprob]) -> list[Token]:
+        ranked = sorted(entry.items(), key=lambda item: item[1].rank or 0)
+        return [self._token(token_id, logprob) for token_id, logprob in ranked[: self._wanted.top_n_tokens]]
+
+    def _token(self, token_id: int, logprob: Logprob | None) -> Token:
+        text = "" if logprob is None else logprob.decoded_token or ""
+        return Token(token_id, text, None if logprob is None else logprob.logprob, self._is_special(token_id))
+
+    def _prefill(self, output: RequestOutput) -> list[PrefillToken]:
+        entries = output.prompt_logprobs or []
+        return [
+            self._prefill_token(token_id, entry[token_id] if entry else None)
+            for token_id, entry in zip(output.prompt_token_ids, entries, strict=False)
+        ]
+
+    def _prefill_token(self, token_id: int, logprob: Logprob | None) -> PrefillToken:
+        if logprob is None:  # the first token's
+            return PrefillToken(token_id, self._texts.tokenizer.decode_token(token_id) or "", None)
+        return PrefillToken(token_id, logprob.decoded_token or "", logprob.logprob)
+
+
+def _finish_reason(completion: CompletionOutput) -> str:
+    if completion.finish_reason == "stop":
+        return "stop_sequence" if isinstance(completion.stop_reason, str) else "eos_token"
+    return "length"

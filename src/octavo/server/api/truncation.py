@@ -1,0 +1,45 @@
+"""vLLM's truncate_prompt_tokens: a prompt of which only so many tokens are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.engine.input_processor import InputProcessor
+    from octavo.server.api.openai.requests import SamplingFields
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How many tokens of a prompt are kept: the last ones, or the first. num_tokens: None for all."""
+
+    num_tokens: int | None = None
+    from_left: bool = True
+
+    @classmethod
+    def of(cls, request: SamplingFields, max_tokens: int | None, max_model_len: int) -> Truncation:
+        """Read a request; -1 stands for as many as leave room for max_tokens, or for one."""
+        num_tokens = request.truncate_prompt_tokens
+        if num_tokens == -1:
+            num_tokens = max(1, max_model_len - (max_tokens or 1))
+        return cls(num_tokens, request.truncation_side != "right")
+
+    def applied_to(self, prompt: Any, inputs: InputProcessor) -> Any:
+        """Return what is kept of a prompt: text, or {"prompt_token_ids": ids}. Raises `RequestError`."""
+        if self.num_tokens is None:
+            return prompt
+        if isinstance(prompt, str):
+            return {"prompt_token_ids": self.encode(prompt, inputs)}
+        token_ids = prompt["prompt_token_ids"]
+        kept = token_ids[-self.num_tokens :] if self.from_left else token_ids[: self.num_tokens]
+        return {**prompt, "prompt_token_ids": kept}
+
+    def encode(self, text: str, inputs: InputProcessor, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids that are kept of a text, of which not much more is read. Raises `RequestError`."""
+        assert self.num_tokens is not None, "nothing is cut off"
+        take = inputs.encode_end if self.from_left else inputs.encode_start
+        return take(text, self.num_tokens, add_special_tokens=add_special_tokens)
+
+
+WHOLE = Truncation()

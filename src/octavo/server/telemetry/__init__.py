@@ -1,0 +1,1 @@
+"""What is seen of a server: metrics, traces, the dashboard. Reads events and requests, changes nothing."""

@@ -1,0 +1,143 @@
+"""Lets the engine be watched while anybody looks at the dashboard, and only then."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from octavo import __version__
+from octavo.engine.lookout import GLIMPSE_S
+from octavo.errors import ConfigError, EngineDeadError, QueueFullError
+from octavo.journal.explain import explain
+from octavo.server.errors import NotFoundError
+from octavo.server.telemetry.dashboard.view import Cursor, LiveView
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from octavo.data.glimpse import Glimpse
+    from octavo.server.access.tenants import Tenant
+    from octavo.server.service import Service
+
+MAX_WATCHERS = 16
+LINGER_S = 10.0  # a page that is loaded again finds what it had
+_encode = msgspec.json.Encoder().encode
+
+
+class Dashboard:
+    """One view of one engine, for everybody who watches. Used on the server's event loop only."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._num_watchers = 0
+        self._view: LiveView | None = None
+        self._door = asyncio.Lock()
+        self._closing: asyncio.TimerHandle | None = None
+
+    def enter(self) -> None:
+        """Take a watcher's place, to be given back with `leave`. Raises `QueueFullError` where there is none."""
+        if self._num_watchers >= MAX_WATCHERS:
+            raise QueueFullError(f"{MAX_WATCHERS} pages are watching already; close one")
+        self._num_watchers += 1
+
+    def leave(self) -> None:
+        """Give a place back; behind the last watcher the engine is left alone, a little later."""
+        self._num_watchers -= 1
+        if not self._num_watchers and self._closing is None:
+            self._closing = asyncio.get_running_loop().call_later(LINGER_S, self._start_closing)
+
+    async def frames(self, tenant: Tenant) -> AsyncGenerator[bytes, None]:
+        """Yield server-sent events: `hello` once, then a `frame` a few times a second, `bye` when the server closes.
+
+        That comes, too, when the watcher's key may watch no longer. Who reads slowly is told less often, never more at
+        once.
+        """
+        cursor = Cursor(await self._open())
+        yield _event("hello", self._hello())
+        while not self._service.is_closing and (now := self._service.present(tenant)) and now.read_metrics:
+            yield _event("frame", {**self._state(), **cursor.frame()})
+            await asyncio.sleep(GLIMPSE_S)
+        yield _event("bye", {})
+
+    async def explain(self, request_id: str) -> dict[str, Any]:
+        """Return where a request's time went. Raises `NotFoundError` for one that is not, or no longer, known."""
+        view = self._view
+        if view is None:
+            raise NotFoundError("nobody watches, so nothing is known of any request: open /dashboard first")
+        log, now = view.recent.since(0), view.clock()
+        try:
+            told = await asyncio.to_thread(explain, log, request_id, now)
+        except ConfigError:
+            raise NotFoundError("no request with this id is known, or it was too long ago") from None
+        phases = [{"phase": each.phase, "start": each.start, "end": each.end} for each in told.intervals]
+        return {
+            "id": request_id,
+            "ending": told.ending,
+            "seconds": round(told.wall_s, 4),
+            "phases": phases,
+            "sums": [{"phase": phase, "seconds": round(seconds, 4)} for phase, seconds in told.seconds.items()],
+            "reasons": told.reasons,
+        }
+
+    def _hello(self) -> dict[str, Any]:
+        service = self._service
+        return {
+            "model": service.model_names[0],
+            "version": __version__,
+            "max_model_len": service.model_info.max_model_len,
+            "has_chat": service.engine.input_processor.has_chat_template,
+        }
+
+    def _state(self) -> dict[str, Any]:
+        engine = self._service.engine
+        return {"ready": engine.is_alive, "dead": engine.is_dead, "restarts": engine.num_restarts}
+
+    async def _open(self) -> LiveView:
+        """Return the view; the first watcher lets the engine begin to tell."""
+        async with self._door:
+            if self._closing is not None:
+                self._closing.cancel()
+                self._closing = None
+            if self._view is None:
+                # It is known before the engine hears of it: who leaves meanwhile leaves something to close.
+                view = self._view = LiveView(self._service.engine.clock)
+                loop = asyncio.get_running_loop()
+
+                def listen(glimpse: Glimpse) -> None:
+                    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody watches any more
+                        loop.call_soon_threadsafe(view.take, glimpse)
+
+                with contextlib.suppress(EngineDeadError):  # which the page will show
+                    await self._service.engine.watch(listen)
+            return self._view
+
+    def _start_closing(self) -> None:
+        self._closing = None
+        self._task = asyncio.create_task(self._close())
+
+    async def _close(self) -> None:
+        async with self._door:
+            if self._num_watchers or self._view is None:
+                return
+            self._view = None
+            with contextlib.suppress(EngineDeadError):
+                await self._service.engine.watch(None)
+
+
+def read_static() -> dict[str, tuple[bytes, str]]:
+    """Return the files of the page by name, each with its type."""
+    types = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+    folder = Path(__file__).parent / "static"
+    return {
+        path.name: (path.read_bytes(), f"{types[path.suffix]}; charset=utf-8")
+        for path in sorted(folder.iterdir())
+        if path.suffix in types
+    }
+
+
+def _event(name: str, data: dict[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + _encode(data) + b"\n\n"

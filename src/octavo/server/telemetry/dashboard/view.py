@@ -1,0 +1,450 @@
+"""What the dashboard shows, followed from the engine's events alone."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from octavo.data import events
+from octavo.data.glimpse import BlockState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from octavo.data.events import Event
+    from octavo.data.glimpse import BlockMap, Glimpse
+
+HISTORY_S = 600
+_RECENT_S = 10  # what the figures of the moment are taken over
+_NUM_STEPS = 240
+_NUM_ENDED = 200
+_NUM_ROWS = 100
+_NUM_ROWS_ENDED = 30
+_MAX_TIMES = 512  # of one second
+WAITING, PROMPT, GENERATING, PREEMPTED = "waiting", "prompt", "generating", "preempted"
+_LIVE_ORDER = {GENERATING: 0, PROMPT: 1, PREEMPTED: 2, WAITING: 3}
+
+
+class Times:
+    """Durations in seconds, for percentiles: all of them up to a number, beyond it evenly fewer."""
+
+    __slots__ = ("_every", "_num_seen", "values")
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self._every, self._num_seen = 1, 0
+
+    def add(self, value: float) -> None:
+        """Take one in."""
+        self._num_seen += 1
+        if self._num_seen % self._every == 0:
+            self.values.append(value)
+            if len(self.values) >= _MAX_TIMES:
+                self.values, self._every = self.values[::2], 2 * self._every
+
+
+@dataclass(slots=True)
+class Second:
+    """One second of the engine's clock: tokens of prompts that were computed, tokens that were generated, times in s.
+
+    running, waiting and usage: as of the last step in it. revision: of the view, when it last changed.
+    """
+
+    revision: int
+    prefill: int = 0
+    generated: int = 0
+    running: int = 0
+    waiting: int = 0
+    usage: float = 0.0
+    ttft: Times | None = field(default_factory=Times)  # None when it is over: the percentiles are what is kept
+    itl: Times | None = field(default_factory=Times)
+    percentiles: tuple[float | None, ...] = ()
+
+    def settle(self) -> None:
+        """Keep of its times what a chart shows."""
+        if self.ttft is not None:
+            self.percentiles, self.ttft, self.itl = self._percentiles(), None, None
+
+    def row(self, second: int) -> list[float | None]:
+        """Return what a chart needs: the time, then a value for each line."""
+        times = self._percentiles()
+        return [second, self.prefill, self.generated, self.running, self.waiting, round(self.usage, 4), *times]
+
+    def _percentiles(self) -> tuple[float | None, ...]:
+        if self.ttft is None or self.itl is None:
+            return self.percentiles
+        return tuple(percentile(times.values, share) for times in (self.ttft, self.itl) for share in (0.5, 0.99))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that ended. parts: (request's number, its tokens, whether they are of its prompt), as in the batch."""
+
+    number: int
+    start: float
+    seconds: float
+    parts: list[tuple[int, int, bool]]
+
+    def row(self) -> list[Any]:
+        """Return it as the page reads it."""
+        return [self.number, round(self.start, 4), round(self.seconds, 5), self.parts]
+
+
+@dataclass(slots=True)
+class Shown:
+    """A request as the page lists it. num_left: tokens to compute before it generates (again)."""
+
+    number: int
+    request_id: str
+    tenant: str
+    num_prompt_tokens: int
+    arrival: float
+    state: str = WAITING
+    num_cached_tokens: int = 0
+    num_generated: int = 0
+    num_preemptions: int = 0
+    num_left: int = 0
+    first_token: float | None = None
+    last_token: float = 0.0
+    ended: float | None = None
+
+    def row(self, now: float) -> dict[str, Any]:
+        """Return it as the page reads it; times in seconds."""
+        return {
+            "number": self.number,
+            "id": self.request_id,
+            "key": self.tenant,
+            "state": self.state,
+            "prompt": self.num_prompt_tokens,
+            "cached": self.num_cached_tokens,
+            "generated": self.num_generated,
+            "preemptions": self.num_preemptions,
+            "ttft": None if self.first_token is None else round(self.first_token - self.arrival, 4),
+            "age": round((now if self.ended is None else self.ended) - self.arrival, 3),
+        }
+
+
+class LiveView:
+    """Follows an engine glimpse by glimpse; belongs to one thread. Bounded, however long it is watched.
+
+    clock: the engine's, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.epoch = 0  # grows whenever all is forgotten
+        self._forget()
+
+    def _forget(self) -> None:
+        self.epoch += 1
+        self.recent = events.RecentEvents()
+        self.steps: deque[Step] = deque(maxlen=_NUM_STEPS)
+        self.num_steps = 0
+        self.blocks: BlockMap | None = None
+        self.revision = 0  # grows with every glimpse
+        self.num_running = self.num_waiting = self.num_preemptions = 0
+        self._moment: tuple[tuple[int, int], dict[str, Any]] = ((-1, -1), {})
+        self.num_queried = self.num_hit = 0
+        self._seconds: dict[int, Second] = {}
+        self._shown: dict[str, Shown] = {}
+        self._ended: deque[str] = deque()
+        self._num_requests = 0
+        self._step: tuple[events.StepScheduled, list[tuple[int, int, bool]]] | None = None
+
+    def take(self, glimpse: Glimpse) -> None:
+        """Follow what happened."""
+        if glimpse.is_first:
+            self._forget()
+        self.revision += 1
+        for event in glimpse.events:
+            self.recent.emit(event)
+            self._follow(event)
+        if glimpse.blocks is not None:
+            self.blocks = glimpse.blocks
+        if glimpse.events:
+            self._settle(int(glimpse.events[-1].time))
+        self._prune()
+
+    # --- what is asked of it ------------------------------------------------------------------------------------------
+
+    def numbers(self) -> dict[str, int]:
+        """Return the short number of each request that is known."""
+        return {name: shown.number for name, shown in self._shown.items()}
+
+    def names_since(self, number: int) -> list[tuple[int, str]]:
+        """Return numbers and ids of the requests behind a number."""
+        return [(shown.number, name) for name, shown in self._shown.items() if shown.number > number]
+
+    def live_numbers(self) -> list[int]:
+        """Return the numbers of the requests that have begun and have not ended."""
+        return [each.number for each in self._shown.values() if each.ended is None and each.state != WAITING]
+
+    def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
+        """Return the rows of the seconds before `now` that changed since a revision, or are not before `second`.
+
+        What a long step did is told when it ends, of the second in which it began. There are no gaps.
+        """
+        self._fill(now)
+        return [
+            each.row(at)
+            for at, each in sorted(self._seconds.items())
+            if at < now and (each.revision > revision or at >= second)
+        ]
+
+    def _fill(self, now: int) -> None:
+        """Add the seconds in which nothing happened."""
+        last = max(self._seconds, default=now)
+        before = self._seconds.get(last)
+        for second in range(max(last + 1, now - HISTORY_S), now):
+            usage = before.usage if before is not None and self.num_running else 0.0
+            self._seconds[second] = Second(0, 0, 0, self.num_running, self.num_waiting, usage)
+
+    def steps_since(self, number: int) -> list[Step]:
+        """Return the steps from the one on that was the `number`-th seen, as far as they are kept."""
+        first = self.num_steps - len(self.steps)
+        return list(islice(self.steps, max(number - first, 0), None))
+
+    def moment(self) -> dict[str, Any]:
+        """Return the figures of the last seconds; made once for all who watch."""
+        now = int(self.clock())
+        if self._moment[0] != (now, self.revision):
+            self._moment = ((now, self.revision), self._make_moment(now))
+        return self._moment[1]
+
+    def _make_moment(self, now: int) -> dict[str, Any]:
+        last = [each for t in range(now - _RECENT_S, now + 1) if (each := self._seconds.get(t)) is not None]
+        ttft = [t for each in last if each.ttft is not None for t in each.ttft.values]
+        itl = [t for each in last if each.itl is not None for t in each.itl.values]
+        whole = [each for t in range(now - 3, now) if (each := self._seconds.get(t)) is not None]
+        return {
+            "running": self.num_running,
+            "waiting": self.num_waiting,
+            "generated_per_s": round(sum(each.generated for each in whole) / 3, 1),
+            "prefill_per_s": round(sum(each.prefill for each in whole) / 3, 1),
+            "ttft": [percentile(ttft, 0.5), percentile(ttft, 0.99)],
+            "itl": [percentile(itl, 0.5), percentile(itl, 0.99)],
+            "usage": self._usage(),
+            "preemptions": self.num_preemptions,
+            "cache_hits": round(self.num_hit / self.num_queried, 4) if self.num_queried else None,
+        }
+
+    def _usage(self) -> float:
+        """Return the share of blocks that requests hold."""
+        if self.blocks is None:
+            return 0.0
+        states = self.blocks.states
+        return round(1 - (states.count(BlockState.FREE) + states.count(BlockState.CACHED)) / len(states), 4)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return requests as the page lists them: those who run, those who wait, and the last who ended."""
+        now = self.clock()
+        live = [shown for shown in self._shown.values() if shown.ended is None]
+        live.sort(key=lambda shown: (_LIVE_ORDER[shown.state], shown.number))
+        names = islice(dict.fromkeys(reversed(self._ended)), _NUM_ROWS_ENDED)
+        ended = [shown for name in names if (shown := self._shown[name]).ended is not None]  # else the id came back
+        return [shown.row(now) for shown in [*live[: _NUM_ROWS - len(ended)], *ended]]
+
+    # --- following ----------------------------------------------------------------------------------------------------
+
+    def _second(self, time: float) -> Second:
+        second = self._seconds.get(int(time))
+        if second is None:
+            second = self._seconds[int(time)] = Second(0, running=self.num_running, waiting=self.num_waiting)
+        second.revision = self.revision
+        return second
+
+    def _settle(self, newest: int) -> None:
+        for second, each in self._seconds.items():
+            if second < newest - _RECENT_S:
+                each.settle()
+
+    def _follow(self, event: Event) -> None:
+        match event:
+            case events.StepScheduled():
+                self._open_step(event)
+            case events.StepCompleted():
+                self._close_step(event.time)
+                self._take_tokens(event)
+            case events.StepFailed():
+                self._close_step(event.time)
+            case events.RequestQueued():
+                self._num_requests += 1
+                self._shown[event.request_id] = Shown(
+                    self._num_requests, event.request_id, event.tenant, event.num_prompt_tokens, event.arrival_time
+                )
+                self.num_waiting += 1
+            case events.PrefixCacheQueried():
+                self.num_queried += event.num_query_tokens
+                self.num_hit += event.num_hit_tokens
+            case events.RequestEvent():
+                shown = self._shown.get(event.request_id)
+                if shown is not None:  # else it began before all that is known
+                    self._follow_one(shown, event)
+
+    def _follow_one(self, shown: Shown, event: events.RequestEvent) -> None:
+        match event:
+            case events.RequestAdmitted():
+                self._move(shown, PROMPT)
+                shown.num_left = event.num_tokens - event.num_cached_tokens
+                if not event.resumed:
+                    shown.num_cached_tokens = event.num_cached_tokens
+            case events.RequestPreempted():
+                self._move(shown, PREEMPTED)
+                shown.num_preemptions += 1
+                self.num_preemptions += 1
+            case events.RequestFinished():
+                self._move(shown, event.reason)
+                shown.ended, shown.num_generated = event.time, event.num_output_tokens
+                self._ended.append(event.request_id)
+
+    def _move(self, shown: Shown, state: str) -> None:
+        """Let a request be in another state, and count those who run and wait."""
+        for each, step in ((shown.state, -1), (state, 1)):
+            if each in {PROMPT, GENERATING}:
+                self.num_running += step
+            elif each in {WAITING, PREEMPTED}:
+                self.num_waiting += step
+        shown.state = state
+
+    def _open_step(self, event: events.StepScheduled) -> None:
+        parts = []
+        for request_id, count in event.num_scheduled_tokens.items():
+            shown = self._shown.get(request_id)
+            if shown is None:
+                parts.append((0, count, count > 1))
+                continue
+            is_prompt = shown.num_left > 0
+            shown.num_left -= count
+            parts.append((shown.number, count, is_prompt))
+        self._step = event, parts
+        self.num_running, self.num_waiting = event.num_running, event.num_waiting
+        second = self._second(event.time)
+        second.prefill += sum(count for _, count, is_prompt in parts if is_prompt)
+        second.running, second.waiting, second.usage = event.num_running, event.num_waiting, event.kv_cache_usage
+
+    def _close_step(self, time: float) -> None:
+        if self._step is not None:
+            event, parts = self._step
+            self.steps.append(Step(event.step, event.time, time - event.time, parts))
+            self.num_steps += 1
+            self._step = None
+
+    def _take_tokens(self, event: events.StepCompleted) -> None:
+        second, now = self._second(event.time), event.time
+        ttft, itl = second.ttft or Times(), second.itl or Times()  # no event is so old that its second is settled
+        for request_id, count in event.num_new_tokens.items():
+            second.generated += count
+            shown = self._shown.get(request_id)
+            if shown is None or not count:
+                continue
+            if shown.first_token is None:
+                shown.first_token = now
+                ttft.add(now - shown.arrival)
+            else:
+                itl.add(now - shown.last_token)
+            shown.last_token = now
+            if shown.ended is None:  # else its ending has told the sum
+                shown.num_generated += count
+                if shown.state == PROMPT:
+                    self._move(shown, GENERATING)
+
+    def _prune(self) -> None:
+        oldest = int(self.clock()) - HISTORY_S
+        for second in [each for each in self._seconds if each < oldest]:
+            del self._seconds[second]
+        while len(self._ended) > _NUM_ENDED:
+            name = self._ended.popleft()
+            if name not in self._ended and self._shown[name].ended is not None:  # else the id came back
+                del self._shown[name]
+
+
+class Cursor:
+    """How far one watcher has been told."""
+
+    def __init__(self, view: LiveView) -> None:
+        self._view = view
+        self._start()
+
+    def _start(self) -> None:
+        self._revision = self._second = self._num_steps = self._last_number = 0
+        self._blocks: BlockMap | None = None
+        self._states = b""
+        self._tables: dict[int, list[int]] = {}
+        self._epoch = self._view.epoch
+
+    def frame(self) -> dict[str, Any]:
+        """Return what is new: seconds (those that changed come again), steps, names, blocks; and what is now.
+
+        is_first: the page forgets all it knew. steps: the newest ones; steps_left_out: how many were too many.
+        """
+        view = self._view
+        if self._epoch != view.epoch:
+            self._start()
+        now = view.clock()
+        is_first = not self._second
+        seconds = view.seconds_since(self._revision, self._second, int(now))
+        self._revision, self._second = view.revision, int(now)
+        num_new = view.num_steps - self._num_steps
+        steps = view.steps_since(self._num_steps)
+        names = view.names_since(self._last_number)
+        self._num_steps, self._last_number = view.num_steps, max([self._last_number, *(each[0] for each in names)])
+        return {
+            "is_first": is_first,
+            "now": round(now, 3),
+            "moment": view.moment(),
+            "seconds": seconds,
+            "steps": [step.row() for step in steps],
+            "steps_left_out": 0 if is_first else num_new - len(steps),
+            "names": names,
+            "live": view.live_numbers(),
+            "requests": view.rows(),
+            "blocks": self._changed_blocks(),
+        }
+
+    def _changed_blocks(self) -> dict[str, Any] | None:
+        """Return the blocks whose state changed (at first all), and what was added to or taken from block tables."""
+        blocks = self._view.blocks
+        if blocks is None or blocks is self._blocks:
+            return None
+        self._blocks = blocks
+        if len(blocks.states) == len(self._states):
+            states: Any = list(_changes(self._states, blocks.states))
+        else:
+            states = blocks.states.translate(_DIGITS).decode()
+        self._states = blocks.states
+        numbers = self._view.numbers()
+        tables = {numbers[name]: table for name, table in blocks.holders.items() if name in numbers}
+        grown = []
+        for number, table in tables.items():
+            old = self._tables.get(number, [])
+            if table[: len(old)] != old:
+                old = []
+            if len(old) < len(table):
+                grown.append([number, len(old), table[len(old) :]])
+        gone = [number for number in self._tables if number not in tables]
+        self._tables = tables
+        return {"block_size": blocks.block_size, "states": states, "grown": grown, "gone": gone}
+
+
+_PIECE = 256
+_DIGITS = bytes.maketrans(bytes(range(10)), b"0123456789")
+
+
+def _changes(old: bytes, new: bytes) -> Iterator[list[int]]:
+    """Yield where two texts of the same length differ, and what stands there now; pieces that agree are skipped."""
+    for start in range(0, len(new), _PIECE):
+        piece = new[start : start + _PIECE]
+        if old[start : start + _PIECE] != piece:
+            for place, byte in enumerate(piece, start):
+                if old[place] != byte:
+                    yield [place, byte]
+
+
+def percentile(values: list[float], share: float) -> float | None:
+    """Return the smallest value that so great a share of them does not exceed; None for no values."""
+    if not values:
+        return None
+    return round(sorted(values)[max(ceil(share * len(values)) - 1, 0)], 5)

@@ -1,0 +1,159 @@
+"""GET /metrics: what engine and server count, as Prometheus reads it. Names are vLLM's where they mean the same."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client import Metric
+
+    from octavo.data.capacity import EngineCapacity
+    from octavo.data.metrics import Histogram
+    from octavo.server.service import Service
+
+# (attribute of EngineStats, name, what it says)
+_GAUGES = (
+    ("num_requests_running", "num_requests_running", "Requests that take part in steps."),
+    ("num_requests_waiting", "num_requests_waiting", "Requests in the queue."),
+    ("kv_cache_usage", "kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them."),
+    ("prefill_limit", "prefill_limit_tokens", "What prompts may take of a step beside answers; 0 is all that is left."),
+)
+# (attribute of EngineCapacity, name, what it says)
+_CAPACITY = (
+    ("kv_cache_tokens", "kv_cache_capacity_tokens", "Tokens that the KV cache holds."),
+    ("max_batch_prefill_tokens", "max_batch_prefill_tokens", "Most prompt tokens that a step admits."),
+    ("max_batch_total_tokens", "max_batch_total_tokens", "Most tokens, prompts and answers, of all that run."),
+)
+_CACHE_CONFIG = ("block_size", "enable_prefix_caching", "kv_cache_dtype", "num_cpu_blocks", "num_gpu_blocks")
+_COUNTERS = (
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests whose first token came, cached ones included."),
+    ("generation_tokens", "generation_tokens", "Generated tokens."),
+    ("scheduled_tokens", "scheduled_tokens", "Tokens that were computed, again and in vain included."),
+    ("prefix_cache_queries", "prefix_cache_queries", "Tokens that were looked up in the prefix cache."),
+    ("prefix_cache_hits", "prefix_cache_hits", "Tokens that were found in the prefix cache."),
+    ("num_preemptions", "num_preemptions", "Requests that gave their blocks to others."),
+    ("recomputed_tokens", "recomputed_tokens", "Tokens that a preemption left to be computed again."),
+    ("draft_tokens", "spec_decode_num_draft_tokens", "Tokens that were guessed."),
+    ("accepted_tokens", "spec_decode_num_accepted_tokens", "Guessed tokens that were right."),
+    ("num_steps", "engine_steps", "Steps that computed something."),
+    ("num_failed_steps", "engine_failed_steps", "Steps that the worker could not do."),
+    (
+        "num_quarantined_blocks",
+        "quarantined_blocks",
+        "KV blocks that are not used any more, as their books were wrong.",
+    ),
+)
+_HISTOGRAMS = (
+    ("iteration_tokens", "iteration_tokens_total", "Tokens of a step."),
+    ("time_to_first_token", "time_to_first_token_seconds", "From arrival to the first token."),
+    ("inter_token_latency", "inter_token_latency_seconds", "From one token of a request to its next."),
+    ("e2e_latency", "e2e_request_latency_seconds", "From arrival to the end."),
+    ("queue_time", "request_queue_time_seconds", "From arrival to the first step."),
+    ("prefill_time", "request_prefill_time_seconds", "From the first step to the first token."),
+    ("decode_time", "request_decode_time_seconds", "From the first token to the last."),
+    ("request_prompt_tokens", "request_prompt_tokens", "Prompt tokens of a request."),
+    ("request_generation_tokens", "request_generation_tokens", "Generated tokens of a request."),
+)
+
+
+class Metrics:
+    """All figures of one server, in a registry of its own."""
+
+    def __init__(self, service: Service) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(service))
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        self._requests = Counter(
+            "http_requests", "Answered HTTP requests.", ["method", "handler", "status"], registry=self._registry
+        )
+        self._refused = Counter(
+            "octavo:requests_refused",
+            "Requests that were refused or cut off, by the error's code.",
+            ["code"],
+            registry=self._registry,
+        )
+
+    def count_answer(self, method: str, handler: str, status: int) -> None:
+        """Count an answered request; handler: the route's path, so that nobody can make up new ones."""
+        self._requests.labels(method, handler, str(status)).inc()
+
+    def count_refusal(self, reason: str) -> None:
+        """Count a request that was refused or cut off; reason: that of its `HttpError`."""
+        self._refused.labels(reason).inc()
+
+    def text(self, accept: str) -> tuple[bytes, str]:
+        """Return all figures in the format that the client likes best, and its content type."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+
+class _EngineCollector(Collector):
+    """Reads an engine's figures whenever somebody asks."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield a family for each figure, all under the model's name."""
+        engine, model = self._service.engine, [self._service.model_names[0]]
+        stats = engine.stats
+        for attribute, name, text in _GAUGES:
+            gauge = GaugeMetricFamily(f"octavo:{name}", text, labels=["model_name"])
+            gauge.add_metric(model, getattr(stats, attribute))
+            yield gauge
+        yield from _capacity(engine.capacity, model)
+        for attribute, name, text in _COUNTERS:
+            counter = CounterMetricFamily(f"octavo:{name}", text, labels=["model_name"])
+            counter.add_metric(model, getattr(stats, attribute))
+            yield counter
+        for attribute, name, text in _HISTOGRAMS:
+            yield _histogram(name, text, model, getattr(stats, attribute))
+        endings = CounterMetricFamily(
+            "octavo:request_success", "Requests that ended, by reason.", labels=["model_name", "finished_reason"]
+        )
+        for reason, count in list(stats.request_success.items()):
+            endings.add_metric([*model, reason], count)
+        yield endings
+        tenants = CounterMetricFamily(
+            "octavo:tenant_tokens", "Tokens of ended requests, by API key.", labels=["model_name", "tenant", "kind"]
+        )
+        for tenant, (num_prompt, num_generated) in list(stats.tenant_tokens.items()):
+            tenants.add_metric([*model, tenant, "prompt"], num_prompt)
+            tenants.add_metric([*model, tenant, "generation"], num_generated)
+        yield tenants
+        ready = GaugeMetricFamily("octavo:engine_ready", "1 while the engine takes requests.", labels=["model_name"])
+        ready.add_metric(model, float(engine.is_alive))
+        yield ready
+        restarts = CounterMetricFamily(
+            "octavo:engine_restarts", "How often the engine process was started again.", labels=["model_name"]
+        )
+        restarts.add_metric(model, engine.num_restarts)
+        yield restarts
+
+
+def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
+    """Yield what was found at the start; the KV cache's figures as labels, too, as vLLM has them."""
+    for attribute, name, text in _CAPACITY:
+        gauge = GaugeMetricFamily(f"octavo:{name}", text, labels=["model_name"])
+        gauge.add_metric(model, getattr(capacity, attribute))
+        yield gauge
+    labels = ["model_name", *_CACHE_CONFIG]
+    config = GaugeMetricFamily("octavo:cache_config_info", "The KV cache, in labels; always 1.", labels=labels)
+    config.add_metric([*model, *(str(getattr(capacity, name)) for name in _CACHE_CONFIG)], 1)
+    yield config
+
+
+def _histogram(name: str, text: str, model: list[str], histogram: Histogram) -> Metric:
+    family = HistogramMetricFamily(f"octavo:{name}", text, labels=["model_name"])
+    bounds = [*(str(float(bound)) for bound in histogram.bounds), "+Inf"]
+    family.add_metric(model, list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.total)
+    return family

@@ -1,0 +1,27 @@
+"""What an engine process runs: `python -m octavo.startup.engine_main`, with its orders on standard input."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.engine.core_process import run_core_process
+from octavo.models.process_memory import returning_free_memory
+from octavo.runtime.garbage import made_to_stay
+
+if TYPE_CHECKING:
+    from octavo.config import EngineConfig
+    from octavo.engine.core_process import Progress
+    from octavo.engine.engine_core import EngineCore
+
+
+def build(config: EngineConfig, progress: Progress) -> EngineCore:
+    """Build the core; torch is imported now."""
+    with made_to_stay():
+        from octavo.build import build_core  # noqa: PLC0415 - takes seconds, in which the process is watched already
+
+        return build_core(config, progress=progress)
+
+
+if __name__ == "__main__":
+    with returning_free_memory():
+        run_core_process(build)

@@ -1,0 +1,180 @@
+"""An engine before a tensor is touched: what its files say, its text side, its core in another process. No torch."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from octavo.assets import BUILT_IN_MODEL, built_in_model_path
+from octavo.config import EngineConfig, ModelConfig, ModelInfo
+from octavo.engine.chat_template import ChatTemplate
+from octavo.engine.embedding_config import read_embedding_config
+from octavo.engine.generation_config import read_generation_defaults, read_json_object
+from octavo.engine.input_processor import InputProcessor
+from octavo.engine.output_processor import OutputProcessor
+from octavo.engine.tokenizer import Tokenizer
+from octavo.errors import ConfigError, ModelError, RequestError
+from octavo.models.model_path import resolve_model_path
+from octavo.models.registry import read_architecture
+from octavo.sampling_params import SamplingParams
+from octavo.structured_output.grammars import GrammarCompiler, Vocabulary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from octavo.engine.remote_engine import RemoteEngine
+    from octavo.models.architecture import Architecture
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model as its files describe it: where it is, what it computes, and the longest sequence that is served.
+
+    text_directory: where its tokenizer is, and a chat template with it; another checkpoint's, where that was asked for
+    """
+
+    directory: Path
+    text_directory: Path
+    architecture: Architecture
+    max_model_len: int
+
+    @classmethod
+    def find(cls, config: ModelConfig) -> Checkpoint:
+        """Look at the files. Raises `ConfigError` and `ModelError`."""
+        directory = built_in_model_path()
+        if config.model is not None:
+            directory = resolve_model_path(config.model, weights=config.load_format != "dummy")
+        text_directory = directory
+        if config.tokenizer is not None and not config.skip_tokenizer_init:
+            text_directory = resolve_model_path(config.tokenizer, weights=False)
+        architecture = read_architecture(directory)
+        return cls(directory, text_directory, architecture, resolve_max_model_len(config, architecture))
+
+
+def launch_engine(
+    config: EngineConfig,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    meanwhile: Callable[[], object] | None = None,
+) -> RemoteEngine:
+    """Start a process for the engine's core, and return when it is ready; text is prepared for here meanwhile.
+
+    progress(done, total) is told of packed bytes of weights. meanwhile: what else there is to do while the process
+    loads; what it raises ends that. Raises `ConfigError` and `ModelError`.
+    """
+    from octavo.engine.remote_engine import RemoteEngine  # noqa: PLC0415 - needs zmq and msgspec, which only servers do
+
+    checkpoint, asked = Checkpoint.find(config.model), config.model
+    # -P: else a file in the current directory, a checkpoint's say, could be taken for a module.
+    command = [sys.executable, "-P", "-m", "octavo.startup.engine_main"]
+    # What a hub id means may change before the process is started again.
+    if config.model.model is not None:
+        config = replace(config, model=replace(config.model, model=str(checkpoint.directory)))
+    if config.model.tokenizer is not None:
+        config = replace(config, model=replace(config.model, tokenizer=str(checkpoint.text_directory)))
+
+    def prepare() -> tuple[InputProcessor, OutputProcessor]:
+        if meanwhile is not None:
+            meanwhile()
+        return make_processors(asked, checkpoint)
+
+    engine = RemoteEngine(command, config, prepare, time.monotonic)
+    engine.start(progress)
+    return engine
+
+
+def make_processors(config: ModelConfig, checkpoint: Checkpoint) -> tuple[InputProcessor, OutputProcessor]:
+    """Load the tokenizer and the chat template, and return both sides of the text."""
+    tokenizer = template = None
+    if not config.skip_tokenizer_init:
+        tokenizer = Tokenizer.from_directory(checkpoint.text_directory)
+        template = _chat_template(config, checkpoint, tokenizer)
+    info = _model_info(config, checkpoint, tokenizer)
+    return InputProcessor(tokenizer, info, config.seed, template), OutputProcessor(tokenizer, time.monotonic)
+
+
+def make_grammars(config: ModelConfig, checkpoint: Checkpoint) -> GrammarCompiler | None:
+    """Return what compiles grammars for a model's vocabulary, which is read when it is first needed."""
+    if config.skip_tokenizer_init:
+        return None
+
+    def read() -> Vocabulary:
+        tokenizer = Tokenizer.from_directory(checkpoint.text_directory)
+        return Vocabulary(
+            text=tokenizer.backend.to_str(),
+            num_ids=tokenizer.vocab_size,
+            eos_token_ids=_eos_token_ids(checkpoint, tokenizer),
+            token_id=tokenizer.token_id,
+            added_ids=tokenizer.added_ids,
+        )
+
+    return GrammarCompiler(read, checkpoint.architecture.vocab_size)
+
+
+def resolve_max_model_len(model_config: ModelConfig, architecture: Architecture) -> int:
+    """Return the longest sequence to serve: what was asked for, at most what the checkpoint was made for."""
+    longest = architecture.max_context_tokens
+    asked = model_config.max_model_len
+    if asked is not None and asked > longest:
+        raise ConfigError(f"max_model_len {asked} is more than the {longest} positions this checkpoint was made for")
+    return longest if asked is None else asked
+
+
+def _model_info(model_config: ModelConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> ModelInfo:
+    directory, architecture = checkpoint.directory, checkpoint.architecture
+    name = model_config.served_model_name or model_config.model or BUILT_IN_MODEL
+    generation = read_generation_defaults(directory)
+    defaults = generation.sampling if model_config.generation_config == "auto" else {}
+    try:
+        SamplingParams(**defaults)  # type: ignore[arg-type]  # its values are checked here, whatever they are
+    except RequestError as error:
+        raise ModelError(
+            f"{directory / 'generation_config.json'}: {error}; mend it, or ignore it with generation_config='vllm'"
+        ) from error
+    embeddings = read_embedding_config(directory)
+    described = read_json_object(directory / "config.json")
+    return ModelInfo(
+        name=name,
+        vocab_size=architecture.vocab_size,
+        max_model_len=checkpoint.max_model_len,
+        eos_token_ids=_eos_token_ids(checkpoint, tokenizer),
+        generation_defaults=defaults,
+        pooling=embeddings.pooling,
+        pooling_problem=embeddings.problem,
+        has_head=architecture.has_head,
+        hidden_size=architecture.hidden_size,
+        model_type=str(described.get("model_type", "")),
+        architectures=tuple(map(str, described.get("architectures") or ())),
+    )
+
+
+def _eos_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return the ids that end an answer, by everything that the checkpoint says of them."""
+    directory, architecture = checkpoint.directory, checkpoint.architecture
+    eos = set(architecture.eos_token_ids) | set(read_generation_defaults(directory).eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos.add(tokenizer.eos_token_id)
+    outside = {token_id for token_id in eos if not 0 <= token_id < architecture.vocab_size}
+    if outside:
+        logger.warning("%s names EOS ids outside the vocabulary, which can never come: %s", directory, sorted(outside))
+    return frozenset(eos - outside)
+
+
+def _chat_template(config: ModelConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Read the template of the user's choice (a file, or the text itself), else the tokenizer's or the checkpoint's."""
+    chosen = config.chat_template
+    if chosen is None:
+        own = ChatTemplate.from_directory(checkpoint.text_directory, tokenizer.special_tokens)
+        return own or ChatTemplate.from_directory(checkpoint.directory, tokenizer.special_tokens)
+    looks_like_text = "{" in chosen or "\n" in chosen
+    if not looks_like_text and not Path(chosen).is_file():
+        raise ConfigError(f"chat_template {chosen!r} is neither a file nor the text of a template")
+    text = chosen if looks_like_text else Path(chosen).read_text(encoding="utf-8")
+    return ChatTemplate(text, tokenizer.special_tokens)

@@ -1,0 +1,303 @@
+"""Structured output: which tokens may follow, for a JSON schema, a regular expression, a choice or a grammar.
+
+Grammars are compiled and walked by llguidance (https://github.com/guidance-ai/llguidance), imported when the first
+request asks for one. What may follow is a function of the tokens so far alone, so a schedule cannot change it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import threading
+import weakref
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octavo.errors import OctavoError, RequestError
+from octavo.runtime.turns import Turns
+from octavo.structured_output.gbnf import is_gbnf, to_lark
+from octavo.structured_output.lark import JSON_OPTIONS, by_id, free_start, whole_grammar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
+
+    from numpy.typing import NDArray
+
+    from octavo.sampling_params import StructuredOutputsParams
+
+
+logger = logging.getLogger(__name__)
+_MAX_KEPT = 128  # compiled grammars, besides those that somebody waits for: one of a small schema takes 0.2 MB
+_MAX_KEPT_CHARS = 1 << 20  # of their texts
+_STACK_BYTES = 512 << 20  # of address space; 4000 rules in a chain take 8 MB, and there is room for 16,000 in a text
+_MAX_WAITING = 1024  # grammars of one tenant that are not compiled yet
+_PARAMETER = "structured_outputs"
+# A grammar may take so much: 20 ms for a regular expression, 20 ms for a step, 50 MB of states.
+_LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 30_000,
+    "max_grammar_size": 200_000,
+}
+_ANY_OBJECT = '{"type": "object"}'
+
+
+class GrammarError(RequestError):
+    """A grammar that cannot be compiled, or that took more than it may while it was walked."""
+
+
+class Matcher:
+    """The way of one output through its grammar. Walks on with `advance`; `allowed` says what may come next."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self.num_tokens = 0
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Take the tokens that came. Raises `GrammarError` for one that the grammar forbids, or beyond its limits."""
+        with _told_apart():
+            goes_on = not token_ids or self._matcher.consume_tokens(list(token_ids))
+        if not goes_on:
+            raise GrammarError(f"the grammar does not go on: {self._matcher.get_error()[:200]}", parameter=_PARAMETER)
+        self.num_tokens += len(token_ids)
+
+    def step_back(self, num_tokens: int) -> None:
+        """Forget the tokens that came last. Raises `GrammarError`."""
+        with _told_apart():
+            goes_back = not num_tokens or self._matcher.rollback(num_tokens)
+        if not goes_back:
+            raise GrammarError(f"the grammar does not go back: {self._matcher.get_error()[:200]}", parameter=_PARAMETER)
+        self.num_tokens -= num_tokens
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens may come next, one after the other. Raises `GrammarError`."""
+        with _told_apart():
+            return int(self._matcher.validate_tokens(list(token_ids)))
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Return bool [vocab]: the tokens that may come next, EOS among them where the text is complete.
+
+        Raises `GrammarError` beyond its limits.
+        """
+        with _told_apart():
+            mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise GrammarError(f"the grammar takes too much: {self._matcher.get_error()[:200]}", parameter=_PARAMETER)
+        return np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[: self._vocab_size].view(np.bool_)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What is asked of a tokenizer.
+
+    text: its tokenizer.json. num_ids: how many it has; a model may have more rows than that, or fewer.
+    eos_token_ids: what ends an answer. token_id: returns the token of a text, None where it is not one.
+    added_ids: tokens beside those of the model of text.
+    """
+
+    text: str
+    num_ids: int
+    eos_token_ids: frozenset[int]
+    token_id: Callable[[str], int | None]
+    added_ids: frozenset[int]
+
+
+class _Compiled:
+    """A grammar at its beginning. Made so that it can be known without being kept."""
+
+    __slots__ = ("__weakref__", "matcher")
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary, and keeps those used last, and of whoever waits or runs.
+
+    read_vocabulary: is called for the first grammar: a vocabulary of 150,000 takes llguidance a second or two, and
+    110 MB. vocab_size: rows of the model; what has no row is never allowed.
+    """
+
+    def __init__(self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int) -> None:
+        self._read_vocabulary = read_vocabulary
+        self._vocab_size = vocab_size
+        self._vocabulary: Vocabulary | None = None
+        self._tokenizer: Any = None
+        self._known: weakref.WeakValueDictionary[str, _Compiled] = weakref.WeakValueDictionary()
+        self._kept: OrderedDict[str, _Compiled] = OrderedDict()
+        self._waited_for: dict[int, _Compiled] = {}  # by the id of what asks for it, as long as that lives
+        self._num_kept_chars = 0
+        self._lock = threading.Lock()
+
+    def prepare(self, wanted: StructuredOutputsParams, tenant: str = "") -> Future[None]:
+        """Compile a grammar in the background; what is wrong with it is raised by the result, as `GrammarError`.
+
+        It is known as long as `wanted` lives, so that no step waits for a compiler, however many others come between.
+        Tenants take turns, and the result says by `running()` when it is this one's.
+        Raises `GrammarError` where there is no thread for it, `QueueFullError` where too many of the tenant wait.
+        """
+        with _told_apart():
+            return _turns().submit(tenant, lambda: self._prepare(wanted))
+
+    def compile(self, wanted: StructuredOutputsParams) -> Matcher:
+        """Return a matcher at its beginning; waits where the grammar has not been prepared. Raises `GrammarError`."""
+        with _told_apart():
+            key = _key(_structure_text(_llguidance(), wanted), wanted)
+            compiled = self._find(key) or _executor().submit(self._compile, wanted).result()
+            return Matcher(compiled.matcher.deep_copy(), self._vocab_size)
+
+    def let_go(self, wanted: int) -> None:
+        """Hold no grammar any more for what had this id."""
+        self._waited_for.pop(wanted, None)
+
+    def _find(self, text: str) -> _Compiled | None:
+        with self._lock:
+            compiled = self._known.get(text)
+            if compiled is not None:
+                self._keep(text, compiled)
+            return compiled
+
+    def _keep(self, text: str, compiled: _Compiled) -> None:
+        """Count it as the one used last, and forget others."""
+        if self._kept.pop(text, None) is None:
+            self._num_kept_chars += len(text)
+        self._kept[text] = compiled
+        while len(self._kept) > _MAX_KEPT or (self._num_kept_chars > _MAX_KEPT_CHARS and len(self._kept) > 1):
+            self._num_kept_chars -= len(self._kept.popitem(last=False)[0])
+
+    def _prepare(self, wanted: StructuredOutputsParams) -> None:
+        compiled = self._compile(wanted)
+        if self._waited_for.get(id(wanted)) is not compiled:
+            self._waited_for[id(wanted)] = compiled
+            weakref.finalize(wanted, _forget, weakref.ref(self), id(wanted)).atexit = False
+
+    def _compile(self, wanted: StructuredOutputsParams) -> _Compiled:
+        with _told_apart():
+            llguidance = _llguidance()
+            structure = _structure_text(llguidance, wanted)
+            key = _key(structure, wanted)
+            if known := self._find(key):
+                return known
+            tokenizer = self._load(llguidance)
+            text = whole_grammar(structure, self._start(wanted), wanted.free_from)
+            limits = llguidance.LLParserLimits(**_LIMITS)
+            matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
+            if matcher.is_error():
+                raise GrammarError(f"{wanted.kind}: {_first_line(matcher.get_error())}", parameter=_PARAMETER)
+            compiled = _Compiled(matcher)
+            with self._lock:
+                self._known[key] = compiled
+                self._keep(key, compiled)
+            return compiled
+
+    def _load(self, llguidance: Any) -> Any:
+        if self._tokenizer is None:
+            vocabulary = self._read_vocabulary()
+            num_ids = max(vocabulary.num_ids, self._vocab_size)
+            eos = sorted(each for each in vocabulary.eos_token_ids if each < min(vocabulary.num_ids, self._vocab_size))
+            if not eos:
+                raise GrammarError("this model has no token that ends an answer", parameter=_PARAMETER)
+            self._tokenizer = llguidance.LLTokenizer(vocabulary.text, n_vocab=num_ids, eos_token=eos)
+            self._vocabulary = vocabulary
+        return self._tokenizer
+
+    def _start(self, wanted: StructuredOutputsParams) -> str:
+        """Return the rules of an answer: its structure, `@answer`, and what is free before it."""
+        if wanted.starts_after is None:
+            return "start: @answer"
+        vocabulary, ends = self._vocabulary, self._token(wanted.starts_after)
+        assert vocabulary is not None
+        opens = wanted.free_from and (self._token(wanted.free_from) or json.dumps(wanted.free_from))
+        added = vocabulary.added_ids - vocabulary.eos_token_ids - {vocabulary.token_id(wanted.starts_after)}
+        between = sorted(each for each in added if each < self._vocab_size)
+        return free_start(wanted.starts_after, ends, opens, between)
+
+    def _token(self, text: str) -> str | None:
+        """Return how a grammar names the token of a text; None where it is no token that the model has a row for."""
+        assert self._vocabulary is not None
+        token_id = self._vocabulary.token_id(text)
+        return None if token_id is None or token_id >= self._vocab_size else by_id(token_id)
+
+
+def _forget(compiler: weakref.ref[GrammarCompiler], wanted: int) -> None:
+    """Let the grammar go of what is gone now."""
+    if (there := compiler()) is not None:
+        there.let_go(wanted)
+
+
+@functools.cache
+def _turns() -> Turns:
+    """Return who waits for the one thread that compiles."""
+    return Turns(_executor(), _MAX_WAITING, f"{_MAX_WAITING} grammars wait to be compiled already", _PARAMETER)
+
+
+@functools.cache
+def _executor() -> ThreadPoolExecutor:
+    """Return the one thread that compiles. llguidance recurses over rules: its stack has room for the longest text."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar")
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        executor.submit(int).result()  # the thread is made now, with that stack
+    finally:
+        threading.stack_size(before)
+    return executor
+
+
+@contextlib.contextmanager
+def _told_apart() -> Iterator[None]:
+    """Make whatever llguidance raises a `GrammarError`, panics included: it is one request's trouble."""
+    try:
+        yield
+    except (OctavoError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - a panic is none of `Exception`
+        logger.warning("a grammar failed: %r", error)
+        message = f"the grammar cannot be used with this model: {_first_line(str(error))}"
+        raise GrammarError(message, parameter=_PARAMETER) from None
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance  # noqa: PLC0415 - optional, and only for those who ask for it
+    except ImportError:
+        raise RequestError(
+            "structured outputs need llguidance: pip install 'octavo[structured]'", parameter=_PARAMETER
+        ) from None
+    return llguidance
+
+
+def _key(structure: str, wanted: StructuredOutputsParams) -> str:
+    """Return under what a grammar is known."""
+    return structure if wanted.starts_after is None else repr((structure, wanted.starts_after, wanted.free_from))
+
+
+def _structure_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
+    matcher = llguidance.LLMatcher
+    try:
+        match wanted.kind:
+            case "json":
+                return str(matcher.grammar_from_json_schema(wanted.json, overrides=JSON_OPTIONS))
+            case "json_object":
+                return str(matcher.grammar_from_json_schema(_ANY_OBJECT, overrides=JSON_OPTIONS))
+            case "regex":
+                return str(matcher.grammar_from_regex(wanted.regex))
+            case "choice":
+                return str(llguidance.grammar_from("choice", json.dumps(wanted.choice)))
+            case _:
+                text = str(wanted.grammar)
+                return str(llguidance.grammar_from("lark", to_lark(text) if is_gbnf(text) else text))
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"{wanted.kind}: {_first_line(str(error))}", parameter=_PARAMETER) from None
+
+
+def _first_line(message: str) -> str:
+    return message.strip().partition("\n")[0][:300]

@@ -1,0 +1,180 @@
+"""`octavo doctor`: true figures, a verdict that can fail, and clear errors."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from alone_and_crowd import needs_kernels
+from typer.testing import CliRunner
+
+from octavo.cli import app
+
+pytestmark = needs_kernels
+
+
+@pytest.fixture
+def doctor(monkeypatch):
+    """Run it on little memory: (exit status, standard output)."""
+    cpu = pytest.importorskip("octavo.kernels.cpu")
+    module = pytest.importorskip("octavo.worker.machine_report")
+    monkeypatch.setattr(module, "cold_bytes", lambda: 1 << 20)
+    little = functools.partialmethod(cpu.CpuKernels.measure_limits, num_bytes=1 << 22, rounds=1)
+    monkeypatch.setattr(cpu.CpuKernels, "measure_limits", little)
+
+    def run(*arguments):
+        result = CliRunner().invoke(app, ["doctor", *arguments], prog_name="octavo")
+        return result.exit_code, result.stdout, result.stderr
+
+    return run
+
+
+def test_the_report(doctor):
+    status, text, _ = doctor("--json", "--num-threads", "2")
+    report = json.loads(text)
+    assert status == 0
+    assert report["is_exact"]
+    assert report["isa"] == report["instruction_sets"][0]
+    assert report["num_threads"] == 2
+    assert {check["precision"] for check in report["checks"]} == {"bfloat16", "int8"}
+    assert {product["name"] for product in report["products"]} == {"qkv", "o", "gate_up", "down", "lm_head"}
+    for product in report["products"]:
+        work = 2 * product["rows"] * product["out_features"] * product["in_features"]
+        assert product["ops_per_s"] == pytest.approx(work / product["seconds"])
+        peak = report["limits"]["byte_ops" if product["precision"] == "int8" else "bfloat16_flops"]
+        shares = product["ops_per_s"] / peak, product["bytes_per_s"] / report["limits"]["bytes_read"]
+        assert product["of_limit"] == pytest.approx(max(shares))
+    assert all(0 < check["error"] < 0.02 for check in report["checks"])
+
+
+@pytest.mark.parametrize("slow_at", ["first", "last"])
+def test_a_slow_moment_of_the_machine_is_no_limit(doctor, monkeypatch, slow_at):
+    from octavo.kernels.cpu import CpuKernels
+    from octavo.kernels.limits import Limits
+
+    slow, fast = Limits(1e9, 2e9, 3e9, 8e9), Limits(4e9, 5e9, 6e9, 7e9)
+    given = [slow, fast] if slow_at == "first" else [fast, slow]
+    left = given.copy()
+    monkeypatch.setattr(CpuKernels, "measure_limits", lambda _self: left.pop(0))
+    _, text, _ = doctor("--json", "--precision", "int8")
+    report = json.loads(text)
+    assert report["limits"] == report["best_limits"] == asdict(Limits(4e9, 5e9, 6e9, 8e9))
+    assert report["limits_each"] == [asdict(each) for each in given]
+    product = report["products"][0]
+    assert product["of_limit"] == pytest.approx(max(product["ops_per_s"] / 5e9, product["bytes_per_s"] / 8e9))
+    left = given.copy()
+    _, text, _ = doctor("--precision", "int8")
+    assert "limits     4 GFLOP/s float32, 6 bfloat16, 5 GOP/s int8, 8.0 GB/s read" in text
+    assert "the machine changed meanwhile" in text
+    assert "shares of more than all" in text  # no machine is as slow as these limits
+    left = [fast, replace(fast, flops=4.9e9)]
+    _, text, _ = doctor("--precision", "int8")
+    assert "the machine changed meanwhile" not in text
+    left = [Limits(1e18, 1e18, 1e18, 1e18)] * 2
+    _, text, _ = doctor("--precision", "int8")
+    assert "shares of more than all" not in text
+
+
+@pytest.mark.parametrize(("precision", "has_lm_head"), [("int4", False), ("int4_all", True)])
+def test_lm_head_is_examined_in_what_it_is_rounded_to(doctor, precision, has_lm_head):
+    status, text, _ = doctor("--json", "--precision", precision)
+    report = json.loads(text)
+    assert status == 0
+    assert {product["precision"] for product in report["products"]} == {precision}
+    for kind in ("products", "checks"):
+        assert ("lm_head" in {each["name"] for each in report[kind]}) == has_lm_head
+    for product in report["products"]:
+        num_values = product["out_features"] * product["in_features"]
+        assert 0.5 < product["bytes_per_s"] * product["seconds"] / num_values < 0.65  # with scales and units
+
+
+def test_what_is_timed_is_what_a_model_calls(doctor, monkeypatch):
+    from octavo.kernels.cpu import CpuKernels
+
+    module, widths = pytest.importorskip("octavo.worker.machine_report"), {"linear": set(), "gated_linear": set()}
+    check = module.Check("gate_up", "int8", rows_are_independent=True, threads_are_equal=True, error=0.01)
+    monkeypatch.setattr(module, "_check", lambda name, *_: replace(check, name=name))
+    for call, seen in widths.items():
+        honest = getattr(CpuKernels, call)
+
+        def watch(self, x, packed, honest=honest, seen=seen, **options):
+            seen.add(packed.out_features)
+            return honest(self, x, packed, **options)
+
+        monkeypatch.setattr(CpuKernels, call, watch)
+    status, text, _ = doctor("--json", "--precision", "int8", "--isa", "portable")
+    products = {each["name"]: each["out_features"] for each in json.loads(text)["products"]}
+    assert status == 0
+    assert widths["gated_linear"] == {products.pop("gate_up")}
+    assert widths["linear"] == set(products.values())
+
+
+def test_another_instruction_set_tells_what_is_lost(doctor):
+    status, text, _ = doctor("--isa", "portable", "--precision", "float32")
+    assert status == 0
+    assert "kernels    portable" in text
+    assert "arithmetic are lost" in text
+    assert "float32: at most" in text
+    assert "int8:" not in text
+
+
+def test_a_kernel_that_is_not_exact_is_found(doctor, monkeypatch):
+    from octavo.kernels.cpu import CpuKernels
+
+    honest = CpuKernels.linear
+
+    def linear(self, x, packed, **options):
+        return honest(self, x, packed, **options) + (1.0 if x.shape[0] == 13 else 0.0)
+
+    monkeypatch.setattr(CpuKernels, "linear", linear)
+    status, text, _ = doctor()
+    assert status == 1
+    assert "NOT EXACT  qkv bfloat16: a row depends on the rows beside it" in text
+    assert "exact      every row" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--isa", "avx9"], "isa must be one of auto, amx"),
+        (["--precision", "int3"], "precision must be one of float32"),
+        (["/nowhere"], "/nowhere does not exist"),
+    ],
+)
+def test_bad_input(doctor, arguments, message):
+    status, _, error = doctor(*arguments)
+    assert status == 1
+    assert message in error
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+@pytest.mark.parametrize("depth", [64, 256, 896, 1024, 4864])
+def test_so_many_rows_are_checked_that_panels_are_met_again(precision, depth):
+    """As csrc says how many are not: `TasksOfTiles`, and the blocks of the products without tiles."""
+    module = pytest.importorskip("octavo.worker.machine_report")
+    rows, row_bytes = module.checked_rows(precision, depth), depth * (1 if precision == "int8" else 2)
+    pairs = -(-rows // 32)
+    blocks = -(-pairs // constant("linear_tiles.h", "kBlockPairs"))
+    block_rows = -(-pairs // blocks) * 32
+    assert blocks > constant("linear_tiles.h", "kNearBytes") // (block_rows * row_bytes)
+    assert rows > constant("quantized_rows.h", "kBlockBytes") // row_bytes
+    assert rows > constant("linear.h", "kBlockRows")
+
+
+def constant(file, name):
+    """Read a number of csrc; a tile of rows is 14 of them with AVX-512."""
+    text = (Path(__file__).parents[2] / "csrc" / file).read_text()
+    left, operation, right = re.search(rf"constexpr int64_t {name} = (\w+)(?: (\*|<<) (\w+))?;", text).groups()
+    first, second = (14 if each == "kTileRows" else int(each or 0) for each in (left, right))
+    return first * second if operation == "*" else first << second
+
+
+def test_torch_keeps_its_threads(doctor):
+    before = torch.get_num_threads()
+    doctor("--precision", "int8")
+    assert torch.get_num_threads() == before

@@ -1,0 +1,81 @@
+"""Perplexity as the engine that serves gives it, and `octavo quantize`, which tells it."""
+
+import math
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from octavo.assets import built_in_model_path
+from octavo.cli import app
+from octavo.cli.perplexity import mean_losses, opened, perplexity, python_reference, text_pieces
+from octavo.errors import RequestError
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with opened(built_in_model_path(), kv_cache_memory_bytes=64 << 20) as found:
+        yield found
+
+
+def test_losses_are_those_of_each_piece_alone(llm):
+    pieces = text_pieces(llm, python_reference(), max_pieces=3)
+    assert [len(piece) for piece in pieces] == [len(pieces[0])] * 3
+    whole = llm.get_tokenizer().encode(python_reference())
+    assert [token for piece in pieces for token in piece] == whole[: 3 * len(pieces[0])]
+    seen = []
+    losses = mean_losses(llm, pieces, on_piece=seen.append)
+    assert seen == pieces
+    assert losses == [mean_losses(llm, [piece])[0] for piece in pieces]
+    theirs = AutoModelForCausalLM.from_pretrained(built_in_model_path(), dtype=torch.float32)
+    for piece, loss in zip(pieces, losses, strict=True):
+        with torch.no_grad():
+            logits = theirs(torch.tensor([piece])).logits[0, :-1]
+        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(piece[1:]))
+        assert loss == pytest.approx(expected.item(), rel=0.02)  # of bfloat16
+    assert perplexity([0.5, 1.5]) == math.e
+
+
+def test_time_bounds_the_pieces_but_the_first(llm):
+    pieces = text_pieces(llm, python_reference(), max_pieces=3)
+    assert len(mean_losses(llm, pieces, seconds=0.0)) == 1
+
+
+def test_a_text_of_less_than_a_piece_is_refused(llm):
+    with pytest.raises(RequestError, match=r"the text has \d+ tokens; a perplexity is measured on pieces of \d+"):
+        text_pieces(llm, "too short")
+
+
+def test_quantize_tells_what_rounding_cost(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(python_reference()[:20_000], encoding="utf-8")
+    run = ["quantize", str(built_in_model_path()), str(tmp_path / "int4"), "-q", "int4", "--text", str(text)]
+    result = CliRunner().invoke(app, run)
+    assert result.exit_code == 0, result.stderr
+    found = re.search(
+        r"perplexity on the text \((\d+) pieces of \d+ tokens\): ([\d.]+) before, ([\d.]+) after", result.stdout
+    )
+    assert found is not None, result.stdout
+    before, after = float(found[2]), float(found[3])
+    assert before != after
+    assert 0.8 < after / before < 1.3
+
+
+def test_quantize_without_perplexity_loads_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("octavo.cli.perplexity.opened", None)
+    run = ["quantize", str(built_in_model_path()), str(tmp_path / "int8"), "--no-perplexity"]
+    result = CliRunner().invoke(app, run)
+    assert result.exit_code == 0, result.stderr
+    assert "perplexity" not in result.stdout
+
+
+def test_a_copy_stays_where_perplexity_cannot_be_measured(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("too short", encoding="utf-8")
+    run = ["quantize", str(built_in_model_path()), str(tmp_path / "int8"), "--text", str(text)]
+    result = CliRunner().invoke(app, run)
+    assert result.exit_code == 0, result.stderr
+    assert "perplexity was not measured: the text has" in result.stderr
+    assert (tmp_path / "int8" / "config.json").is_file()

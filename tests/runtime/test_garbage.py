@@ -1,0 +1,52 @@
+"""What is made to stay is not looked at again by the collector, which goes on as it was."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+
+def in_a_process_of_its_own(code: str) -> str:
+    """Run code; the collector is that of a whole process."""
+    code = "import gc, weakref\nfrom octavo.runtime.garbage import made_to_stay\n" + textwrap.dedent(code)
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_what_stays_is_not_tracked_and_what_was_garbage_is_gone():
+    shown = in_a_process_of_its_own("""
+        class Thing: pass
+        with made_to_stay():
+            assert not gc.isenabled()
+            kept, garbage = [Thing() for _ in range(1000)], Thing()
+            garbage.itself, seen = garbage, weakref.ref(garbage)
+            del garbage
+        num_looked_at = sum(len(gc.get_objects(generation)) for generation in range(3))
+        print(gc.isenabled(), gc.get_freeze_count() > 1000, seen() is None, num_looked_at < 1000)
+    """)
+    assert shown == "True True True True"
+
+
+def test_a_full_collection_comes_when_there_is_much_of_what_came_later():
+    """And not when that is a quarter of all there is."""
+    shown = in_a_process_of_its_own("""
+        with made_to_stay():
+            kept = [[] for _ in range(1_000_000)]
+        before = gc.get_stats()[2]["collections"]
+        later = [[] for _ in range(150_000)]
+        print(gc.get_stats()[2]["collections"] > before)
+    """)
+    assert shown == "True"
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_a_failure_leaves_the_collector_as_it_was(was_enabled):
+    shown = in_a_process_of_its_own(f"""
+        gc.enable() if {was_enabled} else gc.disable()
+        try:
+            with made_to_stay():
+                raise KeyError
+        except KeyError:
+            print(gc.isenabled(), gc.get_freeze_count())
+    """)
+    assert shown == f"{was_enabled} 0"

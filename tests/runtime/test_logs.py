@@ -1,0 +1,95 @@
+"""Lines of log: what a machine reads, what people read, and the file of the audit log."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import datetime
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.runtime import logs
+
+
+def record(message: object, *arguments: object, level: int = logging.ERROR, exc_info=None) -> logging.LogRecord:
+    return logging.LogRecord("octavo.there", level, "file", 1, message, arguments, exc_info)
+
+
+@pytest.fixture
+def about():
+    token = logs.request_id.set("request-1")
+    yield "request-1"
+    logs.request_id.reset(token)
+
+
+def test_a_line_of_json(about):
+    try:
+        int("two\nlines")
+    except ValueError as error:
+        text = logs.JsonFormatter("engine").format(record("%d failed", 3, exc_info=(type(error), error, None)))
+    assert "\n" not in text
+    line = json.loads(text)
+    assert datetime.fromisoformat(line.pop("time")).utcoffset() is not None
+    assert "two\\nlines" in line.pop("exception")
+    wanted = {"level": "error", "logger": "octavo.there", "process": "engine", "message": "3 failed"}
+    assert line == {**wanted, "request_id": about}
+
+
+def test_a_line_for_people(about):
+    time, line = logs.TextFormatter().format(record("%d failed", 3)).split(" ", 1)
+    assert datetime.fromisoformat(time).utcoffset() is not None
+    assert line == f"ERROR octavo.there: 3 failed [{about}]"
+
+
+def test_without_a_request_nothing_is_said_of_one():
+    assert logs.TextFormatter("engine").format(record("x")).endswith("ERROR engine: octavo.there: x")
+    assert "request_id" not in json.loads(logs.JsonFormatter().format(record("x")))
+
+
+def test_fields_are_fields():
+    message = logs.Fields({"status": 200})
+    assert json.loads(logs.JsonFormatter().format(record(message)))["status"] == 200
+    assert logs.TextFormatter().format(record(message)).endswith(': {"status": 200}')
+
+
+@pytest.fixture
+def audit():
+    logger = logging.getLogger(logs.AUDIT)
+    before = logger.level, logger.propagate
+    yield logger
+    for handler in logger.handlers:
+        handler.close()
+    logger.handlers[:] = []
+    logger.level, logger.propagate = before
+
+
+def test_the_audit_log_has_a_file_whatever_the_level(audit, tmp_path, caplog):
+    path = tmp_path / "audit.jsonl"
+    logs.configure("WARNING", "text", audit_file=path)
+    audit.info(logs.Fields({"status": 200}))
+    path.rename(tmp_path / "audit.1")  # as logrotate does
+    audit.info(logs.Fields({"status": 404}))
+    for name, status in (("audit.1", 200), ("audit.jsonl", 404)):
+        assert json.loads((tmp_path / name).read_text())["status"] == status
+    assert not caplog.records
+
+
+def test_a_line_that_the_file_does_not_take_goes_to_the_log_and_fails_nobody(audit, tmp_path, caplog):
+    folder = tmp_path / "log"
+    folder.mkdir()
+    logs.configure("WARNING", "text", audit_file=folder / "audit.jsonl")
+    folder.rename(tmp_path / "elsewhere")  # it can be neither found nor made
+    audit.info(logs.Fields({"status": 404}))
+    (line,) = caplog.messages
+    assert "audit log" in line
+    assert '"status": 404' in line
+    folder.mkdir()
+    audit.info(logs.Fields({"status": 500}))
+    assert json.loads((folder / "audit.jsonl").read_text())["status"] == 500
+
+
+def test_a_file_that_cannot_be_written_is_told(audit, tmp_path):
+    with pytest.raises(ConfigError, match="audit log"):
+        logs.configure("INFO", "text", audit_file=tmp_path)
+    assert not audit.handlers

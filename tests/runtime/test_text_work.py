@@ -1,0 +1,149 @@
+"""Work on texts beside the event loop: short before long, tenants in turns, in time, and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from octavo.engine.chat_template import ChatTemplate
+from octavo.errors import DeadlineError, RequestError
+from octavo.runtime import text_work
+from octavo.runtime.text_work import TextWork, progress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LONG = 1 << 20
+
+
+@pytest.fixture
+def text() -> Iterator[TextWork]:
+    text = TextWork()
+    yield text
+    text.shutdown()
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+def test_what_is_short_waits_for_nothing_that_is_long(text: TextWork, gate: threading.Event) -> None:
+    async def ask() -> tuple[int, list[bool]]:
+        long = [asyncio.create_task(text.do(lambda: gate.wait(30), num_chars=LONG)) for _ in range(8)]
+        await asyncio.sleep(0)
+        short = await text.do(lambda: 7, num_chars=10)
+        gate.set()
+        return short, await asyncio.gather(*long)
+
+    assert asyncio.run(ask()) == (7, [True] * 8)
+
+
+@pytest.mark.parametrize(("num_chars", "beside"), [(2000, 2100), (2000, 30_000), (30_000, 40_000), (500_000, 600_000)])
+def test_each_lane_waits_for_nothing_of_the_next(
+    text: TextWork, gate: threading.Event, num_chars: int, beside: int
+) -> None:
+    async def ask() -> int:
+        held = [asyncio.create_task(text.do(lambda: gate.wait(30), num_chars=beside)) for _ in range(8)]
+        await asyncio.sleep(0)
+        done = await asyncio.wait_for(text.do(lambda: 7, num_chars=num_chars), 10)
+        gate.set()
+        await asyncio.gather(*held)
+        return done
+
+    assert asyncio.run(ask()) == 7
+
+
+def test_tenants_take_turns(text: TextWork, gate: threading.Event) -> None:
+    order: list[str] = []
+
+    async def ask() -> None:
+        began = asyncio.Event()
+        begin = partial(asyncio.get_running_loop().call_soon_threadsafe, began.set)
+        first = asyncio.create_task(text.do(lambda: (begin(), gate.wait(30)), num_chars=LONG, tenant="greedy"))
+        await began.wait()
+        names = ["greedy"] * 5 + ["modest"] * 2
+        tasks = [
+            asyncio.create_task(text.do(lambda name=name: order.append(name), num_chars=LONG, tenant=name))
+            for name in names
+        ]
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(first, *tasks)
+
+    asyncio.run(ask())
+    assert order == ["greedy", "modest", "greedy", "modest", "greedy", "greedy", "greedy"]
+
+
+def test_work_whose_time_is_over_before_its_turn_is_told_so_and_never_begins(
+    text: TextWork, gate: threading.Event
+) -> None:
+    began: list[str] = []
+
+    async def ask() -> None:
+        first = asyncio.create_task(text.do(lambda: gate.wait(30), num_chars=LONG))
+        await asyncio.sleep(0)
+        deadline = asyncio.get_running_loop().time() + 0.05
+        with pytest.raises(DeadlineError):
+            await text.do(lambda: began.append("late"), num_chars=LONG, deadline=deadline)
+        gate.set()
+        await first
+        await text.do(lambda: began.append("next"), num_chars=LONG)
+
+    asyncio.run(ask())
+    assert began == ["next"]
+
+
+def test_work_that_nobody_waits_for_ends_and_what_it_read_is_counted(text: TextWork) -> None:
+    began, ended = threading.Event(), threading.Event()
+    counted: list[int] = []
+
+    def work() -> None:
+        try:
+            while True:
+                progress(1)
+                began.set()
+        finally:
+            ended.set()
+
+    async def ask() -> None:
+        deadline = asyncio.get_running_loop().time() + 0.1
+        with pytest.raises(DeadlineError):
+            await text.do(work, num_chars=LONG, deadline=deadline, on_read=counted.append)
+
+    asyncio.run(ask())
+    assert began.is_set()
+    assert ended.wait(30)
+    assert len(counted) == 1
+    assert counted[0] >= 1
+
+
+def test_what_is_read_is_counted_also_where_it_is_refused(text: TextWork) -> None:
+    counted: list[int] = []
+
+    def work() -> None:
+        progress(5)
+        progress(7)
+        raise RequestError("too long")
+
+    with pytest.raises(RequestError, match="too long"):
+        asyncio.run(text.do(work, num_chars=LONG, on_read=counted.append))
+    assert counted == [12]
+
+
+def test_a_template_that_walks_for_ever_is_ended(text: TextWork, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_work, "_LONGEST_S", 0.2)
+    walk = "{{ c.role }}"
+    for name in "cba":
+        walk = f"{{% for {name} in messages %}}{walk}{{% endfor %}}"
+    template = ChatTemplate(walk)
+    messages = [{"role": "user", "content": "a"}] * 3000
+    with pytest.raises(RequestError, match=r"took longer than 0\.2 s"):
+        asyncio.run(text.do(lambda: template.render(messages), num_chars=LONG))
+    assert template.render(messages[:2]) == "user" * 8

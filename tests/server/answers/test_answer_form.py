@@ -1,0 +1,95 @@
+"""How the answers of a request are read: by the model's vocabulary, its template, and what the prompt ends with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from answer_reading import read_answer
+from fakes import FakeChatTemplate
+
+from octavo import assets
+from octavo.config import ModelInfo
+from octavo.engine.input_processor import InputProcessor
+from octavo.engine.tokenizer import Tokenizer
+from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+from octavo.server.answers.answer_form import AnswerForm, AnswerStyle
+from octavo.server.answers.parts import Part
+from octavo.server.answers.tools import NO_TOOLS, Toolbox, read_chat_tools
+
+MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+NOW: Any = {"type": "function", "function": {"name": "now"}}
+ARGUMENTS = '{"a": "<b>"}'
+CALL = f'<tool_call>\n{{"name": "now", "arguments": {ARGUMENTS}}}\n</tool_call>'
+EOS, ROLE = "<|im_end|>", "<|im_start|>"
+
+
+def make_inputs(kind: str, num_rows: int = 9999) -> InputProcessor:
+    """The built-in vocabulary, with markers that are no tokens ("plain"), "special" ones, or "added" ones of text."""
+    text = (Path(assets.__file__).parent / "demo" / "tokenizer.json").read_text(encoding="utf-8")
+    backend = tokenizers.Tokenizer.from_str(text)
+    if kind != "plain":
+        tokens = [tokenizers.AddedToken(each, special=kind == "special", normalized=False) for each in MARKERS]
+        (backend.add_special_tokens if kind == "special" else backend.add_tokens)(tokens)
+    ends = frozenset({backend.token_to_id(EOS)})
+    info = ModelInfo(name="a", vocab_size=num_rows, max_model_len=99, eos_token_ids=ends)
+    return InputProcessor(Tokenizer(backend), info, 0, FakeChatTemplate("<tool_call> </think>"))
+
+
+def toolbox_of(style: AnswerStyle, *, strict: bool = False) -> Toolbox:
+    tool = {**NOW, "function": {**NOW["function"], "strict": strict}}
+    return read_chat_tools([tool], None, None, style.tools)
+
+
+@pytest.mark.parametrize("kind", ["plain", "special", "added"])
+def test_markers_are_read_whatever_kind_of_token_they_are(kind: str) -> None:
+    """Special tokens are left out of a text, or a call would be lost; others, a role's tag say, stay left out."""
+    inputs = make_inputs(kind)
+    style = AnswerStyle.find("auto", "auto", inputs)
+    form = AnswerForm.of(style, toolbox_of(style), "Hello.")
+    tokens = inputs.tokenizer.encode(f"<think>Hm.</think>{ROLE}\nI {ROLE}look.\n{CALL}{EOS}", add_special_tokens=False)
+    expected = [Part("reasoning", "Hm."), Part("content", "I look."), Part("call", "now"), Part("arguments", ARGUMENTS)]
+    for pieces in ([tokens], [[each] for each in tokens]):
+        assert read_answer(inputs.tokenizer, form, [5], pieces, "stop") == expected
+    assert (len(form.shown_ids) > 0) is (kind == "special")
+
+
+def test_without_tools_their_markers_are_as_other_special_tokens() -> None:
+    inputs = make_inputs("special")
+    form = AnswerForm.of(AnswerStyle.find("auto", "auto", inputs), NO_TOOLS, "Hello.")
+    tokens = inputs.tokenizer.encode(f"<think>Hm.</think>a<tool_call>b{EOS}", add_special_tokens=False)
+    expected = [Part("reasoning", "Hm."), Part("content", "ab")]
+    assert read_answer(inputs.tokenizer, form, [5], [tokens], "stop") == expected
+    params = form.applied_to(SamplingParams(skip_special_tokens=False))
+    assert not params.skip_special_tokens, "a client may ask for all of them"
+
+
+def test_a_marker_that_the_model_has_no_row_for_is_no_token() -> None:
+    for num_rows, has_token in ((9999, True), (9, False)):
+        style = AnswerStyle.find("auto", "auto", make_inputs("added", num_rows))
+        structure = toolbox_of(style, strict=True).structure(None)
+        assert structure is not None
+        assert ('"<tool_call>"' not in str(structure.grammar)) is has_token
+
+
+@pytest.mark.parametrize(
+    ("prompt", "starts_after", "free_from", "parts"),
+    [
+        ("Hello.", "</think>", "<think>", [Part("reasoning", "a"), Part("content", "b")]),
+        ("Hello.<think>\n", "</think>", None, [Part("reasoning", "<think>a"), Part("content", "b")]),
+        ("Hello.<think>\n\n</think>\n\n", None, None, [Part("content", "<think>a</think>b")]),
+    ],
+)
+def test_what_a_prompt_ends_with_says_how_an_answer_begins(
+    prompt: str, starts_after: str | None, free_from: str | None, parts: list[Part]
+) -> None:
+    inputs = make_inputs("added")
+    form = AnswerForm.of(AnswerStyle.find("auto", "auto", inputs), NO_TOOLS, prompt)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    structure = form.applied_to(params).structured_outputs
+    assert structure is not None
+    assert (structure.starts_after, structure.free_from) == (starts_after, free_from)
+    tokens = inputs.tokenizer.encode(f"<think>a</think>b{EOS}", add_special_tokens=False)
+    assert read_answer(inputs.tokenizer, form, [5], [tokens], "stop") == parts

@@ -1,0 +1,157 @@
+"""Large work goes beside the event loop, and one request's log probabilities are bounded together."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fakes import FakeExecutor
+from running import run_server
+
+from octavo.engine.output_processor import OutputProcessor
+from octavo.server.access import body as bodies
+from octavo.server.api.anthropic import messages
+from octavo.server.api.openai import chat, completions, embeddings, responses
+from octavo.server.api.openai.embeddings import EmbeddingReply
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from running import Running
+
+LOOP = "test-server"  # the name of the event loop's thread
+USER = [{"role": "user", "content": "hello"}]
+IDS = [65] * 1600  # much of the context
+BULK = {"metadata": {str(i): "x" * 20 for i in range(12_000)}}
+# What is asked, and by which functions the work is done that depends on its size.
+WORK: list[tuple[str, dict[str, Any], list[tuple[Any, str]]]] = [
+    (
+        "/v1/completions",
+        {"prompt": "a", "n": 16, "logprobs": 20, "max_tokens": 20},
+        [(completions, "completion_logprobs")],
+    ),
+    (
+        "/v1/completions",
+        {"prompt": [IDS, IDS], "prompt_logprobs": 5, "max_tokens": 1},
+        [(completions, "prompt_logprobs")],
+    ),
+    (
+        "/v1/completions",
+        {"prompt": [IDS, IDS], "echo": True, "max_tokens": 300},
+        [(OutputProcessor, "decode")],
+    ),
+    (
+        "/v1/completions",
+        {"prompt": [IDS, IDS], "echo": True, "stream": True, "max_tokens": 300, "logprobs": 3},
+        [(OutputProcessor, "decode"), (completions, "completion_logprobs")],
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": USER, "n": 16, "logprobs": True, "top_logprobs": 20, "max_tokens": 20},
+        [(chat, "chat_logprobs")],
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": USER, "max_tokens": 1, **BULK},
+        [(bodies, "parse"), (chat, "read_messages")],
+    ),
+    ("/v1/completions", {"prompt": [65, 66], "max_tokens": 1, **BULK}, [(completions, "read_prompts")]),
+    ("/v1/embeddings", {"input": "a", "dimensions": 1, **BULK}, [(embeddings, "read_prompts")]),
+    ("/v1/responses", {"input": "a", "max_output_tokens": 1, **BULK}, [(responses, "_read_conversation")]),
+    ("/v1/responses/input_tokens", {"input": "a", **BULK}, [(responses, "_read_conversation")]),
+    ("/v1/messages", {"model": "fake", "messages": USER, "max_tokens": 1, **BULK}, [(messages, "_read_conversation")]),
+    (
+        "/v1/messages/count_tokens",
+        {"model": "fake", "messages": USER, **BULK},
+        [(messages, "_read_conversation")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "functions"), WORK)
+def test_large_work_leaves_the_event_loop_alone(
+    shared: Running, monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, Any], functions: list[Any]
+) -> None:
+    places: dict[str, set[str]] = {name: set() for _, name in functions}
+
+    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            places[name].add(threading.current_thread().name)
+            return function(*args, **options)
+
+        return call
+
+    for owner, name in functions:
+        monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
+    monkeypatch.setattr(EmbeddingReply, "_spell", lambda *_: "")  # this engine has no hidden states
+    with shared.http() as http:
+        response = http.post(route, json=body)
+    assert response.status_code == 200, response.text
+    for name, threads in places.items():
+        assert threads, f"{name} was not called"
+        # Of a stream only the large pieces go elsewhere, and the first one of each prompt is the large one.
+        assert LOOP not in threads or (body.get("stream") and threads - {LOOP}), name
+
+
+def test_small_work_stays_where_it_is(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[str] = []
+    spell = completions.completion_logprobs
+
+    def watched(*args: Any, **options: Any) -> Any:
+        places.append(threading.current_thread().name)
+        return spell(*args, **options)
+
+    monkeypatch.setattr(completions, "completion_logprobs", watched)
+    with shared.http() as http:
+        http.post("/v1/completions", json={"prompt": "a", "logprobs": 2, "max_tokens": 5})
+    assert places == [LOOP]
+
+
+def test_a_prompt_that_is_echoed_by_many_choices_is_decoded_once(
+    shared: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, decoded = OutputProcessor.decode, []
+
+    def counting(self: OutputProcessor, token_ids: list[int], **options: Any) -> str:
+        decoded.append(len(token_ids))
+        return decode(self, token_ids, **options)
+
+    monkeypatch.setattr(OutputProcessor, "decode", counting)
+    with shared.http() as http:
+        body = {"prompt": [[65] * 50, [66] * 60], "echo": True, "n": 8, "max_tokens": 2}
+        choices = http.post("/v1/completions", json=body).json()["choices"]
+    assert sorted(decoded) == [50, 60]
+    assert [choice["text"][:50] for choice in choices] == ["A" * 50] * 8 + ["B" * 50] * 8
+
+
+LIMIT = 1000
+EXCEEDING = [
+    ("/v1/completions", {"prompt": "a", "max_tokens": 100, "logprobs": 10}, "logprobs"),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 10, "n": 10, "logprobs": 10}, "logprobs"),
+    ("/v1/completions", {"prompt": ["a"] * 10, "max_tokens": 10, "logprobs": 10}, "logprobs"),
+    ("/v1/completions", {"prompt": "a" * 100, "max_tokens": 1, "prompt_logprobs": 10}, "prompt_logprobs"),
+    ("/v1/completions", {"prompt": "a" * 50, "max_tokens": 1, "n": 2, "prompt_logprobs": 10}, "prompt_logprobs"),
+    ("/v1/completions", {"prompt": "a" * 100, "max_tokens": 0, "echo": True, "logprobs": 10}, "logprobs"),
+    ("/v1/chat/completions", {"messages": USER, "logprobs": True, "max_tokens": 1001}, "top_logprobs"),
+    ("/v1/chat/completions", {"messages": USER, "logprobs": True}, "top_logprobs"),  # the rest of the context
+]
+
+
+@pytest.mark.parametrize(("route", "body", "parameter"), EXCEEDING)
+def test_the_log_probabilities_of_a_request_are_bounded_together(
+    route: str, body: dict[str, Any], parameter: str
+) -> None:
+    executor = FakeExecutor()
+    with run_server(executor, max_request_logprobs=LIMIT) as running, running.http() as http:
+        for stream in (False, True):
+            if stream and parameter == "prompt_logprobs":
+                continue  # which is refused for another reason
+            response = http.post(route, json={**body, "stream": stream})
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert error["param"] == parameter
+            assert f"the limit is {LIMIT}" in error["message"]
+        fits = {"prompt": "a", "max_tokens": 100, "logprobs": 9}
+        assert http.post("/v1/completions", json=fits).status_code == 200
+    assert running.num_unfinished == 0

@@ -1,0 +1,298 @@
+"""An answer's parts do not depend on how its text was cut: reasoning, content and calls of tools, family by family."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from octavo.server.answers.parts import Part, PlainParser, ReasoningParser, joined
+from octavo.server.answers.tool_parsers import HermesParser, LlamaParser, MistralParser
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from octavo.server.answers.call_parser import ToolParser
+    from octavo.server.answers.parts import AnswerParser
+
+NAMES = frozenset({"get_weather", "add", "nothing"})
+ARGUMENTS = '{"city": "Ro\\"me </tool_call> {[", "days": [1, {"a": null}], "ü": "狐"}'
+WEATHER = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
+ADD = '{"name": "add", "arguments": {"a": 1, "b": -2.5e3}}'
+
+RM = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
+LONE = '<tool_call>{"name": "add", "arguments": "\\ud800"}'
+
+
+def call(index: int, name: str, arguments: str) -> list[Part]:
+    return [Part("call", name, index), Part("arguments", arguments, index)]
+
+
+def content(text: str) -> list[Part]:
+    return [Part("content", text)]
+
+
+def read(make: Callable[[], AnswerParser], pieces: list[str], *, is_cut: bool = False) -> list[Part]:
+    parser = make()
+    return joined([part for piece in pieces for part in parser.feed(piece)] + parser.finish(is_cut=is_cut))
+
+
+def check_every_cut(make: Callable[[], AnswerParser], text: str, expected: list[Part]) -> None:
+    assert read(make, [text]) == expected
+    assert read(make, list(text)) == expected
+    for cut in range(1, len(text)):
+        assert read(make, [text[:cut], text[cut:]]) == expected, f"cut at {cut}"
+    rng = random.Random(text)
+    for _ in range(20):
+        cuts = sorted(rng.sample(range(len(text) + 1), min(5, len(text))))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert read(make, pieces) == expected
+
+
+HERMES = [
+    ("", []),
+    ("Just text, a < b.\n\n", content("Just text, a < b.\n\n")),
+    (f"<tool_call>\n{WEATHER}\n</tool_call>", call(0, "get_weather", ARGUMENTS)),
+    (f"<tool_call>{WEATHER}</tool_call>\n", call(0, "get_weather", ARGUMENTS)),
+    (
+        f"I look.\n<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>\n{ADD}\n</tool_call>",
+        [*content("I look."), *call(0, "get_weather", ARGUMENTS), *call(1, "add", '{"a": 1, "b": -2.5e3}')],
+    ),
+    (f"<tool_call>{ADD}</tool_call> Done. ", [*call(0, "add", '{"a": 1, "b": -2.5e3}'), *content("Done. ")]),
+    ('<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', call(0, "add", '{"a": 1}')),
+    ('<tool_call>{"id": [1, {"x": "}"}], "name": "add", "arguments": {}}</tool_call>', call(0, "add", "{}")),
+    ('<tool_call>{"name": "nothing"}</tool_call>', call(0, "nothing", "{}")),
+    ('<tool_call>{"name": "nothing", "arguments": null}</tool_call>', call(0, "nothing", "{}")),
+    ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', call(0, "add", '{"a": 1}')),
+    ('<tool_call>{"name": "add", "arguments": {"a": 1}, "arguments": {}}</tool_call>', call(0, "add", '{"a": 1}')),
+    ("a" + " " * 300 + f"<tool_call>{ADD}", [*content("a" + " " * 44), *call(0, "add", '{"a": 1, "b": -2.5e3}')]),
+    # None of these is a call: what the model wrote stays.
+    ("<tool_call>", content("<tool_call>")),
+    ("a <tool_cal", content("a <tool_cal")),
+    ("<tool_call>hello</tool_call>", content("<tool_call>hello</tool_call>")),
+    ('x\n<tool_call>\n{"name": "add"', content('x\n<tool_call>\n{"name": "add"')),
+    (RM, content(RM)),
+    ('<tool_call>{"name": "add", "arguments": [1]}', content('<tool_call>{"name": "add", "arguments": [1]}')),
+    ('<tool_call>{"name": "add", "arguments": 12}', content('<tool_call>{"name": "add", "arguments": 12}')),
+    ('<tool_call>{"name": "add", "arguments": }', content('<tool_call>{"name": "add", "arguments": }')),
+    ('<tool_call>{"name": 3}', content('<tool_call>{"name": 3}')),
+    ('<tool_call>{"name": "a\\ud800dd"}', content('<tool_call>{"name": "a\\ud800dd"}')),
+    (LONE, content(LONE)),
+    (f"<tool_call>{{<tool_call>{ADD}", [*content("<tool_call>{"), *call(0, "add", '{"a": 1, "b": -2.5e3}')]),
+    # Cut off by a limit: a call whose arguments have begun stays one.
+    ('<tool_call>{"name": "add", "arguments": {"a": [1, "x', call(0, "add", '{"a": [1, "x')),
+    ('<tool_call>{"name": "add", "arguments": {"a": 1}', call(0, "add", '{"a": 1}')),
+    ('<tool_call>{"name": "add", "arguments": {"a": 1}, oops', [*call(0, "add", '{"a": 1}'), *content("oops")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), HERMES)
+def test_hermes(text: str, expected: list[Part]) -> None:
+    check_every_cut(lambda: HermesParser(NAMES), text, expected)
+
+
+LLAMA = [
+    ("Just text { with braces }", content("Just text { with braces }")),
+    (WEATHER.replace("arguments", "parameters"), call(0, "get_weather", ARGUMENTS)),
+    (f"\n<|python_tag|>{ADD}", call(0, "add", '{"a": 1, "b": -2.5e3}')),
+    (f"{ADD}; {ADD}", [*call(0, "add", '{"a": 1, "b": -2.5e3}'), *call(1, "add", '{"a": 1, "b": -2.5e3}')]),
+    (f"{ADD}\n{ADD}\n", [*call(0, "add", '{"a": 1, "b": -2.5e3}'), *call(1, "add", '{"a": 1, "b": -2.5e3}')]),
+    (f"{ADD};\nand so on", [*call(0, "add", '{"a": 1, "b": -2.5e3}'), *content("and so on")]),
+    ('{"name": "Bob", "age": 3}', content('{"name": "Bob", "age": 3}')),
+    ('{"age": 3} ', content('{"age": 3} ')),
+    (f"Text first {ADD}", content(f"Text first {ADD}")),
+    ("<|python_tag|>print(1)", content("<|python_tag|>print(1)")),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), LLAMA)
+def test_llama(text: str, expected: list[Part]) -> None:
+    check_every_cut(lambda: LlamaParser(NAMES), text, expected)
+
+
+MISTRAL = [
+    ("Just [text]", content("Just [text]")),
+    (f"[TOOL_CALLS] [{WEATHER}]", call(0, "get_weather", ARGUMENTS)),
+    (
+        f"Well:[TOOL_CALLS][{ADD}, {WEATHER}]\n",
+        [*content("Well:"), *call(0, "add", '{"a": 1, "b": -2.5e3}'), *call(1, "get_weather", ARGUMENTS)],
+    ),
+    (f"[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}", call(0, "get_weather", ARGUMENTS)),
+    (f"[TOOL_CALLS]get_weather{ARGUMENTS}", call(0, "get_weather", ARGUMENTS)),
+    (
+        f'[TOOL_CALLS]add[CALL_ID]a1b2c3d4e[ARGS]{{"a": 1}}[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}',
+        [*call(0, "add", '{"a": 1}'), *call(1, "get_weather", ARGUMENTS)],
+    ),
+    ('[TOOL_CALLS]add[ARGS]{"a": [', call(0, "add", '{"a": [')),
+    ('[TOOL_CALLS]rm[ARGS]{"a": 1}', content('[TOOL_CALLS]rm[ARGS]{"a": 1}')),
+    ("[TOOL_CALLS]add", content("[TOOL_CALLS]add")),
+    ("[TOOL_CALLS]" + "a" * 300 + "{}", content("[TOOL_CALLS]" + "a" * 300 + "{}")),
+    ("[TOOL_CALLS][1]", content("[TOOL_CALLS][1]")),
+    (f"[TOOL_CALLS] {ADD}", call(0, "add", '{"a": 1, "b": -2.5e3}')),
+    (f"[TOOL_CALLS][{ADD}, 7]", [*call(0, "add", '{"a": 1, "b": -2.5e3}'), *content(", 7]")]),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), MISTRAL)
+def test_mistral(text: str, expected: list[Part]) -> None:
+    check_every_cut(lambda: MistralParser(NAMES), text, expected)
+
+
+def test_only_the_first_call_where_one_is_wanted() -> None:
+    text = f"<tool_call>{ADD}</tool_call><tool_call>{WEATHER}</tool_call>"
+    check_every_cut(lambda: HermesParser(NAMES, only_one=True), text, call(0, "add", '{"a": 1, "b": -2.5e3}'))
+
+
+REASONING = [
+    ("Just text", False, content("Just text")),
+    ("<think>\nHm, </thin\n</think>\n\nYes. ", False, [Part("reasoning", "Hm, </thin"), *content("Yes. ")]),
+    ("Hm.\n\nSo.\n</think>\nYes.", True, [Part("reasoning", "Hm.\n\nSo."), *content("Yes.")]),
+    ("\n<think>\n\n</think>\n\nYes.", False, content("Yes.")),
+    ("<think>cut off  ", False, [Part("reasoning", "cut off")]),
+    ("cut off </thi", True, [Part("reasoning", "cut off </thi")]),
+    ("a <think>b</think>", False, content("a <think>b</think>")),
+    ("  <thin", False, content("  <thin")),
+    ("<think>a</think>", False, [Part("reasoning", "a")]),
+    ("", True, []),
+    (" " * 300 + "<think>a</think>b", False, content(" " * 300 + "<think>a</think>b")),
+    ("<think>a" + " " * 300 + "</think>b", False, [Part("reasoning", "a" + " " * 44), *content("b")]),
+]
+
+
+@pytest.mark.parametrize(("text", "is_open", "expected"), REASONING)
+def test_reasoning(text: str, is_open: bool, expected: list[Part]) -> None:
+    check_every_cut(lambda: ReasoningParser(PlainParser(), is_open=is_open), text, expected)
+
+
+def test_reasoning_before_a_call() -> None:
+    text = f"<think>I call <tool_call>.</think>\n\n<tool_call>\n{ADD}\n</tool_call>"
+    expected = [Part("reasoning", "I call <tool_call>."), *call(0, "add", '{"a": 1, "b": -2.5e3}')]
+    check_every_cut(lambda: ReasoningParser(HermesParser(NAMES), is_open=False), text, expected)
+
+
+def test_random_arguments_come_as_they_were_written() -> None:
+    rng = random.Random(5)
+
+    def value(depth: int) -> object:
+        kind = rng.randrange(7 if depth else 5)
+        if kind < 2:
+            return "".join(rng.choice('ab"\\\n{}[],:</tool_call>狐 ') for _ in range(rng.randrange(8)))
+        if kind < 5:
+            return rng.choice([None, True, 3, -1.5e-7, 0])
+        values = [value(depth - 1) for _ in range(rng.randrange(4))]
+        return values if kind == 5 else {str(index): each for index, each in enumerate(values)}
+
+    for _ in range(200):
+        arguments = json.dumps({"a": value(3), "b": value(2)}, ensure_ascii=rng.random() < 0.5)
+        text = f'Hm. <tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+        expected = [*content("Hm."), *call(0, "add", arguments)]
+        assert read(lambda: HermesParser(NAMES), [text]) == expected
+        cuts = sorted(rng.sample(range(len(text)), 9))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert read(lambda: HermesParser(NAMES), pieces) == expected
+
+
+LLAMA_CALLS = f"{WEATHER}; {ADD}".replace('"arguments"', '"parameters"')
+HERMES_CALLS = f"<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>\n{ADD}\n</tool_call>"
+# What families write, and what of it is content; everything else is two calls.
+CALLS: dict[str, tuple[type[ToolParser], str, str]] = {
+    "hermes": (HermesParser, f"I look.\n{HERMES_CALLS}", "I look.\n"),
+    "hermes, calls alone": (HermesParser, HERMES_CALLS, ""),
+    "llama": (LlamaParser, LLAMA_CALLS, ""),
+    "llama with its tag": (LlamaParser, f"<|python_tag|>{LLAMA_CALLS}", ""),
+    "mistral": (MistralParser, f"Well:[TOOL_CALLS][{WEATHER}, {ADD}]", "Well:"),
+    "mistral with names": (
+        MistralParser,
+        f'[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}[TOOL_CALLS]add[CALL_ID]a1b2c3d4e[ARGS]{{"a": 1, "b": -2.5e3}}',
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_nothing_of_a_call_that_was_cut_off_is_content(family: str) -> None:
+    """Wherever a limit cuts: in what opens a call, its name, between name and arguments, within them, behind them."""
+    make, text, before = CALLS[family]
+    whole = [("get_weather", ARGUMENTS), ("add", '{"a": 1, "b": -2.5e3}')]
+    num_calls = set()
+    for cut in range(len(text) + 1):
+        parts = read(lambda: make(NAMES), [text[:cut]], is_cut=True)
+        assert read(lambda: make(NAMES), list(text[:cut]), is_cut=True) == parts, f"cut at {cut}"
+        told = "".join(part.text for part in parts if part.kind == "content")
+        assert before.startswith(told), f"cut at {cut}"
+        names = [part.text for part in parts if part.kind == "call"]
+        assert names == [name for name, _ in whole[: len(names)]]
+        for index, (_, arguments) in enumerate(whole[: len(names)]):
+            begun = "".join(part.text for part in parts if part.kind == "arguments" and part.call == index)
+            assert arguments.startswith(begun)
+            assert begun == arguments or index == len(names) - 1
+        num_calls.add(len(names))
+    assert num_calls == {0, 1, 2}
+
+
+CUT_OFF = [
+    # The name is known: a client learns what was called, without arguments.
+    (HermesParser, 'x\n<tool_call>\n{"name": "add"', [*content("x"), Part("call", "add", 0)]),
+    (HermesParser, '<tool_call>{"name": "add", "arguments": ', [Part("call", "add", 0)]),
+    (HermesParser, '<tool_call>{"arguments": {"a": 1}, "name": "add"', call(0, "add", '{"a": 1}')),
+    (MistralParser, "[TOOL_CALLS]add[ARGS]", [Part("call", "add", 0)]),
+    (LlamaParser, '{"type": "function", "name": "add", "para', [Part("call", "add", 0)]),
+    (HermesParser, '<tool_call>{"name": "rm', []),
+    (MistralParser, "[TOOL_CALLS]ad", []),
+    # What cannot be a call is content as ever.
+    (HermesParser, "<tool_call>hello", content("<tool_call>hello")),
+    (HermesParser, '<tool_call>{"name": "rm", "arguments": {"a', content('<tool_call>{"name": "rm", "arguments": {"a')),
+    (HermesParser, "a < b", content("a < b")),
+    (MistralParser, "[TOOL_CALLS] is what opens a call", content("[TOOL_CALLS] is what opens a call")),
+    (LlamaParser, '{"name": "Bob', content('{"name": "Bob')),
+    (LlamaParser, '{"age": 3, "name"', content('{"age": 3, "name"')),
+    (LlamaParser, "<|python_tag|>print(", content("<|python_tag|>print(")),
+    (LlamaParser, "<b>bold", content("<b>bold")),
+]
+
+
+@pytest.mark.parametrize(("make", "text", "expected"), CUT_OFF)
+def test_what_is_left_of_an_answer_that_was_cut_off(make: type[ToolParser], text: str, expected: list[Part]) -> None:
+    assert read(lambda: make(NAMES), [text], is_cut=True) == expected
+    assert read(lambda: make(NAMES), list(text), is_cut=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "expected"),
+    [
+        ("  <thin", False, content("  ")),
+        ("<think>Hm.</thi", False, [Part("reasoning", "Hm.")]),
+        ("Hm.\n</", True, [Part("reasoning", "Hm.")]),
+        ("<think>Hm.</think>\n\n<tool", False, [Part("reasoning", "Hm.")]),
+        ("a <", False, content("a")),
+    ],
+)
+def test_reasoning_that_was_cut_off(text: str, is_open: bool, expected: list[Part]) -> None:
+    def make() -> AnswerParser:
+        return ReasoningParser(HermesParser(NAMES), is_open=is_open)
+
+    assert read(make, [text], is_cut=True) == expected
+    assert read(make, list(text), is_cut=True) == expected
+
+
+@pytest.mark.parametrize("make", [HermesParser, LlamaParser, MistralParser])
+def test_garbage_is_read_to_its_end_the_same_way(make: type[HermesParser]) -> None:
+    rng = random.Random(7)
+    words = [
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "<|python_tag|>",
+        '"name"',
+        '"add"',
+        '"arguments"',
+    ]
+    words += [":", ",", "{", "}", "[", "]", '"', "\\", " ", "\n", "x", "1", ";", "add", WEATHER, ADD]
+    for _ in range(1500):
+        text = "".join(rng.choice(words) for _ in range(rng.randrange(1, 14)))
+        for is_cut in (False, True):
+            whole = read(lambda: make(NAMES), [text], is_cut=is_cut)
+            assert read(lambda: make(NAMES), list(text), is_cut=is_cut) == whole, text

@@ -1,0 +1,126 @@
+"""What the server tells of itself, and what it takes no notice of."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from running import connect, read_all, run_server
+
+from octavo.cli.config_file import configuration, describe_configuration
+from octavo.config import EngineConfig, ModelConfig, ServerConfig
+from octavo.server.access.tenants import Tenant, add_key
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from running import Running
+
+
+def test_the_front_page_has_links_that_work(shared: Running) -> None:
+    with shared.http() as http:
+        page = http.get("/")
+        assert page.headers["content-type"].startswith("text/html")
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        links = [part.partition('"')[0] for part in page.text.split('href="')[1:]]
+        assert "/dashboard" in links
+        assert {link: http.get(link).status_code for link in links} == dict.fromkeys(links, 200)
+        whole = http.post("/", json={"inputs": "hello", "parameters": {"max_new_tokens": 2}})
+        assert whole.json()[0]["generated_text"]
+
+
+def test_names_on_the_front_page_are_text() -> None:
+    with run_server(served_model_names=("<script>",), dashboard=False) as running, running.http() as http:
+        page = http.get("/").text
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+    assert "/dashboard" not in page
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+def test_gateways_are_told_of_the_model(shared: Running, path: str) -> None:
+    with shared.http() as http:
+        told = http.get(path).json()
+    assert (told["model_path"], told["is_generation"], told["max_model_len"]) == ("fake", True, 2048)
+
+
+def test_settings_are_told_to_who_may_read_figures_and_without_secrets(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    may, may_not = add_key(path, Tenant(name="a", read_metrics=True)), add_key(path, Tenant(name="b"))
+    with run_server(api_keys_file=path) as running, running.http() as http:
+        for route in ("/server_info", "/get_server_info"):
+            told = http.get(route, headers={"Authorization": f"Bearer {may}"}).json()
+            assert (told["served_model_name"], told["tp_size"]) == ("fake", 1)
+            capacity = running.server._service.engine.capacity
+            assert told["max_total_tokens"] == capacity.num_gpu_blocks * capacity.block_size
+            assert told["max_running_requests"] == capacity.max_num_seqs
+            assert http.get(route, headers={"Authorization": f"Bearer {may_not}"}).status_code == 403
+            assert http.get(route).status_code == 401
+
+
+def test_a_configuration_is_json_and_tells_no_secret_and_no_place(tmp_path: Path) -> None:
+    server = ServerConfig(api_key="hush", ssl_certfile=tmp_path / "c.pem", ssl_keyfile=tmp_path / "k.pem")
+    told = configuration(server, EngineConfig(model=ModelConfig(model=str(tmp_path))))
+    text = json.dumps(told)
+    assert "hush" not in text
+    assert str(tmp_path.parent) not in text
+    assert told["server"]["ssl_keyfile"] == "k.pem"
+    assert told["model"]["model"] == tmp_path.name
+    assert told["scheduler"]["max_num_seqs"] == 64
+
+
+def test_templates_are_told_as_texts_and_addresses_without_passwords() -> None:
+    server = ServerConfig(otlp_traces_endpoint="http://user:hush@127.0.0.1:9/v1/traces")
+    template = "{{ messages }}" * 500  # longer than the name of a file may be
+    told = configuration(server, EngineConfig(model=ModelConfig(chat_template=template)))
+    assert told["model"]["chat_template"] == template
+    assert told["server"]["otlp_traces_endpoint"] == "http://...@127.0.0.1:9/v1/traces"
+    assert not any("hush" in line for line in describe_configuration(server, EngineConfig()))
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        ("HTTP/1.1\r\n", 400),
+        ("HTTP/1.1\r\nHost: x\r\nHost: x\r\n", 400),
+        ("HTTP/1.0\r\nHost: x\r\nHost: y\r\n", 400),
+        ("HTTP/1.1\r\nHost: x\r\n", 200),
+        ("HTTP/1.0\r\n", 200),
+    ],
+)
+@pytest.mark.parametrize("path", ["/version", "/health"])
+def test_a_request_has_one_host(shared: Running, lines: str, status: int, path: str) -> None:
+    with connect(shared) as sock:
+        sock.sendall(f"GET {path} {lines}Connection: close\r\n\r\n".encode())
+        assert read_all(sock).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+@pytest.mark.parametrize(
+    "kind", ["application/x-www-form-urlencoded", "text/plain", "text/plain; application/json", "application/jsonx", ""]
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/generate", "/tokenize"])
+def test_a_body_that_is_not_said_to_be_json_is_refused(shared: Running, kind: str, path: str) -> None:
+    body = json.dumps({"prompt": "hello", "inputs": "hello", "max_tokens": 1})
+    with shared.http() as http:
+        response = http.post(path, content=body, headers={"Content-Type": kind})
+        assert response.status_code == 415, response.text
+        assert "application/json" in response.text
+        fine = http.post("/tokenize", content=body, headers={"Content-Type": "Application/JSON; charset=utf-8"})
+        assert fine.status_code == 200
+
+
+def test_a_body_without_a_type_is_refused(shared: Running) -> None:
+    """As a page sends a Blob: without asking first whether it may."""
+    with connect(shared) as sock:
+        sock.sendall(b'POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n{"prompt": "a"}')
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 415 ")
+
+
+def test_llama_cpp_s_form_of_tokenizing(shared: Running) -> None:
+    with shared.http() as http:
+        assert http.post("/tokenize", json={"content": "hi"}).json() == {"tokens": [104, 105]}
+        assert http.post("/tokenize", json={"content": "", "add_special": True}).json() == {"tokens": []}
+        assert http.post("/detokenize", json={"tokens": [104, 105]}).json()["content"] == "hi"
+        for refused in ({"parse_special": False}, {"with_pieces": True}, {"prompt": "hi"}):
+            assert http.post("/tokenize", json={"content": "hi", **refused}).status_code == 400

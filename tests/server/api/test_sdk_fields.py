@@ -1,0 +1,167 @@
+"""No field that the SDKs of OpenAI and Anthropic send is dropped in silence: served, refused, or known as harmless."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
+from anthropic.types.beta import message_create_params as beta_message_create_params
+from fakes import FakeChatTemplate
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+from running import run_server
+
+from octavo.server.api.anthropic import messages
+from octavo.server.api.anthropic.messages import CountTokensRequest, MessagesRequest
+from octavo.server.api.extra_fields import ANTHROPIC_HARMLESS, HARMLESS
+from octavo.server.api.openai import embeddings, responses
+from octavo.server.api.openai.embeddings import EmbeddingRequest
+from octavo.server.api.openai.requests import ChatCompletionRequest, CompletionRequest
+from octavo.server.api.openai.responses import ResponsesRequest
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+API = Path(__file__).parents[3] / "docs" / "api.md"
+USER = {"role": "user", "content": "hello"}
+ROUTES: list[tuple[type, type[BaseModel], dict[str, Any], dict[str, str]]] = [
+    (
+        chat_create_params.CompletionCreateParamsStreaming,
+        ChatCompletionRequest,
+        ChatCompletionRequest.unsupported,
+        HARMLESS,
+    ),
+    (
+        completion_create_params.CompletionCreateParamsStreaming,
+        CompletionRequest,
+        CompletionRequest.unsupported,
+        HARMLESS,
+    ),
+    (embedding_create_params.EmbeddingCreateParams, EmbeddingRequest, embeddings._UNSUPPORTED, HARMLESS),
+    (response_create_params.ResponseCreateParamsStreaming, ResponsesRequest, responses._UNSUPPORTED, HARMLESS),
+    (
+        message_create_params.MessageCreateParamsStreaming,
+        MessagesRequest,
+        messages._UNSUPPORTED,
+        ANTHROPIC_HARMLESS,
+    ),
+    (
+        beta_message_create_params.MessageCreateParamsStreaming,
+        MessagesRequest,
+        messages._UNSUPPORTED,
+        ANTHROPIC_HARMLESS,
+    ),
+    (
+        message_count_tokens_params.MessageCountTokensParams,
+        CountTokensRequest,
+        messages._UNSUPPORTED,
+        ANTHROPIC_HARMLESS,
+    ),
+]
+
+
+@pytest.mark.parametrize(("sent", "schema", "refused", "harmless"), ROUTES)
+def test_every_field_of_the_sdks_has_an_answer(
+    sent: type, schema: type[BaseModel], refused: dict[str, Any], harmless: dict[str, str]
+) -> None:
+    names = {*sent.__required_keys__, *sent.__optional_keys__}  # type: ignore[attr-defined]  # a TypedDict
+    assert "model" in names
+    assert names - schema.model_fields.keys() - refused.keys() - harmless.keys() == set()
+    assert not (schema.model_fields.keys() | refused.keys()) & harmless.keys() - {"metadata"}  # kept by /v1/responses
+
+
+def test_what_is_harmless_is_documented() -> None:
+    text = API.read_text(encoding="utf-8")
+    assert [name for name in {**HARMLESS, **ANTHROPIC_HARMLESS} if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        ("/v1/messages", {"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
+        ("/v1/messages", {"output_format": {"type": "json_schema"}}, "output_format"),
+        ("/v1/messages", {"output_config": {"format": {"type": "text"}}}, "output_config.format"),
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": 1}}}, "output_config.format"),
+        ("/v1/messages", {"output_config": {"effort": 3}}, "output_config.effort"),
+        ("/v1/messages", {"output_config": {"style": "x"}}, "output_config.style"),
+        ("/v1/messages/count_tokens", {"thread": {"type": "create"}}, "thread"),
+        ("/v1/chat/completions", {"verbosity": "low"}, "verbosity"),
+        ("/v1/chat/completions", {"thinking_token_budget": 8}, "thinking_token_budget"),
+        ("/v1/chat/completions", {"return_prompt_text": True}, "return_prompt_text"),
+        ("/v1/completions", {"repetition_detection": {"min_count": 3}}, "repetition_detection"),
+        ("/v1/completions", {"watermarking": True}, "watermarking"),
+        ("/v1/responses", {"include_reasoning": False}, "include_reasoning"),
+        ("/v1/responses", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ("/v1/chat/completions", {"reasoning_effort": 1}, "reasoning_effort"),
+        ("/v1/responses", {"text": {"verbosity": "high"}}, "text.verbosity"),
+        ("/v1/responses", {"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options.prewarm"),
+        ("/v1/responses", {"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+        ("/v1/responses", {"image": {"context_compression": "enabled"}}, "image"),
+        ("/v1/responses", {"context_management": [{"type": "compaction"}]}, "context_management"),
+        ("/v1/embeddings", {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+        ("/v1/embeddings", {"add_special_tokens": False}, "add_special_tokens"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused(shared: Any, route: str, body: dict[str, Any], param: str) -> None:
+    sound = {"model": "fake", "max_tokens": 3, "messages": [USER]}
+    if route in {"/v1/embeddings", "/v1/responses"}:
+        sound = {"input": "hello"}
+    with shared.http() as http:
+        response = http.post(route, json={**sound, **body})
+    assert response.status_code == 400, response.text
+    assert param in response.json()["error"]["message"]
+    if not route.startswith("/v1/messages"):
+        assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"max_tool_calls": 0},
+        {"image": {"context_compression": "auto"}},
+        {"reasoning": {"mode": "standard", "summary": "auto"}},
+        {"prompt_cache_options": {"mode": "implicit", "prewarm": False}},
+    ],
+)
+def test_what_changes_nothing_is_served(shared: Any, body: dict[str, Any]) -> None:
+    with shared.http() as http:
+        response = http.post("/v1/responses", json={"input": "hello", "max_output_tokens": 3, **body})
+    assert response.status_code == 200, response.text
+
+
+class _Template(FakeChatTemplate):
+    """Keeps what it is told."""
+
+    def render(self, messages: Any, **options: Any) -> str:
+        self.options = options
+        return super().render(messages, **options)
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "told"),
+    [
+        ("/v1/chat/completions", {"reasoning_effort": "low"}, ("low", True)),
+        ("/v1/chat/completions", {"reasoning_effort": "none"}, ("none", False)),
+        (
+            "/v1/chat/completions",
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            ("none", True),
+        ),
+        ("/v1/messages", {"output_config": {"effort": "high"}}, ("high", True)),
+        (
+            "/v1/messages",
+            {"output_config": {"effort": "high"}, "thinking": {"type": "disabled"}},
+            ("high", False),
+        ),
+        ("/v1/messages/count_tokens", {"output_config": {"effort": "low"}}, ("low", True)),
+    ],
+)
+def test_the_chat_template_hears_of_effort(route: str, body: dict[str, Any], told: tuple[str, bool]) -> None:
+    template = _Template()
+    with run_server(engine_options={"chat_template": template}) as running, running.http() as http:
+        sound = {"model": "fake", "messages": [USER], "max_tokens": 3}
+        assert http.post(route, json={**sound, **body}).status_code == 200
+    assert (template.options["reasoning_effort"], template.options["enable_thinking"]) == told

@@ -1,0 +1,291 @@
+"""TGI's routes, driven by the real `huggingface_hub` package."""
+
+from __future__ import annotations
+
+import json
+import logging
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import huggingface_hub
+import pytest
+from fakes import EOS, FakeExecutor, answer_text, answer_token
+from huggingface_hub.errors import GenerationError, OverloadedError, ValidationError
+from running import run_server
+
+from octavo.outputs import CompletionOutput, Logprob, RequestOutput
+from octavo.server.answers.answering import News
+from octavo.server.api.tgi import GenerateParameters, GenerateReply, Token, _params
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from running import Running
+
+    from octavo.server.service import Service
+
+WHOLE = answer_text(5)
+
+
+@pytest.fixture
+def client(shared: Running) -> huggingface_hub.InferenceClient:
+    return huggingface_hub.InferenceClient(model=shared.url, timeout=20)
+
+
+def test_a_text(client: huggingface_hub.InferenceClient) -> None:
+    assert client.text_generation("hello", max_new_tokens=20) == answer_text(5, 0, 20)
+    assert client.text_generation("hello", max_new_tokens=2000) == WHOLE
+    assert client.text_generation("hello", max_new_tokens=5, return_full_text=True) == "hello" + answer_text(5, 0, 5)
+
+
+def test_details(client: huggingface_hub.InferenceClient) -> None:
+    answer = client.text_generation("hello", max_new_tokens=6, details=True, decoder_input_details=True, top_n_tokens=2)
+    details = answer.details
+    assert answer.generated_text == answer_text(5, 0, 6)
+    assert (details.finish_reason, details.generated_tokens) == ("length", 6)
+    expected = [answer_token(5, 0, index) for index in range(6)]
+    assert [token["id"] for token in details.tokens] == expected
+    assert all(token["logprob"] == -0.25 and not token["special"] for token in details.tokens)
+    assert [token["id"] for token in details.prefill] == list(b"hello")
+    assert details.prefill[0]["logprob"] is None
+    assert [len(best) for best in details.top_tokens] == [2] * 6
+    assert details.top_tokens[0][0]["id"] == details.tokens[0]["id"]
+
+
+def test_token_texts_of_a_whole_answer_are_its_text(shared: Running) -> None:
+    """Also where characters are of several tokens; a hidden one is spelled beside it."""
+    body = {"inputs": "h\u00e9llo", "parameters": {"max_new_tokens": 2000, "details": True}}
+    with shared.http() as http:
+        answer = http.post("/generate", json=body).json()
+    tokens = answer["details"]["tokens"]
+    assert "".join(token["text"] for token in tokens if not token["special"]) == answer["generated_text"]
+    assert any(token["text"] == "" for token in tokens), "a part of a character"
+    assert (tokens[-1]["text"], tokens[-1]["special"]) == ("<eos>", True)
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces", "expected"),
+    [
+        ("ab", ["a", "b", "", ""], ["a", "b", "</s>"]),
+        ("a\ufffd", ["a", "", "", "\ufffd"], ["a", "\ufffd", "</s>"]),
+        ("a\ufffd", ["a", "", "\ufffd", ""], ["a", "\ufffd", "</s>"]),
+        ("ab fo", ["ab", " fox", "", ""], ["ab", " fo", "</s>"]),
+        ("a", ["ab", " fox", "", ""], ["a", "", "</s>"]),
+    ],
+    ids=["plain", "held back until the end", "let go by a hidden one", "cut in the last", "cut before the last"],
+)
+def test_a_text_is_shared_out_to_its_tokens(text: str, pieces: list[str], expected: list[str]) -> None:
+    tokens = [Token(1, "x", None, False), Token(2, "y", None, False), Token(3, "</s>", None, True)]
+    GenerateReply._share_out(text, tokens, pieces)
+    assert [token.text for token in tokens] == expected
+
+
+def test_what_the_prompt_was_is_a_detail(shared: Running) -> None:
+    """Asked for alone, too."""
+    body = {"inputs": "hi", "parameters": {"max_new_tokens": 2, "decoder_input_details": True}}
+    with shared.http() as http:
+        prefill = http.post("/generate", json=body).json()["details"]["prefill"]
+    assert [(token["id"], token["text"]) for token in prefill] == [(ord("h"), "h"), (ord("i"), "i")]
+
+
+def test_conversations_as_huggingface_hub_asks_for_them(
+    client: huggingface_hub.InferenceClient, shared: Running
+) -> None:
+    """It names no model where it was given an address."""
+    messages = [{"role": "user", "content": "hello"}]
+    answer = client.chat_completion(messages, max_tokens=8)
+    assert answer.model == "fake"
+    assert client.chat_completion(messages, model="tgi", max_tokens=8).choices == answer.choices
+    with shared.http() as http:
+        assert [http.get(f"/v1/models/{name}").status_code for name in ("fake", "tgi", "dummy")] == [200, 404, 404]
+    streamed = client.chat_completion(messages, max_tokens=8, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == answer.choices[0].message.content
+
+
+def test_the_root_answers_with_a_list(shared: Running) -> None:
+    body = {"inputs": "hello", "parameters": {"max_new_tokens": 4}}
+    with shared.http() as http:
+        assert http.post("/", json=body).json() == [http.post("/generate", json=body).json()]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "samples"),
+    [
+        ({}, False),
+        ({"temperature": 1.0}, False),
+        ({"temperature": 1.0, "top_p": 1.0, "do_sample": False}, False),
+        ({"temperature": 0.7}, True),
+        ({"top_k": 5}, True),
+        ({"top_p": 0.9}, True),
+        ({"do_sample": True}, True),
+        ({"typical_p": 0.95, "do_sample": False}, True),
+        ({"do_sample": True, "temperature": 0.5}, True),
+    ],
+)
+def test_what_is_sampled(parameters: dict[str, Any], samples: bool) -> None:
+    """As TGI has it: do_sample, or what changes the distribution."""
+    params = _params(GenerateParameters(**parameters), stream=False)
+    assert params.temperature == (parameters.get("temperature", 1.0) if samples else 0.0)
+
+
+def test_why_it_ended(client: huggingface_hub.InferenceClient) -> None:
+    assert client.text_generation("hello", max_new_tokens=2000, details=True).details.finish_reason == "eos_token"
+    stopped = client.text_generation("hello", max_new_tokens=2000, details=True, stop=["fox"])
+    assert stopped.details.finish_reason == "stop_sequence"
+    assert stopped.generated_text == WHOLE[: WHOLE.index("fox") + 3]
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 30, 2000])
+def test_a_stream_is_the_whole_answer(client: huggingface_hub.InferenceClient, max_new_tokens: int) -> None:
+    whole = client.text_generation("hello", max_new_tokens=max_new_tokens, details=True)
+    events = list(client.text_generation("hello", max_new_tokens=max_new_tokens, stream=True, details=True))
+    assert "".join(event.token.text for event in events) == events[-1].generated_text == whole.generated_text
+    assert [event.token.id for event in events] == [token["id"] for token in whole.details.tokens]
+    assert [event.index for event in events] == list(range(1, len(events) + 1))
+    assert all(event.details is None and event.generated_text is None for event in events[:-1])
+    last = events[-1].details
+    assert (last.finish_reason, last.generated_tokens) == (whole.details.finish_reason, len(events))
+    assert last.input_length == 5
+    assert events[-1].token.special == (events[-1].token.id == EOS)
+    plain = client.text_generation("hello", max_new_tokens=max_new_tokens, stream=True)
+    assert "".join(plain) == whole.generated_text
+
+
+def test_steps_that_come_together_have_an_event_for_each_token() -> None:
+    """The engine's process may be ahead of the server: one output then brings tokens of several steps."""
+    tokenizer = SimpleNamespace(token=str, is_special=lambda token_id: token_id == EOS)
+    engine = SimpleNamespace(input_processor=SimpleNamespace(tokenizer=tokenizer), output_processor=None)
+    service = SimpleNamespace(engine=engine)
+    reply = GenerateReply(cast("Service", service), GenerateParameters(top_n_tokens=1), "")
+
+    def told(text: str, token_ids: list[int], finish_reason: str | None = None) -> list[dict[str, Any]]:
+        logprobs = [{token_id: Logprob(-token_id, 1)} for token_id in token_ids]
+        completion = CompletionOutput(0, text, token_ids, logprobs=logprobs, finish_reason=finish_reason)
+        output = RequestOutput("0", None, [1, 2], [completion], finished=completion.finished)
+        events = reply.news(News(0, is_first=False, completion=completion, output=output), None).decode()
+        return [json.loads(line.removeprefix("data: ")) for line in events.split("\n\n") if line]
+
+    events = [*told("ab", [7]), *told("cde", [8, 9, 10]), *told("f", [11, EOS], "stop")]
+    assert [event["index"] for event in events] == [1, 2, 3, 4, 5, 6]
+    assert [event["token"]["id"] for event in events] == [7, 8, 9, 10, 11, EOS]
+    assert [event["token"]["logprob"] for event in events] == [-7, -8, -9, -10, -11, -EOS]
+    assert [event["top_tokens"][0]["id"] for event in events] == [7, 8, 9, 10, 11, EOS]
+    assert [event["token"]["text"] for event in events] == ["ab", "", "", "cde", "f", ""]
+    assert [event["generated_text"] for event in events] == [None] * 5 + ["abcdef"]
+    assert events[-1]["details"]["generated_tokens"] == 6
+    assert told("", [], "abort")[0]["index"] == 6
+
+
+def test_a_prompt_can_be_cut(shared: Running) -> None:
+    with shared.http() as http:
+        body = {"inputs": "a long prompt: hello", "parameters": {"truncate": 5, "max_new_tokens": 8, "details": True}}
+        answer = http.post("/generate", json=body).json()
+    assert answer["generated_text"] == answer_text(5, 0, 8)
+
+
+def test_info(shared: Running) -> None:
+    with shared.http() as http:
+        info = http.get("/info").json()
+    assert (info["model_id"], info["max_total_tokens"], info["max_input_tokens"]) == ("fake", 2048, 2047)
+    capacity = shared.engine.capacity
+    assert info["max_batch_prefill_tokens"] == capacity.max_batch_prefill_tokens > 0
+    assert info["max_batch_total_tokens"] == info["kv_cache_tokens"] == capacity.num_gpu_blocks * capacity.block_size
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"temperature": 0.0},
+        {"temperature": -1.0},
+        {"top_p": 2.0},
+        {"top_k": -5},
+        {"max_new_tokens": 0},
+        {"best_of": 2},
+        {"typical_p": 0.0},
+        {"watermark": True},
+        {"adapter_id": "x"},
+        {"truncate": 0},
+        {"top_n_tokens": 100},
+        {"stop": ["a"] * 1000},
+        {"grammar": {"type": "xml", "value": "a"}},
+        {"grammar": {"type": "json", "value": "a"}},
+        {"repetition_penalty": -1.0},
+        {"seed": "x"},
+        {"mirostat": 2},
+        {"json_schema": {}},
+        {"num_beams": 4},
+    ],
+)
+@pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
+def test_what_cannot_be_served_is_told_as_tgi_does(shared: Running, route: str, parameters: dict[str, Any]) -> None:
+    with shared.http() as http:
+        response = http.post(route, json={"inputs": "hello", "parameters": parameters})
+    assert response.status_code == 422, response.text
+    assert response.json()["error_type"] == "validation"
+    assert next(iter(parameters)) in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [{"grammar": 'root ::= "a"'}, {"grammar": {"type": "regex", "value": "a"}}, {"max_new_tokens": 5}, {"mirostat": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
+def test_what_would_change_the_answer_is_refused_beside_the_prompt(
+    shared: Running, route: str, beside: dict[str, Any]
+) -> None:
+    with shared.http() as http:
+        response = http.post(route, json={"inputs": "hello", **beside})
+    assert response.status_code == 422, response.text
+    assert next(iter(beside)) in response.json()["error"]
+
+
+def test_what_changes_nothing_is_taken_and_unknown_fields_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    options = {"use_cache": False, "wait_for_model": True}  # of Hugging Face's own service
+    parameters = {"max_new_tokens": 4, "mirostat": 0, "num_beams": 1, "user": "x", "nor_this": 1}
+    body = {"inputs": "hello", "options": options, "nobody_knows": 1, "parameters": parameters}
+    with run_server() as running, running.http() as http:
+        answers = [http.post("/generate", json=body).json() for _ in range(2)]
+    assert answers == [{"generated_text": answer_text(5, 0, 4)}] * 2
+    named = [message for message in caplog.messages if "unknown fields" in message]
+    assert len(named) == 2
+    assert "'nobody_knows'" in named[0]
+    assert "'nor_this'" in named[1]
+
+
+def test_errors_are_the_package_s_own(client: huggingface_hub.InferenceClient) -> None:
+    with pytest.raises(ValidationError, match="temperature"):
+        client.text_generation("hello", temperature=-1.0)
+    with pytest.raises(ValidationError, match="max_model_len"):
+        client.text_generation("x" * 3000)
+    executor = FakeExecutor()
+    with run_server(executor) as running:
+        client = huggingface_hub.InferenceClient(model=running.url, timeout=20)
+        executor.fail_next = True
+        with pytest.raises(GenerationError):
+            client.text_generation("hello", details=True)
+        assert client.text_generation("hello", max_new_tokens=3) == answer_text(5, 0, 3)
+    with run_server(FakeExecutor(step_s=0.05), max_open_requests=1) as running, running.http() as http:
+        body = {"inputs": "hello", "parameters": {"max_new_tokens": 2000}}
+        with http.stream("POST", "/generate_stream", json=body) as response:
+            lines = response.iter_lines()  # to let go of it closes the connection
+            next(lines)
+            with pytest.raises(OverloadedError):
+                huggingface_hub.InferenceClient(model=running.url, timeout=20).text_generation("hello")
+
+
+def test_an_error_in_mid_stream_is_its_last_event(shared: Running) -> None:
+    executor = FakeExecutor(step_s=0.02)
+    body = {"inputs": "a", "parameters": {"max_new_tokens": 500}}
+    with (
+        run_server(executor) as running,
+        running.http() as http,
+        http.stream("POST", "/generate_stream", json=body) as stream,
+    ):
+        lines: Iterator[str] = stream.iter_lines()
+        next(lines)
+        executor.fail_next = True
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    assert events[-1]["error_type"] == "generation"
+    assert "secret" not in events[-1]["error"]

@@ -1,0 +1,73 @@
+"""What an engine is told of its files before a tensor is touched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from octavo.assets import built_in_model_path
+from octavo.config import ModelConfig
+from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.startup.launch import Checkpoint, make_processors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+USER = {"role": "user", "content": "hello"}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Weights with a chat template, and no tokenizer of their own."""
+    path = write_checkpoint(tmp_path / "model", tiny_config("LlamaForCausalLM", vocab_size=512))
+    (path / "chat_template.jinja").write_text("the model's")
+    return path
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """Another checkpoint's tokenizer, and nothing else of it."""
+    path = tmp_path / "tokenizer"
+    path.mkdir()
+    shutil.copy(built_in_model_path() / "tokenizer.json", path)
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "the tokenizer's"}))
+    return path
+
+
+def rendered(config: ModelConfig) -> str:
+    inputs, _ = make_processors(config, Checkpoint.find(config))
+    prompt = inputs.chat_prompt([USER])["prompt"]
+    assert isinstance(prompt, str)
+    return prompt
+
+
+def test_a_tokenizer_brings_its_chat_template(model: Path, tokenizer: Path) -> None:
+    assert rendered(ModelConfig(model=str(model), tokenizer=str(tokenizer))) == "the tokenizer's"
+    chosen = ModelConfig(model=str(model), tokenizer=str(tokenizer), chat_template="{{ 'chosen' }}")
+    assert rendered(chosen) == "chosen"
+
+
+def test_a_tokenizer_without_one_leaves_the_models(model: Path, tokenizer: Path) -> None:
+    (tokenizer / "tokenizer_config.json").unlink()
+    assert rendered(ModelConfig(model=str(model), tokenizer=str(tokenizer))) == "the model's"
+
+
+def test_only_what_is_read_is_downloaded(model: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer by its hub id costs no weights, nor does a model whose weights are made up."""
+    hub = pytest.importorskip("huggingface_hub")
+    folders = {"owner/model": model, "owner/tokenizer": tokenizer}
+    asked = []
+
+    def download(name: str, *, allow_patterns: list[str], **_options: object) -> str:
+        asked.append((name, "*.safetensors" in allow_patterns))
+        return str(folders[name])
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    for load_format, has_weights in (("auto", True), ("dummy", False)):
+        asked.clear()
+        config = ModelConfig(model="owner/model", tokenizer="owner/tokenizer", load_format=load_format)
+        assert rendered(config) == "the tokenizer's"
+        assert asked == [("owner/model", has_weights), ("owner/tokenizer", False)], "once each"

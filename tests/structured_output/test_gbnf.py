@@ -1,0 +1,154 @@
+"""Grammars in llama.cpp's notation: what llguidance accepts of them is what they say, character by character."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from octavo.structured_output.gbnf import is_gbnf, to_lark
+
+llguidance = pytest.importorskip("llguidance")
+
+ARITHMETIC = r"""
+root  ::= (expr "=" ws term "\n")+  # llama.cpp's own example
+expr  ::= term ([-+*/] term)*
+term  ::= ident | num | "(" ws expr ")" ws
+ident ::= [a-z] [a-z0-9_]* ws
+num   ::= [0-9]+ ws
+ws    ::= [ \t\n]*
+"""
+JSON = r"""
+root   ::= object
+value  ::= object | array | string | number | ("true" | "false" | "null") ws
+object ::= "{" ws ( string ":" ws value ("," ws string ":" ws value)* )? "}" ws
+array  ::= "[" ws ( value ("," ws value)* )? "]" ws
+string ::=
+  "\"" (
+    [^"\\\x7F\x00-\x1F] |
+    "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) # escapes
+  )* "\"" ws
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({"<eos>": 0} | {token: i for i, token in enumerate(alphabet, start=1)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=len(alphabet) + 1, eos_token=[0])
+
+
+def accepts(tokenizer: Any, grammar: str, texts: list[str]) -> list[bool]:
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(to_lark(grammar)), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    found = []
+    for text in texts:
+        each, token_ids = matcher.deep_copy(), tokenizer.tokenize_bytes(text.encode())
+        found.append(each.try_consume_tokens(token_ids) == len(token_ids) and each.is_accepting())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        ('root ::= word "a"\nword ::= [a-z]+', ["ba", "aaa"], ["a", "ab"]),
+        ('root ::= ("abc" | [a-z])+', ["abx", "abc", "ab"], ["", "A"]),
+        (r'root ::= "\u0041bc" "\xe9" "\U0001F600"', ["Abcé😀"], ["䆼", "Abc"]),
+        (r"root ::= [\u00e0-\u00ff]+", ["éü"], ["e"]),
+        ("root ::= .", ["\n", "狐", "\0"], ["", "ab"]),
+        ("root ::= [^]", ["\n", "]"], ["", "ab"]),
+        (r"root ::= [-+a-] [a&&b] [\[\]\\] [^a\n]", ["-&]b", "+a[é", "ab\\ "], ["*&]b", "-&]a", "-&]\n"]),
+        (r'root ::= "a\\b\"c[d]\[" "/" "\t"', ['a\\b"c[d][/\t'], ["ab"]),
+        ('root ::= start r1\nstart ::= "1"\nr1 ::= "2"', ["12"], ["1"]),
+        ('root ::= a-b  A_b\na-b ::= "1"\nA_b ::= "2"', ["12"], ["21"]),
+        ('root ::= "x"{2} "y"{1,} "z"{0,2} ("ab" | "c")? "d"*', ["xxy", "xxyyzzabdd"], ["xy", "xxyzzz", "xxyabc"]),
+        ('root ::= "ab"+', ["ab", "abab"], ["abb", ""]),
+        ('root ::= |"a"|("b"|)"c"', ["", "a", "c", "bc"], ["b"]),
+        ('root ::= "a" root "b" | "ab"', ["ab", "aabb"], ["aab", ""]),
+        ('root ::= "a" # a comment with "quotes"\n  | "b"  # another\n', ["a", "b"], ["ab"]),
+        (ARITHMETIC, ["a+1=2 \n", "(x)*y1=3\nb=c\n"], ["a+1=2", "a + 1=2\n"]),
+        (JSON, ['{"a": [1, -2.5e+1, {"狐\\u00e9": null}]}\n', "{}"], ['{"a"}', '{"a\n": 1}', "[]"]),
+    ],
+)
+def test_grammars(tokenizer: Any, grammar: str, good: list[str], bad: list[str]) -> None:
+    assert is_gbnf(grammar)
+    assert accepts(tokenizer, grammar, good) == [True] * len(good)
+    assert accepts(tokenizer, grammar, bad) == [False] * len(bad)
+
+
+def test_random_grammars_are_what_python_s_regular_expressions_say(tokenizer: Any) -> None:
+    rng = random.Random(7)
+    texts = ["".join(each) for length in range(5) for each in itertools.product("ab\n", repeat=length)]
+    for _ in range(150):
+        rules: dict[str, str] = {}
+        gbnf, expression = draw(rng, 3, rules)
+        grammar = "\n".join([f"root ::= {gbnf}", *(f"{name} ::= {body}" for name, body in rules.items())])
+        expected = [re.fullmatch(expression, text) is not None for text in texts]
+        assert accepts(tokenizer, grammar, texts) == expected, grammar
+
+
+def draw(rng: random.Random, depth: int, rules: dict[str, str]) -> tuple[str, str]:
+    """Return a random expression in GBNF and as a regular expression; parts of it become rules."""
+    kind = rng.randrange(7) if depth else rng.randrange(2)
+    if kind == 0:
+        text = "".join(rng.choice("ab\n") for _ in range(rng.randint(1, 3)))
+        return '"' + text.replace("\n", "\\n") + '"', re.escape(text)
+    if kind == 1:
+        return rng.choice([("[ab]", "[ab]"), ("[^a]", "[^a]"), (".", "[^\0]"), ("[a-b]", "[a-b]"), ('""', "")])
+    left, right = draw(rng, depth - 1, rules), draw(rng, depth - 1, rules)
+    if kind == 2:
+        name = f"rule{len(rules)}"
+        rules[name] = left[0]
+        return name, left[1]
+    if kind == 3:
+        return f"({left[0]}) | ({right[0]})", f"(?:{left[1]}|{right[1]})"
+    if kind == 4:
+        how = rng.choice(["*", "+", "?", "{2}", "{1,2}", "{1,}"])
+        return f"({left[0]}){how}", f"(?:{left[1]}){how}"
+    return f"({left[0]}) ({right[0]})", f"(?:{left[1]})(?:{right[1]})"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        ('"a"', "begins with a rule"),
+        ('a ::= "a"', "'root' is not defined"),
+        ("root ::= a", "'a' is not defined"),
+        ('root ::= "a"\nroot ::= "b"', "defined twice"),
+        ('root ::= ("a"', "not closed"),
+        ('root ::= "a")', "not opened"),
+        ("root ::= *", "nothing that"),
+        ('root ::= "a"**', "nothing that"),
+        ('root ::= "a"{0}', "repeats nothing"),
+        ("root ::= [b-a]", "backwards"),
+        ("root ::= []", "empty"),
+        (r'root ::= "\q"', "no escape"),
+        (r'root ::= "\ud83d"', "no character"),
+        (r'root ::= "\U00110000"', "no character"),
+        ('root ::= "a', "line 1 cannot be read"),
+        ('root ::= "a"\nb ::= <think>', "line 2 cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_said(grammar: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        to_lark(grammar)
+
+
+@pytest.mark.parametrize(
+    "grammar", ['start: "a"', "start: A\nA: /a+/", 'start: "a" // b ::= c', '%llguidance {}\nstart: "::="']
+)
+def test_lark_is_none(grammar: str) -> None:
+    assert not is_gbnf(grammar)
+
+
+def test_a_long_grammar_is_read_at_once() -> None:
+    deep = "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000
+    assert len(to_lark(deep)) > 60_000
