@@ -147,9 +147,9 @@ class InputBatch:
         self.token_ids[request.row, start : start + len(token_ids)] = token_ids
         return self.token_ids[request.row, : start + len(token_ids)]
 
-    def input_tokens(self, inputs: ModelInputs) -> torch.Tensor:
-        """Return what each row of logits had as its input: int64 [num_logits]."""
-        return self._tensor(self.token_ids[inputs.sampled_rows, inputs.num_known - 1].astype(np.int64))
+    def input_tokens(self, inputs: ModelInputs) -> NDArray[np.int64]:
+        """Return what each row of logits had as its input: [num_logits]."""
+        return self.token_ids[inputs.sampled_rows, inputs.num_known - 1].astype(np.int64)
 
     def prepare_inputs(self, scheduled: SchedulerOutput) -> ModelInputs:
         """Gather the ragged batch of a step. The next position of a request is its number of computed tokens.
@@ -163,19 +163,21 @@ class InputBatch:
         if len(requests) > 1:
             order = np.lexsort((self.block_tables[rows, 0], -counts))
             requests, counts, rows = [requests[i] for i in order.tolist()], counts[order], rows[order]
-        num_drafts = self._write_drafts(requests, scheduled.scheduled_spec_decode_tokens)
+        has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
+        num_drafts = self._write_drafts(requests, scheduled.scheduled_spec_decode_tokens) if has_drafts else 0
         computed = self.num_computed_tokens[rows]
-        query_start = _bounds(counts)
+        query_start = np.zeros(len(requests) + 1, dtype=np.int32)
+        counts.cumsum(out=query_start[1:])
         row_of_token, positions = rows, computed  # where each has one token
         if query_start[-1] > len(requests):
             row_of_token, positions = np.repeat(rows, counts), _ranges(computed, counts)
         blocks = self.block_tables[row_of_token, positions // self.block_size].astype(np.int64)
         seq_lens = computed + counts
-        num_known = self.num_tokens[rows]
-        num_logits = np.where(seq_lens == num_known + num_drafts, num_drafts + 1, 0)
+        num_logits = (seq_lens == self.num_tokens[rows] + num_drafts) * (num_drafts + 1)
         sampled = num_logits.nonzero()[0]
         num_outputs = np.where(self.looks_at_prompt[rows], counts, num_logits)
-        output_start = _bounds(num_outputs).astype(np.int64)
+        output_start = np.zeros(len(requests) + 1, dtype=np.int64)
+        num_outputs.cumsum(out=output_start[1:])
         width = -(-int(seq_lens.max()) // self.block_size)
         slots = blocks * self.block_size + positions % self.block_size
         tables = self.block_tables[rows, :width]
@@ -186,11 +188,16 @@ class InputBatch:
             start = np.append(output_start[kept], output_start[-1])
             batch = self._attention(start, seq_lens[kept], tables[kept], positions[of_step], slots[of_step])
             attention = replace(attention, outputs=OutputRows(self._tensor(of_step), batch))
-        num_logits = num_logits[sampled]
-        cu_num_logits = _bounds(num_logits)
-        logits_indices = None
-        if output_start[-1] > cu_num_logits[-1]:
-            logits_indices = self._tensor(_ranges(output_start[1:][sampled] - num_logits, num_logits))
+        # Of each that is sampled: as many rows as there are drafts, and one; usually that one.
+        cu_num_logits = np.arange(len(sampled) + 1, dtype=np.int32)
+        sampled_rows, num_known, logits_indices = rows[sampled], seq_lens[sampled], output_start[1:][sampled] - 1
+        if has_drafts:
+            num_logits = num_logits[sampled]
+            num_logits.cumsum(out=cu_num_logits[1:])
+            sampled_rows = np.repeat(sampled_rows, num_logits)
+            num_known, logits_indices = (
+                _ranges(last - num_logits + 1, num_logits) for last in (num_known, logits_indices)
+            )
         return ModelInputs(
             token_ids=self._tensor(self.token_ids[row_of_token, positions].astype(np.int64)),
             attention=attention,
@@ -198,19 +205,18 @@ class InputBatch:
             output_start=output_start,
             sampled=sampled.tolist(),
             cu_num_logits=cu_num_logits,
-            sampled_rows=np.repeat(rows[sampled], num_logits),
-            num_known=_ranges(num_known[sampled], num_logits),
-            logits_indices=logits_indices,
+            sampled_rows=sampled_rows,
+            num_known=num_known,
+            logits_indices=None if output_start[-1] == cu_num_logits[-1] else self._tensor(logits_indices),
         )
 
     def _write_drafts(self, requests: list[RequestRow], drafts: dict[str, list[int]]) -> NDArray[np.int64]:
         """Write drafts behind the known tokens of their requests, for this step; return how many each has."""
         num_drafts = np.zeros(len(requests), dtype=np.int64)
-        if drafts:
-            for index, request in enumerate(requests):
-                token_ids = drafts.get(request.request_id, [])
-                self.write_behind(request, token_ids)
-                num_drafts[index] = len(token_ids)
+        for index, request in enumerate(requests):
+            token_ids = drafts.get(request.request_id, [])
+            self.write_behind(request, token_ids)
+            num_drafts[index] = len(token_ids)
         return num_drafts
 
     def _attention(
@@ -229,13 +235,6 @@ class InputBatch:
             slot_mapping=self._tensor(slot_mapping),
             block_size=self.block_size,
         )
-
-
-def _bounds(counts: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return where each of some parts begins that stand behind one another, then where the last one ends."""
-    bounds = np.zeros(len(counts) + 1, dtype=np.int32)
-    counts.cumsum(out=bounds[1:])
-    return bounds
 
 
 def _ranges(first: NDArray[np.integer], counts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -21,7 +21,7 @@ from octavo.worker.sample_tasks import SampleTasks, Trouble
 from octavo.worker.sampler import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
 
     from octavo.data.scheduler_output import SchedulerOutput
     from octavo.kernels.interface import AttentionBatch, Kernels
@@ -85,7 +85,8 @@ class ModelRunner:
         prompt_logprobs, errors = self._prompt_logprobs(inputs, hidden)
         pooled = self._pooler.pool(inputs, hidden, self.batch, errors)
         output = self.sample(scheduled.step, inputs, hidden, prompt_logprobs, errors)
-        return replace(output, pooled=pooled, draft_token_ids=self.drafting.propose(output.sampled_token_ids))
+        drafts = self.drafting.propose(output.sampled_token_ids)
+        return replace(output, pooled=pooled, draft_token_ids=drafts) if pooled or drafts else output
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Return hidden states [num_outputs, hidden]; writes this step's KV. They last until the next call.
@@ -140,9 +141,8 @@ class ModelRunner:
             name = request.request_id
             if name in errors:
                 continue
-            # What failed behind its first row fails in the next step again, where that is the first one.
-            num_good = next((i for i, each in enumerate(token_ids) if each < 0 or first + i in troubles), None)
-            if num_good == 0:
+            num_good = _num_good(first, token_ids, troubles)
+            if not num_good:
                 is_excluded = first in tasks and tasks[first].adjusts_logits and not bool(logits[first].isnan().any())
                 nothing = NOTHING_ALLOWED if is_excluded else "the logits are not numbers"
                 errors[name] = troubles[first].reason(name) if first in troubles else nothing
@@ -159,7 +159,7 @@ class ModelRunner:
         cu_num_logits = torch.from_numpy(inputs.cu_num_logits)
         most_drafts = int(np.diff(inputs.cu_num_logits).max()) - 1
         sampled, num_sampled = self.kernels.rejection_sample(
-            torch.tensor(chosen), self.batch.input_tokens(inputs), cu_num_logits, most_drafts
+            torch.tensor(chosen), torch.from_numpy(self.batch.input_tokens(inputs)), cu_num_logits, most_drafts
         )
         return [row[:count] for row, count in zip(sampled.tolist(), num_sampled.tolist(), strict=True)]
 
@@ -208,3 +208,13 @@ class ModelRunner:
             logprobs = torch.log_softmax(self.model.compute_logits(hidden[start : start + len(part)]), dim=-1)
             entries += self.sampler.token_logprobs(logprobs, part, [count] * len(part))
         return entries
+
+
+def _num_good(first: int, token_ids: list[int], troubles: Container[int]) -> int:
+    """Return how many tokens stand before one that could not be chosen; first: the row of the first of them.
+
+    What fails behind the first row fails in the next step again, where it is the first one.
+    """
+    if not troubles and min(token_ids) >= 0:
+        return len(token_ids)
+    return next((i for i, each in enumerate(token_ids) if each < 0 or first + i in troubles), len(token_ids))
