@@ -12,8 +12,10 @@ from kernels_available import kv_precision, precision
 from scripted_drafts import ScriptedProposer, let_propose
 
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
-from octavo.config import SpeculativeConfig
+from octavo.build import build_engine
+from octavo.config import EngineConfig, SpeculativeConfig
 from octavo.data.events import DraftsVerified
+from octavo.journal.replay import replay
 from octavo.sampling_params import StructuredOutputsParams
 
 pytestmark = needs_kernels
@@ -199,6 +201,20 @@ def test_tokens_are_the_same_with_and_without(run):
 @pytest.mark.parametrize("number_format", FORMATS[1:])
 def test_tokens_are_the_same_in_every_number_format(number_format, method):
     check(Run("few", method, num_drafts=4, share_right=0.7, **FEW_BLOCKS), number_format, 18)
+
+
+def test_a_recorded_run_with_drafts_is_decided_the_same_again(tmp_path):
+    path = tmp_path / "run.journal"
+    config = EngineConfig(
+        cache=CacheConfig(num_gpu_blocks=40), speculative=SpeculativeConfig(method="ngram"), record=path
+    )
+    engine = build_engine(config)
+    engine.generate_batch(TEXTS, [SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)] * len(TEXTS))
+    engine.core.scheduler.close()
+    result = replay(path)
+    assert result.mismatches == []
+    verified = [event for event in result.log.events if isinstance(event, DraftsVerified)]
+    assert 0 < sum(event.num_accepted for event in verified) < sum(event.num_drafted for event in verified)
 
 
 @pytest.mark.slow

@@ -69,6 +69,17 @@ def test_a_proposer_is_asked_with_what_was_sampled(llm):
     assert told.forgotten == ["a"]
 
 
+def test_a_proposer_that_fails_costs_no_token(llm, monkeypatch, caplog):
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=5)
+    right = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids
+    monkeypatch.setattr(Told, "propose", lambda *_: 1 / 0)
+    told, drafts = start(llm, [], max_tokens=5)
+    assert (drafts, told.forgotten[-1]) == ([[]], "a")
+    outputs = [llm.llm_engine.step()[0] for _ in range(4)]
+    assert outputs[-1].outputs[0].token_ids == right
+    assert "nothing is guessed" in caplog.text
+
+
 @pytest.mark.parametrize(("max_tokens", "expected"), [(1, []), (2, [[]]), (3, [[5]]), (4, [[5, 6]])])
 def test_nothing_is_guessed_beyond_the_end(llm, max_tokens, expected):
     told, drafts = start(llm, [5, 6, 7, 8], max_tokens=max_tokens)

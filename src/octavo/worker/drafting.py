@@ -41,7 +41,14 @@ class Drafting:
             max_drafts = self._max_drafts(request, len(known), token_ids)
             if max_drafts > 0:
                 tasks.append(DraftTask(request_id, known, max_drafts))
-        proposed = self.proposer.propose(tasks)
+        try:
+            proposed = self.proposer.propose(tasks)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            logger.exception("nothing is guessed in this step")  # which costs time and no token
+            self.forget(task.request_id for task in tasks)
+            return {}
         found = {task.request_id: self._cut(task, drafts) for task, drafts in zip(tasks, proposed, strict=True)}
         return {request_id: drafts for request_id, drafts in found.items() if drafts}
 
