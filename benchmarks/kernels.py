@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from onednn import OneDnnKernels
 
 from octavo.kernels import AttentionBatch, SamplingRows
 from octavo.kernels.cpu import CpuKernels
@@ -91,7 +92,7 @@ def linear_cases(kernels: Kernels, only: str = "") -> Iterator[Case]:
                 continue
             stored = rounded(weight)
             copies = 1 if kernels.name == "reference" else max(1, COPIES_BYTES // stored.nbytes)
-            packed = [kernels.pack_linear(stored, float32_out=wide) for _ in range(copies)]
+            packed = [kernels.pack_linear(stored) for _ in range(copies)]
             for rows in wanted:
                 x = torch.randn(rows, depth, dtype=torch.bfloat16)
 
@@ -275,12 +276,13 @@ def main() -> None:
     parser.add_argument(
         "--isa", default="auto", choices=["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
     )
-    parser.add_argument("--linear", default="auto", choices=["auto", "packed", "onednn"])
+    parser.add_argument("--linear", default="packed", choices=["packed", "onednn"], help="whose products of bfloat16")
     parser.add_argument("--only", default="", help="part of the names of the cases to run")
     parser.add_argument("--reference", action="store_true", help="plain torch as well")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    backends: list[Kernels] = [CpuKernels(options.isa, options.linear, options.threads)]
+    kind = OneDnnKernels if options.linear == "onednn" else CpuKernels
+    backends: list[Kernels] = [kind(options.isa, options.threads)]
     if options.reference:
         backends.append(ReferenceKernels())
     groups = (attention_cases, elementwise_cases, sampling_cases)

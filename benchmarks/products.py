@@ -21,6 +21,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
+import onednn
 import torch
 from torch.nn import functional
 from workloads import FOLDER, prepare
@@ -69,12 +70,11 @@ def torch_products(weight: Tensor, precision: str, copies: int) -> list[Callable
     """Pack a weight for torch, so many times; each takes x [rows, in] as `rows_for_torch` has it to [rows, out]."""
     if precision in {"bf16", "fp32"}:
         weight = weight.float() if precision == "fp32" else weight
-        if not has_onednn(precision):
+        if not onednn.has_product(weight.dtype):
             clones = [weight.clone() for _ in range(copies)]
             return [lambda x, each=each: functional.linear(x, each) for each in clones]
-        pack, multiply = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
-        whole = [pack(weight, None) for _ in range(copies)]
-        return [lambda x, each=each: multiply(x, each, None, "none", [], "") for each in whole]
+        whole = [onednn.pack(weight) for _ in range(copies)]
+        return [lambda x, each=each: onednn.multiply(x, each) for each in whole]
     if precision == "int8":
         (values, scales), product = round_to_int8(weight, rotated=False), torch.ops.onednn.qlinear_pointwise
         zeros = torch.zeros(len(scales), dtype=torch.int32)
@@ -89,13 +89,6 @@ def torch_products(weight: Tensor, precision: str, copies: int) -> list[Callable
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 2)  # noqa: SLF001
     clones = [packed.clone() for _ in range(copies)]
     return [lambda x, each=each: multiply(x, each, GROUP_SIZE, scales_and_zeros) for each in clones]
-
-
-def has_onednn(precision: str) -> bool:
-    """Whether torch has oneDNN's product of prepacked bfloat16 or float32 weights on this processor."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return precision == "fp32" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
 
 
 X_SCALE, X_ZERO = 1 / 32, 128  # of the bytes that stand for activations of about one

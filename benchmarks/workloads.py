@@ -3,7 +3,7 @@
     python benchmarks/workloads.py                       # qwen2-0.5b, bf16; makes checkpoint and workloads if missing
     python benchmarks/workloads.py --shape qwen3-0.6b --repeat 5
 
-Runs `octavo bench`; prints a table for docs/benchmarks.md.
+Runs `octavo bench`; prints a table.
 """
 
 from __future__ import annotations

@@ -1,28 +1,51 @@
-"""Makes `fakes` importable from every test: pytest puts this file's directory on the path."""
+"""Makes `fakes` importable from every test: pytest puts this file's directory on the path. Draws a part of sweeps.
+
+A test function marked `sweep(n)` has many cases that are alike: one in n runs, another the next day, and the others are
+`slow`. OCTAVO_SWEEP_SEED draws which; where it is not set, the date does.
+"""
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import tempfile
-from typing import TYPE_CHECKING
 
+import pytest
 from kernels_available import COMPILED
+from sweeps import left_out
 
 from octavo.config import kernels_required
 
-if TYPE_CHECKING:
-    import pytest
+SWEEP_SEED = "OCTAVO_SWEEP_SEED"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the user's cache directory out of it; and where no compiler is at hand octavo warns that plain torch serves.
 
-    Every other warning stays an error.
+    Every other warning stays an error. The seed is set once: the processes of pytest-xdist inherit it.
     """
     folder = tempfile.TemporaryDirectory(prefix="octavo-tests-")
     os.environ["XDG_CACHE_HOME"] = folder.name
     config.add_cleanup(folder.cleanup)
+    os.environ.setdefault(SWEEP_SEED, dt.datetime.now(tz=dt.UTC).strftime("%Y-%j"))
     if not COMPILED and not kernels_required():
         config.addinivalue_line(
             "filterwarnings", "ignore:octavo was installed without its compiled kernels:RuntimeWarning"
         )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if terminalreporter.stats.get("failed"):
+        terminalreporter.write_line(f"cases of sweeps were drawn by {SWEEP_SEED}={os.environ[SWEEP_SEED]}")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sweep"):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in functions.items():
+        (one_in,) = cases[0].get_closest_marker("sweep").args
+        for item in left_out(cases, one_in, f"{os.environ[SWEEP_SEED]} {name}"):
+            item.add_marker(pytest.mark.slow)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -16,6 +17,7 @@ from octavo.kernels import attention_slowness
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.models.stored_quantization import StoredLayout, StoredQuantization
+from octavo.startup import engine_main
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,17 @@ def test_what_other_kernels_computed_has_another_name(tmp_path):
         core.executor.shutdown()
     assert len(set(found)) == len(kernels)
     assert found[-1] == found[-2]
+
+
+def test_an_engine_process_is_ready_when_the_vocabulary_for_grammars_is_read(monkeypatch):
+    monkeypatch.setattr(engine_main, "made_to_stay", contextlib.nullcontext)  # this process goes on with other tests
+    config = EngineConfig(cache=CacheConfig(num_gpu_blocks=8))
+    later = build.build_core(config)
+    assert later.executor.worker.grammars._tokenizer is None
+    now = engine_main.build(config, lambda _done, _total: None)
+    assert now.executor.worker.grammars._tokenizer is not None
+    for core in (later, now):
+        core.executor.shutdown()
 
 
 def test_what_was_asked_for_stays(architecture):

@@ -78,6 +78,7 @@ EVERYWHERE = Schedule(
     "chunks_and_swaps", **FEW_BLOCKS, threshold=7, swap_space_bytes=1 << 22, options=(("preemption", "swap"),)
 )
 NUM_REQUESTS_EVERYWHERE = 9
+NUM_REQUESTS_OF_THE_REFERENCE = 6
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +174,7 @@ def alone():
 
 
 @needs_kernels
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_compiled_kernels_are_exact(checkpoint, alone, schedule, dtype):
@@ -180,11 +182,12 @@ def test_compiled_kernels_are_exact(checkpoint, alone, schedule, dtype):
 
 
 @needs_kernels
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", MORE_DTYPES)
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 def test_every_instruction_set_is_exact(checkpoint, alone, isa, dtype, num_threads):
-    """On one thread and on two, which give what one request alone got on as many as this machine has cores."""
+    """On one thread and on two, which give what one request alone got."""
     engine = make_engine(checkpoint, dtype, replace(EVERYWHERE, num_threads=num_threads), "cpu", isa)
     kernels = engine.core.executor.worker.kernels
     assert (kernels.isa, kernels.num_threads) == (isa, num_threads)
@@ -192,6 +195,7 @@ def test_every_instruction_set_is_exact(checkpoint, alone, isa, dtype, num_threa
 
 
 @needs_kernels
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16 with int8 KV"])
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 def test_a_sliding_window_is_exact(window_checkpoint, alone, isa, dtype):
@@ -201,6 +205,7 @@ def test_a_sliding_window_is_exact(window_checkpoint, alone, isa, dtype):
 
 
 @needs_kernels
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16 with int8 KV"])
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 def test_a_long_common_prefix_is_exact(checkpoint, isa, dtype, monkeypatch):
@@ -273,10 +278,15 @@ def test_float16_weights_are_computed_in_float32_on_a_cpu(checkpoint, alone):
     assert answers(engine, make_requests()) == whole
 
 
-@pytest.mark.xfail(strict=True, reason="plain torch: one-row products and wide sums depend on the batch (docs/why.md)")
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="plain torch: one-row products and wide sums depend on the batch (docs/why.md)",
+)
 def test_reference_kernels_are_not_exact(checkpoint, alone):
     engine = make_engine(checkpoint, "float32", Schedule("crowd"), "reference")
-    assert answers(engine, make_requests()) == alone(checkpoint, "float32", "reference")
+    expected = alone(checkpoint, "float32", "reference", count=NUM_REQUESTS_OF_THE_REFERENCE)
+    assert answers(engine, make_requests()[: len(expected)]) == expected
 
 
 @needs_kernels

@@ -24,7 +24,7 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("long") / "qwen3", config, std=0.2)
 
 
-def make_engine(checkpoint, dtype, *, num_threads=2, num_blocks=600, max_num_seqs=8, budget=4096, **scheduler):
+def make_engine(checkpoint, dtype, *, num_threads=1, num_blocks=600, max_num_seqs=8, budget=4096, **scheduler):
     return LLMEngine(
         ModelConfig(model=str(checkpoint), **precision(dtype), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN),
         cache_config=CacheConfig(num_gpu_blocks=num_blocks, enable_prefix_caching=False, **kv_precision(dtype)),
@@ -53,13 +53,14 @@ def long_answers(request, checkpoint):
     return request.param, requests, alone(make_engine(checkpoint, request.param), requests)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param({}, id="crowd"),
         pytest.param({"long_prefill_token_threshold": 512}, id="chunks_of_512"),
         pytest.param({"budget": 700}, id="budget_of_700"),  # cuts prompts where no partition or tile ends
-        pytest.param({"num_threads": 1}, id="one_thread"),
+        pytest.param({"num_threads": 2}, id="two_threads"),
     ],
 )
 def test_beyond_the_first_partition(checkpoint, long_answers, options):
@@ -70,6 +71,7 @@ def test_beyond_the_first_partition(checkpoint, long_answers, options):
     assert all(len(set(token_ids)) > 4 for token_ids, _ in expected)  # else equality would say little
 
 
+@pytest.mark.sweep(3)
 def test_all_partitions_reach_the_answer(checkpoint, long_answers):
     """Another first token, two partitions before the end, changes logprobs: attention does look that far back."""
     dtype, requests, expected = long_answers
@@ -78,6 +80,7 @@ def test_all_partitions_reach_the_answer(checkpoint, long_answers):
     assert alone(make_engine(checkpoint, dtype), [(other, params)])[0][1] != expected[0][1]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_preempted_several_times(checkpoint, dtype):
     requests = make_requests([20, 12, 36, 4, 16, 28, 8, 24], max_tokens=100)

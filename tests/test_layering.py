@@ -84,4 +84,4 @@ def test_settings_are_read_from_the_environment_in_one_place():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv"}
     }
-    assert readers == {"config.py", "engine/remote_engine.py"}
+    assert readers == {"config/environment.py", "engine/remote_engine.py"}

@@ -55,8 +55,12 @@ def build_core(
     *,
     sink: EventSink | None = None,
     progress: Callable[[int, int], None] | None = None,
+    reads_ahead: bool = False,
 ) -> EngineCore:
-    """Return what an engine is without its text side: a scheduler, and a worker with the weights in place."""
+    """Return what an engine is without its text side: a scheduler, and a worker with the weights in place.
+
+    reads_ahead: all that requests may ask for is read now, so that none waits for what another one asks for first.
+    """
     model_config = config.model
     checkpoint = checkpoint or Checkpoint.find(model_config)
     architecture = checkpoint.architecture
@@ -64,6 +68,8 @@ def build_core(
     dtype = architecture.dtype if model_config.dtype == "auto" else model_config.dtype
     isa = _instruction_set(device_config, dtype)
     scheduler_config = resolve_scheduler(config.scheduler, architecture, model_config.quantization, isa)
+    grammars = make_grammars(model_config, checkpoint)
+    reading = grammars.read_ahead() if reads_ahead and grammars is not None else None
     worker = Worker(
         checkpoint.directory,
         architecture,
@@ -78,9 +84,11 @@ def build_core(
         packed_cache_bytes=model_config.packed_cache_bytes,
         seed=model_config.seed,
         progress=progress,
-        grammars=make_grammars(model_config, checkpoint),
+        grammars=grammars,
         speculative_config=config.speculative,
     )
+    if reading is not None:
+        reading.result()
     num_blocks, num_host_blocks = worker.kv_cache.num_blocks, worker.kv_cache.num_host_blocks
     scheduler_config = fit_reservation(worker.scheduler_config, num_blocks * config.cache.block_size)
     capacity = EngineCapacity.of(

@@ -18,7 +18,6 @@ MAX_CHOICES = 1000
 POOLING = ("last", "mean")
 MAX_LOGPROBS = 20  # as vLLM by default: each costs time and memory for every position
 MAX_COUNT = 2**31 - 1  # what the worker's tensors hold
-SEED_RANGE = (-(2**63), 2**64 - 1)
 _STRUCTURED = "structured_outputs"
 _STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 _LEAST_TOP_P = 1e-9  # less than the most probable of any vocabulary has: it stays alone
@@ -89,6 +88,39 @@ def _refuse_structure(name: str, allowed: str) -> NoReturn:
     raise RequestError(f"{_STRUCTURED}.{name} must be {allowed}", parameter=_STRUCTURED)
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The least and the most of a number. is_open: the least itself is too little."""
+
+    low: float
+    high: float
+    is_whole: bool = True
+    is_open: bool = False
+    may_be_none: bool = False
+
+    def holds(self, value: Any) -> bool:
+        """Whether a number is within; a NaN is in no range."""
+        return bool(self.low <= value <= self.high) and not (self.is_open and value == self.low)
+
+
+LIMITS: dict[str, Limits] = {  # of the numbers that a request may have
+    "n": Limits(1, MAX_N),
+    "max_tokens": Limits(1, MAX_COUNT, may_be_none=True),
+    "min_tokens": Limits(0, MAX_COUNT),
+    "temperature": Limits(0, 100, is_whole=False),
+    "top_k": Limits(0, MAX_COUNT),
+    "top_p": Limits(0, 1, is_whole=False),
+    "min_p": Limits(0, 1, is_whole=False),
+    "typical_p": Limits(0, 1, is_whole=False, is_open=True),
+    "seed": Limits(-(2**63), 2**64 - 1, may_be_none=True),
+    "presence_penalty": Limits(-2, 2, is_whole=False),
+    "frequency_penalty": Limits(-2, 2, is_whole=False),
+    "repetition_penalty": Limits(0, 100, is_whole=False, is_open=True),
+    "logprobs": Limits(0, MAX_LOGPROBS, may_be_none=True),
+    "prompt_logprobs": Limits(0, MAX_LOGPROBS, may_be_none=True),
+}
+
+
 class RequestOutputKind(Enum):
     """How much of the text each output of a request carries."""
 
@@ -143,26 +175,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._normalize()
-        _check_int("n", self.n, 1, MAX_N)
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, MAX_COUNT)
-        _check_int("min_tokens", self.min_tokens, 0, MAX_COUNT)
+        for name, limits in LIMITS.items():
+            value = getattr(self, name)
+            if not (value is None and limits.may_be_none):
+                _check_number(name, value, limits)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        _check_float("temperature", self.temperature, 0.0, 100.0)
-        _check_int("top_k", self.top_k, 0, MAX_COUNT)
-        _check_float("top_p", self.top_p, 0.0, 1.0)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("typical_p", self.typical_p, 0.0, 1.0, open_low=True)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        if self.seed is not None:
-            _check_int("seed", self.seed, *SEED_RANGE)
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                _check_int(name, value, 0, MAX_LOGPROBS)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "true or false")
@@ -176,7 +194,7 @@ class SamplingParams:
             self._check_structure(self.structured_outputs)
 
     def _normalize(self) -> None:
-        for name in _NUMBERS:
+        for name in LIMITS:
             setattr(self, name, plain_number(getattr(self, name)))
         for name in _FLAGS:
             setattr(self, name, _plain_flag(getattr(self, name)))
@@ -210,7 +228,7 @@ class SamplingParams:
                 _check_int(name, token_id, 0)
         for token_id, bias in (self.logit_bias or {}).items():
             _check_int("logit_bias", token_id, 0)
-            _check_float("logit_bias", bias, -100.0, 100.0)
+            _check_number("logit_bias", bias, _BIAS_LIMITS)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             _refuse("allowed_token_ids", [], "at least one token id")
         for token_id in self.allowed_token_ids or []:
@@ -249,22 +267,7 @@ class SamplingParams:
         return cls(**{name: value for name, value in values.items() if value is not None or name in keep_none})
 
 
-_NUMBERS = (
-    "n",
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logprobs",
-    "prompt_logprobs",
-)
+_BIAS_LIMITS = Limits(-100, 100, is_whole=False)
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
 
 
@@ -308,15 +311,15 @@ def _refuse(name: str, value: object, allowed: str) -> NoReturn:
     raise RequestError(f"{name} must be {allowed}, got {value!r:.100}", parameter=name)
 
 
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    allowed = f"an integer of {low} or more" if high is None else f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        _refuse(name, value, allowed)
+def _check_int(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        _refuse(name, value, f"an integer of {low} or more")
 
 
-def _check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    allowed = f"a number {'above' if open_low else 'from'} {low:g} {'and up ' if open_low else ''}to {high:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        _refuse(name, value, allowed)
-    if not low <= value <= high or (open_low and value == low):  # a NaN is in no range
-        _refuse(name, value, allowed)
+def _check_number(name: str, value: object, limits: Limits) -> None:
+    is_number = isinstance(value, int if limits.is_whole else int | float) and not isinstance(value, bool)
+    if is_number and limits.holds(value):
+        return
+    low, high = (limits.low, limits.high) if limits.is_whole else (f"{limits.low:g}", f"{limits.high:g}")
+    kind = "an integer" if limits.is_whole else "a number"
+    _refuse(name, value, f"{kind} above {low} and up to {high}" if limits.is_open else f"{kind} from {low} to {high}")

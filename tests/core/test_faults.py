@@ -354,7 +354,7 @@ def test_F31_what_ended_is_forgotten(make_core):
         core.add(f"r{index}", 3, deadline=1e9, priority=9)
         core.scheduler.abort_request(f"r{index}")
         core.step()
-    assert len(core.scheduler._deadlines) < 100
+    assert len(core.scheduler._lifecycle._deadlines) < 100
     assert len(core.scheduler.waiting._heap) < 100
 
 

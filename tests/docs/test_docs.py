@@ -366,16 +366,6 @@ def test_tours_name_every_source_file(page):
     assert not missing, f"not named: {sorted(path.relative_to(ROOT).as_posix() for path in missing)}"
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (DOCS / "zh").glob("*.md")))
-def test_chinese_pages_are_as_complete_as_the_english(name):
-    english, chinese = DOCS / name, DOCS / "zh" / name
-    count = r"^## .+$|^\| .+$|^- .+$"
-    assert [line[:2] for line in re.findall(count, prose(chinese), re.MULTILINE)] == [
-        line[:2] for line in re.findall(count, prose(english), re.MULTILINE)
-    ]
-    assert {path for path, _ in targets(chinese)} == {path for path, _ in targets(english)}
-
-
 # --- commands and snippets
 
 
@@ -434,6 +424,8 @@ def test_commands_and_flags_exist(page):
 
 @every_page
 def test_inline_flags_exist(page):
+    if page.name == "CHANGELOG.md":
+        return  # it names options that are gone, too
     for code in INLINE.findall(prose(page)):
         if FLAG.fullmatch(code):
             assert code in all_flags(command_line()), f"no command has the option {code}"

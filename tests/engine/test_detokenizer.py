@@ -51,13 +51,13 @@ def some_tokens(tokenizer, draw):
 @pytest.mark.parametrize("skip", [True, False])
 def test_behind_any_prompt_streamed_text_is_that_of_all(tokenizer, skip):
     draw, num_within = random.Random(3), 0
-    for _ in range(4000):
+    for _ in range(2000):
         prompt, ids = some_tokens(tokenizer, draw), some_tokens(tokenizer, draw)
         text = text_behind(tokenizer.backend, prompt, ids, skip=skip)
         pieces = stream(tokenizer, ids, draw.choice([1, 2, 9]), prompt_token_ids=prompt, skip_special_tokens=skip)
         assert "".join(pieces) == text, (prompt, ids)
         num_within += bool(prompt) and isinstance(tokenizer.piece(prompt[-1]), bytes)
-    assert num_within > 1000
+    assert num_within > 500
 
 
 @pytest.mark.parametrize(

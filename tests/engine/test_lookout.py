@@ -98,7 +98,7 @@ def check_blocks(engine, blocks):
 def test_nothing_is_left_out_and_the_map_is_true(monkeypatch):
     monkeypatch.setattr(lookout, "_MAX_WEIGHT", 40)
     engine, log, seen = make_engine(num_blocks=24, block_size=4, max_num_seqs=6), EventLog(), []
-    engine.core.scheduler._sink._sinks += (log,)
+    engine.core.scheduler._emitter._sink._sinks += (log,)
     rng, watcher, states = random.Random(3), Lookout(engine.core), set()
 
     def watch():

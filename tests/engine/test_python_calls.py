@@ -7,6 +7,10 @@ from kernels_available import COMPILED
 
 from octavo import LLM, SamplingParams
 
+pytestmark = [
+    pytest.mark.performance,
+    pytest.mark.skipif(not COMPILED, reason="plain torch enters Python for every operation"),
+]
 CALLS_OF_A_STEP = 175  # 158 when this was written
 CALLS_OF_A_REQUEST = 22  # 19, for each one more that runs
 
@@ -27,7 +31,6 @@ def python_calls(call):
     return count
 
 
-@pytest.mark.skipif(not COMPILED, reason="plain torch enters Python for every operation")
 def test_a_decode_step_enters_few_python_functions():
     engine = LLM(max_num_seqs=32).llm_engine
     counts = {}

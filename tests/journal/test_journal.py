@@ -90,7 +90,7 @@ def test_every_decision_is_the_same_again(make_core, tmp_path, options, suffix):
                 priority=rng.randrange(3),
                 tenant=rng.choice("ab"),
                 stop_token_ids=[5],
-                deadline=core.scheduler._now + 30.0 if rng.random() < 0.2 else None,
+                deadline=core.scheduler._emitter.now + 30.0 if rng.random() < 0.2 else None,
             )
             core.answers[f"r{step}"] = [rng.choice([7, 8, 9, 9, 5]) for _ in range(20)]
         if core.scheduler.requests and rng.random() < 0.05:

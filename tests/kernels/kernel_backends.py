@@ -10,7 +10,7 @@ COMPILED = importlib.util.find_spec("octavo._kernels") is not None
 ISAS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
 
 
-def compiled_kernels(isa="auto", num_threads=2, linear="packed"):
+def compiled_kernels(isa="auto", num_threads=2):
     """Compiled kernels, or a skip where this machine or installation has none."""
     if not COMPILED and not kernels_required():
         pytest.skip("octavo was installed without compiled kernels")
@@ -19,4 +19,4 @@ def compiled_kernels(isa="auto", num_threads=2, linear="packed"):
 
     if isa not in ("auto", *_kernels.instruction_sets()):
         pytest.skip(f"this processor has no {isa}")
-    return CpuKernels(isa, linear, num_threads)
+    return CpuKernels(isa, num_threads)

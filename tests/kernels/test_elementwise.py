@@ -89,6 +89,7 @@ def test_rows_do_not_depend_on_their_neighbours(compiled, single_threaded, gener
         assert torch.equal(single_threaded.silu_and_mul(gate_up), gate)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 48, 80, 18])
 @pytest.mark.parametrize("block_size", [1, 5, 16])

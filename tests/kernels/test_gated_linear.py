@@ -30,6 +30,7 @@ def apart(kernels, x, packed):
     return kernels.silu_and_mul(kernels.linear(x, packed))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", FORMATS)

@@ -44,6 +44,7 @@ def reference(x, weight, bias=None, **options):
     return ReferenceKernels().linear(x, ReferenceKernels().pack_linear(weight, bias), **options)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -59,6 +60,7 @@ def test_every_instruction_set_gives_the_bits_of_the_reference(compiled, generat
             assert_same_bits(result, reference(x, weight, biases, float32_out=float32_out))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
 def test_zero_points_between_whole_numbers(compiled, generator, x_dtype, shape):
@@ -143,6 +145,7 @@ def test_the_largest_weights_of_either_sign(compiled, rows, value, scale):
         assert (result[0] - expected).abs().max() < 1e-5 * abs(expected)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("group_size", [128, 65536])
 @pytest.mark.parametrize("rows", [3, 33])  # many are another product on some processors
@@ -214,6 +217,7 @@ def test_threads_do_not_change_a_bit(isa, generator):
     assert torch.equal(*results)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("group_size", [32, 96])
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("rows", [1, 3, 16, 40])
@@ -264,6 +268,7 @@ def rows_of(weight, ids, dtype):
     return (whole.float() * units.unsqueeze(1))[ids].to(dtype)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize(("depth", "width"), [(1, 1), (44, 32), (123, 77), (128, 33), (257, 40), (300, 100)])
@@ -273,7 +278,7 @@ def test_embedding_gives_the_whole_values_times_their_units(
 ):
     weight = weight_of(generator, width, depth, group_size, zeros=zeros)
     ids = torch.cat([torch.randperm(width, generator=generator), torch.tensor([width - 1, 0, 0])])
-    packed = kernels.pack_linear(weight, float32_out=True)
+    packed = kernels.pack_linear(weight)
     rows = kernels.embedding(ids, packed, out_dtype)
     assert torch.equal(rows, rows_of(weight, ids, out_dtype))
     assert_same_bits(rows, ReferenceKernels().embedding(ids, ReferenceKernels().pack_linear(weight), out_dtype))
@@ -284,7 +289,7 @@ def test_embedding_gives_the_whole_values_times_their_units(
 def test_the_rows_of_an_embedding_are_those_of_the_weight(kernels, generator, zeros):
     """Scales are off by half a unit at most, values 16 from their zero points at most."""
     weight, ids = weight_of(generator, 70, 200, 32, zeros=zeros), torch.arange(70)
-    rows = kernels.embedding(ids, kernels.pack_linear(weight, float32_out=True), torch.float32)
+    rows = kernels.embedding(ids, kernels.pack_linear(weight), torch.float32)
     _, units = weight.whole_scales()
     assert ((rows - weight.dequantize()).abs() <= 16 * 0.501 * units.unsqueeze(1)).all()
 
@@ -297,7 +302,7 @@ def test_an_embedding_has_zeros_large_and_broken_rows(kernels, generator):
     weight.scales[35, 2] = torch.nan
     weight.scales[36, 3] = torch.inf
     ids = torch.arange(40)
-    rows = kernels.embedding(ids, kernels.pack_linear(weight, float32_out=True), torch.float32)
+    rows = kernels.embedding(ids, kernels.pack_linear(weight), torch.float32)
     assert_same_bits(rows, rows_of(weight, ids, torch.float32))
     assert rows.isnan().all(dim=1).nonzero().flatten().tolist() == [35, 36]
     assert torch.equal(rows.isnan().any(dim=1), rows.isnan().all(dim=1))
@@ -307,7 +312,7 @@ def test_an_embedding_has_zeros_large_and_broken_rows(kernels, generator):
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 def test_an_embedding_refuses_ids_outside_the_vocabulary(compiled, generator, zeros):
     """Those of the panel's padding, too."""
-    packed = compiled.pack_linear(weight_of(generator, 33, 64, 32, zeros=zeros), float32_out=True)
+    packed = compiled.pack_linear(weight_of(generator, 33, 64, 32, zeros=zeros))
     for bad in (33, 63, 64, -1):
         with pytest.raises(IndexError, match="vocabulary"):
             compiled.embedding(torch.tensor([0, bad]), packed, torch.float32)
@@ -327,7 +332,7 @@ def test_nothing_behind_weight_or_rows_is_touched_by_an_embedding(
 
         compiled.allocate = allocate
         try:
-            packed = compiled.pack_linear(weight, float32_out=True)
+            packed = compiled.pack_linear(weight)
         finally:
             del compiled.allocate
         monkeypatch.setattr(compiled, "_empty", empty)

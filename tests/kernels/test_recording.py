@@ -81,6 +81,7 @@ def load(path, kernels, dtype, quantization):
     )  # fmt: skip
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("dtype", "quantization"), FORMATS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_step_gives_the_bits_of_the_models_own_code(name, dtype, quantization, tmp_path, compiled, generator):
@@ -169,7 +170,7 @@ def test_a_buffer_is_not_used_again_while_anything_refers_to_it(isa, generator):
     weights = (
         kernels.pack_linear(make(128, 64)),
         kernels.pack_linear(make(64, 64)),
-        kernels.pack_linear(make(100, 64), float32_out=True),
+        kernels.pack_linear(make(100, 64)),
         torch.ones(64),
     )
     forward = hold_views(kernels, weights)
@@ -196,7 +197,7 @@ COMPUTED = {
 
 @pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
 def test_what_torch_computes_is_not_recorded(compute, compiled, generator):
-    table = compiled.pack_linear(torch.randn(512, 64, generator=generator), float32_out=True)
+    table = compiled.pack_linear(torch.randn(512, 64, generator=generator))
 
     def forward(ids, _batch):
         return compute(compiled.embedding(ids, table, torch.float32))
@@ -209,7 +210,7 @@ def test_what_torch_computes_is_not_recorded(compute, compiled, generator):
 
 
 def test_an_array_of_another_batch_is_refused(compiled, generator):
-    table = compiled.pack_linear(torch.randn(512, 64, generator=generator), float32_out=True)
+    table = compiled.pack_linear(torch.randn(512, 64, generator=generator))
     ids, batch = step_of([3], generator, [0])
     other = ids.clone()
     for array, problem in ((other, "not the batch's"), (ids[1:], "no multiple")):
@@ -304,7 +305,7 @@ def test_output_rows_behind_long_and_shared_contexts(tmp_path, compiled, generat
 
 
 def test_an_id_outside_the_vocabulary_changes_nothing(compiled, generator):
-    table = compiled.pack_linear(torch.randn(512, 64, generator=generator), float32_out=True)
+    table = compiled.pack_linear(torch.randn(512, 64, generator=generator))
     ids, batch = step_of([3], generator, [0])
     _, again = compiled.record_forward(
         lambda ids, _batch: compiled.embedding(ids, table, torch.float32), ids, batch, MAX_TOKENS
@@ -317,7 +318,7 @@ def test_an_id_outside_the_vocabulary_changes_nothing(compiled, generator):
 
 def test_other_backends_record_nothing(generator):
     kernels = ReferenceKernels()
-    table = kernels.pack_linear(torch.randn(512, 64, generator=generator), float32_out=True)
+    table = kernels.pack_linear(torch.randn(512, 64, generator=generator))
     ids, batch = step_of([3], generator, [0])
     hidden, again = kernels.record_forward(
         lambda ids, _batch: kernels.embedding(ids, table, torch.float32), ids, batch, MAX_TOKENS
@@ -329,7 +330,7 @@ def test_other_backends_record_nothing(generator):
 def test_quantized_rows_stay_in_their_memory(fastest, generator):
     """The largest step has many times the rows of the recorded one: nothing is written beyond a buffer."""
     weight = fastest.pack_linear(quantize_int8(torch.randn(96, 64, generator=generator)))
-    table = fastest.pack_linear(torch.randn(512, 64, generator=generator), float32_out=True)
+    table = fastest.pack_linear(torch.randn(512, 64, generator=generator))
 
     def forward(ids, _batch):
         return fastest.linear(fastest.embedding(ids, table, torch.bfloat16), weight)

@@ -33,7 +33,7 @@ def test_float32_linear(generator, width):
 def test_one_row_product_with_a_widened_weight(generator):
     """What the reference does for logits: bfloat16 weights and activations, products in float32."""
     kernels = ReferenceKernels()
-    packed = kernels.pack_linear(torch.randn(160, 896, generator=generator).to(torch.bfloat16), float32_out=True)
+    packed = kernels.pack_linear(torch.randn(160, 896, generator=generator).to(torch.bfloat16))
     x = torch.randn(2, 896, generator=generator).to(torch.bfloat16)
     both, first = (kernels.linear(rows, packed, float32_out=True) for rows in (x, x[:1]))
     assert torch.equal(both[:1], first)

@@ -31,6 +31,7 @@ def assert_equal(result, expected):
     assert torch.equal(result.scales.isnan(), expected.scales.isnan())
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_int8(compiled, generator, dtype, shape):
@@ -38,6 +39,7 @@ def test_int8(compiled, generator, dtype, shape):
     assert_equal(compiled.round_weight(weight, 8), quantize_int8(weight))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("group_size", [32, 128, 4864])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

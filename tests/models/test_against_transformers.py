@@ -13,11 +13,11 @@ from octavo.models.random_weights import write_checkpoint
 
 NUM_TOKENS = 64
 MIN_GAP = 1e-4  # between the two best logits of a step; both sides compute them to about 1e-5
-FAST = ("qwen2-window-upper-layers", "qwen3-head-80", "llama-llama3", "mistral-window-5-per-kv")
-CASE_PARAMS = [pytest.param(case, id=case.name, marks=() if case.name in FAST else pytest.mark.slow) for case in CASES]
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.sweep(2)
+@every_case
 def test_tokens_equal(case, tmp_path):
     """The oracle reads each prompt with octavo's answer behind it and must choose every token of the answer itself."""
     path = write_checkpoint(tmp_path / "model", case.full_config, seed=case.seed, std=0.1)
@@ -35,7 +35,8 @@ def test_tokens_equal(case, tmp_path):
         assert not any(same), f"the oracle gives the same tokens with another {feature}"
 
 
-@pytest.mark.parametrize("case", CASE_PARAMS)
+@pytest.mark.sweep(7)
+@every_case
 def test_tokens_equal_those_generated_one_by_one(case, tmp_path):
     """The same with nothing of octavo's before the oracle's eyes: it generates by itself, with its own KV cache."""
     path = write_checkpoint(tmp_path / "model", case.full_config, seed=case.seed, std=0.1)

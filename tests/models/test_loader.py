@@ -43,6 +43,7 @@ def packed_bytes(model):
     return sum(linear.num_bytes for linear in linears) + sum(norm.nbytes for norm in norms)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -193,6 +194,7 @@ def checkpoint_of_150_mb(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("large") / "llama", config)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4", "int4_all"])
 @pytest.mark.skipif(not COMPILED or sys.platform != "linux", reason="reads /proc; plain torch works in float64")
 def test_memory_while_loading_and_serving(checkpoint_of_150_mb, quantization):

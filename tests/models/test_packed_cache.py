@@ -69,7 +69,7 @@ def load(path, cache, dtype="bfloat16", quantization="int8", isa="auto", **optio
     from octavo.kernels.cpu import CpuKernels
 
     return load_model(
-        path, read_architecture(path), CpuKernels(isa, linear="packed", num_threads=1), dtype=dtype,
+        path, read_architecture(path), CpuKernels(isa, num_threads=1), dtype=dtype,
         device=torch.device("cpu"), max_model_len=64, quantization=quantization, packed_cache=cache, **options,
     )  # fmt: skip
 
@@ -237,7 +237,7 @@ def test_the_longest_unused_go_first(tmp_path, cache, packs):
     small = PackedCache(3 * size + 1000, cache.directory)
     from octavo.kernels.cpu import CpuKernels
 
-    layout = CpuKernels(linear="packed", num_threads=1).layout
+    layout = CpuKernels(num_threads=1).layout
     for index, path in enumerate(paths[:3]):
         load(path, small)
         os.utime(small.path(path, layout, "bfloat16", "int8", DEFAULT_GROUP_SIZE), (index + 1, index + 1))
@@ -304,7 +304,9 @@ def test_who_multiplies_belongs_to_the_layout():
     """What was packed on one machine must not decide which kernel serves on another that shares the directory."""
     from octavo.kernels.cpu import CpuKernels
 
-    assert CpuKernels(linear="packed", num_threads=1).layout != CpuKernels(linear="onednn", num_threads=1).layout
+    own = {"amx", "avx512_bf16"} & set(INSTRUCTION_SETS)
+    layouts = {CpuKernels(isa, num_threads=1).layout for isa in ("portable", *own)}
+    assert len(layouts) == 1 + len(own)
 
 
 def test_no_home_is_no_cache(monkeypatch, caplog):

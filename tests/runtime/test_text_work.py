@@ -60,6 +60,61 @@ def test_each_lane_waits_for_nothing_of_the_next(
     assert asyncio.run(ask()) == 7
 
 
+def test_a_few_words_that_are_to_be_answered_are_read_at_once(text: TextWork) -> None:
+    counted: list[int] = []
+
+    def work() -> int:
+        progress(3)
+        return threading.get_ident()
+
+    async def ask(num_chars: int, *, is_count: bool = False) -> int:
+        return await text.do(work, num_chars=num_chars, on_read=counted.append, is_count=is_count)
+
+    own = threading.get_ident()
+    assert asyncio.run(ask(512)) == own
+    assert asyncio.run(ask(513)) != own
+    assert asyncio.run(ask(512, is_count=True)) != own
+    assert counted == [3, 3, 3]
+
+
+def test_of_counts_of_one_size_one_is_under_way_and_no_answer_waits_for_it(
+    text: TextWork, gate: threading.Event
+) -> None:
+    began: list[str] = []
+
+    async def ask() -> str:
+        counts = [
+            asyncio.create_task(text.do(lambda: (began.append("count"), gate.wait(30)), num_chars=2000, is_count=True))
+            for _ in range(8)
+        ]
+        await asyncio.sleep(0)
+        answer = await asyncio.wait_for(text.do(lambda: "answer", num_chars=2000), 10)
+        assert len(began) <= 1
+        assert len(text._count_turns["short"]._waiting) <= 1
+        gate.set()
+        await asyncio.gather(*counts)
+        return answer
+
+    assert asyncio.run(ask()) == "answer"
+    assert len(began) == 8
+
+
+def test_a_count_whose_time_is_over_before_its_turn_is_told_so_and_others_go_on(
+    text: TextWork, gate: threading.Event
+) -> None:
+    async def ask() -> int:
+        first = asyncio.create_task(text.do(lambda: gate.wait(30), num_chars=2000, is_count=True))
+        await asyncio.sleep(0)
+        deadline = asyncio.get_running_loop().time() + 0.05
+        with pytest.raises(DeadlineError):
+            await text.do(lambda: 1, num_chars=2000, deadline=deadline, is_count=True)
+        gate.set()
+        await first
+        return await asyncio.wait_for(text.do(lambda: 7, num_chars=2000, is_count=True), 10)
+
+    assert asyncio.run(ask()) == 7
+
+
 def test_tenants_take_turns(text: TextWork, gate: threading.Event) -> None:
     order: list[str] = []
 

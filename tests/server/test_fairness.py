@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from running import Running
 
 TOO_LONG = "word " * 1000  # 5000 tokens, of which 2048 fit
+MORE_THAN_A_FEW_WORDS = "word " * 120  # which would be read at once
 
 
 @pytest.fixture(scope="module")
@@ -86,20 +87,20 @@ def test_all_that_is_read_is_counted(
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", {"prompt": "hello"}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("/v1/completions", {"prompt": MORE_THAN_A_FEW_WORDS}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": MORE_THAN_A_FEW_WORDS}]}),
         ("/v1/messages/count_tokens", {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}),
-        ("/generate", {"inputs": "hello", "parameters": {"truncate": 2}}),
+        ("/generate", {"inputs": MORE_THAN_A_FEW_WORDS, "parameters": {"truncate": 2}}),
         ("/tokenize", {"prompt": "hello"}),
     ],
 )
 def test_who_waits_for_a_turn_hears_when_the_time_is_over(
     running: Running, http: httpx.Client, charged: list[int], path: str, body: dict[str, Any]
 ) -> None:
-    """The one thread for short texts is held, as it would be by others."""
-    gate, turns = threading.Event(), running.server._service.engine.text._turns["short"]
-    held = turns.submit("another", lambda: gate.wait(30))
-    wait_until(held.running, "the thread is held")
+    """The threads for short texts are held, as they would be by others."""
+    gate, text = threading.Event(), running.server._service.engine.text
+    held = [turns["short"].submit("another", lambda: gate.wait(30)) for turns in (text._turns, text._count_turns)]
+    wait_until(lambda: all(each.running() for each in held), "the threads are held")
     try:
         start = time.monotonic()
         response = http.post(path, json=body, headers={"X-Request-Timeout": "0.2"})
@@ -107,7 +108,8 @@ def test_who_waits_for_a_turn_hears_when_the_time_is_over(
         assert time.monotonic() - start < 10
     finally:
         gate.set()
-    held.result(30)
+    for each in held:
+        each.result(30)
     assert http.post("/tokenize", json={"prompt": "hello"}).status_code == 200
     assert sum(charged) == 5  # of this last one: the others never began
     assert running.server._service.admission.streams.num_held == 0
@@ -125,7 +127,7 @@ def test_a_client_who_leaves_takes_its_work_along(
 
     monkeypatch.setattr(InputProcessor, "encode", watched)
     admission = running.server._service.admission
-    held = running.server._service.engine.text._turns["short"].submit("another", lambda: gate.wait(30))
+    held = running.server._service.engine.text._count_turns["short"].submit("another", lambda: gate.wait(30))
     try:
         with pytest.raises(httpx.ReadTimeout):
             http.post("/tokenize", json={"prompt": "who is gone"}, timeout=0.3)

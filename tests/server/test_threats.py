@@ -6,36 +6,21 @@ import gc
 import hmac
 import json
 import logging
-import math
 import socket
-import statistics
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import pytest
-from fakes import TEXT, FakeChatTemplate, FakeExecutor, answer_text, make_engine
+from fakes import TEXT, FakeChatTemplate, FakeExecutor, answer_text
 from running import ask_as_written, run_server, wait_until
 
-from octavo.engine.stop_strings import StopSearch, StopStrings
 from octavo.errors import ModelError
 from octavo.models.weight_files import find_weight_files
-from octavo.sampling_params import SamplingParams
-from octavo.server.access.body import parse
 from octavo.server.access.tenants import Keyring
-from octavo.server.answers.parts import Part, ReasoningParser, joined
-from octavo.server.answers.tool_parsers import HermesParser
-from octavo.server.api.anthropic.messages import MessagesRequest
-from octavo.server.api.anthropic.messages import _read_conversation as messages_of
-from octavo.server.api.conversation import read_messages
-from octavo.server.api.openai.requests import ChatCompletionRequest, CompletionRequest
-from octavo.server.api.openai.responses import ResponsesRequest
-from octavo.server.api.openai.responses import _read_conversation as items_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from running import Running
@@ -134,99 +119,6 @@ def test_s14_no_other_route_passes_over_a_template(shared: Running, path: str, b
         response = http.post(path, json={**body, "chat_template": "{{ 1 }}"})
         assert response.status_code == 400
         assert "chat_template" in response.json()["error"]["message"]
-
-
-def work(size: int) -> dict[str, Callable[[], object]]:
-    """What is done with a request before the engine hears of it, on `size` characters."""
-    text = ("word " * size)[:size]
-    messages = [{"role": "user", "content": text[start : start + 50]} for start in range(0, size, 50)]
-    completion = json.dumps({"prompt": text, "stop": ["a", "b"]}).encode()
-    chat = json.dumps({"messages": messages}).encode()
-    arguments = json.dumps({"a": text, "b": list(range(size // 8))})
-    call = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
-    engine = make_engine(max_model_len=2 * size, chat_template=FakeChatTemplate())
-    inputs = engine.input_processor
-
-    def read_call(piece: int) -> None:
-        parser = HermesParser(frozenset({"f"}))
-        for start in range(0, len(call), piece):
-            parser.feed(call[start : start + piece])
-        parser.finish()
-
-    blocks = {
-        "role": "user",
-        "content": [{"type": "text", "text": text[start : start + 8]} for start in range(0, size, 8)],
-    }
-    anthropic = MessagesRequest(model="a", max_tokens=1, messages=[blocks])
-    items = [{"role": "assistant", "content": text[start : start + 8]} for start in range(0, size, 8)]
-    turns = ResponsesRequest(input=items)
-
-    def read_space() -> None:
-        parser = ReasoningParser(HermesParser(frozenset({"f"})), is_open=True)
-        parser.feed("a")
-        for _ in range(0, size, 8):
-            parser.feed(" " * 8)
-        parser.feed("</think>b")
-        for _ in range(0, size, 8):
-            parser.feed(" " * 8)
-        parser.finish()
-
-    return {
-        "read blocks": lambda: messages_of(anthropic, None),
-        "read items": lambda: items_of(turns, None),
-        "read space": read_space,
-        "join parts": lambda: joined([Part("content", "abc")] * (size // 8)),
-        "parse a completion": lambda: parse(CompletionRequest, completion),
-        "parse a chat": lambda: parse(ChatCompletionRequest, chat),
-        "read messages": lambda: read_messages(messages),
-        "render a chat": lambda: inputs.chat_prompt(messages),
-        "process a prompt": lambda: inputs.process("a", text, SamplingParams(max_tokens=1)),
-        "find stops": lambda: StopSearch(StopStrings(["zz", text[:5] + "zz"])).add(text),
-        "read a call whole": lambda: read_call(len(call)),
-        "read a call in pieces": lambda: read_call(5),
-    }
-
-
-SIZES = [1 << power for power in range(10, 17)]  # characters, 1k to 64k
-
-
-def seconds(function: Callable[[], object], times: int) -> float:
-    """The CPU time of one run, of this thread alone: what else the machine does counts for nothing."""
-    start = time.thread_time()
-    for _ in range(times):
-        function()
-    return (time.thread_time() - start) / times
-
-
-def exponent(times_s: dict[int, float]) -> float:
-    """The slope of a line through the logarithms of sizes and times."""
-    return statistics.linear_regression(
-        [math.log(size) for size in times_s], [math.log(each) for each in times_s.values()]
-    ).slope
-
-
-@pytest.mark.parametrize("name", work(64))
-def test_s15_what_is_done_before_the_engine_grows_with_the_text_alone(name: str) -> None:
-    """From 1k to 64k characters CPU time grows with a fitted exponent of 1.2 at most.
-
-    Small sizes are dominated by what costs the same for any text (an engine's checks, say), which flattens the line:
-    so the larger half is held to the same bound by itself. Each round measures all sizes, small ones several times; the
-    least of the rounds counts, as a neighbour on the processor, which empties its caches, only adds to it. The garbage
-    collector, which looks at whatever this process holds, rests.
-    """
-    functions = {size: work(size)[name] for size in SIZES}
-    rounds: list[dict[int, float]] = []
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(9):
-            rounds.append({size: seconds(each, max(8192 // size, 1)) for size, each in functions.items()})
-            gc.collect()
-    finally:
-        gc.enable()
-    least = {size: min(each[size] for each in rounds) for size in SIZES}
-    assert exponent(least) <= 1.2, least
-    assert exponent({size: least[size] for size in SIZES[3:]}) <= 1.2, least
 
 
 def test_s16_no_address_of_a_client_is_fetched(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:

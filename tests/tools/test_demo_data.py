@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 demo_data = pytest.importorskip("demo_data")
 
+pytestmark = pytest.mark.slow
 ALL_TASKS = demo_data.CHECKABLE_TASKS + demo_data.OPEN_TASKS
 
 

@@ -14,24 +14,27 @@ from octavo.llm import LLMEngine
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.speculative import create_proposer
-from octavo.worker import memory, worker
+from octavo.worker import memory
 from octavo.worker.memory import activation_bytes, block_bytes, decide_num_blocks, largest_batch
-from octavo.worker.probe import kept_result, probe_file, probe_largest_batch
 
 MEASURE = """
 import json, sys
 from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
-from octavo.worker.probe import _peak, _reset_peak, _status_bytes
-import torch
-before = _status_bytes("RssAnon:")
+
+
+def status_bytes(key):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+before = status_bytes("RssAnon:")
 engine = LLMEngine(ModelConfig(model=sys.argv[1], skip_tokenizer_init=True),
                    cache_config=CacheConfig(num_gpu_blocks=256, enable_prefix_caching=False),
                    scheduler_config=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=1024))
-_reset_peak(torch.device("cpu"))
+open("/proc/self/clear_refs", "w").write("5")  # a new measurement of the peak
 params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 engine.generate_batch([{"prompt_token_ids": list(range(2, 250))} for _ in range(16)], params)
 # Pages of files come and go as the system likes; they are no allocation.
-print(json.dumps(_peak(torch.device("cpu")) - _status_bytes("RssFile:") - before))
+print(json.dumps(status_bytes("VmHWM:") - status_bytes("RssFile:") - before))
 """
 
 
@@ -90,72 +93,6 @@ def test_free_memory_is_that_of_the_cgroup(tmp_path, monkeypatch):
     assert memory.free_bytes(torch.device("cpu")) == 350
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.free_bytes(torch.device("cpu")) > 1000
-
-
-def test_probe_runs_once_and_is_kept(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    build = lambda: LLMEngine(  # noqa: E731
-        ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=256),
-        cache_config=CacheConfig(probe_largest_batch=True),
-        scheduler_config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=128),
-    )
-    first = build().core.scheduler.kv_cache_manager.pool.num_blocks
-    (path,) = (tmp_path / "octavo" / "probes").iterdir()
-    result = kept_result(path)
-    assert result.max_batch_prefill_tokens == 128
-    assert result.seconds > 0
-    stamp = path.stat().st_mtime_ns
-    assert build().core.scheduler.kv_cache_manager.pool.num_blocks == first
-    assert path.stat().st_mtime_ns == stamp
-
-
-def test_a_probe_whose_result_cannot_be_kept_serves_all_the_same(tmp_path, caplog):
-    (tmp_path / "octavo").write_text("no folder")
-    found = probe_largest_batch(lambda _num_tokens: 0.5, 128, torch.device("cpu"), tmp_path / "octavo" / "probe.json")
-    assert found.max_batch_prefill_tokens == 128
-    assert "cannot be written" in caplog.text
-
-
-def test_the_largest_step_that_fits_is_found_used_and_kept(checkpoint, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-    fitting = 90
-    runs = []
-
-    def run(_runner, num_tokens, _num_seqs=0):
-        runs.append(num_tokens)
-        if num_tokens > fitting:
-            raise MemoryError
-        return 0.5
-
-    def build():
-        caplog.clear()
-        runs.clear()
-        engine = LLMEngine(
-            ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=256),
-            cache_config=CacheConfig(probe_largest_batch=True),
-            scheduler_config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=128),
-        )
-        return engine.core.capacity, [record.message for record in caplog.records if record.levelname == "WARNING"]
-
-    monkeypatch.setattr(worker, "warm_up", run)
-    capacity, warnings = build()
-    assert runs == [128, 64, 96, 80, 88, 92, 16]  # the last one warms up
-    assert capacity.max_num_batched_tokens == capacity.max_batch_prefill_tokens == 88
-    assert capacity.max_batch_total_tokens == capacity.kv_cache_tokens == 4 * 256
-    [warning] = warnings
-    assert warning.startswith("max_num_batched_tokens is lowered from 128 to 88: the largest step that was run")
-    capacity, warnings = build()
-    assert runs == [16]  # what was found is kept
-    assert capacity.max_num_batched_tokens == 88
-    assert len(warnings) == 1
-    fitting, before = 128, worker.free_bytes
-    monkeypatch.setattr(worker, "free_bytes", lambda device: 2 * before(device))  # somebody has given memory back
-    assert build()[0].max_num_batched_tokens == 128
-    fitting = 3
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    with pytest.raises(ConfigError, match=r"a step of 4 tokens, .* does not fit .* 3 do: lower max_num_seqs"):
-        build()
 
 
 def test_a_step_whose_activations_leave_the_cache_no_room_is_lowered_to_what_fits(checkpoint, monkeypatch):
@@ -220,46 +157,3 @@ def test_a_step_that_can_never_fit_is_served_with_what_fits(checkpoint, caplog, 
         "larger step"
     )
     assert engine.core.scheduler.config.max_num_batched_tokens == found < 10**9
-
-
-def test_probe_sees_what_a_step_takes(tmp_path):
-    """In a process of its own: a peak is the whole process's, and what others free meanwhile would be taken from it."""
-    code = f"""
-import pathlib, torch
-from octavo.worker.probe import probe_largest_batch
-
-def run(num_tokens):
-    torch.ones(num_tokens, 1 << 20).sum()
-    return 0.5
-
-print(probe_largest_batch(run, 32, torch.device("cpu"), pathlib.Path({str(tmp_path / "probe.json")!r})).peak_bytes)
-"""
-    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=100)
-    assert 100 << 20 < int(result.stdout) < 200 << 20
-
-
-def test_probe_does_not_take_a_fault_for_lack_of_memory(tmp_path):
-    def run(_num_tokens: int) -> float:
-        raise RuntimeError("a bug in a kernel")
-
-    with pytest.raises(RuntimeError, match="a bug"):
-        probe_largest_batch(run, 32, torch.device("cpu"), tmp_path / "probe.json")
-
-
-def test_probe_looks_for_the_largest_that_fits(tmp_path, caplog):
-    sizes = []
-
-    def run(num_tokens: int) -> float:
-        sizes.append(num_tokens)
-        if num_tokens > 30:
-            raise MemoryError
-        return 0.5
-
-    path = tmp_path / "probe.json"
-    assert probe_largest_batch(run, 100, torch.device("cpu"), path).max_batch_prefill_tokens == 30
-    assert sizes == [100, 50, 25, 37, 31, 28, 29, 30]
-    assert kept_result(path).seconds == 0.5
-    path.write_text("{broken")
-    assert kept_result(path) is None
-    assert "cannot be read" in caplog.text
-    assert probe_file("a", 1) != probe_file("a", 2)

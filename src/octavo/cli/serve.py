@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import logging
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path  # noqa: TC003 - typer reads the types
 from typing import Annotated
@@ -21,17 +21,13 @@ from octavo.cli.config_file import (
     describe_settings,
     read_defaults,
 )
-from octavo.cli.engine_options import EngineOptions, parse_size
+from octavo.cli.config_options import read_part, with_options_of
+from octavo.cli.engine_options import EngineOptions
 from octavo.config import (
-    DEFAULT_MAX_BODY_BYTES,
     DEFAULT_MAX_NUM_WAITING,
     DEFAULT_MAX_NUM_WAITING_TOKENS,
-    EMBEDDING_POOLING,
     LOG_FORMATS,
     PORT_VARIABLE,
-    REASONING_FIELDS,
-    REASONING_PARSERS,
-    TOOL_CALL_PARSERS,
     SchedulingPolicy,
     ServerConfig,
     api_key_from_environment,
@@ -45,13 +41,10 @@ from octavo.runtime.garbage import made_to_stay
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
 _ACCESS = "Access"
-_LIMITS = "Limits"
-_DEFAULT = ServerConfig()
 _PACKAGES = ("zmq", "msgspec", "fastapi", "uvicorn", "httptools", "prometheus_client")  # that only a server needs
 # So long may one thread keep the interpreter while others wait for it. A request changes threads several times, and
 # would wait each time for whoever reads a large one: Python's own 5 ms are made for throughput.
 SWITCH_INTERVAL_S = 0.0005
-_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
@@ -61,7 +54,7 @@ def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
     return read_defaults(context, path)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@with_options_of({ServerConfig: _PANEL})
 class ServerOptions:
     """What `ServerConfig` is made of, and where the server listens."""
 
@@ -82,82 +75,6 @@ class ServerOptions:
     port: Annotated[int, typer.Option(min=0, max=65535, rich_help_panel=_PANEL, help="Port; 0 takes a free one.")] = (
         8000
     )
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(
-            rich_help_panel=_PANEL,
-            help="Name that clients use for the model; may be given again. Default: the directory's name or the hub "
-            "id.",
-            show_default=False,
-        ),
-    ] = None
-    shutdown_timeout: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            metavar="SECONDS",
-            rich_help_panel=_PANEL,
-            help="When told to stop, how long open requests may go on before they are ended; new ones are refused.",
-        ),
-    ] = _DEFAULT.grace_s
-    tool_call_parser: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(TOOL_CALL_PARSERS),
-            rich_help_panel=_PANEL,
-            help="How the model writes calls of tools; auto looks at its chat template.",
-        ),
-    ] = _DEFAULT.tool_call_parser
-    reasoning_parser: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(REASONING_PARSERS),
-            rich_help_panel=_PANEL,
-            help="Whether <think>...</think> is split off as reasoning_content; auto looks at the chat template.",
-        ),
-    ] = _DEFAULT.reasoning_parser
-    reasoning_field: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(REASONING_FIELDS),
-            rich_help_panel=_PANEL,
-            help="The field of chat completions that has it: vLLM calls it reasoning now, others reasoning_content.",
-        ),
-    ] = _DEFAULT.reasoning_field
-    pooling: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(EMBEDDING_POOLING),
-            rich_help_panel=_PANEL,
-            help="How hidden states become an embedding; auto does as the checkpoint asks, else it takes the last one.",
-        ),
-    ] = _DEFAULT.pooling
-    stream_keep_alive: Annotated[
-        float,
-        typer.Option(
-            min=0.001,
-            metavar="SECONDS",
-            rich_help_panel=_PANEL,
-            help="A stream that has told nothing for so long sends a comment, so that no proxy ends it.",
-        ),
-    ] = _DEFAULT.stream_keep_alive_s
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            rich_help_panel=_PANEL,
-            help="Send a span for each request to an OpenTelemetry collector, like http://localhost:4318/v1/traces. "
-            "Default: none are made.",
-            show_default=False,
-        ),
-    ] = None
-    dashboard: Annotated[
-        bool,
-        typer.Option(rich_help_panel=_PANEL, help="Whether there is a page at /dashboard that shows what happens."),
-    ] = _DEFAULT.dashboard
-    log_level: Annotated[
-        str, typer.Option(metavar="debug|info|warning|error", rich_help_panel=_PANEL, help="How much is logged.")
-    ] = "info"
     log_format: Annotated[
         str,
         typer.Option(
@@ -175,135 +92,18 @@ class ServerOptions:
             show_default=False,
         ),
     ] = None
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=_ACCESS,
-            help="Key that clients must send. Every user of the machine can read it here (ps): OCTAVO_API_KEY in the "
-            "environment or --api-keys FILE keep it. Default: none.",
-            show_default=False,
-        ),
-    ] = None
-    api_keys: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            dir_okay=False,
-            rich_help_panel=_ACCESS,
-            help="File of keys with a share and limits for each (`octavo keys add`); SIGHUP reads it anew. Default: "
-            "none.",
-            show_default=False,
-        ),
-    ] = None
     insecure: Annotated[
         bool, typer.Option("--insecure", rich_help_panel=_ACCESS, help="Let other machines in without an API key.")
     ] = False
-    forwarded_allow_ips: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ADDRESS",
-            rich_help_panel=_ACCESS,
-            help="Address or network of a proxy: the audit log has the clients that its X-Forwarded-For names; may be "
-            "given again. Default: none is believed.",
-            show_default=False,
-        ),
-    ] = None
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            rich_help_panel=_ACCESS,
-            help="Name to answer to, as in the header Host; may be given again. Default: any, or on loopback its names "
-            "only.",
-            show_default=False,
-        ),
-    ] = None
-    allowed_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="URL",
-            rich_help_panel=_ACCESS,
-            help="Origin of pages that may ask from a browser, like https://example.org; * for any; may be given "
-            "again. Default: none.",
-            show_default=False,
-        ),
-    ] = None
-    ssl_certfile: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", rich_help_panel=_ACCESS, help="Certificate for TLS. Default: no TLS.", show_default=False
-        ),
-    ] = None
-    ssl_keyfile: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", rich_help_panel=_ACCESS, help="Its private key. Default: no TLS.", show_default=False
-        ),
-    ] = None
-    max_body_bytes: Annotated[
-        int,
-        typer.Option(metavar="SIZE", parser=parse_size, rich_help_panel=_LIMITS, help="Largest request body."),
-    ] = DEFAULT_MAX_BODY_BYTES
-    request_timeout: Annotated[
-        float,
-        typer.Option(
-            min=0.001,
-            metavar="SECONDS",
-            rich_help_panel=_LIMITS,
-            help="The longest that a request may take; a client may ask for less (X-Request-Timeout).",
-        ),
-    ] = _DEFAULT.request_timeout_s
-    body_timeout: Annotated[
-        float,
-        typer.Option(
-            min=0.001,
-            metavar="SECONDS",
-            rich_help_panel=_LIMITS,
-            help="Within this time a request's headers, and then its body, have to arrive.",
-        ),
-    ] = _DEFAULT.body_timeout_s
-    idle_timeout: Annotated[
-        float,
-        typer.Option(
-            min=0.001,
-            metavar="SECONDS",
-            rich_help_panel=_LIMITS,
-            help="Within this time a client has to take what waits for it, or 16 KiB of it; else its connection ends "
-            "(on Linux).",
-        ),
-    ] = _DEFAULT.idle_timeout_s
-    keep_alive_timeout: Annotated[
-        float,
-        typer.Option(
-            min=0.001,
-            metavar="SECONDS",
-            rich_help_panel=_LIMITS,
-            help="So long may a connection be idle between two requests; longer than a proxy before it keeps one.",
-        ),
-    ] = _DEFAULT.keep_alive_timeout_s
-    max_unread_outputs: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            rich_help_panel=_LIMITS,
-            help="Outputs of a stream that wait for a client who reads too slowly; one more ends it.",
-        ),
-    ] = _DEFAULT.max_unread_outputs
-    max_request_logprobs: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            rich_help_panel=_LIMITS,
-            help="Log probabilities that a request may bring: n x tokens x (logprobs + 1), over all prompts.",
-        ),
-    ] = _DEFAULT.max_request_logprobs
+    # Of the configuration's own, what is read here:
+    api_key: str | None
+    api_keys: Path | None
+    allowed_host: list[str] | None
 
     def server_config(self, max_open_requests: int, max_num_waiting_tokens: int) -> ServerConfig:
         """Build the configuration. Raises `ConfigError`."""
         from octavo.server.access.listening import LOOPBACK_NAMES, is_loopback
 
-        if self.log_level not in _LEVELS:
-            raise ConfigError(f"log level must be one of {', '.join(_LEVELS)}, got {self.log_level!r}")
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(f"log format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
         hosts = tuple(self.allowed_host or ())
@@ -312,33 +112,13 @@ class ServerOptions:
         if is_loopback(self.host):
             hosts += (self.host,)
         api_key = self.api_key or (None if self.api_keys else api_key_from_environment())
-        return ServerConfig(
-            served_model_names=tuple(self.served_model_name or ()),
+        return read_part(
+            self,
+            ServerConfig,
             api_key=api_key,
-            api_keys_file=self.api_keys,
-            max_body_bytes=self.max_body_bytes,
             max_open_requests=max_open_requests,
             max_num_waiting_tokens=max_num_waiting_tokens,
-            request_timeout_s=self.request_timeout,
-            body_timeout_s=self.body_timeout,
-            idle_timeout_s=self.idle_timeout,
-            keep_alive_timeout_s=self.keep_alive_timeout,
-            max_unread_outputs=self.max_unread_outputs,
-            max_request_logprobs=self.max_request_logprobs,
-            grace_s=self.shutdown_timeout,
-            stream_keep_alive_s=self.stream_keep_alive,
-            tool_call_parser=self.tool_call_parser,
-            reasoning_parser=self.reasoning_parser,
-            reasoning_field=self.reasoning_field,
-            pooling=self.pooling,
-            dashboard=self.dashboard,
-            otlp_traces_endpoint=self.otlp_traces_endpoint,
-            forwarded_allow_ips=tuple(self.forwarded_allow_ips or ()),
             allowed_hosts=hosts or None,
-            allowed_origins=tuple(self.allowed_origin or ()),
-            ssl_certfile=self.ssl_certfile,
-            ssl_keyfile=self.ssl_keyfile,
-            log_level=self.log_level,
         )
 
 

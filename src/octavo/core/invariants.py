@@ -127,7 +127,7 @@ def _check_states(scheduler: Scheduler) -> Iterator[Breach]:
             yield Breach(12, f"{request} runs")
         if not 0 <= request.num_computed_tokens < request.num_tokens:
             yield Breach(9, f"{request} has nothing left to compute")
-    for request in scheduler.loads.requests():
+    for request in scheduler.transfers.requests():
         places[request.request_id] += 1
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             yield Breach(12, f"{request} waits for KV")
@@ -138,15 +138,15 @@ def _check_states(scheduler: Scheduler) -> Iterator[Breach]:
 def _check_limits(scheduler: Scheduler) -> Iterator[Breach]:
     """13: limits hold, and sums are what they are sums of. 14: all that waits fits the empty cache."""
     config, room = scheduler.config, scheduler.room
-    if len(scheduler.running) + len(scheduler.loads) > config.max_num_seqs:
+    if len(scheduler.running) + len(scheduler.transfers) > config.max_num_seqs:
         yield Breach(
-            13, f"{len(scheduler.running)} run, {len(scheduler.loads)} load; the limit is {config.max_num_seqs}"
+            13, f"{len(scheduler.running)} run, {len(scheduler.transfers)} load; the limit is {config.max_num_seqs}"
         )
     if room.num_tokens != sum(request.num_tokens for request in room):
         yield Breach(13, f"{room.num_tokens} tokens are said to wait")
     admission = scheduler.admission
     if isinstance(admission, ReservationAdmission):
-        holders = [*scheduler.running, *scheduler.loads.requests()]
+        holders = [*scheduler.running, *scheduler.transfers.requests()]
         if admission.num_reserved_total != sum(request.max_total_tokens for request in holders):
             yield Breach(13, f"{admission.num_reserved_total} tokens are reserved, for other requests than run")
         if admission.num_reserved_total > admission.max_total_tokens:

@@ -46,6 +46,10 @@ class SchedulerInterface(Protocol):
         """Whether a step has anything to do or to deliver."""
         ...
 
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that wait or run."""
+        ...
+
     def check_when_idle(self) -> Iterable[object]:
         """Check the books in an idle moment; return what is wrong with them."""
         ...

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from octavo.errors import QueueFullError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -50,6 +52,16 @@ class WaitingRoom:
     def num_records(self) -> int:
         """What is kept of single requests; 0 when nobody is left."""
         return len(self) + len(self._impatient)
+
+    def check_limits(self, request: Request, max_num_waiting: int | None, max_num_tokens: int | None) -> None:
+        """Raise `QueueFullError` where one more would be too many; None is no limit."""
+        if max_num_waiting is not None and len(self) >= max_num_waiting:
+            raise QueueFullError(f"the queue is full: {max_num_waiting} requests wait already (max_num_waiting)")
+        if max_num_tokens is not None and self.num_tokens + request.num_tokens > max_num_tokens:
+            raise QueueFullError(
+                f"the queue is full: {self.num_tokens} tokens wait already, and this request has "
+                f"{request.num_tokens}; the limit is {max_num_tokens} (max_num_waiting_tokens)"
+            )
 
     def add(self, request: Request) -> None:
         """Put a newcomer at its place."""

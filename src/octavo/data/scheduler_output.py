@@ -133,6 +133,11 @@ class SchedulerOutput:
         )
 
     @property
+    def only_waits_for_loads(self) -> bool:
+        """Whether there is nothing to compute, and somebody waits for KV from outside."""
+        return bool(self.num_pending_loads) and not self.num_scheduled_tokens
+
+    @property
     def block_ids(self) -> dict[str, list[int]]:
         """Blocks that each request received in this step (all of them for a new one)."""
         cached = self.scheduled_cached_reqs

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from octavo.outputs import EngineCoreOutput
     from octavo.sampling_params import SamplingParams
 
+_NUM_TEXTS = 1 << 14  # some 2 MB
+
 
 @dataclass(slots=True)
 class _Stream:
@@ -78,6 +80,19 @@ class ProcessedOutputs:
     streams_to_fail: list[str]
 
 
+class _TokenTexts(dict[int, "str | None"]):
+    """Texts of tokens by their ids: looked up, as there are twenty for each token of an answer."""
+
+    def __init__(self, decode: Callable[[int], str | None]) -> None:
+        self._decode = decode
+
+    def __missing__(self, token_id: int) -> str | None:
+        if len(self) >= _NUM_TEXTS:
+            self.clear()
+        text = self[token_id] = self._decode(token_id)
+        return text
+
+
 class OutputProcessor:
     """Keeps the text side of every request. `stream_ids` are the ids under which the core knows the n outputs."""
 
@@ -86,6 +101,7 @@ class OutputProcessor:
         self._clock = clock
         self._states: dict[str, _RequestState] = {}
         self._owner: dict[str, str] = {}
+        self._token_texts = _TokenTexts(self.tokenizer.decode_token)
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -279,10 +295,11 @@ class OutputProcessor:
     def _logprob_dict(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         """The token itself first, then the best ones in order of rank."""
         ranks = [entry.rank, *range(1, len(entry.token_ids))]
+        texts = self._token_texts
         result: dict[int, Logprob] = {}
         for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
             if token_id not in result:
-                result[token_id] = Logprob(logprob, rank, self.tokenizer.decode_token(token_id))
+                result[token_id] = Logprob(logprob, rank, texts[token_id])
         return result
 
     def _emit(self, state: _RequestState, now: float) -> list[RequestOutput]:

@@ -262,6 +262,6 @@ def describe(scheduler: Scheduler, **more: Any) -> dict[str, Any]:
         "enable_prefix_caching": manager.enable_prefix_caching,
         "cache_decoded_blocks": manager.cache_decoded_blocks,
         "max_model_len": scheduler.max_model_len,
-        "connector": scheduler.has_connector,
+        "connector": scheduler.transfers.has_store,
         **more,
     }

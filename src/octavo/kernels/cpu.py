@@ -16,7 +16,6 @@ import torch
 from octavo.kernels.interface import AttentionBatch, KeptLinear, PackedLinear, SamplingRows
 from octavo.kernels.limits import Limits
 from octavo.kernels.machine import default_num_threads, usable_cores
-from octavo.kernels.onednn import OneDnnProducts, OneDnnWeight
 from octavo.kernels.panels import DTYPE_NUMBERS, PANEL_COLUMNS, Int4Format, PanelWeight, packed_bytes
 from octavo.kernels.quantization import GROUP_MULTIPLE, Int4Weight, Int8Weight, QuantizedWeight, minima_pay
 from octavo.kernels.recording import NotRecordableError, RecordedForward, Recorder, Rehearsal, with_all_rows
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Isa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
-LinearBackend = Literal["auto", "packed", "onednn"]
 
 _LINE_BYTES = 64  # of a cache
 _SAME_SETS_BYTES = 2048  # so far apart, lines share two of the 64 sets of a first-level cache
@@ -38,24 +36,21 @@ _FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # a thread's that are cut, and wher
 class CpuKernels:
     """Kernels for one instruction set on a pool of threads of their own.
 
-    isa: "auto" is the best that the processor has. linear: "packed" is our own matrix product; "onednn" is torch's, for
-    bfloat16 weights that meet bfloat16 activations and pass its self-check, to be compared with; "auto" is "packed".
-    num_threads: None takes one for each usable core (`octavo.kernels.machine`).
+    isa: "auto" is the best that the processor has. num_threads: None takes one for each usable core
+    (`octavo.kernels.machine`).
 
     Where there is a thread for each of them, all threads but the caller's are pinned, each to a core of its own. Fewer
     threads are left to the system: it may be that others compute on the same machine.
     """
 
     name = "cpu"
+    has_own_threads = True
 
-    def __init__(self, isa: Isa = "auto", linear: LinearBackend = "auto", num_threads: int | None = None) -> None:
+    def __init__(self, isa: Isa = "auto", num_threads: int | None = None) -> None:
         from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
 
         self._module = _kernels
         self.isa = _kernels.instruction_sets()[0] if isa == "auto" else isa
-        self.uses_onednn = linear == "onednn"
-        self.has_own_threads = not self.uses_onednn
-        self._onednn = OneDnnProducts()
         self.kernel_set = _kernels.KernelSet(self.isa, num_threads or default_num_threads(), usable_cores())
         self._calls: Any = self.kernel_set  # a recorder, while a forward pass is recorded
         self._empty: Callable[..., Tensor] = torch.empty
@@ -63,8 +58,8 @@ class CpuKernels:
 
     @property
     def identity(self) -> str:
-        """Backend, instruction set, and who multiplies where that is not these kernels."""
-        return f"{self.name}:{self.isa}" + (":onednn" if self.uses_onednn else "")
+        """Backend and instruction set."""
+        return f"{self.name}:{self.isa}"
 
     @property
     def instruction_sets(self) -> tuple[str, ...]:
@@ -101,8 +96,6 @@ class CpuKernels:
 
         Who multiplies belongs to it: what another machine packed must not decide which kernel serves on this one.
         """
-        if self.uses_onednn:
-            return "panels 3 and oneDNN"
         who = {"amx": " of tiles", "avx512_bf16": " of pairs"}
         return f"panels 3{who.get(self.isa, '')}"
 
@@ -164,23 +157,14 @@ class CpuKernels:
         )  # fmt: skip
 
     def pack_linear(
-        self,
-        weight: Tensor | Sequence[Tensor] | QuantizedWeight,
-        bias: Tensor | None = None,
-        *,
-        float32_out: bool = False,
+        self, weight: Tensor | Sequence[Tensor] | QuantizedWeight, bias: Tensor | None = None
     ) -> PackedLinear:
-        """Pack a weight into panels of 32 columns, or for oneDNN."""
-        packed = self._onednn.pack(weight, bias) if self.uses_onednn and not float32_out else None
-        if packed is not None:
-            return packed
+        """Pack a weight into panels of 32 columns."""
         return PanelWeight.pack(self, weight, bias).as_linear()
 
-    def keep_linear(self, packed: PackedLinear) -> KeptLinear | None:
-        """Return the panels; oneDNN's layout is opaque, so None of it."""
-        storage = packed.storage
-        if not isinstance(storage, PanelWeight):
-            return None
+    def keep_linear(self, packed: PackedLinear) -> KeptLinear:
+        """Return the panels."""
+        storage: PanelWeight = packed.storage
         numbers = {
             "out_features": storage.out_features,
             "in_features": storage.in_features,
@@ -213,22 +197,16 @@ class CpuKernels:
     ) -> Tensor:
         """Return x @ weight.T + bias."""
         out_dtype = torch.float32 if float32_out else x.dtype
-        storage = packed.storage
-        if isinstance(storage, OneDnnWeight):
-            assert out_dtype == x.dtype
-            return storage.multiply(x) if out is None else out.copy_(storage.multiply(x))
         if out is None:
             out = self._empty(x.shape[0], packed.out_features, dtype=out_dtype)
         assert out.is_contiguous()
         assert (out.shape, out.dtype) == ((x.shape[0], packed.out_features), out_dtype)
-        return self._multiply(x, storage, out, gated=False)
+        return self._multiply(x, packed.storage, out, gated=False)
 
     def gated_linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """Return silu(gate) * up of x @ weight.T + bias, by one kernel where there is one."""
         storage = packed.storage
-        if isinstance(storage, OneDnnWeight) or not self.kernel_set.fuses_gate(
-            DTYPE_NUMBERS[x.dtype], storage.dtype_number, packed.out_features
-        ):
+        if not self.kernel_set.fuses_gate(DTYPE_NUMBERS[x.dtype], storage.dtype_number, packed.out_features):
             return self.silu_and_mul(self.linear(x, packed))
         out = self._factor_rows(x.shape[0], packed.out_features // 2, x.dtype)
         return self._multiply(x, storage, out, gated=True)
@@ -239,7 +217,7 @@ class CpuKernels:
         Where the same columns of all rows would share a few sets of the first-level cache, and push each other out,
         rows are a line further apart.
         """
-        if columns * dtype.itemsize % _SAME_SETS_BYTES != 0 or self.uses_onednn:
+        if columns * dtype.itemsize % _SAME_SETS_BYTES != 0:
             return self._empty(rows, columns, dtype=dtype)
         spare = _LINE_BYTES // dtype.itemsize
         return self._empty(rows, columns + spare, dtype=dtype).split_with_sizes([columns, spare], dim=1)[0]
@@ -263,8 +241,6 @@ class CpuKernels:
         max_tokens: int,
     ) -> tuple[Tensor, RecordedForward | None]:
         """Run a forward pass and record it for later steps; see `octavo.kernels.recording`."""
-        if self.uses_onednn:
-            return forward(token_ids, batch), None
         wanted, batch = batch.outputs, with_all_rows(batch)
         rehearsal = Rehearsal(token_ids.shape[0], max_tokens)
         try:
@@ -284,9 +260,8 @@ class CpuKernels:
         return hidden if wanted is None else hidden[wanted.rows], recorder.finish(hidden)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any) -> Tensor:
-        """Return rows of the unpacked weight; it must have been packed with `float32_out`, as oneDNN hides its own."""
-        storage = packed.storage
-        assert isinstance(storage, PanelWeight)
+        """Return rows of the unpacked weight."""
+        storage: PanelWeight = packed.storage
         assert token_ids.is_contiguous()
         out = self._empty(token_ids.numel(), packed.in_features, dtype=dtype)
         self._calls.embedding(

@@ -130,17 +130,12 @@ class Kernels(Protocol):
         ...
 
     def pack_linear(
-        self,
-        weight: Tensor | Sequence[Tensor] | QuantizedWeight,
-        bias: Tensor | None = None,
-        *,
-        float32_out: bool = False,
+        self, weight: Tensor | Sequence[Tensor] | QuantizedWeight, bias: Tensor | None = None
     ) -> PackedLinear:
         """Pack `weight` [out_features, in_features], or its parts in order, and an optional bias [out_features].
 
         The weight is float32, bfloat16 or float16, and its dtype may differ from that of the activations it will meet
         (float16 weights meet float32 ones); or it is quantized, and then activations are, too, as they come.
-        float32_out: it will be multiplied with `float32_out`, or read by `embedding` (an lm_head, tied or not).
         """
         ...
 

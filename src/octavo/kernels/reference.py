@@ -51,14 +51,9 @@ class ReferenceKernels:
         return quantize_int8(weight) if bits == 8 else quantize_int4(weight, group_size)
 
     def pack_linear(
-        self,
-        weight: Tensor | Sequence[Tensor] | QuantizedWeight,
-        bias: Tensor | None = None,
-        *,
-        float32_out: bool = False,
+        self, weight: Tensor | Sequence[Tensor] | QuantizedWeight, bias: Tensor | None = None
     ) -> PackedLinear:
         """Keep `weight` as it is, and a copy of parts."""
-        del float32_out
         if isinstance(weight, Sequence):
             weight = torch.cat(list(weight))
         num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)

@@ -27,7 +27,7 @@ class KVCache(Protocol):
 class Weights(Protocol):
     """Weights of a checkpoint, handed out by name and packed on their way."""
 
-    def linear(self, *names: str, bias: bool = False, float32_out: bool = False) -> PackedLinear:
+    def linear(self, *names: str, bias: bool = False) -> PackedLinear:
         """Return the linear layers `names` (without ".weight") fused by rows; see `Kernels.pack_linear`."""
         ...
 
@@ -136,13 +136,13 @@ class CausalLM:
         self.kernels = context.kernels
         self.dtype = context.dtype
         self.cos_sin = context.cos_sin
-        self.embed_tokens = context.weights.linear("model.embed_tokens", float32_out=True)
+        self.embed_tokens = context.weights.linear("model.embed_tokens")
         self.layers = [DecoderLayer(context, index, attention) for index in range(architecture.num_layers)]
         final_norm = context.weights.norm("model.norm.weight")
         # After layer i comes norms[i]: the next layer's input norm, or the final one.
         self.norms = [*(layer.input_norm for layer in self.layers[1:]), final_norm]
         tied = architecture.tie_word_embeddings
-        self.lm_head = self.embed_tokens if tied else context.weights.linear("lm_head", float32_out=True)
+        self.lm_head = self.embed_tokens if tied else context.weights.linear("lm_head")
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv_cache: KVCache) -> Tensor:
         """Return the final hidden states [num_outputs, hidden] of int64 [num_tokens]; writes their KV into the cache.

@@ -152,12 +152,12 @@ class _Packer:
         self.total_bytes = total_bytes
         self.progress = progress or (lambda _done, _total: None)
 
-    def linear(self, *names: str, bias: bool = False, float32_out: bool = False) -> PackedLinear:
+    def linear(self, *names: str, bias: bool = False) -> PackedLinear:
         weight = self._weight(names)
         fused_bias = self._fuse([f"{name}.bias" for name in names]) if bias else None
         if not bias and self.stored is not None:
             self._refuse_biases(names)
-        return self.kernels.pack_linear(weight, fused_bias, float32_out=float32_out)
+        return self.kernels.pack_linear(weight, fused_bias)
 
     def _weight(self, names: tuple[str, ...]) -> Sequence[Tensor] | QuantizedWeight:
         """Return the weight of linear layers that are computed together: its parts as stored, or all of it rounded."""

@@ -143,7 +143,7 @@ class KeptWeights:
         self._is_complete = True  # everything asked for so far can be kept
         self._reader = _Reader.open(path, identity.digest(), kernels) if os.access(path, os.R_OK) else None
 
-    def linear(self, *names: str, bias: bool = False, float32_out: bool = False) -> PackedLinear:
+    def linear(self, *names: str, bias: bool = False) -> PackedLinear:
         """Return a packed weight: see `octavo.models.layers.Weights`."""
         name = "+".join(names)
         if self._reader is not None:
@@ -157,7 +157,7 @@ class KeptWeights:
                 self._is_complete = False  # what was taken before is not collected; the next start writes the file
                 with suppress(OSError):
                     self._path.unlink(missing_ok=True)
-        packed = self._source.linear(*names, bias=bias, float32_out=float32_out)
+        packed = self._source.linear(*names, bias=bias)
         entry = self._kernels.keep_linear(packed)
         if entry is None:
             self._is_complete = False

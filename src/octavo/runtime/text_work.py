@@ -6,6 +6,7 @@ What one request's texts cost no other request waits for, unless it has texts of
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from octavo.errors import DeadlineError, RequestError
 from octavo.outputs import DEADLINE_PASSED
+from octavo.runtime.gate import Gate
 from octavo.runtime.turns import Turns
 
 if TYPE_CHECKING:
@@ -22,9 +24,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Sizes of texts in characters. Work waits in line for work of its own lane alone: eight texts of 30,000 characters take
 # some 150 ms, a short request's whole time is 4. The threads still share the interpreter and the cores.
+# Reading a few words takes a fifth of a millisecond; a thread that is asked for it waits for the interpreter several
+# times as long while others work, and so does the event loop behind it.
+_AT_ONCE_CHARS = 1 << 9
 _LANES = {"short": 1 << 11, "medium": 1 << 15, "long": 1 << 19, "longest": math.inf}
 _LARGE = 256  # entries, each of which takes a few microseconds to spell
 _BYTES_PER_ENTRY = 128  # of JSON that is read
+_KINDS = "text", "count"  # of threads: for what is to be answered, and for what is only counted
 _LONGEST_S = 30.0  # that one piece of work may take; 8 MB of text take a third of it
 
 
@@ -68,11 +74,21 @@ def progress(num_tokens: int = 0) -> None:
 
 
 class TextWork:
-    """Does work beside the event loop, in four lanes by its size, each with one thread and fair turns of tenants."""
+    """Does work beside the event loop, in four lanes by its size, each with one thread and fair turns of tenants.
+
+    A few words that are to be answered are read at once, on the event loop itself. Texts that are only counted have
+    threads of their own, and one of each lane is under way at a time, until the event loop has heard of it: whatever
+    else that has to do waits for no more of them.
+    """
 
     def __init__(self) -> None:
-        self._executors = {name: ThreadPoolExecutor(1, thread_name_prefix=f"octavo-text-{name}") for name in _LANES}
-        self._turns = {name: Turns(executor) for name, executor in self._executors.items()}
+        self._executors: list[ThreadPoolExecutor] = []
+        self._turns, self._count_turns = ({name: self._one_thread(kind, name) for name in _LANES} for kind in _KINDS)
+        self._gates = {name: Gate() for name in _LANES}
+
+    def _one_thread(self, kind: str, lane: str) -> Turns:
+        self._executors.append(ThreadPoolExecutor(1, thread_name_prefix=f"octavo-{kind}-{lane}"))
+        return Turns(self._executors[-1])
 
     async def do(
         self,
@@ -82,19 +98,28 @@ class TextWork:
         tenant: str = "",
         deadline: float = math.inf,
         on_read: Callable[[int], None] | None = None,
+        is_count: bool = False,
     ) -> T:
         """Return what some work returns.
 
         num_chars: how large the text is that it is about. deadline: on the clock of the event loop. on_read hears in
         the end, however that comes, how many tokens were read (`progress`). Work whose reader is cancelled meanwhile
-        does not begin, or ends at its next `progress`. Raises `DeadlineError`, and what the work raises.
+        does not begin, or ends at its next `progress`. is_count: no answer of the model waits for it. Raises
+        `DeadlineError`, and what the work raises.
         """
         under_way = _Work()
+        if num_chars <= _AT_ONCE_CHARS and not is_count:
+            try:
+                return _run(under_way, work)
+            finally:
+                if on_read is not None:
+                    on_read(under_way.num_tokens)
         lane = next(name for name, most in _LANES.items() if num_chars <= most)
-        future = self._turns[lane].submit(tenant, lambda: _run(under_way, work))
+        turns = self._count_turns[lane] if is_count else self._turns[lane]
+        gate = self._gates[lane].turn(tenant) if is_count else contextlib.nullcontext()
         try:
-            async with asyncio.timeout_at(None if deadline == math.inf else deadline):
-                return await asyncio.wrap_future(future)
+            async with asyncio.timeout_at(None if deadline == math.inf else deadline), gate:
+                return await asyncio.wrap_future(turns.submit(tenant, lambda: _run(under_way, work)))
         except TimeoutError:
             raise DeadlineError(DEADLINE_PASSED) from None
         finally:
@@ -104,7 +129,7 @@ class TextWork:
 
     def shutdown(self) -> None:
         """Take nothing new; the threads end when they have done what waits, as somebody may wait for it."""
-        for executor in self._executors.values():
+        for executor in self._executors:
             executor.shutdown(wait=False)
 
 

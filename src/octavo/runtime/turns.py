@@ -6,17 +6,24 @@ import math
 import threading
 from collections import OrderedDict, deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from octavo.errors import QueueFullError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Executor
 
     _Task = tuple[Future[Any], Callable[[], Any]]
 
 T = TypeVar("T")
+
+
+class Executor(Protocol):
+    """What tasks run on: calls whatever it is given, some time after it was given it."""
+
+    def submit(self, run: Callable[[], None], /) -> object:
+        """Take it in."""
+        ...
 
 
 class Turns:

@@ -19,7 +19,7 @@ def build(config: EngineConfig, progress: Progress) -> EngineCore:
     with made_to_stay():
         from octavo.build import build_core  # noqa: PLC0415 - takes seconds, in which the process is watched already
 
-        return build_core(config, progress=progress)
+        return build_core(config, progress=progress, reads_ahead=True)
 
 
 if __name__ == "__main__":

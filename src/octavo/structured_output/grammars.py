@@ -123,8 +123,9 @@ class _Compiled:
 class GrammarCompiler:
     """Compiles grammars for one vocabulary, and keeps those used last, and of whoever waits or runs.
 
-    read_vocabulary: is called for the first grammar: a vocabulary of 150,000 takes llguidance a second or two, and
-    110 MB. vocab_size: rows of the model; what has no row is never allowed.
+    read_vocabulary: is called for the first grammar, or by `read_ahead`: a vocabulary of 150,000 takes llguidance a
+    second or two, in which no other thread runs, and 110 MB. vocab_size: rows of the model; what has no row is never
+    allowed.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int) -> None:
@@ -137,6 +138,13 @@ class GrammarCompiler:
         self._waited_for: dict[int, _Compiled] = {}  # by the id of what asks for it, as long as that lives
         self._num_kept_chars = 0
         self._lock = threading.Lock()
+
+    def read_ahead(self) -> Future[None]:
+        """Read the vocabulary in the background, before anybody asks: no other thread of the process runs meanwhile.
+
+        What is wrong with it is for those to hear who ask for a grammar.
+        """
+        return _executor().submit(self._read_ahead)
 
     def prepare(self, wanted: StructuredOutputsParams, tenant: str = "") -> Future[None]:
         """Compile a grammar in the background; what is wrong with it is raised by the result, as `GrammarError`.
@@ -151,8 +159,9 @@ class GrammarCompiler:
     def compile(self, wanted: StructuredOutputsParams) -> Matcher:
         """Return a matcher at its beginning; waits where the grammar has not been prepared. Raises `GrammarError`."""
         with _told_apart():
-            key = _key(_structure_text(_llguidance(), wanted), wanted)
-            compiled = self._find(key) or _executor().submit(self._compile, wanted).result()
+            compiled = self._waited_for.get(id(wanted))
+            if compiled is None:
+                compiled = self._find(repr(wanted)) or _executor().submit(self._compile, wanted).result()
             return Matcher(compiled.matcher.deep_copy(), self._vocab_size)
 
     def let_go(self, wanted: int) -> None:
@@ -182,15 +191,17 @@ class GrammarCompiler:
 
     def _compile(self, wanted: StructuredOutputsParams) -> _Compiled:
         with _told_apart():
-            llguidance = _llguidance()
-            structure = _structure_text(llguidance, wanted)
-            key = _key(structure, wanted)
+            key = repr(wanted)
             if known := self._find(key):
                 return known
+            llguidance = _llguidance()
+            structure = _structure_text(llguidance, wanted)
             tokenizer = self._load(llguidance)
             text = whole_grammar(structure, self._start(wanted), wanted.free_from)
             limits = llguidance.LLParserLimits(**_LIMITS)
             matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # here, and not in a step: what is found at the beginning, copies know
             if matcher.is_error():
                 raise GrammarError(f"{wanted.kind}: {_first_line(matcher.get_error())}", parameter=_PARAMETER)
             compiled = _Compiled(matcher)
@@ -198,6 +209,10 @@ class GrammarCompiler:
                 self._known[key] = compiled
                 self._keep(key, compiled)
             return compiled
+
+    def _read_ahead(self) -> None:
+        with contextlib.suppress(RequestError), _told_apart():
+            self._load(_llguidance())
 
     def _load(self, llguidance: Any) -> Any:
         if self._tokenizer is None:
@@ -273,11 +288,6 @@ def _llguidance() -> Any:
             "structured outputs need llguidance: pip install 'octavo[structured]'", parameter=_PARAMETER
         ) from None
     return llguidance
-
-
-def _key(structure: str, wanted: StructuredOutputsParams) -> str:
-    """Return under what a grammar is known."""
-    return structure if wanted.starts_after is None else repr((structure, wanted.starts_after, wanted.free_from))
 
 
 def _structure_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:

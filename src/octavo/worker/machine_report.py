@@ -233,7 +233,7 @@ def _check(name: str, width: int, depth: int, precision: str, kernels: CpuKernel
     weight = torch.randn(width, depth, generator=torch.Generator().manual_seed(0))
     x, wide = _rows(precision, checked_rows(precision, depth), depth), name == "lm_head"
     stored = _stored(weight, precision)
-    packed, other = (each.pack_linear(stored, float32_out=wide) for each in (kernels, one_thread))
+    packed, other = (each.pack_linear(stored) for each in (kernels, one_thread))
 
     def results(of: CpuKernels, rows: Tensor, weight: PackedLinear) -> list[Tensor]:
         product = of.linear(rows, weight, float32_out=wide)
@@ -256,8 +256,8 @@ def _check(name: str, width: int, depth: int, precision: str, kernels: CpuKernel
 def _measure(name: str, width: int, depth: int, precision: str, kernels: CpuKernels) -> Iterator[Timing]:
     weight = torch.randn(width, depth)
     stored, wide = _stored(weight, precision), name == "lm_head"
-    first = kernels.pack_linear(stored, float32_out=wide)
-    others = (kernels.pack_linear(stored, float32_out=wide) for _ in range(cold_bytes() // first.num_bytes - 1))
+    first = kernels.pack_linear(stored)
+    others = (kernels.pack_linear(stored) for _ in range(cold_bytes() // first.num_bytes - 1))
     copies = itertools.cycle([first, *others])
 
     def multiply(x: Tensor) -> Tensor:

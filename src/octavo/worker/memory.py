@@ -104,14 +104,12 @@ def decide_num_blocks(
     max_model_len: int,
     device: torch.device,
     scratch_bytes: int = 0,
-    step_bytes: int = 0,
     num_speculative_tokens: int = 0,
 ) -> int:
     """Decide how many blocks the KV cache gets; called when the weights are in place.
 
     dtype is that of the activations.
     scratch_bytes is what the kernels allocate for themselves in a step, and what a proposer keeps.
-    step_bytes is what a probe saw a step take; it counts where it is more than what the shapes say.
 
     swap_space_bytes of host memory are set aside first. Then: num_gpu_blocks as given; else kv_cache_memory_bytes;
     else the smaller of 4 GiB and half of what is free (on a GPU 90 % of what is free), less the activations, and never
@@ -128,8 +126,7 @@ def decide_num_blocks(
         num_tokens = scheduler_config.max_num_batched_tokens
         num_logits_rows = min(num_tokens, scheduler_config.max_num_seqs * (1 + num_speculative_tokens))
         activations = activation_bytes(architecture, num_tokens, num_logits_rows, dtype)
-        activations = max(activations + scratch_bytes, step_bytes)
-        budget = _share(free, device) - activations
+        budget = _share(free, device) - activations - scratch_bytes
         if device.type == "cpu":
             budget = min(DEFAULT_KV_CACHE_BYTES, budget)
         usable = scheduler_config.max_num_seqs * -(-max_model_len // cache_config.block_size)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import time
+import queue
 import weakref
 from dataclasses import replace
-from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -21,9 +21,8 @@ from octavo.models.packed_cache import PackedCache
 from octavo.sampling_params import SamplingParams
 from octavo.speculative import create_proposer
 from octavo.worker.kv_cache import PagedKVCache
-from octavo.worker.memory import decide_num_blocks, decide_num_host_blocks, free_bytes, largest_batch
+from octavo.worker.memory import decide_num_blocks, decide_num_host_blocks, largest_batch
 from octavo.worker.model_runner import ModelRunner
-from octavo.worker.probe import kept_result, probe_file, probe_largest_batch
 from octavo.worker.touching import Touching
 
 if TYPE_CHECKING:
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 WARM_UP_TOKENS = 16
+LOAD_WAIT_S = 0.01  # at most at once for KV from outside: so long who arrives or leaves meanwhile is not heard
+_WARM_UP = "octavo-warm-up"  # the id of its request
 ResultT = TypeVar("ResultT")
 
 
@@ -104,10 +105,7 @@ class Worker:
         self.proposer = create_proposer(
             speculative_config, max_num_seqs=scheduler_config.max_num_seqs, max_model_len=max_model_len
         )
-        self._take_steps_of(self._largest_batch(), "the memory that is free")
-        step_bytes = 0
-        if cache_config.probe_largest_batch:
-            step_bytes = self._step_bytes(directory, scheduler_config.max_num_batched_tokens)
+        self._take_steps_that_fit()
         num_blocks = decide_num_blocks(
             architecture,
             cache_config,
@@ -117,7 +115,6 @@ class Worker:
             max_model_len=max_model_len,
             device=self.device,
             scratch_bytes=self._scratch_bytes(self.scheduler_config.max_num_batched_tokens),
-            step_bytes=step_bytes,
             num_speculative_tokens=self.proposer.num_speculative_tokens,
         )
         num_host_blocks = decide_num_host_blocks(architecture, cache_config, kv_dtype=self.kv_dtype)
@@ -165,6 +162,18 @@ class Worker:
             max_tokens=num_tokens,
         )
 
+    def _take_steps_that_fit(self) -> None:
+        """Use the largest step that memory allows where that is less than what was asked for, and say so."""
+        num_tokens, wanted = self._largest_batch(), self.scheduler_config.max_num_batched_tokens
+        if num_tokens < wanted:
+            logger.warning(
+                "max_num_batched_tokens is lowered from %d to %d: the memory that is free leaves room for no "
+                "larger step",
+                wanted,
+                num_tokens,
+            )
+            self.scheduler_config = replace(self.scheduler_config, max_num_batched_tokens=num_tokens)
+
     def _largest_batch(self) -> int:
         """Return the largest step that memory allows, by what the shapes say."""
         return largest_batch(
@@ -177,41 +186,6 @@ class Worker:
             scratch_bytes=self._scratch_bytes,
             num_speculative_tokens=self.proposer.num_speculative_tokens,
         )
-
-    def _take_steps_of(self, num_tokens: int, reason: str) -> None:
-        """Use what fits where that is less than what was asked for, and say so."""
-        wanted = self.scheduler_config.max_num_batched_tokens
-        if num_tokens < wanted:
-            logger.warning(
-                "max_num_batched_tokens is lowered from %d to %d: %s leaves room for no larger step",
-                wanted,
-                num_tokens,
-                reason,
-            )
-            self.scheduler_config = replace(self.scheduler_config, max_num_batched_tokens=num_tokens)
-
-    def _step_bytes(self, directory: Path, asked_tokens: int) -> int:
-        """Return what the largest step takes besides weights and KV: from a kept probe, or from running one now."""
-        tokens, seqs = self.scheduler_config.max_num_batched_tokens, self.scheduler_config.max_num_seqs
-        formats = (self.dtype, self.kv_dtype, self.quantization)
-        limits = (asked_tokens, seqs, self.max_model_len)
-        path = probe_file(directory.resolve(), *formats, self.device, self.kernels.name, *limits)
-        result = kept_result(path)
-        if result is None or not result.serves(tokens, free_bytes(self.device)):
-            runner = self._make_runner(tokens // self.cache_config.block_size + seqs)
-            result = probe_largest_batch(lambda count: warm_up(runner, count, seqs), tokens, self.device, path)
-        logger.info("largest step: %s (%s)", result, path)
-        if result.max_batch_prefill_tokens < seqs:
-            raise ConfigError(
-                f"a step of {seqs} tokens, one for each of max_num_seqs requests, does not fit into the free memory; "
-                f"{result.max_batch_prefill_tokens} do: lower max_num_seqs to that"
-            )
-        self._take_steps_of(result.max_batch_prefill_tokens, f"the largest step that was run ({path})")
-        tokens = self.scheduler_config.max_num_batched_tokens
-        if self.device.type != "cpu":
-            return result.peak_bytes  # the probe's KV was there before
-        kv_bytes = tokens * self.model.architecture.kv_bytes_per_token(self.kv_dtype)  # whose pages the step touches
-        return max(result.peak_bytes - kv_bytes, 0)
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Compute a step."""
@@ -242,36 +216,30 @@ def _packed_cache(max_bytes: int) -> PackedCache | None:
         return None
 
 
-def warm_up(runner: ModelRunner, num_tokens: int, num_seqs: int = 1) -> float:
-    """Run prompts of `num_tokens` in all through everything once; return the seconds it took.
+def warm_up(runner: ModelRunner, num_tokens: int) -> None:
+    """Run a prompt of so many tokens, or as many as the cache holds, through everything once.
 
-    At most what the cache and the model's length hold. The blocks it writes belong to nobody: whoever gets them writes
-    them before reading.
+    The blocks it writes belong to nobody: whoever gets them writes them before reading.
     """
     block_size = runner.kv_cache.block_size
-    longest = runner.batch.token_ids.shape[1] - 1
-    free_blocks = iter(range(runner.kv_cache.num_blocks))
-    new: list[NewRequestData] = []
-    for index in range(num_seqs):
-        count = min(num_tokens // num_seqs + (index < num_tokens % num_seqs), longest)
-        blocks = list(islice(free_blocks, -(-count // block_size)))
-        count = min(count, len(blocks) * block_size)
-        if count:
-            name = f"octavo-warm-up-{index}"
-            new.append(NewRequestData(name, [0] * count, count, SamplingParams(), 0, 0, frozenset(), blocks, 0))
-    counts = {data.request_id: data.num_prompt_tokens for data in new}
+    blocks = list(range(min(-(-num_tokens // block_size), runner.kv_cache.num_blocks)))
+    count = min(num_tokens, len(blocks) * block_size)
+    prompt = NewRequestData(_WARM_UP, [0] * count, count, SamplingParams(), 0, 0, frozenset(), blocks, 0)
     empty = CachedRequestData.make_empty()
-    start = time.perf_counter()
-    runner.execute(SchedulerOutput(0, new, empty, counts, sum(counts.values())))
-    runner.execute(SchedulerOutput(0, [], empty, {}, 0, finished_req_ids=set(counts)))
-    return time.perf_counter() - start
+    runner.execute(SchedulerOutput(0, [prompt], empty, {_WARM_UP: count}, count))
+    runner.execute(SchedulerOutput(0, [], empty, {}, 0, finished_req_ids={_WARM_UP}))
 
 
 class LocalExecutor:
-    """An `Executor` that runs its one worker in this process: `submit` computes, `collect` hands over."""
+    """An `Executor` that runs its one worker in this process: `submit` computes, `collect` hands over.
+
+    ended_loads: (transfer id, whether all of its KV arrived), put there from any thread by what moves KV.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
+        self.ended_loads: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
+        self._only_waits = False
         self._result: ModelOutput | ExecutionError | None = None
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
@@ -283,6 +251,7 @@ class LocalExecutor:
 
     def submit(self, scheduled: SchedulerOutput) -> None:
         """Compute a step now; a failure is kept for `collect`."""
+        self._only_waits = scheduled.only_waits_for_loads
         try:
             self._result = self.worker.execute(scheduled)
         except Exception as error:  # whatever a kernel or torch raises ends this step's requests, not the engine
@@ -290,12 +259,26 @@ class LocalExecutor:
             self._result = ExecutionError(f"the model failed in this step: {type(error).__name__}")
 
     def collect(self) -> ModelOutput:
-        """Return the result of the step that was submitted, or raise its `ExecutionError`."""
+        """Return the result of the step that was submitted, or raise its `ExecutionError`.
+
+        A step that only waits for KV ends when some has come, after `LOAD_WAIT_S` at the latest.
+        """
         result, self._result = self._result, None
         if isinstance(result, ExecutionError):
             raise result
         assert result is not None, "collect without submit"
+        if self._only_waits or not self.ended_loads.empty():
+            result.kv_loads.extend(self._take_ended_loads())
         return result
+
+    def _take_ended_loads(self) -> list[tuple[int, bool]]:
+        ended: list[tuple[int, bool]] = []
+        with contextlib.suppress(queue.Empty):
+            if self._only_waits:
+                ended.append(self.ended_loads.get(timeout=LOAD_WAIT_S))
+            while True:
+                ended.append(self.ended_loads.get_nowait())
+        return ended
 
     def shutdown(self) -> None:
         """Drop the references to weights and KV; a second call changes nothing."""

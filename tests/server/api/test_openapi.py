@@ -11,6 +11,7 @@ from fakes import FakeChatTemplate, FakeExecutor
 from fastapi.routing import APIRoute
 from running import connect, read_all, run_server
 
+from octavo.sampling_params import LIMITS
 from octavo.server.access.auth import OPEN_PATHS
 from octavo.server.access.connection import MAX_HEADER_BYTES
 from octavo.server.access.tenants import Tenant, add_key
@@ -145,6 +146,23 @@ def test_requests_and_answers_are_as_described(running: Running, document: dict[
             refused = http.post(path, content=wrong)
             schema = answers[str(refused.status_code)]["content"]["application/json"]["schema"]
             check(document, schema, refused.json())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_what_is_beyond_a_limit_is_refused_by_the_document_and_by_the_server(
+    running: Running, document: dict[str, Any], path: str
+) -> None:
+    asked = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    fields = document["components"]["schemas"][asked["$ref"].rpartition("/")[2]]["properties"]
+    with running.http() as http:
+        for name in LIMITS.keys() & fields:
+            limits = LIMITS[name]
+            more = 3 if limits.is_whole else 0.5  # -1 has a meaning of its own
+            for value in (limits.low - more, limits.high + more):
+                body = {**BODIES[path][0], name: value}
+                with pytest.raises(jsonschema.ValidationError):
+                    check(document, asked, body)
+                assert http.post(path, json=body).status_code == 400, (name, value)
 
 
 def test_answers_of_the_other_routes(running: Running, document: dict[str, Any]) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import openai
 import pytest
 from fakes import FakeChatTemplate, FakeExecutor
 from running import DEADLINE_S, run_server
 
 from octavo.sampling_params import SamplingParams
+from octavo.server.answers import answering
+from octavo.server.api.openai import responses
 from octavo.server.api.openai.requests import SamplingControls
 from octavo.server.api.openai.response_items import read_items
 from octavo.server.api.openai.responses import ResponsesRequest, _params
@@ -109,6 +113,20 @@ def test_stream_equals_whole(client: openai.OpenAI, options: dict[str, Any]) -> 
         for item in whole.output
     ]
     assert [item["text"] for item in rebuild(events)] == texts
+
+
+def test_a_whole_answer_is_encoded_once(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[Any] = []
+
+    def encode(data: Any) -> bytes:
+        encoded.append(data)
+        return msgspec.json.encode(data)
+
+    for module in (answering, responses):
+        monkeypatch.setattr(module, "encoder", SimpleNamespace(encode=encode))
+    whole = client.responses.create(**ASKED, tools=[WEATHER, NOW])
+    (answer,) = encoded  # and none of the events that a stream has
+    assert answer.id == whole.id
 
 
 def test_only_tools_that_are_allowed_are_called(client: openai.OpenAI) -> None:
@@ -292,7 +310,7 @@ def test_every_field_that_chooses_tokens_reaches_the_parameters():
         "allowed_token_ids": [1, 2], "logit_bias": {"5": 1.5}, "typical_p": 0.5,
     }  # fmt: skip
     assert given.keys() == SamplingControls.model_fields.keys()
-    params = _params(ResponsesRequest(**given), SamplingParams(), 9)
+    params = _params(ResponsesRequest(input="a", **given), SamplingParams(), 9)
     for name, value in given.items():
         assert getattr(params, name) == ({5: 1.5} if name == "logit_bias" else value), name
 

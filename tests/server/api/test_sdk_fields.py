@@ -109,6 +109,8 @@ def test_what_would_change_the_answer_is_refused(shared: Any, route: str, body: 
     sound = {"model": "fake", "max_tokens": 3, "messages": [USER]}
     if route in {"/v1/embeddings", "/v1/responses"}:
         sound = {"input": "hello"}
+    if route == "/v1/completions":
+        sound = {"prompt": "hello"}
     with shared.http() as http:
         response = http.post(route, json={**sound, **body})
     assert response.status_code == 400, response.text

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import re
 import time
-import uuid
 from typing import TYPE_CHECKING, Any
 
 from octavo.runtime import logs
 from octavo.runtime.faults import log_fault
+from octavo.runtime.ids import new_id
 from octavo.server.access.auth import OPEN_PATHS
 from octavo.server.errors import CLIENT_LEFT, reason_of, to_http
 
@@ -85,7 +85,7 @@ class AuditMiddleware:
 
 def _request_id(scope: Scope) -> bytes:
     given = [value for name, value in scope["headers"] if name == b"x-request-id"]
-    return given[0] if len(given) == 1 and _ID.fullmatch(given[0]) else uuid.uuid4().hex.encode()
+    return given[0] if len(given) == 1 and _ID.fullmatch(given[0]) else new_id().encode()
 
 
 def tell_no_request(metrics: Metrics, client: tuple[str, int] | None, error: HttpError) -> None:
@@ -93,7 +93,7 @@ def tell_no_request(metrics: Metrics, client: tuple[str, int] | None, error: Htt
     metrics.count_answer("other", "none", error.status)
     metrics.count_refusal(error.reason)
     scope = {"client": client, "method": None, "path": ""}
-    _log(scope, {"audit": {}}, uuid.uuid4().hex, error.status, error.reason, 0.0)
+    _log(scope, {"audit": {}}, new_id(), error.status, error.reason, 0.0)
 
 
 def _reason(error: HttpError | None, status: int) -> str | None:

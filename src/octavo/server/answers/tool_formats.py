@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from octavo.runtime.ids import new_id
 from octavo.server.answers.tool_parsers import HermesParser, LlamaParser, MistralParser
 from octavo.structured_output.lark import FEW_BLANKS, lark_json, pattern, text_up_to
 
@@ -43,7 +43,7 @@ class ToolFormat:
 
     def new_call_id(self) -> str:
         """Name a call."""
-        return f"call_{uuid.uuid4().hex[:24]}"
+        return f"call_{new_id()[:24]}"
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
         """Return the grammar of an answer that is calls and nothing else."""
@@ -120,7 +120,7 @@ class MistralFormat(ToolFormat):
 
     def new_call_id(self) -> str:
         """Mistral's templates take ids of nine characters."""
-        return uuid.uuid4().hex[:9]
+        return new_id()[:9]
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
         """A list of objects."""

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_formats import ToolFormat
 
 MAX_TOOLS = 1024
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+NAME_PATTERN = "[A-Za-z0-9_.:/-]{1,128}"
+_NAME = re.compile(NAME_PATTERN)
 _ANY = {"type": "object"}
 _NEEDS_TOOLS = "tool_choice needs tools"
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -4,101 +4,83 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NotRequired
 
 import msgspec
 from pydantic.json_schema import models_json_schema
+from typing_extensions import TypedDict
 
 from octavo import __version__
 from octavo.server.access.auth import OPEN_PATHS
-from octavo.server.api import tgi, tokenizing
-from octavo.server.api.anthropic import messages
-from octavo.server.api.openai import embeddings, responses
-from octavo.server.api.openai import replies as openai_responses
-from octavo.server.api.openai import requests as openai_requests
-from octavo.server.api.openapi_schemas import MORE, OWN_SCHEMAS, REF
+from octavo.server.api.anthropic.messages import CountTokensRequest, Message, MessagesRequest
+from octavo.server.api.openai.embeddings import EmbeddingList, EmbeddingRequest
+from octavo.server.api.openai.replies import ChatCompletion, Completion, Detokenized, Tokenized
+from octavo.server.api.openai.requests import ChatCompletionRequest, CompletionRequest
+from octavo.server.api.openai.responses import InputTokens, ResponseObject, ResponsesRequest
+from octavo.server.api.tgi import Generated, GenerateRequest, TgiError
+from octavo.server.api.tokenizing import DetokenizeRequest, TokenizeRequest
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from octavo.server.service import Service
 
+_REF = "#/components/schemas/"
+_Object = dict[str, Any]
+# Answers that are spelled without a type of their own.
+Model = TypedDict("Model", {"id": str, "object": Literal["model"], "created": int, "max_model_len": int})
+ModelList = TypedDict("ModelList", {"object": Literal["list"], "data": list[Model]})
+TokenCount = TypedDict("TokenCount", {"input_tokens": int})
+Event = TypedDict("Event", {"data": str, "event": NotRequired[str]})
+Version = TypedDict("Version", {"version": str})
+ErrorObject = TypedDict("ErrorObject", {"message": str, "type": str, "param": str | None, "code": str | None})
+Error = TypedDict("Error", {"error": ErrorObject})
+AnthropicErrorObject = TypedDict("AnthropicErrorObject", {"type": str, "message": str})
+AnthropicError = TypedDict("AnthropicError", {"type": Literal["error"], "error": AnthropicErrorObject})
+
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """One route. answer: a schema, or the type that is spelled. streams: it may answer with server-sent events."""
+    """One route. answer: the type that is spelled. streams: it may answer with server-sent events."""
 
     path: str
     summary: str
-    body: type[BaseModel] | None = None
     answer: Any = None
-    streams: bool = False
+    body: type[BaseModel] | None = None
     family: str = "OpenAI"
-    content_type: str = "application/json"
+    streams: bool = False
 
 
+_CONVERSATION = "Answer a conversation."
+_COUNT = "Count the tokens of a conversation."
+_PROMPT = "Continue a prompt."
 _ROUTES = (
-    _Route(
-        "/v1/chat/completions",
-        "Answer a conversation.",
-        openai_requests.ChatCompletionRequest,
-        openai_responses.ChatCompletion,
-        streams=True,
-    ),
-    _Route(
-        "/v1/completions",
-        "Continue prompts.",
-        openai_requests.CompletionRequest,
-        openai_responses.Completion,
-        streams=True,
-    ),
-    _Route(
-        "/v1/responses",
-        "Answer a conversation; nothing is stored.",
-        responses.ResponsesRequest,
-        responses.ResponseObject,
-        streams=True,
-    ),
-    _Route(
-        "/v1/responses/input_tokens",
-        "Count the tokens of a conversation.",
-        responses.ResponsesRequest,
-        responses.InputTokens,
-    ),
-    _Route("/v1/embeddings", "Turn texts into vectors.", embeddings.EmbeddingRequest, embeddings.EmbeddingList),
-    _Route("/v1/models", "List the names that are served.", answer="ModelList"),
-    _Route("/v1/models/{model}", "Describe a name that is served.", answer="Model"),
-    _Route(
-        "/v1/messages",
-        "Answer a conversation.",
-        messages.MessagesRequest,
-        messages.Message,
-        streams=True,
-        family="Anthropic",
-    ),
-    _Route(
-        "/v1/messages/count_tokens",
-        "Count the tokens of a conversation.",
-        messages.CountTokensRequest,
-        "TokenCount",
-        family="Anthropic",
-    ),
-    _Route("/generate", "Continue a prompt.", tgi.GenerateRequest, tgi.Generated, family="TGI"),
-    _Route("/generate_stream", "Continue a prompt as a stream.", tgi.GenerateRequest, streams=True, family="TGI"),
-    _Route("/", "Continue a prompt.", tgi.GenerateRequest, "GeneratedList", streams=True, family="TGI"),
-    _Route("/info", "Describe the model and its limits.", answer="Object", family="TGI"),
-    _Route("/model_info", "Describe the model to gateways.", answer="Object", family="SGLang"),
-    _Route("/get_model_info", "The same under its older name.", answer="Object", family="SGLang"),
-    _Route("/server_info", "All that the server was started with.", answer="Object", family="operator"),
-    _Route("/get_server_info", "The same under its older name.", answer="Object", family="operator"),
-    _Route("/tokenize", "Turn text into token ids.", tokenizing.TokenizeRequest, openai_responses.Tokenized),
-    _Route("/detokenize", "Turn token ids into text.", tokenizing.DetokenizeRequest, openai_responses.Detokenized),
+    _Route("/v1/chat/completions", _CONVERSATION, ChatCompletion, ChatCompletionRequest, streams=True),
+    _Route("/v1/completions", "Continue prompts.", Completion, CompletionRequest, streams=True),
+    _Route("/v1/responses", f"{_CONVERSATION} Nothing is stored.", ResponseObject, ResponsesRequest, streams=True),
+    _Route("/v1/responses/input_tokens", _COUNT, InputTokens, ResponsesRequest),
+    _Route("/v1/embeddings", "Turn texts into vectors.", EmbeddingList, EmbeddingRequest),
+    _Route("/v1/models", "List the names that are served.", ModelList),
+    _Route("/v1/models/{model}", "Describe a name that is served.", Model),
+    _Route("/v1/messages", _CONVERSATION, Message, MessagesRequest, "Anthropic", streams=True),
+    _Route("/v1/messages/count_tokens", _COUNT, TokenCount, CountTokensRequest, "Anthropic"),
+    _Route("/generate", _PROMPT, Generated, GenerateRequest, "TGI"),
+    _Route("/generate_stream", _PROMPT, None, GenerateRequest, "TGI", streams=True),
+    _Route("/", _PROMPT, list[Generated], GenerateRequest, "TGI", streams=True),
+    _Route("/info", "Describe the model and its limits.", _Object, family="TGI"),
+    _Route("/model_info", "Describe the model to gateways.", _Object, family="SGLang"),
+    _Route("/get_model_info", "The same under its older name.", _Object, family="SGLang"),
+    _Route("/server_info", "All that the server was started with.", _Object, family="operator"),
+    _Route("/get_server_info", "The same under its older name.", _Object, family="operator"),
+    _Route("/tokenize", "Turn text into token ids.", Tokenized, TokenizeRequest),
+    _Route("/detokenize", "Turn token ids into text.", Detokenized, DetokenizeRequest),
     _Route("/health", "Whether this process lives.", family="operator"),
     _Route("/ready", "Whether requests are taken.", family="operator"),
-    _Route("/version", "The version of octavo.", answer="Version", family="operator"),
-    _Route("/metrics", "Figures for Prometheus.", answer="Text", family="operator", content_type="text/plain"),
-    _Route("/openapi.json", "This document.", answer="Object", family="operator"),
+    _Route("/version", "The version of octavo.", Version, family="operator"),
+    _Route("/metrics", "Figures for Prometheus.", str, family="operator"),
+    _Route("/openapi.json", "This document.", _Object, family="operator"),
 )
+_ERRORS = {"Anthropic": AnthropicError, "TGI": TgiError}  # of a family; the others' is OpenAI's
 
 _STATUSES = {
     400: "Something is wrong with the request, or it has no Host or two; the error says what.",
@@ -128,72 +110,63 @@ def describe(service: Service) -> dict[str, Any]:
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
+    schemas, components = _schemas()
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "octavo", "version": __version__, "description": f"Serves {service.model_names[0]}."},
-        "paths": {route.path: {"post" if route.body else "get": _operation(route)} for route in _ROUTES},
-        "components": {"schemas": _schemas(), "securitySchemes": schemes},
+        "paths": {route.path: {"post" if route.body else "get": _operation(route, schemas)} for route in _ROUTES},
+        "components": {"schemas": components, "securitySchemes": schemes},
     }
     if service.keyring is not None:
         document["security"] = [{name: []} for name in schemes]
     return document
 
 
-def paths() -> list[str]:
-    """Return the routes that are described."""
-    return [route.path for route in _ROUTES]
-
-
-def _operation(route: _Route) -> dict[str, Any]:
+def _operation(route: _Route, schemas: dict[Any, _Object]) -> _Object:
     name = route.path.strip("/").replace("/", "_").replace("{", "").replace("}", "").replace(".", "_") or "root"
-    operation: dict[str, Any] = {"operationId": name, "summary": route.summary, "tags": [route.family]}
+    operation: _Object = {"operationId": name, "summary": route.summary, "tags": [route.family]}
     if "{model}" in route.path:
         operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
     if route.body is not None:
-        content = {"application/json": {"schema": {"$ref": REF + route.body.__name__}}}
-        operation["requestBody"] = {"required": True, "content": content}
-    answers: dict[str, Any] = {}
+        operation["requestBody"] = {"required": True, **_content("application/json", schemas[route.body])}
+    answers: _Object = {}
     if route.answer is not None:
-        name = route.answer if isinstance(route.answer, str) else route.answer.__name__
-        answers[route.content_type] = {"schema": {"$ref": REF + name}}
+        answers["text/plain" if route.answer is str else "application/json"] = {"schema": schemas[route.answer]}
     if route.streams:
-        answers["text/event-stream"] = {"schema": {"$ref": REF + "Event"}}
-    success: dict[str, Any] = {"description": "The answer."}
-    operation["responses"] = {"200": {**success, "content": answers} if answers else success, **_errors(route)}
+        answers["text/event-stream"] = {"schema": schemas[Event]}
+    success: _Object = {"description": "The answer."}
+    operation["responses"] = {"200": {**success, "content": answers} if answers else success, **_errors(route, schemas)}
     if route.family == "operator" and route.answer is None:
         operation["security"] = []
     return operation
 
 
-def _errors(route: _Route) -> dict[str, Any]:
-    name = {"Anthropic": "AnthropicError", "TGI": "TGIError"}.get(route.family, "Error")
+def _errors(route: _Route, schemas: dict[Any, _Object]) -> _Object:
     # What stops a request before it reaches a route speaks as OpenAI does.
-    either = [{"$ref": REF + name}, {"$ref": REF + "Error"}]
-    schema = either[0] if name == "Error" else {"anyOf": either}
+    kinds = dict.fromkeys((_ERRORS.get(route.family, Error), Error))
+    either = [schemas[kind] for kind in kinds]
     statuses = {status for status in _STATUSES if route.body is not None or status not in _POST_ONLY}
     if route.family != "TGI":
         statuses -= {_TGI_ONLY}
     if route.path in OPEN_PATHS:
         statuses.remove(_OTHER_HOST)
-    return {
-        str(status): {"description": _STATUSES[status], "content": {"application/json": {"schema": schema}}}
-        for status in sorted(statuses)
-    }
+    content = _content("application/json", either[0] if len(either) == 1 else {"anyOf": either})
+    return {str(status): {"description": _STATUSES[status], **content} for status in sorted(statuses)}
 
 
-@functools.cache  # the loop waits for it, 30 ms
-def _schemas() -> dict[str, Any]:
-    bodies = {route.body for route in _ROUTES if route.body is not None}
-    ordered = sorted(bodies, key=lambda body: body.__name__)
-    _, requests = models_json_schema([(body, "validation") for body in ordered], ref_template=REF + "{model}")
-    answers = [route.answer for route in _ROUTES if isinstance(route.answer, type)]
-    _, structs = msgspec.json.schema_components(answers, ref_template=REF + "{name}")
-    schemas = {**OWN_SCHEMAS, **structs, **requests["$defs"]}
-    for name, (required, properties) in MORE.items():
-        schema = schemas[name]
-        for field, described in properties.items():
-            if field not in schema["properties"]:
-                raise KeyError(f"{name} has no field {field}")
-            schema["properties"][field] = described if field in required else {"anyOf": [described, {"type": "null"}]}
-        schema["required"] = list(required)
-    return schemas
+def _content(media_type: str, schema: _Object) -> _Object:
+    return {"content": {media_type: {"schema": schema}}}
+
+
+@functools.cache  # the loop waits for it
+def _schemas() -> tuple[dict[Any, _Object], _Object]:
+    """Return the schema of each type that a route takes or gives, and those that these refer to, by name."""
+    bodies = sorted({route.body for route in _ROUTES if route.body is not None}, key=lambda body: body.__name__)
+    inputs, requests = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF + "{model}")
+    answers = list(
+        dict.fromkeys([*(route.answer for route in _ROUTES if route.answer), *_ERRORS.values(), Error, Event])
+    )
+    outputs, replies = msgspec.json.schema_components(answers, ref_template=_REF + "{name}")
+    assert not requests["$defs"].keys() & replies.keys(), "two types have one name"
+    of_bodies = {body: inputs[body, "validation"] for body in bodies}
+    return {**of_bodies, **dict(zip(answers, outputs, strict=True))}, {**replies, **requests["$defs"]}

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import uuid
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from starlette.requests import Request  # noqa: TC002 - fastapi reads the types 
 
 from octavo import __version__
 from octavo.errors import RequestError
+from octavo.runtime.ids import new_id
 from octavo.sampling_params import MAX_STOP_STRINGS, SamplingParams, StructuredOutputsParams
 from octavo.server.access.body import body_of, look_at
 from octavo.server.answers.answering import Job, News, answer, encoder, event
@@ -202,7 +202,7 @@ async def generate(
         if wanted.truncate is not None:
             prompt = await service.read(http_request, place, partial(_end, service, prompt, wanted.truncate))
         job = Job(
-            request_id=f"gen-{uuid.uuid4().hex}",
+            request_id=f"gen-{new_id()}",
             model=service.model_names[0],
             prompts=[prompt],
             params=params,

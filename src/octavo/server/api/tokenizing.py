@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import UNSET
 from pydantic import BaseModel, ConfigDict
@@ -16,6 +16,7 @@ from octavo.server.api.conversation import read_messages, template_options
 from octavo.server.api.extra_fields import HARMLESS
 from octavo.server.api.openai.replies import Detokenized, Tokenized, TokenizedContent
 from octavo.server.api.openai.requests import TokenIds  # noqa: TC001 - pydantic reads the types of fields
+from octavo.server.api.request_types import ChatMessages, ChatTool, Shown, TokenId, Tools
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,13 +45,13 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Any = None
+    messages: Annotated[Any, Shown(ChatMessages | None)] = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
+    tools: Annotated[list[Any], Shown(Tools[ChatTool])] | None = None
     content: str | None = None
     add_special: bool | None = None
 
@@ -61,7 +62,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     model: str | None = None
-    tokens: TokenIds
+    tokens: Annotated[TokenIds, Shown(list[TokenId])]
 
 
 async def tokenize(service: Service, http_request: Request, request: TokenizeRequest) -> Response:
@@ -84,7 +85,7 @@ async def detokenize(service: Service, http_request: Request, request: Detokeniz
 async def _in_thread(service: Service, http_request: Request, work: Callable[[], Struct]) -> Response:
     """Do the work, and spell its result, beside the event loop; it takes a place like any other request."""
     with service.enter(http_request, 1) as place:
-        content = await service.read(http_request, place, lambda: encoder.encode(work()))
+        content = await service.read(http_request, place, lambda: encoder.encode(work()), is_count=True)
     return Response(content, media_type="application/json")
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import uuid
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import BaseModel, ConfigDict
@@ -13,6 +12,7 @@ from starlette.responses import Response
 
 from octavo.engine.chat_template import parse_arguments
 from octavo.errors import RequestError
+from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader
 from octavo.server.answers.answering import Job, News, answer, encoder
@@ -24,6 +24,22 @@ from octavo.server.api.extra_fields import ANTHROPIC_HARMLESS, UNSUPPORTED_OR_AL
 from octavo.server.api.openai.chat import render
 from octavo.server.api.openai.replies import PromptTokensDetails, Receipt, Usage
 from octavo.server.api.openai.requests import Strings  # noqa: TC001 - pydantic reads the types of fields
+from octavo.server.api.request_types import (
+    AnthropicChoice,
+    AnthropicTool,
+    CacheSalt,
+    Content,
+    OutputConfig,
+    OutputTokens,
+    Shown,
+    StopTexts,
+    Temperature,
+    ThinkingConfig,
+    Tools,
+    TopK,
+    TopP,
+    Turns,
+)
 from octavo.server.api.sampling import read_response_format
 
 if TYPE_CHECKING:
@@ -75,25 +91,25 @@ class CountTokensRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str
-    messages: Any
-    system: Any = None
-    tools: list[Any] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
+    messages: Annotated[Any, Shown(Turns)]
+    system: Annotated[Any, Shown(Content | None)] = None
+    tools: Annotated[list[Any], Shown(Tools[AnthropicTool])] | None = None
+    tool_choice: Annotated[dict[str, Any], Shown(AnthropicChoice)] | None = None
+    thinking: Annotated[dict[str, Any], Shown(ThinkingConfig)] | None = None
+    output_config: Annotated[dict[str, Any], Shown(OutputConfig)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
 
 
 class MessagesRequest(CountTokensRequest):
     """POST /v1/messages."""
 
-    max_tokens: int
+    max_tokens: OutputTokens
     stream: bool | None = None
-    stop_sequences: Strings | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    cache_salt: str | None = None  # vLLM's
+    stop_sequences: Annotated[Strings, Shown(StopTexts)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    cache_salt: CacheSalt | None = None  # vLLM's
 
 
 class MessageUsage(Struct):
@@ -133,7 +149,7 @@ async def create_message(service: Service, http_request: Request, request: Messa
         form = AnswerForm.of(style, toolbox, prompt["prompt"])
         applied = await look_at(http_request, lambda: form.applied_to(params))
         job = Job(
-            request_id=f"msg_{uuid.uuid4().hex}",
+            request_id=f"msg_{new_id()}",
             model=model,
             prompts=[prompt],
             params=applied,

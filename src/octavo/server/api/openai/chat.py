@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import UNSET
 
 from octavo.errors import PromptTooLongError, RequestError
+from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader
 from octavo.server.answers.answering import Job, News, OpenAIReply, answer, openai_options
@@ -71,7 +71,7 @@ async def create_chat_completion(service: Service, http_request: Request, reques
         form = AnswerForm.of(style, toolbox, prompt["prompt"])
         params = await look_at(http_request, lambda: form.applied_to(params))
         job = Job(
-            request_id=f"chatcmpl-{uuid.uuid4().hex}",
+            request_id=f"chatcmpl-{new_id()}",
             model=model,
             prompts=[prompt],
             params=params,
@@ -111,7 +111,7 @@ async def render(
         return {"prompt": text, "prompt_token_ids": token_ids}
 
     try:
-        return await service.read(http_request, place, work)
+        return await service.read(http_request, place, work, is_count=not is_prompt)
     except PromptTooLongError as error:
         error.parameter = "messages"
         raise

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
 from octavo.errors import RequestError
+from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answering import Job, News, OpenAIReply, answer, openai_options
 from octavo.server.api.openai.logprobs import completion_logprobs, prompt_logprobs
@@ -61,7 +61,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
                 http_request, place, lambda: [truncation.applied_to(prompt, inputs) for prompt in whole]
             )
         job = Job(
-            request_id=f"cmpl-{uuid.uuid4().hex}",
+            request_id=f"cmpl-{new_id()}",
             model=model,
             prompts=prompts,
             params=params,

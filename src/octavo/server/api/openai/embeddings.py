@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import base64
-import uuid
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from octavo.engine.embedding import embedding
 from octavo.errors import RequestError
+from octavo.runtime.ids import new_id
 from octavo.sampling_params import SamplingParams
 from octavo.server.access.body import look_at
 from octavo.server.answers.answering import Job, answer_whole
@@ -18,6 +18,7 @@ from octavo.server.api.extra_fields import HARMLESS
 from octavo.server.api.openai.completions import read_prompts
 from octavo.server.api.openai.replies import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads the types
 from octavo.server.api.openai.requests import Priority  # noqa: TC001 - pydantic reads the types of fields
+from octavo.server.api.request_types import CacheSalt, Prompts, Shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,11 +48,11 @@ class EmbeddingRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    input: Any = None
+    input: Annotated[Any, Shown(Prompts)]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
+    dimensions: Annotated[int, Shown(Annotated[int, Field(ge=1)])] | None = None
     priority: Priority | None = None
-    cache_salt: str | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class Embedding(Struct):
@@ -92,7 +93,7 @@ async def create_embeddings(service: Service, http_request: Request, request: Em
     params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling, detokenize=False)
     with service.enter(http_request, len(prompts), at_least=1) as place:
         job = Job(
-            request_id=f"embd-{uuid.uuid4().hex}",
+            request_id=f"embd-{new_id()}",
             model=model,
             prompts=prompts,
             params=params,

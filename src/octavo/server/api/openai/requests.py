@@ -9,6 +9,30 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from octavo.errors import RequestError
 from octavo.server.api.extra_fields import ALIASES, HARMLESS, PENALTY_RANGE, UNSUPPORTED, As, Off, refuse
+from octavo.server.api.request_types import (
+    CacheSalt,
+    ChatChoice,
+    ChatMessages,
+    ChatTool,
+    LogitBias,
+    MaxTokens,
+    NumChoices,
+    NumLogprobs,
+    Prompts,
+    RepetitionPenalty,
+    ResponseFormat,
+    Shown,
+    Some,
+    StopText,
+    StopTexts,
+    StructuredOutputs,
+    Temperature,
+    TokenId,
+    Tools,
+    TopK,
+    TopP,
+    within,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,35 +59,35 @@ class SamplingControls(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    seed: int | None = None
-    stop: str | Strings | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    seed: Annotated[int, within("seed")] | None = None
+    stop: Annotated[str | Strings, Shown(StopText | StopTexts)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    presence_penalty: Annotated[float, within("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, within("frequency_penalty")] | None = None
+    logit_bias: LogitBias | None = None
     # vLLM's
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    top_k: TopK | None = None
+    min_p: Annotated[float, within("min_p")] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    min_tokens: Annotated[int, within("min_tokens")] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[TokenIds, Shown(list[TokenId])] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    allowed_token_ids: TokenIds | None = None
-    typical_p: float | None = None  # TGI's
+    allowed_token_ids: Annotated[TokenIds, Shown(Some[TokenId])] | None = None
+    typical_p: Annotated[float, within("typical_p")] | None = None  # TGI's
 
 
 class OtherNames(BaseModel):
     """Fields of other servers' clients that are taken; `octavo.server.api.extra_fields.ALIASES` says as what."""
 
-    n_cmpl: int | None = None
-    n_predict: int | None = None
-    num_predict: int | None = None
-    max_new_tokens: int | None = None
-    n_probs: int | None = None
-    repeat_penalty: float | None = None
+    n_cmpl: NumChoices | None = None
+    n_predict: MaxTokens | None = None
+    num_predict: MaxTokens | None = None
+    max_new_tokens: MaxTokens | None = None
+    n_probs: NumLogprobs | None = None
+    repeat_penalty: RepetitionPenalty | None = None
     repeat_last_n: int | None = None
     penalize_nl: bool | None = None
     grammar: str | None = None
@@ -82,17 +106,17 @@ class SamplingFields(SamplingControls, OtherNames):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    n: int | None = None
-    prompt_logprobs: int | None = None
+    max_tokens: MaxTokens | None = None
+    n: NumChoices | None = None
+    prompt_logprobs: NumLogprobs | None = None
     priority: Priority | None = None
-    cache_salt: str | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
+    cache_salt: CacheSalt | None = None
+    response_format: Annotated[dict[str, Any], Shown(ResponseFormat)] | None = None
+    structured_outputs: Annotated[dict[str, Any], Shown(StructuredOutputs)] | None = None
     # vLLM's
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Annotated[int, Shown(Annotated[int, Field(ge=1)] | Literal[-1])] | None = None
     truncation_side: Literal["left", "right"] | None = None
 
     aliases: ClassVar[dict[str, As]] = ALIASES
@@ -160,10 +184,10 @@ class SamplingFields(SamplingControls, OtherNames):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions. `prompt` is checked by its route: text, texts, token ids or lists of those."""
 
-    prompt: Any = None
+    prompt: Annotated[Any, Shown(Prompts)]
     best_of: int | None = None
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: NumLogprobs | None = None
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **SamplingFields.unsupported,
@@ -176,15 +200,15 @@ class CompletionRequest(SamplingFields):
 class ChatCompletionRequest(SamplingFields):
     """POST /v1/chat/completions. `messages` is checked by its route."""
 
-    messages: Any = None
-    max_completion_tokens: int | None = None
+    messages: Annotated[Any, Shown(ChatMessages)]
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: Annotated[list[Any], Shown(Tools[ChatTool])] | None = None
+    tool_choice: Annotated[Any, Shown(ChatChoice | None)] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None  # vLLM's: false leaves it out of the answer

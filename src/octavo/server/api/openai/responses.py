@@ -5,14 +5,14 @@ Nothing is stored: a request brings its whole conversation.
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
 from octavo.errors import RequestError
+from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader
 from octavo.server.answers.answering import Job, News, answer, encoder
@@ -25,6 +25,18 @@ from octavo.server.api.openai.content_logprobs import ContentLogprobs
 from octavo.server.api.openai.replies import Receipt  # noqa: TC001 - msgspec reads the types of fields
 from octavo.server.api.openai.requests import Priority, SamplingControls
 from octavo.server.api.openai.response_items import read_items
+from octavo.server.api.request_types import (
+    CacheSalt,
+    Items,
+    NumLogprobs,
+    OutputTokens,
+    Reasoning,
+    ResponsesChoice,
+    ResponsesTool,
+    Shown,
+    TextConfig,
+    Tools,
+)
 from octavo.server.api.sampling import read_logit_bias, read_response_format
 
 if TYPE_CHECKING:
@@ -100,21 +112,21 @@ class ResponsesRequest(SamplingControls):
     """
 
     model: str | None = None
-    input: Any = None
+    input: Annotated[Any, Shown(Items)]
     include: list[Any] | None = None
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: OutputTokens | None = None
     metadata: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: Annotated[dict[str, Any], Shown(Reasoning)] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None  # tells of padding only, which is not sent here
-    text: dict[str, Any] | None = None
-    tool_choice: Any = None
-    tools: list[Any] | None = None
-    top_logprobs: int | None = None
+    text: Annotated[dict[str, Any], Shown(TextConfig)] | None = None
+    tool_choice: Annotated[Any, Shown(ResponsesChoice | None)] = None
+    tools: Annotated[list[Any], Shown(Tools[ResponsesTool])] | None = None
+    top_logprobs: NumLogprobs | None = None
     priority: Priority | None = None
-    cache_salt: str | None = None
+    cache_salt: CacheSalt | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -195,7 +207,7 @@ async def create_response(service: Service, http_request: Request, request: Resp
         form = AnswerForm.of(style, toolbox, prompt["prompt"])
         applied = await look_at(http_request, lambda: form.applied_to(params))
         job = Job(
-            request_id=f"resp_{uuid.uuid4().hex}",
+            request_id=f"resp_{new_id()}",
             model=model,
             prompts=[prompt],
             params=applied,
@@ -310,6 +322,7 @@ class ResponseReply:
         self._form = form
         self._reader = AnswerReader(form)
         self._logprobs = ContentLogprobs(form, request.top_logprobs or 0, piece)
+        self._tells = job.stream  # a whole answer has no events
         self._num_messages = 0  # items of text that have begun
         self._num_events = 0
         self._events = b""
@@ -453,6 +466,8 @@ class ResponseReply:
     # --- events
 
     def _tell(self, kind: str, **fields: Any) -> None:
+        if not self._tells:
+            return
         data = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         self._events += b"event: " + kind.encode() + b"\ndata: " + encoder.encode(data) + b"\n\n"
@@ -485,4 +500,4 @@ def _text_kind(item: dict[str, Any]) -> str:
 
 
 def _new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex}"
+    return f"{prefix}_{new_id()}"

@@ -1,0 +1,68 @@
+"""torch's own product of prepacked weights, oneDNN's: for benchmarks that compare octavo's with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo.kernels.cpu import CpuKernels
+from octavo.kernels.interface import PackedLinear
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from octavo.kernels.quantization import QuantizedWeight
+
+
+def has_product(dtype: torch.dtype) -> bool:
+    """Whether torch has that product of bfloat16 or float32 here: of bfloat16 not without AVX-512 or its like."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Bring a weight [out, in] into oneDNN's own layout."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)  # noqa: SLF001
+    return packed
+
+
+def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")  # noqa: SLF001
+    return out
+
+
+class OneDnnKernels(CpuKernels):
+    """octavo's kernels, but for products of bfloat16 weights, which are torch's; float32 results are rounded by it."""
+
+    name = "onednn"
+
+    def pack_linear(
+        self, weight: Tensor | Sequence[Tensor] | QuantizedWeight, bias: Tensor | None = None
+    ) -> PackedLinear:
+        """Pack one weight of bfloat16 for oneDNN, others for octavo."""
+        if not isinstance(weight, torch.Tensor) or weight.dtype != torch.bfloat16:
+            return super().pack_linear(weight, bias)
+        if not has_product(weight.dtype):
+            raise SystemExit("torch has no product of oneDNN for bfloat16 on this processor")
+        num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+        return PackedLinear(weight.shape[0], weight.shape[1], pack(weight), bias, num_bytes)
+
+    def linear(
+        self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        """Return x @ weight.T + bias."""
+        if not isinstance(packed.storage, torch.Tensor):
+            return super().linear(x, packed, float32_out=float32_out, out=out)
+        product = multiply(x, packed.storage, packed.bias).to(torch.float32 if float32_out else x.dtype)
+        return product if out is None else out.copy_(product)
+
+    def gated_linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        """Return silu(gate) * up of x @ weight.T + bias, in two steps."""
+        if not isinstance(packed.storage, torch.Tensor):
+            return super().gated_linear(x, packed)
+        return self.silu_and_mul(self.linear(x, packed))

@@ -1,0 +1,83 @@
+"""Options of commands made from the fields of configurations: `octavo.config.Option` says what their help says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, dataclass_transform, get_type_hints
+
+import typer
+
+from octavo.config import Option, options_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+T = TypeVar("T")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_SIZES = {"SIZE", "TOKENS"}  # units of what may be written as 4G or 32K
+
+
+def parse_size(text: str | int) -> int:
+    """Read a number with an optional unit: 4G and 4GiB are 4 * 1024**3, 4g is 4 * 1000**3 (vLLM's rule)."""
+    match = _SIZE.fullmatch(str(text).strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no size; write 4G, 512M or a number")
+    number, unit, binary = match.groups()
+    base = 1024 if unit.isupper() or binary else 1000
+    return int(float(number) * base ** " kmgt".index(unit.lower() or " "))
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def with_options_of(parts: Mapping[type, str]) -> Callable[[type[T]], type[T]]:
+    """Make a group of options (`octavo.cli.command`): those of the class itself, and of configurations' fields.
+
+    parts: the configurations, and the heading of each one's options. A name that the class declares without a value is
+    one of these options, which the class uses itself.
+    """
+
+    def decorate(group: type[T]) -> type[T]:
+        for part, panel in parts.items():
+            hints, defaults = get_type_hints(part), {each.name: each.default for each in fields(part)}
+            for name, option in options_of(part).items():
+                default = None if option.is_open or defaults[name] == () else defaults[name]
+                own = option.name or name
+                group.__annotations__.pop(own, None)  # the order is the configuration's
+                group.__annotations__[own] = _annotation(option, name, hints[name], default, panel)
+                setattr(group, own, default)
+        return dataclass(frozen=True, slots=True, kw_only=True)(group)
+
+    return decorate
+
+
+def _annotation(option: Option, field: str, kind: Any, default: Any, panel: str) -> Any:
+    """Return the type and the option that typer reads."""
+    if kind in {tuple[str, ...], tuple[str, ...] | None}:
+        kind = list[str]
+    is_size = option.unit in _SIZES and kind in {int, int | None}
+    flags = [f"--{(option.name or field).replace('_', '-')}", option.short] if option.short else []
+    shown: dict[str, Any] = {"dir_okay": False} if kind in {Path, Path | None} else {}
+    return Annotated[
+        kind if default is not None else kind | None,
+        typer.Option(
+            *flags,
+            metavar="|".join(option.choices) or option.unit,
+            parser=parse_size if is_size else None,
+            min=option.low,
+            rich_help_panel=option.panel or panel,
+            help=option.help,
+            show_default=default is not None,
+            **shown,
+        ),
+    ]
+
+
+def read_part(options: Any, part: type[T], **resolved: Any) -> T:
+    """Make one of the configurations from a group of options; what was not given has the configuration's own default.
+
+    resolved: fields that are no options, and those that follow from others. Raises `ConfigError`.
+    """
+    given = {name: getattr(options, option.name or name) for name, option in options_of(part).items()}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return part(**{**{name: value for name, value in values.items() if value is not None}, **resolved})

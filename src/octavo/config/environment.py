@@ -1,0 +1,40 @@
+"""Settings from the environment: nothing else of octavo reads any there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+API_KEY_VARIABLE = "OCTAVO_API_KEY"
+PORT_VARIABLE = "OCTAVO_SERVE_PORT"
+SECRET_VARIABLES = (API_KEY_VARIABLE, "OCTAVO_SERVE_API_KEY")  # the engine process has no use for them
+
+
+def cache_directory() -> Path:
+    """Return where octavo keeps what it found out: $XDG_CACHE_HOME/octavo, by default ~/.cache/octavo."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
+
+
+def kernels_required() -> bool:
+    """Whether a missing compiled extension is an error (OCTAVO_REQUIRE_KERNELS=1) and not a warning."""
+    return os.environ.get("OCTAVO_REQUIRE_KERNELS", "0") not in {"", "0"}
+
+
+def threads_from_environment() -> int | None:
+    """Return how many threads shall compute (the first number of OMP_NUM_THREADS), or None where it says nothing."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(asked) if asked.isdigit() and int(asked) else None
+
+
+def api_key_from_environment() -> str | None:
+    """Return the key that clients of the server must send (OCTAVO_API_KEY), or None where none is set."""
+    return os.environ.get(API_KEY_VARIABLE) or None
+
+
+def forget_service_link() -> str | None:
+    """Forget an OCTAVO_SERVE_PORT that is none, and return it: tcp://10.0.0.1:8000, say.
+
+    Kubernetes describes a Service called octavo-serve so, in every container of its namespace.
+    """
+    port = os.environ.get(PORT_VARIABLE, "")
+    return os.environ.pop(PORT_VARIABLE) if port.startswith(("tcp://", "udp://")) else None

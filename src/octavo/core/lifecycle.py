@@ -1,0 +1,194 @@
+"""From arrival to ending: which requests there are, and what changes when one of them starts, gives way or ends.
+
+Where a request is follows from its status: in the waiting room (WAITING, PREEMPTED), among the running (RUNNING), or
+with a transfer (WAITING_FOR_REMOTE_KVS). Both change here, together.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from typing import TYPE_CHECKING
+
+from octavo.core.waiting_room import WaitingRoom
+from octavo.data import events
+from octavo.data.request import RequestStatus
+from octavo.outputs import EngineCoreOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from octavo.core.admission import Admission
+    from octavo.core.event_emitter import EventEmitter
+    from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
+    from octavo.core.kv_transfers import KVTransfers
+    from octavo.core.output_builder import OutputBuilder
+    from octavo.core.policy import Policy
+    from octavo.data.request import Request
+
+
+class RequestLifecycle:
+    """The only writer of status, queue and running list; every request that has not ended is in `requests`.
+
+    `requests` and `running` stay the same objects: others keep them to read.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        admission: Admission,
+        kv_cache_manager: KVCacheManager,
+        transfers: KVTransfers,
+        builder: OutputBuilder,
+        emitter: EventEmitter,
+    ) -> None:
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.room = WaitingRoom(policy.waiting)
+        self._policy = policy
+        self._admission = admission
+        self._manager = kv_cache_manager
+        self._transfers = transfers
+        self._builder = builder
+        self._emitter = emitter
+        self._num_arrivals = 0
+        self._deadlines: list[tuple[float, int, str]] = []
+
+    def arrive(self, request: Request) -> None:
+        """Put a newcomer into the queue."""
+        request.arrival_index = self._num_arrivals
+        self._num_arrivals += 1
+        self.requests[request.request_id] = request
+        if request.deadline is not None:
+            self._note_deadline(request, request.deadline)
+        num_ahead = len(self.room)
+        self.room.add(request)
+        self._emitter.emit(
+            events.RequestQueued,
+            request.request_id,
+            request.num_prompt_tokens,
+            request.priority,
+            request.tenant,
+            num_ahead,
+            request.arrival_time,
+        )
+
+    def _note_deadline(self, request: Request, deadline: float) -> None:
+        """Keep a deadline; those of requests that ended are dropped when they are the most."""
+        heapq.heappush(self._deadlines, (deadline, request.arrival_index, request.request_id))
+        if len(self._deadlines) > 2 * len(self.requests) + 64:
+            alive = {each.arrival_index for each in self.requests.values()}
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in alive]
+            heapq.heapify(self._deadlines)
+
+    def expired(self, now: float) -> Iterator[Request]:
+        """Iterate over the requests whose deadline has passed; each is given once."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, arrival_index, request_id = heapq.heappop(self._deadlines)
+            request = self.requests.get(request_id)
+            if request is not None and request.arrival_index == arrival_index:
+                yield request
+
+    # --- it starts ----------------------------------------------------------------------------------------------------
+
+    def admit(self, request: Request, computed: ComputedBlocks, num_tokens: int) -> None:
+        """Take the head of the queue into the running; `num_tokens` of it are computed in this step."""
+        self.room.take()
+        self._run(request, computed.num_tokens)
+        self._admission.admitted(request, num_tokens)
+        self._note_admitted(request, computed)
+
+    def start_loading(self, request: Request, computed: ComputedBlocks) -> None:
+        """Let the head of the queue wait for KV from outside. It keeps its seat."""
+        self.room.take()
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        request.num_computed_tokens = computed.num_tokens
+        self._admission.admitted(request, 0)
+        self._note_admitted(request, computed)
+
+    def end_loading(self, request: Request, num_tokens: int) -> None:
+        """Let a request run on: its first `num_tokens` arrived, and may be shared."""
+        self._run(request, num_tokens)
+        self._manager.commit(request)
+
+    def give_up_loading(self, request: Request) -> None:
+        """Put a request whose KV did not arrive back into the queue, to compute everything itself."""
+        self._admission.left(request)
+        self._manager.release(request)
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+        self.room.put_back(request)
+
+    def _run(self, request: Request, num_computed_tokens: int) -> None:
+        """Let a request run. Its place among the running, which are served in order, is by importance or by arrival."""
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = num_computed_tokens
+        if self._policy.ranks_are_fixed:
+            insort(self.running, request, key=self._policy.rank)
+        else:
+            self.running.append(request)
+
+    def _note_admitted(self, request: Request, computed: ComputedBlocks) -> None:
+        """Tell of an admission; what it computes and what it found counts only the first time."""
+        request_id, num_tokens, num_hit = request.request_id, request.num_tokens, computed.num_tokens
+        resumed = request.admitted_time is not None
+        if not resumed:
+            request.admitted_time = self._emitter.now
+            num_fresh = request.num_prompt_tokens - num_hit
+            self._policy.counters.charge_input(request.tenant, max(num_fresh, 0) / request.tenant_weight)
+            if self._manager.enable_prefix_caching and request.reads_prefix_cache:
+                miss = self._manager.why_missed(request, computed)
+                reason, position = (miss.reason, miss.position) if miss else (None, None)
+                self._emitter.emit(events.PrefixCacheQueried, request_id, num_tokens, num_hit, reason, position)
+        self._emitter.emit(events.RequestAdmitted, request_id, num_hit, num_tokens, resumed)
+
+    # --- it gives way -------------------------------------------------------------------------------------------------
+
+    def preempt(self, victim: Request) -> None:
+        """Take a running request's blocks and put it back to the front of its class; its tokens are kept."""
+        self._manager.release(victim)
+        self.running.remove(victim)
+        self._admission.left(victim)
+        victim.status = RequestStatus.PREEMPTED
+        victim.num_computed_tokens = 0
+        victim.spec_token_ids = []
+        victim.num_preemptions += 1
+        self._builder.preempted(victim.request_id)
+        self.room.put_back(victim)
+
+    # --- it ends ------------------------------------------------------------------------------------------------------
+
+    def finish(self, request: Request, status: RequestStatus) -> None:
+        """The one place where a request ends; call `drop_finished` before the running are looked at again."""
+        request_id = request.request_id
+        if request.status is RequestStatus.RUNNING:
+            self._admission.left(request)
+        elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self._admission.left(request)
+            self._transfers.cancel(request, "cancelled")
+        else:
+            self.room.remove(request)
+        self.room.forget(request)
+        self._transfers.request_finished(request)
+        request.status = status
+        request.spec_token_ids = []
+        self._manager.free(request)
+        del self.requests[request_id]
+        self._builder.finished(request_id)
+        if not self.requests:
+            self._policy.counters.forget_all()
+        reason = status.finish_reason or ""
+        self._emitter.emit(events.RequestFinished, request_id, reason, request.sequence.num_output_tokens)
+
+    def end(self, request: Request, status: RequestStatus, error: str | None = None) -> EngineCoreOutput:
+        """End a request that generated nothing more, and return the news of it."""
+        self.finish(request, status)
+        return EngineCoreOutput(request.request_id, finish_reason=status.finish_reason, error=error)
+
+    def fail(self, request: Request, message: str) -> EngineCoreOutput:
+        """End a request with an error, and return the news of it."""
+        return self.end(request, RequestStatus.FINISHED_ERROR, message)
+
+    def drop_finished(self) -> None:
+        """Take those that ended from the running list."""
+        self.running[:] = [request for request in self.running if request.status is RequestStatus.RUNNING]

@@ -1,0 +1,86 @@
+"""From a plan to a `SchedulerOutput`: the worker is sent all of a request that it does not know, else what is new."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+
+if TYPE_CHECKING:
+    from octavo.core.kv_cache_manager import KVCacheManager
+    from octavo.core.kv_transfers import KVTransfers
+    from octavo.core.step_plan import StepPlan
+    from octavo.data.request import Request
+
+
+class OutputBuilder:
+    """Knows what the worker was sent: how many tokens of each request, and who ended since."""
+
+    def __init__(self, kv_cache_manager: KVCacheManager, transfers: KVTransfers) -> None:
+        self._manager = kv_cache_manager
+        self._transfers = transfers
+        self._num_sent_tokens: dict[str, int] = {}
+        self._finished_req_ids: set[str] = set()
+
+    @property
+    def has_endings(self) -> bool:
+        """Whether the worker has to be told who ended."""
+        return bool(self._finished_req_ids)
+
+    @property
+    def num_records(self) -> int:
+        """What is kept of single requests; 0 when nobody is left."""
+        return len(self._num_sent_tokens)
+
+    def build(self, step: int, plan: StepPlan, requests: dict[str, Request]) -> SchedulerOutput:
+        """Return what the worker has to do and to know for a step; it counts as sent."""
+        new: list[NewRequestData] = []
+        cached = CachedRequestData.make_empty()
+        drafts: dict[str, list[int]] = {}
+        num_sent_tokens, new_block_ids = self._num_sent_tokens, plan.new_block_ids
+        for request_id, count in plan.num_tokens.items():
+            request = requests[request_id]
+            token_ids = request.sequence.token_ids
+            num_sent = num_sent_tokens.get(request_id)
+            num_sent_tokens[request_id] = len(token_ids)
+            if num_sent is None:
+                new.append(NewRequestData.from_request(request))
+            else:
+                cached.req_ids.append(request_id)
+                cached.new_token_ids.append(token_ids[num_sent:])
+                cached.new_block_ids.append(new_block_ids[request_id])
+                cached.num_computed_tokens.append(request.num_computed_tokens)
+            if not request.spec_token_ids:
+                continue
+            num_drafts = request.num_computed_tokens + count - len(token_ids)
+            if num_drafts > 0:
+                drafts[request_id] = request.spec_token_ids[:num_drafts]
+        finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
+        assert plan.is_balanced, "a victim's budget was not returned"
+        return SchedulerOutput(
+            step=step,
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=plan.num_tokens,
+            total_num_scheduled_tokens=sum(plan.num_tokens.values()),
+            finished_req_ids=finished_req_ids,
+            preempted_req_ids=set(plan.preempted),
+            scheduled_spec_decode_tokens=drafts,
+            copies=self._manager.take_copies(),
+            kv_loads=plan.kv_loads,
+            kv_cancels=self._transfers.take_cancels(),
+            num_pending_loads=len(self._transfers),
+        )
+
+    def preempted(self, request_id: str) -> None:
+        """Send a request whole when it comes back."""
+        self._num_sent_tokens.pop(request_id, None)
+
+    def finished(self, request_id: str) -> None:
+        """Tell with the next step that a request ended."""
+        self._num_sent_tokens.pop(request_id, None)
+        self._finished_req_ids.add(request_id)
+
+    def fail_step(self, scheduled: SchedulerOutput) -> None:
+        """Tell again who left: whether the worker heard it is unknown."""
+        self._finished_req_ids |= scheduled.finished_req_ids | scheduled.preempted_req_ids

@@ -1,0 +1,169 @@
+"""A step's result comes in: tokens are appended, stops checked, what is computed is shared, what ended is freed.
+
+Nothing is decided here: who runs next and with how many tokens is the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from octavo.core.stop import check_stop
+from octavo.data import events
+from octavo.data.request import RequestStatus
+from octavo.outputs import EngineCoreOutput
+
+if TYPE_CHECKING:
+    from octavo.core.event_emitter import EventEmitter
+    from octavo.core.fair_share import ServiceCounters
+    from octavo.core.kv_cache_manager import KVCacheManager
+    from octavo.core.kv_transfers import KVTransfers
+    from octavo.core.lifecycle import RequestLifecycle
+    from octavo.data.model_output import ModelOutput, TokenLogprobs
+    from octavo.data.request import Request
+    from octavo.data.scheduler_output import SchedulerOutput
+
+
+class ResultProcessor:
+    """Advances what a step computed: the only writer of output tokens, and of drafts until a request gives way."""
+
+    def __init__(
+        self,
+        lifecycle: RequestLifecycle,
+        kv_cache_manager: KVCacheManager,
+        transfers: KVTransfers,
+        counters: ServiceCounters,
+        emitter: EventEmitter,
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._manager = kv_cache_manager
+        self._transfers = transfers
+        self._counters = counters
+        self._emitter = emitter
+
+    def process(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
+        """Take the result of a step in; return the news of its requests."""
+        lifecycle, requests, outputs = self._lifecycle, self._lifecycle.requests, []
+        self._transfers.end_cancels(scheduled.kv_cancels)
+        for transfer_id, arrived in result.kv_loads:
+            self._end_load(transfer_id, arrived=arrived)
+        new_tokens: dict[str, int] = {}
+        num_served: defaultdict[str, float] = defaultdict(float)
+        errors, drafts = result.errors, scheduled.scheduled_spec_decode_tokens
+        num_requests, running = len(requests), RequestStatus.RUNNING
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            request = requests.get(request_id)
+            if request is None or request.status is not running:
+                continue  # aborted while the step ran
+            if errors and request_id in errors:
+                outputs.append(lifecycle.fail(request, errors[request_id]))
+                continue
+            sampled, num_drafts = result.sampled_token_ids.get(request_id, []), 0
+            if drafts and request_id in drafts:
+                num_drafts = len(drafts[request_id])
+            output = self._update(request, count, num_drafts, sampled, result)
+            if output is not None:
+                new_tokens[request_id] = num_new = len(output.new_token_ids)
+                num_served[request.tenant] += num_new / request.tenant_weight
+                outputs.append(output)
+        if requests:  # else everyone is done, and the counters have begun anew
+            for tenant, num_tokens in num_served.items():
+                self._counters.charge_output(tenant, num_tokens)
+        if len(requests) < num_requests:
+            lifecycle.drop_finished()
+        if scheduled.num_scheduled_tokens:
+            self._emitter.emit(events.StepCompleted, new_tokens)
+        return outputs
+
+    def _end_load(self, transfer_id: int, *, arrived: bool) -> None:
+        """Let a request run on with what arrived, or put it back to compute everything itself."""
+        load = self._transfers.end(transfer_id, arrived=arrived)
+        if load is None:
+            return
+        if arrived:
+            self._lifecycle.end_loading(load.request, load.num_tokens)
+        else:
+            self._lifecycle.give_up_loading(load.request)
+
+    def _update(
+        self, request: Request, count: int, num_drafts: int, sampled: list[int], result: ModelOutput
+    ) -> EngineCoreOutput | None:
+        """Advance a request by what was computed of it: `count` tokens, the last `num_drafts` of them drafts."""
+        request_id, num_sampled, num_rejected = request.request_id, len(sampled), 0
+        is_due = request.num_computed_tokens + count >= len(request.sequence.token_ids)
+        if not (1 <= num_sampled <= num_drafts + 1 if is_due else num_sampled == 0):
+            due = f"1 to {num_drafts + 1} were due" if is_due else "its known tokens are not all computed"
+            return self._lifecycle.fail(request, f"the worker sampled {num_sampled} tokens; {due}")
+        if num_drafts:
+            num_rejected = num_drafts + 1 - num_sampled
+            self._emitter.emit(events.DraftsVerified, request_id, num_drafts, num_sampled - 1)
+        prompt_logprobs = _new_prompt_logprobs(request, result) if result.prompt_logprobs else []
+        request.num_computed_tokens += count - num_rejected
+        request.num_computed_in_all += count
+        request.spec_token_ids = []
+        accepted, status = _append_tokens(request, sampled)
+        if status is not None:  # drafts behind the token that ends it are not part of it
+            request.num_computed_tokens = min(request.num_computed_tokens, len(request.sequence.token_ids) - 1)
+        if request.num_computed_tokens >= request.sequence.next_commit:
+            self._manager.commit(request)
+        if status is not None:
+            self._lifecycle.finish(request, status)
+        elif not (accepted or prompt_logprobs):
+            return None
+        return EngineCoreOutput(
+            request_id,
+            accepted,
+            result.logprobs[request_id][: len(accepted)] if request_id in result.logprobs else [],
+            prompt_logprobs,
+            None if status is None else status.finish_reason,
+            request.stop_reason,
+            request.sequence.num_cached_tokens,
+            request.num_computed_in_all,
+            request.admitted_time,
+            pooled=result.pooled.get(request_id) if result.pooled else None,
+        )
+
+    def fail(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
+        """End every request of a step that the worker could not do, and return the news of them; the others go on."""
+        lifecycle = self._lifecycle
+        for request_id in scheduled.preempted_req_ids:
+            self._manager.drop_saved(request_id)  # nobody knows whether it was copied
+        for loading in self._transfers.fail_step(scheduled.kv_loads, scheduled.kv_cancels):
+            lifecycle.give_up_loading(loading)
+        outputs = []
+        for request_id in scheduled.num_scheduled_tokens:
+            request = lifecycle.requests.get(request_id)
+            if request is not None and request.status is RequestStatus.RUNNING:
+                outputs.append(lifecycle.fail(request, message))
+        lifecycle.drop_finished()
+        return outputs
+
+    def update_drafts(self, drafts: dict[str, list[int]]) -> None:
+        """Set what a proposer guesses to follow; drafts of requests that do not decode are dropped."""
+        for request_id, token_ids in drafts.items():
+            request = self._lifecycle.requests.get(request_id)
+            if request is None or request.status is not RequestStatus.RUNNING:
+                continue
+            sequence = request.sequence
+            if request.num_computed_tokens == len(sequence.token_ids) - 1:
+                room = request.max_total_tokens - len(sequence.token_ids) - 1
+                request.spec_token_ids = token_ids[: max(room, 0)]
+
+
+def _new_prompt_logprobs(request: Request, result: ModelOutput) -> list[TokenLogprobs]:
+    """Those that were not delivered before a preemption; call it before the computed tokens are advanced."""
+    entries = result.prompt_logprobs.get(request.request_id, [])
+    new = entries[max(request.num_prompt_logprobs - request.num_computed_tokens, 0) :]
+    request.num_prompt_logprobs += len(new)
+    return new
+
+
+def _append_tokens(request: Request, sampled: list[int]) -> tuple[list[int], RequestStatus | None]:
+    """Append tokens until one of them ends the request; those behind it are discarded."""
+    token_ids = request.sequence.token_ids
+    for count, token_id in enumerate(sampled, 1):
+        token_ids.append(token_id)
+        status = check_stop(request)
+        if status is not None:
+            return sampled[:count], status
+    return sampled, None

@@ -1,0 +1,101 @@
+"""Options of commands are the fields of configurations: each can be set, says what it does, and arrives."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from typer.testing import CliRunner
+
+from octavo.cli import app
+from octavo.cli.command import command, make_app
+from octavo.cli.engine_options import EngineOptions
+from octavo.cli.serve import ServerOptions
+from octavo.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    options_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Fields that no option sets, and why.
+INTERNAL: dict[type, set[str]] = {
+    EngineConfig: {"model", "cache", "scheduler", "device"},  # the parts
+    ModelConfig: {
+        "model",  # MODEL and --model, of which one counts more
+        "served_model_name",  # follows from it
+        "skip_tokenizer_init",  # of Python alone: a command reads and writes text
+    },
+    CacheConfig: set(),
+    SchedulerConfig: {"kv_load_timeout_s"},  # there are no stores yet
+    DeviceConfig: set(),
+    ServerConfig: {"max_open_requests", "max_num_waiting_tokens"},  # follow from the scheduler's options
+}
+NEEDED = {  # what else has to be said
+    "group_size": ["--quantization", "int4"],
+    "max_num_seqs": ["--max-num-batched-tokens", "1000"],
+    "ssl_certfile": ["--ssl-keyfile", "key.pem"],
+    "ssl_keyfile": ["--ssl-certfile", "cert.pem"],
+}
+FREE = {"dtype": "float32", "forwarded_allow_ips": ("10.0.0.1",)}  # texts that are no choice, but not any text either
+
+
+@pytest.mark.parametrize("part", INTERNAL)
+def test_every_field_is_an_option_that_says_what_it_does_or_is_internal(part: type) -> None:
+    offered = options_of(part)
+    assert {each.name for each in fields(part)} - offered.keys() == INTERNAL[part]
+    shown = "".join(CliRunner().invoke(app, ["serve", "--help"]).output.split())  # however its lines are broken
+    for name, option in offered.items():
+        flag = "--" + (option.name or name).replace("_", "-")
+        assert re.search(flag + r"[^.]{0,80}?" + re.escape("".join(option.help.split())), shown), flag
+
+
+def other_values(part: type) -> Iterator[tuple[str, str, Any]]:
+    """Flag and field of each option, with a value that is not the field's default."""
+    kinds, defaults = ({each.name: getattr(each, of) for each in fields(part)} for of in ("type", "default"))
+    for name, option in options_of(part).items():
+        kind, default = str(kinds[name]), defaults[name]
+        value: Any = FREE.get(name, "some text")
+        if isinstance(default, bool):
+            value = not default
+        elif option.choices or isinstance(default, StrEnum):
+            value = next(each for each in option.choices or type(default) if each != default)
+        elif "Path" in kind:
+            value = Path("some.file")
+        elif kind.startswith(("int", "float")):
+            value = 64 + (default or 0)
+        elif kind.startswith("tuple"):
+            value = FREE.get(name, ("a", "b"))
+        yield "--" + (option.name or name).replace("_", "-"), name, value
+
+
+@pytest.mark.parametrize("part", INTERNAL)
+def test_every_option_sets_its_field(part: type) -> None:
+    made: list[tuple[EngineConfig, ServerConfig]] = []
+
+    @command()
+    def look(engine: EngineOptions, server: ServerOptions) -> None:
+        made.append((engine.config(), server.server_config(64, 1000)))
+
+    look_app = look.add_to(make_app())
+    for flag, name, value in other_values(part):
+        if isinstance(value, bool):
+            words = [flag if value else f"--no-{flag[2:]}"]
+        else:
+            words = [word for each in (value if isinstance(value, tuple) else [value]) for word in (flag, str(each))]
+        result = CliRunner().invoke(look_app, [*NEEDED.get(name, []), *words])
+        assert result.exit_code == 0, (words, result.output)
+        engine, server = made.pop()
+        parts = (engine, engine.model, engine.cache, engine.scheduler, engine.device, server)
+        found = getattr(next(each for each in parts if type(each) is part), name)
+        assert (found[: len(value)] if isinstance(value, tuple) else found) == value, words

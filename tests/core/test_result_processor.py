@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import pytest
+
+from octavo.core import invariants
+from octavo.data import events
+from octavo.data.model_output import ModelOutput, TokenLogprobs
+from octavo.data.request import RequestStatus
+
+
+def take(core, scheduled, sampled, **results):
+    """Take in what the worker is said to have sampled."""
+    return core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, sampled, **results))
+
+
+def drafted(make_core, drafts, **options):
+    """A core whose request "a" (4 tokens known, then 7) is in a step with drafts, beside "b"; request, and the step."""
+    core = make_core()
+    request = core.add("a", 4, **{"max_tokens": 50, **options})
+    core.add("b", 4, max_tokens=50)
+    core.step()
+    core.scheduler.update_draft_token_ids({"a": drafts})
+    return core, request, core.scheduler.schedule()
+
+
+@pytest.mark.parametrize("sampled", [[], [1, 2, 3, 4, 5]], ids=["none", "one more than there are rows"])
+def test_a_drafted_request_with_a_wrong_number_of_tokens_fails_at_once_and_alone(make_core, sampled):
+    core, request, scheduled = drafted(make_core, [1, 2, 3])
+    assert scheduled.num_scheduled_tokens == {"a": 4, "b": 1}
+    failed, other = take(core, scheduled, {"a": sampled, "b": [7]})
+    assert (failed.request_id, failed.finish_reason) == ("a", "error")
+    assert f"sampled {len(sampled)} tokens" in failed.error
+    assert "1 to 4" in failed.error
+    assert (other.request_id, other.finish_reason) == ("b", None)
+    assert request.status is RequestStatus.FINISHED_ERROR
+    assert request.sequence.output_token_ids == [7]  # nothing of it is believed
+    assert core.log.of_type(events.DraftsVerified) == []
+    assert invariants.check(core.scheduler) == []
+    core.run()
+    assert core.finished == {"b": "length"}
+
+
+def test_a_drafted_request_that_the_worker_does_not_name_fails_at_once(make_core):
+    core, _, scheduled = drafted(make_core, [1])
+    assert [(output.request_id, output.finish_reason) for output in take(core, scheduled, {"b": [7]})] == [
+        ("a", "error"),
+        ("b", None),
+    ]
+
+
+@pytest.mark.parametrize("num_sampled", [1, 2, 3, 4])
+def test_drafts_count_as_accepted_as_far_as_tokens_were_sampled(make_core, num_sampled):
+    core, request, scheduled = drafted(make_core, [1, 2, 3])
+    take(core, scheduled, {"a": [1, 2, 3, 4][:num_sampled], "b": [7]})
+    assert request.num_computed_tokens == 4 + num_sampled == len(request.sequence.token_ids) - 1
+    assert request.num_computed_in_all == 4 + 4
+    assert request.spec_token_ids == []
+    [verified] = core.log.of_type(events.DraftsVerified)
+    assert (verified.num_drafted, verified.num_accepted) == (3, num_sampled - 1)
+    assert invariants.check(core.scheduler) == []
+
+
+def test_tokens_of_a_request_whose_prompt_is_not_computed_are_an_error(make_core):
+    core = make_core(max_num_batched_tokens=8)
+    core.add("long", 20)
+    scheduled = core.scheduler.schedule()
+    [output] = take(core, scheduled, {"long": [7]})
+    assert output.finish_reason == "error"
+    assert "sampled 1 tokens" in output.error
+    assert invariants.check(core.scheduler) == []
+
+
+def test_without_drafts_more_than_one_token_is_an_error(make_core):
+    core = make_core()
+    core.add("a", 4)
+    [output] = take(core, core.scheduler.schedule(), {"a": [7, 8]})
+    assert (output.finish_reason, output.new_token_ids) == ("error", [])
+
+
+def test_log_probabilities_end_with_the_token_that_ends_the_request(make_core):
+    core, _, scheduled = drafted(make_core, [1, 2], stop_token_ids=[2])
+    entries = [TokenLogprobs([token], [-1.0], 1) for token in (1, 2, 3)]
+    output, _ = take(core, scheduled, {"a": [1, 2, 3], "b": [7]}, logprobs={"a": entries})
+    assert (output.new_token_ids, output.finish_reason, output.stop_reason) == ([1, 2], "stop", None)
+    assert output.new_logprobs == entries[:2]
+
+
+def test_prompt_logprobs_that_were_told_before_a_preemption_are_not_told_again(make_core):
+    core = make_core(max_num_batched_tokens=4, max_num_seqs=4)
+    core.add("a", 7, prompt_logprobs=0)
+    entries = [TokenLogprobs([index], [-1.0], 1) for index in range(6)]
+    [output] = take(core, core.scheduler.schedule(), {}, prompt_logprobs={"a": entries[:3]})
+    assert output.new_prompt_logprobs == entries[:3]
+    core.scheduler.preempt_requests(["a"])
+    assert core.scheduler.schedule().preempted_req_ids == {"a"}
+    scheduled = core.scheduler.schedule()
+    assert take(core, scheduled, {}, prompt_logprobs={"a": entries[:3]}) == []
+    [output] = take(core, core.scheduler.schedule(), {"a": [7]}, prompt_logprobs={"a": entries[3:]})
+    assert output.new_prompt_logprobs == entries[3:]
+
+
+@pytest.mark.parametrize(("max_tokens", "kept"), [(50, [1, 2, 3]), (4, [1, 2]), (2, []), (3, [1])])
+def test_drafts_never_reach_beyond_what_may_be_generated(make_core, max_tokens, kept):
+    core = make_core()
+    request = core.add("a", 4, max_tokens=max_tokens)
+    core.step()
+    core.scheduler.update_draft_token_ids({"a": [1, 2, 3], "unknown": [1]})
+    assert request.spec_token_ids == kept
+
+
+def test_drafts_of_who_does_not_decode_are_dropped(make_core):
+    core = make_core(max_num_batched_tokens=8, max_num_seqs=1)
+    prompt, waiting = core.add("prompt", 20), core.add("waiting", 4)
+    core.step()
+    core.scheduler.update_draft_token_ids({"prompt": [1], "waiting": [1]})
+    assert prompt.spec_token_ids == waiting.spec_token_ids == []
+
+
+def test_a_step_serves_each_tenant_what_it_got(make_core):
+    core = make_core(policy="fair")
+    core.add("a", 4, tenant="x", tenant_weight=2.0, max_tokens=50)
+    core.add("b", 4, tenant="y", max_tokens=50)
+    core.step()
+    before = [core.scheduler.policy.counters.served(tenant) for tenant in "xy"]
+    core.step()
+    after = [core.scheduler.policy.counters.served(tenant) for tenant in "xy"]
+    served_x, served_y = (now - then for now, then in zip(after, before, strict=True))
+    assert served_y == 2 * served_x > 0

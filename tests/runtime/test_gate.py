@@ -1,0 +1,67 @@
+"""One at a time, in turns of tenants, whoever leaves meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+
+from octavo.runtime.gate import Gate
+
+
+def test_one_is_in_at_a_time_and_tenants_take_turns() -> None:
+    gate, order, inside = Gate(), list[str](), 0
+
+    async def enter(tenant: str) -> None:
+        nonlocal inside
+        async with gate.turn(tenant):
+            inside += 1
+            assert inside == 1
+            await asyncio.sleep(0)
+            order.append(tenant)
+            inside -= 1
+
+    async def ask() -> None:
+        await asyncio.gather(*map(enter, ["greedy"] * 5 + ["modest"] * 2))
+
+    asyncio.run(ask())
+    assert order == ["greedy", "greedy", "modest", "greedy", "modest", "greedy", "greedy"]  # the first came alone
+
+
+def test_who_leaves_while_it_waits_or_has_its_turn_holds_nobody_up() -> None:
+    gate, entered = Gate(), list[str]()
+
+    async def enter(name: str) -> None:
+        async with gate.turn(""):
+            entered.append(name)
+            await asyncio.sleep(30)
+
+    async def ask() -> None:
+        inside, waiting = asyncio.create_task(enter("inside")), asyncio.create_task(enter("waiting"))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.sleep(0)
+        inside.cancel()
+        async with asyncio.timeout(10), gate.turn(""):
+            entered.append("next")
+        await asyncio.gather(inside, waiting, return_exceptions=True)
+
+    asyncio.run(ask())
+    assert entered == ["inside", "next"]
+
+
+def test_who_leaves_as_it_is_let_in_gives_the_turn_back() -> None:
+    gate = Gate()
+
+    async def pass_through() -> None:
+        async with gate.turn(""):
+            pass
+
+    async def ask() -> None:
+        async with gate.turn(""):
+            leaving = asyncio.create_task(pass_through())
+            await asyncio.sleep(0)
+            leaving.cancel()  # and this one leaves the gate before the other has heard of it
+        async with asyncio.timeout(10):
+            await pass_through()
+        await asyncio.gather(leaving, return_exceptions=True)
+
+    asyncio.run(ask())

@@ -1,0 +1,114 @@
+"""How the executor of this process waits for KV from a store outside; the worker is a stand-in that samples token 7."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+from core.conftest import Core
+
+from octavo.config import CacheConfig
+from octavo.data.capacity import EngineCapacity
+from octavo.data.events import RecentEvents
+from octavo.data.metrics import EngineMetrics
+from octavo.data.request import RequestStatus
+from octavo.engine.engine_core import EngineCore
+from octavo.worker import worker
+from octavo.worker.worker import LocalExecutor
+
+
+class Store:
+    """A connector that offers 8 tokens to the requests it is told of."""
+
+    def __init__(self, *names):
+        self.names = names
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return 8 - num_computed_tokens if request.request_id in self.names else 0
+
+    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
+        pass
+
+    def request_finished(self, request, block_ids):
+        pass
+
+
+class Loading:
+    """An engine core whose request "loading" waits for KV; a step that only waits does so for `wait_s`."""
+
+    def __init__(self, monkeypatch, wait_s):
+        self.core = Core(connector=Store("loading"), clock=time.monotonic, kv_load_timeout_s=1000.0)
+        self.request = self.core.add("loading", 12, max_tokens=2)
+        self.worker = SimpleNamespace(execute=self.core.compute)
+        self.executor = LocalExecutor(self.worker)
+        scheduler, cache_config = self.core.scheduler, CacheConfig(block_size=4)
+        capacity = EngineCapacity.of(scheduler.config, cache_config, num_blocks=1000)
+        self.engine = EngineCore(scheduler, self.executor, EngineMetrics(), RecentEvents(10), capacity)
+        self.engine.step()  # orders the load
+        assert self.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        if wait_s is not None:
+            monkeypatch.setattr(worker, "LOAD_WAIT_S", wait_s)
+
+
+def test_steps_that_only_wait_for_a_load_do_not_spin(monkeypatch):
+    loading, count = Loading(monkeypatch, None), 0
+    start = time.monotonic()
+    while time.monotonic() < start + 0.2:
+        loading.engine.step()
+        count += 1
+    assert count <= 0.2 / worker.LOAD_WAIT_S + 1
+
+
+def test_a_load_that_ends_wakes_the_step_that_waits_for_it(monkeypatch):
+    loading = Loading(monkeypatch, 600.0)
+    computed = threading.Event()
+
+    def execute(scheduled):
+        computed.set()
+        return loading.core.compute(scheduled)
+
+    def move():
+        computed.wait()
+        loading.executor.ended_loads.put((0, True))
+
+    loading.worker.execute = execute
+    mover = threading.Thread(target=move)
+    mover.start()
+    loading.engine.step()
+    mover.join()
+    assert (loading.request.status, loading.request.num_computed_tokens) == (RequestStatus.RUNNING, 8)
+    loading.engine.step()
+    assert loading.request.sequence.output_token_ids == [7]
+
+
+def test_all_that_ended_is_told_with_the_next_step_and_a_failed_load_is_computed(monkeypatch):
+    loading = Loading(monkeypatch, 600.0)
+    for ended in [(0, False), (99, True)]:
+        loading.executor.ended_loads.put(ended)
+    loading.engine.step()
+    assert loading.executor.ended_loads.empty()
+    assert loading.request.status is RequestStatus.WAITING
+    loading.engine.step()
+    assert loading.request.sequence.output_token_ids == [7]
+
+
+def test_a_step_that_computes_waits_for_no_load(monkeypatch):
+    loading = Loading(monkeypatch, 600.0)
+    running = loading.core.add("running", 4, max_tokens=5)
+    for _ in range(5):
+        loading.engine.step()
+    assert running.status is RequestStatus.FINISHED_LENGTH_CAPPED
+    assert loading.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+def test_what_ended_in_a_step_that_failed_is_told_with_the_next(monkeypatch):
+    loading = Loading(monkeypatch, 600.0)
+    execute = loading.worker.execute
+    monkeypatch.setattr(loading.worker, "execute", lambda _scheduled: 1 // 0)
+    loading.executor.ended_loads.put((0, True))
+    loading.engine.step()
+    assert loading.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    monkeypatch.setattr(loading.worker, "execute", execute)
+    loading.engine.step()
+    assert loading.request.status is RequestStatus.RUNNING
