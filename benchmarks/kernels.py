@@ -244,6 +244,14 @@ def sampling_cases(kernels: Kernels) -> Iterator[Case]:
 
         yield case(f"top_tokens 20 x{rows}", kernels, top, 0, logits.nbytes)
 
+        drafts = torch.zeros(rows * 5, dtype=torch.int64)
+        bounds = torch.arange(0, rows * 5 + 1, 5, dtype=torch.int32)
+
+        def verify(_: int, drafts=drafts, bounds=bounds) -> object:  # noqa: ANN001
+            return kernels.rejection_sample(drafts, drafts, bounds, 4)
+
+        yield case(f"rejection_sample 4 x{rows}", kernels, verify, 0, 2 * drafts.nbytes)
+
 
 def report(cases: list[Case]) -> None:
     """Print one line per case."""

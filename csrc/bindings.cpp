@@ -25,6 +25,7 @@
 
 #include "kernels.h"
 #include "program.h"
+#include "rejection.h"
 
 namespace nb = nanobind;
 
@@ -103,6 +104,14 @@ void check_ids(const int64_t* ids, int64_t count, int64_t n) {
       throw std::out_of_range("token id " + std::to_string(ids[i]) + " is outside the vocabulary of " +
                               std::to_string(n));
     }
+  }
+}
+
+void rejection_sample(Address target, Address draft_ids, Address cu_num_logits, int64_t num_requests, int64_t num_steps,
+                      Address sampled, Address num_sampled) {
+  if (!accept_drafts(at<int64_t>(target), at<int64_t>(draft_ids), at<int32_t>(cu_num_logits), num_requests, num_steps,
+                     at<int64_t>(sampled), at<int32_t>(num_sampled))) {
+    throw std::out_of_range("a request has no row of logits, or more than " + std::to_string(num_steps) + " drafts");
   }
 }
 
@@ -408,6 +417,7 @@ NB_MODULE(_kernels, m) {
   using Released = nb::call_guard<nb::gil_scoped_release>;
   m.def("instruction_sets", &octavo::instruction_sets, "What this processor can run, best first.");
   m.def("advise_huge_pages", &octavo::advise_huge_pages);
+  m.def("rejection_sample", &octavo::rejection_sample, nb::call_guard<nb::gil_scoped_release>());
   m.def("touch_pages", &octavo::touch_pages, nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Program>(m, "Program")
       .def("linear", adding<linear_args>())

@@ -85,6 +85,7 @@ def build_core(
         seed=model_config.seed,
         progress=progress,
         grammars=grammars,
+        speculative_config=config.speculative,
     )
     if reading is not None:
         reading.result()

@@ -40,7 +40,6 @@ ACCEPTED_ARGUMENTS: dict[str, Accepted] = {
     "max_logprobs": Accepted((20,), "the limit is fixed"),
     "tokenizer_mode": Accepted(("auto",), "tokenizer.json is read"),
     "revision": Accepted((None,), "the hub's default revision is read"),
-    "speculative_config": Accepted((None,), "there is no speculation yet"),
     "logits_processors": Accepted((None,), "there are no custom processors"),
     "max_seq_len_to_capture": Accepted(None, "there are no CUDA graphs yet"),
     "disable_sliding_window": Accepted((False,), "a checkpoint's window is kept"),

@@ -23,6 +23,7 @@ from octavo.config import (
     ModelConfig,
     SchedulerConfig,
     SchedulingPolicy,
+    SpeculativeConfig,
     default_max_num_batched_tokens,
 )
 from octavo.config import scheduling_policy as parse_policy
@@ -62,6 +63,7 @@ class LLMEngine(Engine):
         *,
         cache_config: CacheConfig | None = None,
         device_config: DeviceConfig | None = None,
+        speculative_config: SpeculativeConfig | None = None,
         sink: EventSink | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -72,6 +74,7 @@ class LLMEngine(Engine):
             cache=cache_config or CacheConfig(),
             scheduler=scheduler_config or SchedulerConfig(),
             device=device_config or DeviceConfig(device=device),
+            speculative=speculative_config,
         )
         built = build_engine(config, sink=sink, progress=progress)
         super().__init__(built.core, built.input_processor, built.output_processor, built.clock)
@@ -161,6 +164,7 @@ class LLM:
         kernels: str = "auto",
         isa: str = "auto",
         num_threads: int | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
         scheduler_options = {"mixed_step_ms": 0.0, **_take_fields(others, SchedulerConfig)}
@@ -204,6 +208,7 @@ class LLM:
                     **cache_options,
                 ),
                 device_config=DeviceConfig(device=device, kernels=kernels, isa=isa, num_threads=num_threads),
+                speculative_config=SpeculativeConfig.parse(speculative_config),
                 progress=progress,
             )
 

@@ -26,10 +26,18 @@ from octavo.cli import Octavo, app
 from octavo.cli.chat import _read_line
 from octavo.cli.command import LazyCommand
 from octavo.cli.config_options import parse_size
-from octavo.cli.engine_options import EngineOptions
+from octavo.cli.engine_options import EngineOptions, parse_speculative
 from octavo.cli.serve import _PACKAGES
 from octavo.cli.workloads import make_workloads, read_workloads
-from octavo.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, SchedulingPolicy, ServerConfig
+from octavo.config import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SchedulingPolicy,
+    ServerConfig,
+    SpeculativeConfig,
+)
 from octavo.engine.input_processor import InputProcessor
 from octavo.errors import ConfigError
 from octavo.models.random_weights import tiny_config, write_checkpoint
@@ -236,8 +244,10 @@ def test_config_from_options() -> None:
         num_gpu_blocks_override=7,
         kv_cache_memory_bytes=5,
         enable_prefix_caching=False,
+        speculative_config=parse_speculative('{"method": "ngram", "num_speculative_tokens": 3}'),
     )
     config = options.config()
+    assert config.speculative == SpeculativeConfig(method="ngram", num_speculative_tokens=3)
     assert config.model.model == config.model.served_model_name == "some/model"
     assert config.scheduler.max_num_batched_tokens == 1000
     assert config.scheduler.policy is SchedulingPolicy.PRIORITY
@@ -277,6 +287,8 @@ def test_sizes(text: str, size: int) -> None:
         ["generate", "--kv-cache-memory-bytes", "4X", "--prompt", "a"],
         ["generate", "--max-num-seqs", "many", "--prompt", "a"],
         ["generate", "--scheduling-policy", "lottery", "--prompt", "a"],
+        ["generate", "--speculative-config", "ngram", "--prompt", "a"],
+        ["generate", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 0}', "--prompt", "a"],
         ["generate", "--prompts-file", "/there/is/no/such/file"],
         ["generate", "one", "--model", "two", "--prompt", "a"],
         ["generate"],

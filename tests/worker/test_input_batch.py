@@ -135,6 +135,44 @@ def test_prepare_inputs_mixed(batch):
     assert inputs.attention.outputs.rows.tolist() == [3]
 
 
+def test_drafts_stand_behind_the_newest_token_of_their_step(batch):
+    """A request without drafts, one with two and one with one, beside a prompt of which all rows are looked at."""
+    new = [new_data("a", [10, 11], [1]), new_data("b", [20, 21, 22], [2]), new_data("c", [30], [3])]
+    batch.update(make_output(new, counts={"a": 2, "b": 3, "c": 1}))
+    scored = new_data("d", [40, 41, 42], [4], params=SamplingParams(prompt_logprobs=0))
+    cached = CachedRequestData(["a", "b", "c"], [[12], [23], [31]], [[], [5], []], [2, 3, 1])
+    scheduled = make_output([scored], cached, {"a": 1, "b": 3, "c": 2, "d": 3})
+    scheduled.scheduled_spec_decode_tokens.update(b=[24, 25], c=[32])
+    batch.update(scheduled)
+    inputs = batch.prepare_inputs(scheduled)
+    assert [request.request_id for request in inputs.requests] == ["b", "d", "c", "a"]
+    assert inputs.token_ids.tolist() == [23, 24, 25, 40, 41, 42, 31, 32, 12]
+    assert inputs.attention.positions.tolist() == [3, 4, 5, 0, 1, 2, 1, 2, 2]
+    assert inputs.attention.slot_mapping.tolist() == [11, 20, 21, 16, 17, 18, 13, 14, 6]
+    assert inputs.output_start.tolist() == [0, 3, 6, 8, 9]
+    assert inputs.sampled == [0, 1, 2, 3]
+    assert inputs.cu_num_logits.tolist() == [0, 3, 4, 6, 7]
+    rows = [batch.requests[name].row for name in "bbbdcca"]
+    assert inputs.sampled_rows.tolist() == rows
+    assert inputs.num_known.tolist() == [4, 5, 6, 3, 2, 3, 3]
+    assert inputs.logits_indices.tolist() == [0, 1, 2, 5, 6, 7, 8]  # of d's rows only the last
+    assert batch.input_tokens(inputs).tolist() == [23, 24, 25, 42, 31, 32, 12]
+    assert batch.known_tokens(batch.requests["b"]).tolist() == [20, 21, 22, 23], "drafts are not known"
+
+
+def test_a_rejected_draft_is_forgotten(batch):
+    batch.update(make_output([new_data("a", [10, 11], [1])], counts={"a": 2}))
+    scheduled = make_output(cached=CachedRequestData(["a"], [[12]], [[2]], [2]), counts={"a": 4})
+    scheduled.scheduled_spec_decode_tokens["a"] = [13, 99, 98]
+    batch.update(scheduled)
+    batch.prepare_inputs(scheduled)
+    scheduled = make_output(cached=CachedRequestData(["a"], [[13, 14]], [[]], [4]), counts={"a": 1})
+    batch.update(scheduled)
+    inputs = batch.prepare_inputs(scheduled)
+    assert (inputs.token_ids.tolist(), inputs.attention.positions.tolist()) == ([14], [4])
+    assert batch.known_tokens(batch.requests["a"]).tolist() == [10, 11, 12, 13, 14]
+
+
 def test_requests_that_share_their_first_block_stand_together(batch):
     first_blocks = {"a": 3, "b": 1, "c": 3, "d": 1}
     new = [new_data(name, [10, 11], [block]) for name, block in first_blocks.items()]

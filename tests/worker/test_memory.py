@@ -8,11 +8,12 @@ import sys
 import pytest
 import torch
 
-from octavo.config import CacheConfig, ModelConfig, SchedulerConfig
+from octavo.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from octavo.errors import ConfigError
 from octavo.llm import LLMEngine
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
+from octavo.speculative import create_proposer
 from octavo.worker import memory
 from octavo.worker.memory import activation_bytes, block_bytes, decide_num_blocks, largest_batch
 
@@ -117,6 +118,30 @@ def test_a_step_whose_activations_leave_the_cache_no_room_is_lowered_to_what_fit
     assert find(CacheConfig(num_gpu_blocks=10**9), 512) == 8  # never fewer than requests; that this is too much says:
     with pytest.raises(ConfigError, match="only 1,073,741,824 are free"):
         decide_num_blocks(architecture, CacheConfig(num_gpu_blocks=10**9), scheduler, **formats, **sizes)
+
+
+def test_rows_of_drafts_and_what_a_proposer_keeps_are_in_the_plan(checkpoint, monkeypatch):
+    architecture = read_architecture(checkpoint)
+    monkeypatch.setattr(memory, "free_bytes", lambda _device: 700 << 20)
+
+    def find(speculative: SpeculativeConfig | None) -> int:
+        engine = LLMEngine(
+            ModelConfig(model=str(checkpoint), skip_tokenizer_init=True),
+            SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=256),
+            cache_config=CacheConfig(block_size=1),
+            speculative_config=speculative,
+        )
+        return engine.core.executor.worker.kv_cache.num_blocks
+
+    of_cache = block_bytes(architecture, 1, "float32")
+    without = find(None)
+    for num_drafts, num_rows in ((2, 64 * 3), (7, 256)):  # a step has no more rows than tokens
+        speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=num_drafts, prompt_lookup_max=2)
+        sizes = {"max_num_seqs": 64, "max_model_len": architecture.max_context_tokens}
+        needed = create_proposer(speculative, **sizes).num_bytes
+        needed += activation_bytes(architecture, 256, num_rows, "float32")
+        needed -= activation_bytes(architecture, 256, 64, "float32")
+        assert abs((without - find(speculative)) * of_cache - needed) <= of_cache
 
 
 def test_a_step_that_can_never_fit_is_served_with_what_fits(checkpoint, caplog, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,8 +17,10 @@ from octavo.config import (
     ModelConfig,
     SchedulerConfig,
     SchedulingPolicy,
+    SpeculativeConfig,
     default_max_num_batched_tokens,
 )
+from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +35,16 @@ _PANELS = {
     EngineConfig: "Scheduler",
     DeviceConfig: "Device",
 }
+
+
+def parse_speculative(text: str | SpeculativeConfig) -> SpeculativeConfig | None:
+    """Read a speculative configuration."""
+    if isinstance(text, SpeculativeConfig):
+        return text
+    try:
+        return SpeculativeConfig.parse(json.loads(text))
+    except (ValueError, ConfigError) as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _unless_named_before(context: typer.Context, model: str | None) -> str | None:
@@ -61,6 +74,18 @@ class EngineOptions:
             help="The same as MODEL, as an option. Default: the built-in model.",
             show_default=False,
             callback=_unless_named_before,
+        ),
+    ] = None
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        typer.Option(
+            metavar="JSON",
+            parser=parse_speculative,
+            rich_help_panel=_PANELS[SchedulerConfig],
+            help="Guess tokens, so that one step verifies several; no token depends on it. An object with method "
+            "(ngram: what followed the last time) and num_speculative_tokens, prompt_lookup_min, prompt_lookup_max. "
+            "Default: nothing is guessed.",
+            show_default=False,
         ),
     ] = None
     # Of the configurations' own, what is read here and in commands:
@@ -100,6 +125,7 @@ class EngineOptions:
             cache=read_part(self, CacheConfig),
             scheduler=scheduler,
             device=read_part(self, DeviceConfig),
+            speculative=self.speculative_config,
         )
 
     def launch(self, meanwhile: Callable[[], object] | None = None) -> RemoteEngine:

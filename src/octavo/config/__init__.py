@@ -38,6 +38,7 @@ from octavo.config.environment import (
 )
 from octavo.config.fields import Option, options_of
 from octavo.config.server import DEFAULT_MAX_BODY_BYTES, LOG_FORMATS, LOG_LEVELS, ServerConfig
+from octavo.config.speculative import SpeculativeConfig
 
 __all__ = [
     "API_KEY_VARIABLE",
@@ -70,6 +71,7 @@ __all__ = [
     "SchedulerConfig",
     "SchedulingPolicy",
     "ServerConfig",
+    "SpeculativeConfig",
     "api_key_from_environment",
     "cache_directory",
     "default_max_num_batched_tokens",

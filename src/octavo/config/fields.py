@@ -69,3 +69,15 @@ def check_choices(config: Any) -> None:
         value = getattr(config, name)
         if each.choices and value is not None and value not in each.choices:
             raise ConfigError(f"{name} must be one of {', '.join(each.choices)}, got {value!r}")
+
+
+def within(name: str, value: object, low: int, high: int) -> None:
+    """Raise `ConfigError` for anything but an integer of that range."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+
+
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise `ConfigError` for what is not among these."""
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")

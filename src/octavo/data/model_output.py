@@ -21,10 +21,13 @@ class TokenLogprobs:
 class ModelOutput:
     """Result of one step, by request id. A request whose prompt is not computed to its end has no entry.
 
+    sampled_token_ids: those that stand behind what was known: drafts that came true, and one token more.
+    logprobs: of the same tokens.
     prompt_logprobs: of the prompt positions computed in this step, in order; position 0 has none and is left out.
     pooled: the vectors of requests for embeddings whose prompt is computed, float32 in the machine's byte order.
     errors: requests whose logits were not numbers; they fail alone.
     kv_loads: transfers that ended, by id, and whether all of their KV arrived.
+    draft_token_ids: what is guessed to follow, to be verified in the next step.
     """
 
     step: int
@@ -34,3 +37,4 @@ class ModelOutput:
     errors: dict[str, str] = field(default_factory=dict)
     pooled: dict[str, bytes] = field(default_factory=dict)
     kv_loads: list[tuple[int, bool]] = field(default_factory=list)
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)

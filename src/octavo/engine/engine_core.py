@@ -52,7 +52,10 @@ class EngineCore:
         except BaseException:  # an interrupt: nobody knows how far the worker came
             self._undelivered += self.scheduler.fail_step(scheduled, "the step was interrupted")
             raise
-        return self._take_undelivered() + self.scheduler.update_from_output(scheduled, result)
+        outputs = self._take_undelivered() + self.scheduler.update_from_output(scheduled, result)
+        if result.draft_token_ids:
+            self.scheduler.update_draft_token_ids(result.draft_token_ids)
+        return outputs
 
     def has_work(self) -> bool:
         """Whether another step is needed."""

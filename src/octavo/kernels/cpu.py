@@ -356,6 +356,21 @@ class CpuKernels:
         )  # fmt: skip
         return out
 
+    def rejection_sample(
+        self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens of each request that stand."""
+        assert target_sampled.dtype == draft_ids.dtype == torch.int64
+        assert cu_num_logits.dtype == torch.int32
+        num_requests = cu_num_logits.shape[0] - 1
+        sampled = torch.empty(num_requests, num_speculative_steps + 1, dtype=torch.int64)
+        num_sampled = torch.empty(num_requests, dtype=torch.int32)
+        self._module.rejection_sample(
+            target_sampled.data_ptr(), draft_ids.data_ptr(), cu_num_logits.data_ptr(), num_requests,
+            num_speculative_steps, sampled.data_ptr(), num_sampled.data_ptr(),
+        )  # fmt: skip
+        return sampled, num_sampled
+
     def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the k largest values and their ids."""
         assert values.dtype == torch.float32

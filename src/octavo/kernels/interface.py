@@ -251,6 +251,22 @@ class Kernels(Protocol):
         """
         ...
 
+    def rejection_sample(
+        self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens of each request that stand: drafts that the target chose as well, and its choice behind.
+
+        target_sampled int64 [num_logits]: the target's choice in each row. draft_ids int64 [num_logits]: the token that
+        was each row's input: a draft stands one row behind the choice that it guesses, and the first of a request's
+        rows holds its newest token. cu_num_logits int32 [num_requests + 1]: the first row of each request, which has
+        one to num_speculative_steps + 1 of them.
+
+        Returns sampled int64 [num_requests, num_speculative_steps + 1], filled up with -1, and how many they are, int32
+        [num_requests]: where target and draft differ first, the target's token stands and is the last.
+        Raises `IndexError` for a request without a row, or with more of them.
+        """
+        ...
+
     def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return (values [n, k], ids int64 [n, k]) of the k largest of float32 [n, vocab]; ties to the lowest id."""
         ...

@@ -183,6 +183,20 @@ class ReferenceKernels:
         parts = range(0, logits.shape[0], _SAMPLE_ROWS)
         return torch.cat([_sample(logits[i : i + _SAMPLE_ROWS], _rows_of(rows, i)) for i in parts])
 
+    def rejection_sample(
+        self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens of each request that stand."""
+        first, num_rows = cu_num_logits[:-1].long(), cu_num_logits.diff()
+        if bool(((num_rows < 1) | (num_rows > num_speculative_steps + 1)).any()):
+            raise IndexError(f"a request has no row of logits, or more than {num_speculative_steps} drafts")
+        steps = torch.arange(num_speculative_steps + 1, device=target_sampled.device)
+        rows = (first[:, None] + steps).clamp(max=target_sampled.shape[0] - 1)
+        came_true = F.pad(target_sampled[:-1] == draft_ids[1:], (0, 1))[rows] & (steps < num_rows[:, None] - 1)
+        num_sampled = 1 + came_true.int().cumprod(dim=1).sum(dim=1)
+        sampled = torch.where(steps < num_sampled[:, None], target_sampled[rows], -1)
+        return sampled, num_sampled.int()
+
     def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the k largest values and their ids."""
         largest, ids = values.nan_to_num(-torch.inf, torch.inf, -torch.inf).sort(dim=1, descending=True, stable=True)

@@ -70,6 +70,19 @@ class Matcher:
             raise GrammarError(f"the grammar does not go on: {self._matcher.get_error()[:200]}", parameter=_PARAMETER)
         self.num_tokens += len(token_ids)
 
+    def step_back(self, num_tokens: int) -> None:
+        """Forget the tokens that came last. Raises `GrammarError`."""
+        with _told_apart():
+            goes_back = not num_tokens or self._matcher.rollback(num_tokens)
+        if not goes_back:
+            raise GrammarError(f"the grammar does not go back: {self._matcher.get_error()[:200]}", parameter=_PARAMETER)
+        self.num_tokens -= num_tokens
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens may come next, one after the other. Raises `GrammarError`."""
+        with _told_apart():
+            return int(self._matcher.validate_tokens(list(token_ids)))
+
     def allowed(self) -> NDArray[np.bool_]:
         """Return bool [vocab]: the tokens that may come next, EOS among them where the text is complete.
 

@@ -43,10 +43,13 @@ class ModelInputs:
     attention       positions, slots, block tables (see `AttentionBatch`)
     requests        the step's requests, in the order of their rows (see `prepare_inputs`)
     output_start    first of each request's rows of hidden states, then their number: all rows of a request whose prompt
-                    is looked at, or else that which is sampled
-    sampled         indices into `requests` of those whose known tokens are all computed after this step
-    sampled_rows    int64 [len(sampled)], their rows of the worker's arrays
-    logits_indices  int64 [len(sampled)], the last row of hidden states of each of them; None where these are all rows
+                    is looked at, or else those that are sampled
+    sampled         indices into `requests` of those whose known tokens are all computed after this step; a token is
+                    chosen behind the newest and behind each draft
+    cu_num_logits   int32 [len(sampled) + 1], the first row of logits of each of them, then the number of rows
+    sampled_rows    int64 [num_logits], whose row of the worker's arrays each row of logits is
+    num_known       int64 [num_logits], how many tokens stand before the one that is chosen there
+    logits_indices  int64 [num_logits], their rows of hidden states; None where these are all rows
     """
 
     token_ids: torch.Tensor
@@ -54,7 +57,9 @@ class ModelInputs:
     requests: list[RequestRow]
     output_start: NDArray[np.int64]
     sampled: list[int]
+    cu_num_logits: NDArray[np.int32]
     sampled_rows: NDArray[np.int64]
+    num_known: NDArray[np.int64]
     logits_indices: torch.Tensor | None
 
     @property
@@ -64,7 +69,10 @@ class ModelInputs:
 
 
 class InputBatch:
-    """Rows of all requests the worker knows, at most `max_num_seqs`; `update` follows the scheduler's words."""
+    """Rows of all requests the worker knows, at most `max_num_seqs`; `update` follows the scheduler's words.
+
+    Behind the known tokens of a row there may stand others: drafts of the step, or what it sampled.
+    """
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
@@ -133,6 +141,16 @@ class InputBatch:
         """Prompt and output of a request so far: a view."""
         return self.token_ids[request.row, : self.num_tokens[request.row]]
 
+    def write_behind(self, request: RequestRow, token_ids: list[int]) -> NDArray[np.int32]:
+        """Write tokens behind those that are known, until others are; return both: a view."""
+        start = int(self.num_tokens[request.row])
+        self.token_ids[request.row, start : start + len(token_ids)] = token_ids
+        return self.token_ids[request.row, : start + len(token_ids)]
+
+    def input_tokens(self, inputs: ModelInputs) -> NDArray[np.int64]:
+        """Return what each row of logits had as its input: [num_logits]."""
+        return self.token_ids[inputs.sampled_rows, inputs.num_known - 1].astype(np.int64)
+
     def prepare_inputs(self, scheduled: SchedulerOutput) -> ModelInputs:
         """Gather the ragged batch of a step. The next position of a request is its number of computed tokens.
 
@@ -145,18 +163,19 @@ class InputBatch:
         if len(requests) > 1:
             order = np.lexsort((self.block_tables[rows, 0], -counts))
             requests, counts, rows = [requests[i] for i in order.tolist()], counts[order], rows[order]
+        has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
+        num_drafts = self._write_drafts(requests, scheduled.scheduled_spec_decode_tokens) if has_drafts else 0
         computed = self.num_computed_tokens[rows]
         query_start = np.zeros(len(requests) + 1, dtype=np.int32)
         counts.cumsum(out=query_start[1:])
         row_of_token, positions = rows, computed  # where each has one token
         if query_start[-1] > len(requests):
-            row_of_token = np.repeat(rows, counts)
-            positions = np.arange(query_start[-1]) + np.repeat(computed - query_start[:-1], counts)
+            row_of_token, positions = np.repeat(rows, counts), _ranges(computed, counts)
         blocks = self.block_tables[row_of_token, positions // self.block_size].astype(np.int64)
         seq_lens = computed + counts
-        is_sampled = seq_lens == self.num_tokens[rows]
-        sampled = is_sampled.nonzero()[0]
-        num_outputs = np.where(self.looks_at_prompt[rows], counts, is_sampled)
+        num_logits = (seq_lens == self.num_tokens[rows] + num_drafts) * (num_drafts + 1)
+        sampled = num_logits.nonzero()[0]
+        num_outputs = np.where(self.looks_at_prompt[rows], counts, num_logits)
         output_start = np.zeros(len(requests) + 1, dtype=np.int64)
         num_outputs.cumsum(out=output_start[1:])
         width = -(-int(seq_lens.max()) // self.block_size)
@@ -164,21 +183,41 @@ class InputBatch:
         tables = self.block_tables[rows, :width]
         attention = self._attention(query_start, seq_lens, tables, positions, slots)
         if output_start[-1] < query_start[-1]:
-            first = np.repeat(query_start[1:] - output_start[1:], num_outputs)  # they come last in each request
-            of_step = first + np.arange(output_start[-1])
+            of_step = _ranges(query_start[1:] - num_outputs, num_outputs)  # they come last in each request
             kept = np.flatnonzero(num_outputs)
             start = np.append(output_start[kept], output_start[-1])
             batch = self._attention(start, seq_lens[kept], tables[kept], positions[of_step], slots[of_step])
             attention = replace(attention, outputs=OutputRows(self._tensor(of_step), batch))
+        # Of each that is sampled: as many rows as there are drafts, and one; usually that one.
+        cu_num_logits = np.arange(len(sampled) + 1, dtype=np.int32)
+        sampled_rows, num_known, logits_indices = rows[sampled], seq_lens[sampled], output_start[1:][sampled] - 1
+        if has_drafts:
+            num_logits = num_logits[sampled]
+            num_logits.cumsum(out=cu_num_logits[1:])
+            sampled_rows = np.repeat(sampled_rows, num_logits)
+            num_known, logits_indices = (
+                _ranges(last - num_logits + 1, num_logits) for last in (num_known, logits_indices)
+            )
         return ModelInputs(
             token_ids=self._tensor(self.token_ids[row_of_token, positions].astype(np.int64)),
             attention=attention,
             requests=requests,
             output_start=output_start,
             sampled=sampled.tolist(),
-            sampled_rows=rows[sampled],
-            logits_indices=None if output_start[-1] == len(sampled) else self._tensor(output_start[1:][sampled] - 1),
+            cu_num_logits=cu_num_logits,
+            sampled_rows=sampled_rows,
+            num_known=num_known,
+            logits_indices=None if output_start[-1] == cu_num_logits[-1] else self._tensor(logits_indices),
         )
+
+    def _write_drafts(self, requests: list[RequestRow], drafts: dict[str, list[int]]) -> NDArray[np.int64]:
+        """Write drafts behind the known tokens of their requests, for this step; return how many each has."""
+        num_drafts = np.zeros(len(requests), dtype=np.int64)
+        for index, request in enumerate(requests):
+            token_ids = drafts.get(request.request_id, [])
+            self.write_behind(request, token_ids)
+            num_drafts[index] = len(token_ids)
+        return num_drafts
 
     def _attention(
         self,
@@ -196,3 +235,9 @@ class InputBatch:
             slot_mapping=self._tensor(slot_mapping),
             block_size=self.block_size,
         )
+
+
+def _ranges(first: NDArray[np.integer], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the numbers from each first on, as many as counts says, behind one another."""
+    offsets: NDArray[np.int64] = np.repeat(first - counts.cumsum() + counts, counts)
+    return offsets + np.arange(len(offsets))

@@ -60,10 +60,12 @@ def largest_batch(
     kv_dtype: str,
     device: torch.device,
     scratch_bytes: Callable[[int], int],
+    num_speculative_tokens: int = 0,
 ) -> int:
     """Return the largest step that memory allows: max_num_batched_tokens, or the most that leave the KV cache room.
 
-    dtype is that of the activations. scratch_bytes(num_tokens) is what the kernels allocate for themselves.
+    dtype is that of the activations. scratch_bytes(num_tokens) is what the kernels allocate for themselves, and what a
+    proposer keeps.
     A cache of a size that was asked for leaves the rest of the free memory; one whose size is left open has to hold the
     step's tokens. Never less than max_num_seqs: a token for each.
     """
@@ -75,7 +77,8 @@ def largest_batch(
 
     def is_too_large(num_tokens: int) -> bool:
         kv_bytes = 0 if asked_bytes is not None else -(-num_tokens // cache_config.block_size) * per_block
-        step = activation_bytes(architecture, num_tokens, least, dtype) + scratch_bytes(num_tokens)
+        num_logits_rows = min(num_tokens, least * (1 + num_speculative_tokens))
+        step = activation_bytes(architecture, num_tokens, num_logits_rows, dtype) + scratch_bytes(num_tokens)
         return step + kv_bytes > budget
 
     return least + bisect_left(range(least + 1, most + 1), True, key=is_too_large)
@@ -101,11 +104,12 @@ def decide_num_blocks(
     max_model_len: int,
     device: torch.device,
     scratch_bytes: int = 0,
+    num_speculative_tokens: int = 0,
 ) -> int:
     """Decide how many blocks the KV cache gets; called when the weights are in place.
 
     dtype is that of the activations.
-    scratch_bytes is what the kernels allocate for themselves in a step.
+    scratch_bytes is what the kernels allocate for themselves in a step, and what a proposer keeps.
 
     swap_space_bytes of host memory are set aside first. Then: num_gpu_blocks as given; else kv_cache_memory_bytes;
     else the smaller of 4 GiB and half of what is free (on a GPU 90 % of what is free), less the activations, and never
@@ -119,9 +123,9 @@ def decide_num_blocks(
     elif cache_config.kv_cache_memory_bytes is not None:
         num_blocks, reason = cache_config.kv_cache_memory_bytes // per_block, "kv_cache_memory_bytes"
     else:
-        activations = activation_bytes(
-            architecture, scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs, dtype
-        )
+        num_tokens = scheduler_config.max_num_batched_tokens
+        num_logits_rows = min(num_tokens, scheduler_config.max_num_seqs * (1 + num_speculative_tokens))
+        activations = activation_bytes(architecture, num_tokens, num_logits_rows, dtype)
         budget = _share(free, device) - activations - scratch_bytes
         if device.type == "cpu":
             budget = min(DEFAULT_KV_CACHE_BYTES, budget)

@@ -10,22 +10,23 @@ import numpy as np
 import torch
 
 from octavo.data.model_output import ModelOutput, TokenLogprobs
-from octavo.errors import RequestError
-from octavo.outputs import GRAMMAR_EXCEEDED, NOTHING_ALLOWED
-from octavo.runtime.faults import REQUEST_FAILED, log_fault
+from octavo.outputs import NOTHING_ALLOWED
+from octavo.runtime.faults import REQUEST_FAILED, is_fault, log_fault
+from octavo.speculative.none import NoProposer
+from octavo.worker.drafting import Drafting
 from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
 from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
 from octavo.worker.pooler import Pooler
-from octavo.worker.sampler import Sampler, SampleTask
+from octavo.worker.sample_tasks import SampleTasks, Trouble
+from octavo.worker.sampler import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
+    from collections.abc import Callable, Container
 
     from octavo.data.scheduler_output import SchedulerOutput
     from octavo.kernels.interface import AttentionBatch, Kernels
     from octavo.models.layers import CausalLM
+    from octavo.speculative.interface import Proposer
     from octavo.structured_output.grammars import GrammarCompiler
     from octavo.worker.kv_cache import PagedKVCache
 
@@ -45,6 +46,7 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         grammars: GrammarCompiler | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self.model = model
         self.kernels = kernels
@@ -55,7 +57,6 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.sampler = Sampler(kernels)
         self._logits = torch.empty(0)
-        self._grammars = grammars
         self._pooler = Pooler()
         self.batch = InputBatch(
             max_num_seqs=max_num_seqs,
@@ -63,9 +64,11 @@ class ModelRunner:
             block_size=kv_cache.block_size,
             device=kv_cache.blocks.device,
         )
+        self._tasks = SampleTasks(self.batch, grammars)
+        self.drafting = Drafting(proposer or NoProposer(), self.batch, self._tasks)
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
-        """Compute a step: every scheduled token in one batched forward, one token for whoever is due one."""
+        """Compute a step: every scheduled token in one batched forward, tokens for whoever is due some."""
         with torch.inference_mode():  # as a decorator it would enter twice as many functions, in every step
             return self._execute(scheduled)
 
@@ -73,6 +76,7 @@ class ModelRunner:
         self.kv_cache.copy(scheduled.copies)
         self.batch.update(scheduled)
         self._pooler.forget(scheduled.finished_req_ids)
+        self.drafting.forget((*scheduled.finished_req_ids, *scheduled.preempted_req_ids))
         if not scheduled.num_scheduled_tokens:
             return ModelOutput(scheduled.step, {})
         inputs = self.batch.prepare_inputs(scheduled)
@@ -81,7 +85,8 @@ class ModelRunner:
         prompt_logprobs, errors = self._prompt_logprobs(inputs, hidden)
         pooled = self._pooler.pool(inputs, hidden, self.batch, errors)
         output = self.sample(scheduled.step, inputs, hidden, prompt_logprobs, errors)
-        return replace(output, pooled=pooled) if pooled else output
+        drafts = self.drafting.propose(output.sampled_token_ids)
+        return replace(output, pooled=pooled, draft_token_ids=drafts) if pooled or drafts else output
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Return hidden states [num_outputs, hidden]; writes this step's KV. They last until the next call.
@@ -110,7 +115,10 @@ class ModelRunner:
         prompt_logprobs: dict[str, list[TokenLogprobs]] | None = None,
         errors: dict[str, str] | None = None,
     ) -> ModelOutput:
-        """Choose a token for every request whose known tokens are all computed now.
+        """Choose tokens for every request whose known tokens are all computed now: one, and one behind each draft.
+
+        As long as a draft is what is chosen, the choice behind it stands as well: the same token, by the same logits
+        and the same noise, as if it had been fed back.
 
         errors: of requests that failed in this step already.
         """
@@ -118,53 +126,42 @@ class ModelRunner:
         if not inputs.sampled:
             return ModelOutput(step, {}, prompt_logprobs=prompt_logprobs or {}, errors=errors)
         requests = [inputs.requests[index] for index in inputs.sampled]
-        tasks = self._sample_tasks(inputs.sampled_rows, requests, errors)
+        troubles = dict[int, Trouble]()
+        tasks = self._tasks.make(inputs, requests, troubles)
         logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
-        rows = self.batch.sampling.gather(inputs.sampled_rows, self.batch.num_tokens[inputs.sampled_rows])
+        rows = self.batch.sampling.gather(inputs.sampled_rows, inputs.num_known)
         sampled = self.sampler.sample(logits, rows, tasks)
         for row, error in sampled.faults.items():
-            log_fault(requests[row].request_id, "its token was chosen", error)
-            errors[requests[row].request_id] = REQUEST_FAILED
-        tokens = {}
-        for row, (request, token_id) in enumerate(zip(requests, sampled.token_ids, strict=True)):
-            if request.request_id in errors:
+            if not is_fault(error):
+                raise error
+            troubles.setdefault(row, Trouble(error, "its token was chosen"))
+        tokens, logprobs = dict[str, list[int]](), dict[str, list[TokenLogprobs]]()
+        standing = self._verify(inputs, sampled.token_ids)
+        for request, first, token_ids in zip(requests, inputs.cu_num_logits.tolist(), standing, strict=False):
+            name = request.request_id
+            if name in errors:
                 continue
-            if token_id < 0:
-                is_excluded = row in tasks and tasks[row].adjusts_logits and not bool(torch.isnan(logits[row]).any())
-                errors[request.request_id] = NOTHING_ALLOWED if is_excluded else "the logits are not numbers"
-            else:
-                tokens[request.request_id] = [token_id]
-        logprobs = {requests[row].request_id: [entry] for row, entry in sampled.logprobs.items()}
+            num_good = _num_good(first, token_ids, troubles)
+            if not num_good:
+                is_excluded = first in tasks and tasks[first].adjusts_logits and not bool(logits[first].isnan().any())
+                nothing = NOTHING_ALLOWED if is_excluded else "the logits are not numbers"
+                errors[name] = troubles[first].reason(name) if first in troubles else nothing
+                continue
+            tokens[name] = token_ids[:num_good]
+            if first in sampled.logprobs:
+                logprobs[name] = [sampled.logprobs[first + i] for i in range(len(tokens[name]))]
         return ModelOutput(step, tokens, logprobs, prompt_logprobs or {}, errors)
 
-    def _sample_tasks(
-        self, rows: NDArray[np.int64], requests: list[RequestRow], errors: dict[str, str]
-    ) -> dict[int, SampleTask]:
-        """Return what single requests ask for besides the sampling kernel; errors: whose grammar cannot go on."""
-        tasks = dict[int, SampleTask]()
-        is_plain = self.batch.sampling.is_plain[rows]
-        if is_plain.all():
-            return tasks
-        for index in np.flatnonzero(~is_plain).tolist():
-            request = requests[index]
-            try:
-                allowed = self._allowed(request)
-            except RequestError as error:  # its own alone: the others of the step go on
-                logger.info("request %s: %s", request.request_id, error)
-                errors[request.request_id] = GRAMMAR_EXCEEDED
-                continue
-            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
-                log_fault(request.request_id, "its grammar was walked", error)
-                errors[request.request_id] = REQUEST_FAILED
-                continue
-            tasks[index] = SampleTask(
-                sampling_params=request.sampling_params,
-                stop_token_ids=request.stop_token_ids,
-                known_tokens=self.batch.known_tokens(request),
-                num_prompt_tokens=request.num_prompt_tokens,
-                allowed=allowed,
-            )
-        return tasks
+    def _verify(self, inputs: ModelInputs, chosen: list[int]) -> list[list[int]]:
+        """Return the choices that stand of each request that is sampled: those that its drafts are, and one."""
+        if len(chosen) == len(inputs.sampled):
+            return [[token_id] for token_id in chosen]
+        cu_num_logits = torch.from_numpy(inputs.cu_num_logits)
+        most_drafts = int(np.diff(inputs.cu_num_logits).max()) - 1
+        sampled, num_sampled = self.kernels.rejection_sample(
+            torch.tensor(chosen), torch.from_numpy(self.batch.input_tokens(inputs)), cu_num_logits, most_drafts
+        )
+        return [row[:count] for row, count in zip(sampled.tolist(), num_sampled.tolist(), strict=True)]
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 [rows, vocab_size], which last until the next call.
@@ -175,23 +172,10 @@ class ModelRunner:
         rows, vocab_size = hidden.shape[0], self.model.lm_head.out_features
         if rows * vocab_size > self._logits.numel():
             self._logits = torch.empty(0)  # before its successor is made
-            with_room = max(rows, min(2 * rows, self.max_num_seqs))
+            most = self.max_num_seqs * (1 + self.drafting.proposer.num_speculative_tokens)
+            with_room = max(rows, min(2 * rows, most))
             self._logits = torch.empty(with_room * vocab_size, dtype=torch.float32, device=hidden.device)
         return self.model.compute_logits(hidden, self._logits[: rows * vocab_size].view(rows, vocab_size))
-
-    def _allowed(self, request: RequestRow) -> NDArray[np.bool_] | None:
-        """Walk a request's grammar on over the tokens that came since; return what it allows next, None for all."""
-        wanted = request.sampling_params.structured_outputs
-        if wanted is None:
-            return None
-        if request.matcher is None:
-            if self._grammars is None:
-                raise RequestError("this worker has no tokenizer to compile grammars for")
-            request.matcher = self._grammars.compile(wanted)
-        matcher = request.matcher
-        first = request.num_prompt_tokens + matcher.num_tokens
-        matcher.advance(self.batch.known_tokens(request)[first:].tolist())
-        return matcher.allowed()
 
     def _prompt_logprobs(
         self, inputs: ModelInputs, hidden: torch.Tensor
@@ -224,3 +208,13 @@ class ModelRunner:
             logprobs = torch.log_softmax(self.model.compute_logits(hidden[start : start + len(part)]), dim=-1)
             entries += self.sampler.token_logprobs(logprobs, part, [count] * len(part))
         return entries
+
+
+def _num_good(first: int, token_ids: list[int], troubles: Container[int]) -> int:
+    """Return how many tokens stand before one that could not be chosen; first: the row of the first of them.
+
+    What fails behind the first row fails in the next step again, where it is the first one.
+    """
+    if not troubles and min(token_ids) >= 0:
+        return len(token_ids)
+    return next((i for i, each in enumerate(token_ids) if each < 0 or first + i in troubles), len(token_ids))

@@ -19,6 +19,7 @@ from octavo.kernels.machine import default_num_threads
 from octavo.models.loader import load_model
 from octavo.models.packed_cache import PackedCache
 from octavo.sampling_params import SamplingParams
+from octavo.speculative import create_proposer
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.memory import decide_num_blocks, decide_num_host_blocks, largest_batch
 from octavo.worker.model_runner import ModelRunner
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig
+    from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig, SpeculativeConfig
     from octavo.data.model_output import ModelOutput
     from octavo.models.architecture import Architecture
     from octavo.structured_output.grammars import GrammarCompiler
@@ -76,6 +77,7 @@ class Worker:
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
         grammars: GrammarCompiler | None = None,
+        speculative_config: SpeculativeConfig | None = None,
     ) -> None:
         self.device = resolve_device(device_config.device)
         self.kernels = create_kernels(self.device, device_config.kernels, device_config.num_threads, device_config.isa)
@@ -100,6 +102,9 @@ class Worker:
         self.kv_dtype = self.dtype if cache_config.kv_cache_dtype == "auto" else cache_config.kv_cache_dtype
         self.grammars = grammars
         self.max_model_len, self.cache_config, self.scheduler_config = max_model_len, cache_config, scheduler_config
+        self.proposer = create_proposer(
+            speculative_config, max_num_seqs=scheduler_config.max_num_seqs, max_model_len=max_model_len
+        )
         self._take_steps_that_fit()
         num_blocks = decide_num_blocks(
             architecture,
@@ -110,6 +115,7 @@ class Worker:
             max_model_len=max_model_len,
             device=self.device,
             scratch_bytes=self._scratch_bytes(self.scheduler_config.max_num_batched_tokens),
+            num_speculative_tokens=self.proposer.num_speculative_tokens,
         )
         num_host_blocks = decide_num_host_blocks(architecture, cache_config, kv_dtype=self.kv_dtype)
         self.runner = self._make_runner(num_blocks, num_host_blocks)
@@ -141,12 +147,13 @@ class Worker:
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             grammars=self.grammars,
+            proposer=self.proposer,
         )
 
     def _scratch_bytes(self, num_tokens: int) -> int:
-        """Return what the kernels allocate for themselves in a step of so many tokens."""
+        """Return what the kernels allocate for themselves in a step of so many tokens, and what the proposer keeps."""
         architecture = self.model.architecture
-        return self.kernels.scratch_bytes(
+        return self.proposer.num_bytes + self.kernels.scratch_bytes(
             num_heads=architecture.num_heads,
             num_kv_heads=architecture.num_kv_heads,
             head_dim=architecture.head_dim,
@@ -177,6 +184,7 @@ class Worker:
             kv_dtype=self.kv_dtype,
             device=self.device,
             scratch_bytes=self._scratch_bytes,
+            num_speculative_tokens=self.proposer.num_speculative_tokens,
         )
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:

@@ -1,0 +1,25 @@
+"""Proposers: they guess which tokens follow, so that one step verifies several; no guess changes a token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.speculative.ngram import NgramProposer
+from octavo.speculative.none import NoProposer
+
+if TYPE_CHECKING:
+    from octavo.config import SpeculativeConfig
+    from octavo.speculative.interface import Proposer
+
+
+def create_proposer(config: SpeculativeConfig | None, *, max_num_seqs: int, max_model_len: int) -> Proposer:
+    """Return the proposer that was asked for."""
+    if config is None:
+        return NoProposer()
+    prompt_lookup_min, prompt_lookup_max = config.lookup_lengths
+    return NgramProposer(
+        num_speculative_tokens=config.num_speculative_tokens,
+        prompt_lookup_min=prompt_lookup_min,
+        prompt_lookup_max=prompt_lookup_max,
+        max_tokens=max_num_seqs * max_model_len,
+    )

@@ -1,0 +1,45 @@
+"""The one interface behind which tokens are guessed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTask:
+    """A request for which tokens are guessed.
+
+    token_ids: int32 [num_tokens], prompt and output, what this step sampled included; valid until the next step.
+    They only ever grow. max_drafts: more than that are of no use.
+    """
+
+    request_id: str
+    token_ids: NDArray[np.int32]
+    max_drafts: int
+
+
+class Proposer(Protocol):
+    """Guesses what follows in requests; called after each step, for all of its requests at once.
+
+    It may be wrong: a wrong guess costs its row in a step, and never changes a token.
+
+    num_speculative_tokens: drafts of a request at most. num_bytes: memory that it takes at most.
+    """
+
+    num_speculative_tokens: int
+    num_bytes: int
+
+    def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
+        """Return the drafts of each task, none where nothing can be guessed."""
+        ...
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drop what is kept of requests that ended or were preempted; unknown ids are passed over."""
+        ...

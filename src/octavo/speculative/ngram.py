@@ -1,0 +1,104 @@
+"""Prompt lookup: what followed the last time that the newest tokens stood in this request.
+
+After "prompt lookup decoding" (Apoorv Saxena, 2023), by an index instead of a search. A request's tokens are its own:
+nothing of one is ever guessed in another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from octavo.speculative.interface import DraftTask
+
+_TOKEN_BITS = 32
+_MOST_TOKENS = 1 << 17  # in the indices of all requests together
+_ENTRY_BYTES = 120  # of a dictionary that has just grown, besides what a key has of its tokens: a bound, as measured
+
+
+@dataclass(slots=True)
+class _Index:
+    """Where each n-gram of a request's first `num_tokens` tokens ended last; the newest ones are not in it yet.
+
+    ends: by the n-gram as one number. newest: the last prompt_lookup_max tokens as one number.
+    """
+
+    ends: dict[int, int] = field(default_factory=dict)
+    newest: int = 0
+    num_tokens: int = 0
+
+
+class NgramProposer:
+    """Finds the longest suffix of a request's tokens, of prompt_lookup_min to prompt_lookup_max tokens, that stood in
+    it before, and proposes what followed the latest time.
+
+    Each token costs prompt_lookup_max - prompt_lookup_min + 1 entries of a dictionary, and no search. Where the indices
+    of all requests have become too large, those that come later get none until others have ended.
+
+    max_tokens: that all requests can have together.
+    """  # noqa: D205
+
+    def __init__(
+        self, *, num_speculative_tokens: int, prompt_lookup_min: int, prompt_lookup_max: int, max_tokens: int
+    ) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
+        self._lengths = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
+        # A leading one tells n-grams of different lengths apart, which may begin with token 0.
+        self._masks = [((1 << _TOKEN_BITS * n) - 1, 1 << _TOKEN_BITS * n) for n in self._lengths]
+        self._most_tokens = min(max_tokens, _MOST_TOKENS)
+        self.num_bytes = self._most_tokens * sum(_ENTRY_BYTES + 4 * n for n in self._lengths)
+        self._indices: dict[str, _Index] = {}
+        self._num_tokens = 0
+
+    def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
+        """Return the drafts of each task."""
+        return [self._propose(task) for task in tasks]
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drop the indices of requests."""
+        for request_id in request_ids:
+            index = self._indices.pop(request_id, None)
+            if index is not None:
+                self._num_tokens -= index.num_tokens
+
+    def _propose(self, task: DraftTask) -> list[int]:
+        index = self._indices.get(task.request_id)
+        num_new = len(task.token_ids) - (0 if index is None else index.num_tokens)
+        if self._num_tokens + num_new > self._most_tokens:
+            self.forget([task.request_id])
+            return []
+        if index is None:
+            index = self._indices[task.request_id] = _Index()
+        self._num_tokens += num_new
+        end = self._extend(index, task.token_ids)
+        if end is None:
+            return []
+        num_drafts = min(task.max_drafts, self.num_speculative_tokens)
+        # Where what followed is not as long, it is followed by itself: the text repeats.
+        period = len(task.token_ids) - end
+        found: list[int] = task.token_ids[end : end + num_drafts].tolist()
+        return [found[i % period] for i in range(num_drafts)]
+
+    def _extend(self, index: _Index, token_ids: NDArray[np.int32]) -> int | None:
+        """Take in the tokens that came; return where the longest suffix of all of them ended the last time before."""
+        ends, newest, masks = index.ends, index.newest, self._masks
+        whole, end = masks[0][0], index.num_tokens
+        for token_id in token_ids[index.num_tokens :].tolist():
+            # What ended before this token is complete now: something follows it.
+            if end >= self._lengths[-1]:
+                for n, (mask, leading) in zip(self._lengths, masks, strict=True):
+                    if n <= end:
+                        ends[newest & mask | leading] = end
+            newest = (newest << _TOKEN_BITS | token_id) & whole
+            end += 1
+        index.newest, index.num_tokens = newest, end
+        for n, (mask, leading) in zip(self._lengths, masks, strict=True):
+            if n <= end and (found := ends.get(newest & mask | leading)) is not None:
+                return found
+        return None

@@ -1,0 +1,24 @@
+"""No speculation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from octavo.speculative.interface import DraftTask
+
+
+class NoProposer:
+    """Guesses nothing."""
+
+    num_speculative_tokens = 0
+    num_bytes = 0
+
+    def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
+        """Return no drafts."""
+        return [[] for _ in tasks]
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Nothing is kept."""

@@ -1,0 +1,81 @@
+"""After a step: what is guessed to follow in each of its requests that goes on."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from octavo.runtime.faults import is_fault
+from octavo.speculative.interface import DraftTask
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from octavo.speculative.interface import Proposer
+    from octavo.worker.input_batch import InputBatch, RequestRow
+    from octavo.worker.sample_tasks import SampleTasks
+
+logger = logging.getLogger(__name__)
+
+
+class Drafting:
+    """Asks a proposer, and cuts off what could not come true."""
+
+    def __init__(self, proposer: Proposer, batch: InputBatch, tasks: SampleTasks) -> None:
+        self.proposer = proposer
+        self._batch = batch
+        self._tasks = tasks
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drop what is kept of requests."""
+        self.proposer.forget(request_ids)
+
+    def propose(self, sampled_token_ids: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        """Return the drafts of a step's requests; sampled_token_ids: what each got in it."""
+        if not self.proposer.num_speculative_tokens:
+            return {}
+        tasks: list[DraftTask] = []
+        for request_id, token_ids in sampled_token_ids.items():
+            request = self._batch.requests[request_id]
+            known = self._batch.write_behind(request, token_ids)
+            max_drafts = self._max_drafts(request, len(known), token_ids)
+            if max_drafts > 0:
+                tasks.append(DraftTask(request_id, known, max_drafts))
+        try:
+            proposed = self.proposer.propose(tasks)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            logger.exception("nothing is guessed in this step")  # which costs time and no token
+            self.forget(task.request_id for task in tasks)
+            return {}
+        found = {task.request_id: self._cut(task, drafts) for task, drafts in zip(tasks, proposed, strict=True)}
+        return {request_id: drafts for request_id, drafts in found.items() if drafts}
+
+    def _max_drafts(self, request: RequestRow, num_tokens: int, token_ids: list[int]) -> int:
+        """Return how many drafts could be followed by a token of the request; 0 if it has ended."""
+        params = request.sampling_params
+        num_output = num_tokens - request.num_prompt_tokens
+        may_end = num_output > params.min_tokens
+        if params.pooling is not None or (may_end and not request.stop_token_ids.isdisjoint(token_ids)):
+            return 0
+        most = self.proposer.num_speculative_tokens
+        return most if params.max_tokens is None else min(most, params.max_tokens - num_output - 1)
+
+    def _cut(self, task: DraftTask, drafts: list[int]) -> list[int]:
+        """Drop the first draft that could not be of use, and those behind it.
+
+        Behind one that ends the request nothing follows, and without it the choice in its place is made just as well.
+        """
+        request = self._batch.requests[task.request_id]
+        drafts = drafts[: task.max_drafts]
+        end = next((i for i, token_id in enumerate(drafts) if token_id in request.stop_token_ids), len(drafts))
+        try:
+            return drafts[: self._tasks.num_allowed(request, task.token_ids, drafts[:end])]
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            # Its grammar cannot go on, which ends the request in the next step, where a token is to be chosen.
+            logger.info("request %s: no drafts: %s", task.request_id, error)
+            request.matcher = None
+            return []

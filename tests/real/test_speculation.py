@@ -1,0 +1,31 @@
+"""Answers of a real model are the same with speculation: SmolLM2-135M-Instruct, copying and telling."""
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.data.events import DraftsVerified
+
+TEXT = "The quick brown fox jumps over the lazy dog. The lazy dog sleeps in the warm sun. The quick brown fox is tired."
+CHATS = [
+    [{"role": "user", "content": f"Repeat this text exactly, word by word: {TEXT}"}],
+    [{"role": "user", "content": f"Repeat this text, but write cat instead of dog: {TEXT}"}],
+    [{"role": "user", "content": "Tell me a story about a lighthouse."}],
+    [{"role": "user", "content": "Write the numbers from one to thirty, separated by commas."}],
+    [{"role": "user", "content": 'Give me a JSON object with the keys "name" and "name of the father".'}],
+]
+
+
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_answers_are_the_same_with_and_without(real_model, quantization):
+    params = [
+        SamplingParams(temperature=index % 2 * 0.7, seed=index, max_tokens=48, logprobs=2)
+        for index in range(len(CHATS))
+    ]
+    answers, llm = [], None
+    for config in (None, {"method": "ngram", "num_speculative_tokens": 6}):
+        options = {"quantization": quantization, "kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 8}
+        llm = LLM(str(real_model("smollm2")), speculative_config=config, **options)
+        outputs = [output.outputs[0] for output in llm.chat(CHATS, params, use_tqdm=False)]
+        answers.append([(each.token_ids, each.logprobs, each.text) for each in outputs])
+    assert answers[1] == answers[0]
+    assert llm.llm_engine.core.scheduler.counters.count[DraftsVerified] > 20

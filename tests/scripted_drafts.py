@@ -1,0 +1,55 @@
+"""A proposer that knows the answers, for tests: it is right as often as it is told to be."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from octavo import LLMEngine
+    from octavo.speculative.interface import DraftTask
+
+
+class ScriptedProposer:
+    """Proposes what follows in a known sequence; each token is wrong with a chance.
+
+    sequences: of requests by their ids in the core, prompt and answer.
+    """
+
+    num_bytes = 0
+
+    def __init__(self, sequences: Mapping[str, list[int]], num_speculative_tokens: int, share_right: float) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
+        self._sequences = sequences
+        self._share_right = share_right
+        self._rng = random.Random(7)
+
+    def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
+        return [self.guess(task.request_id, len(task.token_ids)) for task in tasks]
+
+    def guess(self, request_id: str, num_known: int) -> list[int]:
+        """Return drafts behind so many known tokens."""
+        drafts = self._sequences[request_id][num_known : num_known + self.num_speculative_tokens]
+        return [each if self._rng.random() < self._share_right else each ^ 1 for each in drafts]
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        pass
+
+
+def let_propose(engine: LLMEngine, proposer: ScriptedProposer, *, cut: bool = True) -> None:
+    """Take drafts from the proposer. Not cut: they go to the scheduler as they are, whatever a grammar forbids."""
+    core = engine.core
+    if cut:
+        core.executor.worker.runner.drafting.proposer = proposer
+        return
+    scheduler, update = core.scheduler, core.scheduler.update_from_output
+
+    def update_and_guess(scheduled, result):
+        outputs = update(scheduled, result)
+        running = {each.request_id: len(each.sequence.token_ids) for each in scheduler.running}
+        scheduler.update_draft_token_ids({name: proposer.guess(name, count) for name, count in running.items()})
+        return outputs
+
+    scheduler.update_from_output = update_and_guess

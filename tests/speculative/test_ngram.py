@@ -1,0 +1,154 @@
+"""Prompt lookup by an index is what a search finds."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from octavo.config import SpeculativeConfig
+from octavo.errors import ConfigError
+from octavo.speculative import create_proposer, ngram
+from octavo.speculative.interface import DraftTask
+from octavo.speculative.ngram import NgramProposer
+from octavo.speculative.none import NoProposer
+
+
+def make_proposer(most: int = 3, lengths: tuple[int, int] = (2, 4), max_tokens: int = 1 << 16) -> NgramProposer:
+    return NgramProposer(
+        num_speculative_tokens=most, prompt_lookup_min=lengths[0], prompt_lookup_max=lengths[1], max_tokens=max_tokens
+    )
+
+
+def propose(proposer: NgramProposer, token_ids: list[int], name: str = "a", max_drafts: int = 99) -> list[int]:
+    (drafts,) = proposer.propose([DraftTask(name, np.array(token_ids, dtype=np.int32), max_drafts)])
+    return drafts
+
+
+def search(token_ids: list[int], most: int, lengths: tuple[int, int]) -> list[int]:
+    """The definition."""
+    for length in range(lengths[1], lengths[0] - 1, -1):
+        for end in range(len(token_ids) - 1, length - 1, -1):
+            if token_ids[end - length : end] == token_ids[len(token_ids) - length :]:
+                found = token_ids[:]
+                while len(found) < len(token_ids) + most:
+                    found.append(found[end + len(found) - len(token_ids)])
+                return found[len(token_ids) :]
+    return []
+
+
+def test_what_followed_last_is_proposed():
+    text = [1, 2, 3, 4, 9, 1, 2, 3, 5, 6, 7, 8, 1, 2, 3]
+    assert propose(make_proposer(), text) == [5, 6, 7]
+    assert propose(make_proposer(), [9, *text[:5], 0, 4, 9]) == [0, 4, 9], "the text repeats from there"
+    assert propose(make_proposer(), [5, 5, 5, 5]) == [5, 5, 5]
+    assert propose(make_proposer(), text, max_drafts=2) == [5, 6]
+    assert propose(make_proposer(), [1, 2, 3, 4]) == []
+    assert propose(make_proposer(), [7, 1, 7]) == [], "one token alone is too short"
+
+
+def test_the_longest_suffix_counts_most():
+    text = [1, 2, 3, 4, 8, 0, 9, 3, 4, 7, 0, 1, 2, 3, 4]
+    assert propose(make_proposer(lengths=(2, 4)), text) == [8, 0, 9]
+    assert propose(make_proposer(lengths=(2, 2)), text) == [7, 0, 1]
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 3), (2, 5), (4, 4)])
+@pytest.mark.parametrize("vocab_size", [2, 3, 30])
+def test_it_is_what_a_search_finds(lengths, vocab_size):
+    """Token 0 among them; as the text grows by some tokens at a time."""
+    rng = random.Random(vocab_size)
+    proposer, text = make_proposer(4, lengths), []
+    for _ in range(120):
+        text += [rng.randrange(vocab_size) for _ in range(rng.choice([1, 1, 1, 2, 5]))]
+        assert propose(proposer, text) == search(text, 4, lengths), text
+
+
+def test_large_ids_are_told_apart():
+    big = 2**31 - 1
+    assert propose(make_proposer(lengths=(2, 2)), [big, 0, 5, big, big, 6, big, 0]) == [5, big, big]
+
+
+def test_requests_do_not_see_each_other():
+    proposer = make_proposer()
+    assert propose(proposer, [1, 2, 3, 1, 2], "a") == [3, 1, 2]
+    assert propose(proposer, [1, 2], "b") == []
+    proposer.forget(["a", "never heard of"])
+    assert propose(proposer, [4, 1, 2], "a") == []
+
+
+def test_indices_have_room_for_so_many_tokens():
+    """Who comes when it is full gets no drafts until others have ended."""
+    proposer = make_proposer(max_tokens=12)
+    text = [1, 2, 1, 2, 1, 2]
+    assert propose(proposer, text, "a") == propose(proposer, text, "b") == [1, 2, 1]
+    assert propose(proposer, text, "c") == []
+    assert propose(proposer, [*text, 1], "a") == []
+    assert propose(proposer, text, "c") == [1, 2, 1], "the one that was too long has let go"
+    proposer.forget(["b"])
+    assert propose(proposer, [1, 1, 1], "d") == [1, 1, 1]
+
+
+@pytest.mark.parametrize("lengths", [(2, 4), (1, 1), (30, 32)])
+def test_the_bytes_said_are_not_exceeded(lengths):
+    num_tokens = 6000
+    proposer = make_proposer(lengths=lengths, max_tokens=num_tokens)
+    tokens = np.random.default_rng(0).integers(0, 150_000, num_tokens).astype(np.int32)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    most = 0.0
+    for count in range(500, num_tokens + 1, 100):
+        proposer.propose([DraftTask("a", tokens[:count], 5)])
+        most = max(most, (tracemalloc.get_traced_memory()[0] - before) / count)
+    tracemalloc.stop()
+    assert 0.5 * proposer.num_bytes < most * num_tokens < proposer.num_bytes
+
+
+def test_which_proposer_is_made():
+    sizes = {"max_num_seqs": 2, "max_model_len": 100}
+    none = create_proposer(None, **sizes)
+    assert isinstance(none, NoProposer)
+    assert (none.num_bytes, none.num_speculative_tokens, none.propose([])) == (0, 0, [])
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=7, prompt_lookup_max=3)
+    proposer = create_proposer(config, **sizes)
+    assert proposer.num_speculative_tokens == 7
+    assert proposer.num_bytes == 200 * (2 * ngram._ENTRY_BYTES + 4 * 2 + 4 * 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "lengths"),
+    [
+        ({}, (2, 4)),
+        ({"prompt_lookup_min": 1}, (1, 4)),
+        ({"prompt_lookup_min": 6}, (6, 6)),
+        ({"prompt_lookup_max": 1}, (1, 1)),
+        ({"prompt_lookup_max": 9}, (2, 9)),
+        ({"prompt_lookup_min": 3, "prompt_lookup_max": 5}, (3, 5)),
+    ],
+)
+def test_lengths_that_are_left_open(given, lengths):
+    assert SpeculativeConfig(method="ngram", **given).lookup_lengths == lengths
+
+
+NONSENSE = [
+    ({"method": "telepathy"}, "method of speculative_config must be one of ngram, got 'telepathy'"),
+    ({"num_speculative_tokens": 4}, "an object that names a method"),
+    ([], "an object that names a method"),
+    ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be an integer from 1 to 32, got 0"),
+    ({"method": "ngram", "num_speculative_tokens": 1000}, "from 1 to 32, got 1000"),
+    ({"method": "ngram", "num_speculative_tokens": True}, "from 1 to 32, got True"),
+    ({"method": "ngram", "num_speculative_tokens": "4"}, "from 1 to 32, got '4'"),
+    ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min must be an integer from 1 to 32, got 0"),
+    ({"method": "ngram", "prompt_lookup_max": 1.5}, "prompt_lookup_max must be an integer from 1 to 32, got 1.5"),
+    ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, r"prompt_lookup_min \(5\) must be at most"),
+    ({"method": "ngram", "model": "owner/name"}, "a field of speculative_config must be one of method, .*got 'model'"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), NONSENSE)
+def test_nonsense_is_told_at_once(given, message):
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig.parse(given)
+    assert SpeculativeConfig.parse(None) is None

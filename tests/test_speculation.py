@@ -1,0 +1,253 @@
+"""Tokens and log probabilities with speculation are those without it: `==`, whatever is guessed and however it runs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import pytest
+from alone_and_crowd import needs_kernels
+from kernels_available import kv_precision, precision
+from scripted_drafts import ScriptedProposer, let_propose
+
+from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo.build import build_engine
+from octavo.config import EngineConfig, SpeculativeConfig
+from octavo.data.events import DraftsVerified
+from octavo.journal.replay import replay
+from octavo.sampling_params import StructuredOutputsParams
+
+pytestmark = needs_kernels
+TEXTS = [
+    "Once upon a time there was a little fox who",
+    "Repeat after me: one two three one two three one two",
+    "What is 12 + 30?",
+    "The old lighthouse " * 12,
+    "a",
+]
+WAYS: list[dict[str, object]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 7},
+    {"temperature": 0.0, "logprobs": None},
+    {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 8, "logprobs": None},
+    {"temperature": 1.2, "min_p": 0.05, "repetition_penalty": 1.3},
+    {"temperature": 0.0, "presence_penalty": 1.0, "frequency_penalty": 0.7},
+    {"temperature": 1.1, "typical_p": 0.8},
+    {"temperature": 1.0, "logit_bias": {67: 4.0, 68: 3.0}, "seed": 9, "prompt_logprobs": 1},
+    {"temperature": 1.0, "min_tokens": 9, "ignore_eos": False, "stop_token_ids": list(range(60, 120)), "seed": 1},
+    {"temperature": 0.9, "stop": ["e", "o "], "min_tokens": 4, "seed": 2},
+    {"temperature": 1.0, "structured_outputs": StructuredOutputsParams(regex=r"([a-f]{2,3} ){3,9}"), "seed": 3},
+    {"temperature": 0.0, "structured_outputs": StructuredOutputsParams(json={"type": "array", "maxItems": 9})},
+    {"temperature": 1.0, "structured_outputs": StructuredOutputsParams(choice=["yes and no", "yes"]), "seed": 4},
+    {"temperature": 1.0, "n": 3, "seed": 5},
+    {"temperature": 0.8, "n": 2, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "seed": 6},
+]
+NUM_TOKENS = 28
+
+
+@dataclass(frozen=True)
+class Run:
+    """How requests are computed, and what is guessed. method: of the proposer; "uncut" does not look at grammars."""
+
+    name: str
+    method: str = "scripted"
+    num_drafts: int = 4
+    share_right: float = 0.5
+    max_num_seqs: int = 32
+    budget: int = 512
+    threshold: int = 0
+    num_blocks: int | None = None
+    block_size: int = 16
+    swap_space_bytes: int = 0
+    rounds: int = 1
+    batching: str = "mixed"
+
+
+FEW_BLOCKS = {"block_size": 4, "num_blocks": 80, "max_num_seqs": 12}
+RUNS = [
+    Run("no_drafts", num_drafts=0),
+    Run("all_right", num_drafts=8, share_right=1.0),
+    Run("all_wrong", num_drafts=2, share_right=0.0),
+    Run("half", num_drafts=5),
+    Run("uncut", "uncut", num_drafts=3, share_right=0.7),
+    Run("one_at_a_time", num_drafts=1, max_num_seqs=1),
+    Run("chunks", threshold=5, budget=40, num_drafts=6, share_right=0.8),
+    Run("warm", rounds=2, num_drafts=3, share_right=0.9),
+    Run("preempted", **FEW_BLOCKS, share_right=0.8),
+    Run("swapped", **FEW_BLOCKS, swap_space_bytes=64 << 20, share_right=0.8),
+    Run("ngram", "ngram"),
+    Run("ngram_preempted", "ngram", **FEW_BLOCKS, num_drafts=8),
+]
+FORMATS = ["bfloat16", "int8", "int4", "bfloat16 with int8 KV"]
+
+
+def make_requests(count: int) -> list[tuple[str, SamplingParams]]:
+    """Every way of asking, over every text."""
+    ways = itertools.cycle(WAYS)
+    defaults = {"max_tokens": NUM_TOKENS, "logprobs": 2}
+    return [
+        (TEXTS[i % len(TEXTS)], SamplingParams(**{**defaults, "ignore_eos": "structured_outputs" not in way, **way}))
+        for i, way in zip(range(count), ways, strict=False)
+    ]
+
+
+def make_engine(number_format: str, run: Run, speculative: SpeculativeConfig | None = None, sink=None) -> LLMEngine:
+    return LLMEngine(
+        ModelConfig(**precision(number_format)),
+        cache_config=CacheConfig(
+            block_size=run.block_size,
+            num_gpu_blocks=run.num_blocks or 8192 // run.block_size,
+            swap_space_bytes=run.swap_space_bytes,
+            **kv_precision(number_format),
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=run.max_num_seqs,
+            max_num_batched_tokens=run.budget,
+            long_prefill_token_threshold=run.threshold,
+            preemption="swap" if run.swap_space_bytes else "auto",
+            batching=run.batching,
+            mixed_step_ms=0.0,
+        ),
+        device_config=DeviceConfig(device="cpu", kernels="cpu"),
+        speculative_config=speculative,
+        sink=sink,
+    )
+
+
+def answers(engine: LLMEngine, requests) -> list[list[tuple]]:
+    """Return all that is told of each request. They arrive three at a time, between steps."""
+    told, pending = {}, list(enumerate(requests))
+    while pending or engine.has_unfinished_requests():
+        for index, (prompt, params) in pending[:3]:
+            engine.add_request(str(index), prompt, params)
+        del pending[:3]
+        for output in engine.step():
+            if output.finished:
+                assert output.error is None
+                told[int(output.request_id)] = output
+    return [
+        [
+            (each.token_ids, each.logprobs, each.text, each.finish_reason, each.stop_reason, told[i].prompt_logprobs)
+            for each in told[i].outputs
+        ]
+        for i in range(len(requests))
+    ]
+
+
+@functools.cache
+def expected(number_format: str, count: int) -> tuple[list[list[tuple]], dict[str, list[int]]]:
+    """Return what is told without speculation, of each request alone; and all tokens of each output."""
+    engine = make_engine(number_format, Run("alone", max_num_seqs=1))
+    requests = make_requests(count)
+    told = answers(engine, requests)
+    prompts = [engine.input_processor.tokenizer.encode(prompt) for prompt, _ in requests]
+    sequences = {}
+    for i, outputs in enumerate(told):
+        for j, output in enumerate(outputs):
+            sequences[str(i) if len(outputs) == 1 else f"{i}#{j}"] = prompts[i] + output[0]
+    return told, sequences
+
+
+class Verified:
+    """Counts drafts, and those that came true."""
+
+    def __init__(self) -> None:
+        self.num_drafted = self.num_accepted = 0
+
+    def emit(self, event) -> None:
+        if isinstance(event, DraftsVerified):
+            self.num_drafted += event.num_drafted
+            self.num_accepted += event.num_accepted
+
+
+def check(run: Run, number_format: str, count: int) -> None:
+    """Compute the requests with drafts and compare; look whether what the run is for did happen."""
+    told, sequences = expected(number_format, count)
+    verified, config = Verified(), None
+    if run.method == "ngram":
+        config = SpeculativeConfig(method="ngram", num_speculative_tokens=run.num_drafts)
+    engine = make_engine(number_format, run, config, verified)
+    if config is None:
+        proposer = ScriptedProposer(sequences, run.num_drafts, run.share_right)
+        let_propose(engine, proposer, cut=run.method != "uncut")
+    requests = make_requests(count)
+    for number in range(run.rounds):
+        # A request without a seed gets one from its arrival number, which a second round does not repeat.
+        for index, got in enumerate(answers(engine, requests)):
+            if not number or requests[index][1].seed is not None or requests[index][1].is_greedy:
+                assert got == told[index], f"request {index} differs in {run.name}"
+    stats = engine.core.scheduler.get_stats()
+    assert stats.kv_cache_usage == 0.0
+    assert (stats.total_preempted > 0) == (run.num_blocks is not None)
+    assert (stats.total_swapped > 0) == (run.swap_space_bytes > 0)
+    assert (stats.cache_hit_rate > 0.4) or run.rounds == 1
+    if not run.num_drafts:
+        assert verified.num_drafted == 0
+        return
+    share = verified.num_accepted / verified.num_drafted
+    if run.method == "ngram":
+        assert 0.02 < share < 1
+    else:
+        assert {0.0: share == 0.0, 1.0: share > 0.95}.get(run.share_right, 0.02 < share < 0.95), share
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_tokens_are_the_same_with_and_without(run):
+    check(run, "bfloat16", 30)
+
+
+@pytest.mark.parametrize("method", ["scripted", "ngram"])
+@pytest.mark.parametrize("number_format", FORMATS[1:])
+def test_tokens_are_the_same_in_every_number_format(number_format, method):
+    check(Run("few", method, num_drafts=4, share_right=0.7, **FEW_BLOCKS), number_format, 18)
+
+
+def test_a_recorded_run_with_drafts_is_decided_the_same_again(tmp_path):
+    path = tmp_path / "run.journal"
+    config = EngineConfig(
+        cache=CacheConfig(num_gpu_blocks=40), speculative=SpeculativeConfig(method="ngram"), record=path
+    )
+    engine = build_engine(config)
+    engine.generate_batch(TEXTS, [SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)] * len(TEXTS))
+    engine.core.scheduler.close()
+    result = replay(path)
+    assert result.mismatches == []
+    verified = [event for event in result.log.events if isinstance(event, DraftsVerified)]
+    assert 0 < sum(event.num_accepted for event in verified) < sum(event.num_drafted for event in verified)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number_format", FORMATS[1:])
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_every_run_in_every_number_format(run, number_format):
+    check(run, number_format, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_num_seqs", [1, 4, 32])
+@pytest.mark.parametrize("share_right", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("num_drafts", range(9))
+def test_every_number_of_drafts(num_drafts, share_right, max_num_seqs):
+    run = Run("wide", num_drafts=num_drafts, share_right=share_right, max_num_seqs=max_num_seqs)
+    check(run, "bfloat16", 45)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batching", ["mixed", "prefill_first"])
+@pytest.mark.parametrize("share_right", [0.5, 1.0])
+@pytest.mark.parametrize("num_drafts", [1, 4, 8])
+def test_every_number_of_drafts_where_memory_is_short(num_drafts, share_right, batching):
+    for swap_space_bytes in (0, 64 << 20):
+        run = Run(
+            "short",
+            "uncut",
+            num_drafts,
+            share_right,
+            **FEW_BLOCKS,
+            swap_space_bytes=swap_space_bytes,
+            threshold=7,
+            budget=48,
+            batching=batching,
+        )
+        check(run, "bfloat16", 45)

@@ -1,0 +1,154 @@
+"""Drafts of a step: what is asked for, what is cut off, and what becomes of a row that fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams, StructuredOutputsParams
+from octavo.structured_output.grammars import Matcher
+
+PROMPT = {"prompt_token_ids": [9, 8, 7]}
+
+
+class Told:
+    """Proposes what it is told to, and keeps what it was asked."""
+
+    num_speculative_tokens = 4
+    num_bytes = 0
+
+    def __init__(self, drafts: list[int]) -> None:
+        self.drafts = drafts
+        self.tasks: list[tuple[str, list[int], int]] = []
+        self.forgotten: list[str] = []
+
+    def propose(self, tasks) -> list[list[int]]:
+        self.tasks += [(task.request_id, task.token_ids.tolist(), task.max_drafts) for task in tasks]
+        return [self.drafts for _ in tasks]
+
+    def forget(self, request_ids) -> None:
+        self.forgotten += request_ids
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(max_num_seqs=4, num_gpu_blocks_override=64)
+
+
+def start(llm, drafts: list[int], **asked) -> tuple[Told, list[list[int]]]:
+    """Add a request and step once; return the proposer and the drafts that the scheduler has then."""
+    engine, told = llm.llm_engine, Told(drafts)
+    engine.core.executor.worker.runner.drafting.proposer = told
+    defaults = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 20}
+    engine.add_request("a", PROMPT, SamplingParams(**{**defaults, **asked}))
+    engine.step()
+    return told, [request.spec_token_ids for request in engine.core.scheduler.running]
+
+
+@pytest.fixture(autouse=True)
+def _nobody_is_left(llm):
+    yield
+    llm.llm_engine.abort_request("a")
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+
+
+def token_of(llm, text: str) -> int:
+    return llm.get_tokenizer().token_id(text)
+
+
+def test_a_proposer_is_asked_with_what_was_sampled(llm):
+    told, drafts = start(llm, [5, 6, 7, 8, 9])
+    assert drafts == [[5, 6, 7, 8]], "never more than its number"
+    ((name, known, most),) = told.tasks
+    assert (name, known[:3], len(known), most) == ("a", [9, 8, 7], 4, 4)
+    (output,) = llm.llm_engine.step()
+    assert told.tasks[1][1] == [9, 8, 7, *output.outputs[0].token_ids]
+    llm.llm_engine.abort_request("a")
+    llm.llm_engine.step()
+    assert told.forgotten == ["a"]
+
+
+def test_a_proposer_that_fails_costs_no_token(llm, monkeypatch, caplog):
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=5)
+    right = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids
+    monkeypatch.setattr(Told, "propose", lambda *_: 1 / 0)
+    told, drafts = start(llm, [], max_tokens=5)
+    assert (drafts, told.forgotten[-1]) == ([[]], "a")
+    outputs = [llm.llm_engine.step()[0] for _ in range(4)]
+    assert outputs[-1].outputs[0].token_ids == right
+    assert "nothing is guessed" in caplog.text
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(1, []), (2, [[]]), (3, [[5]]), (4, [[5, 6]])])
+def test_nothing_is_guessed_beyond_the_end(llm, max_tokens, expected):
+    told, drafts = start(llm, [5, 6, 7, 8], max_tokens=max_tokens)
+    assert drafts == expected
+    assert len(told.tasks) == (max_tokens > 2)
+
+
+def test_nothing_is_guessed_behind_what_would_end_the_request(llm):
+    assert start(llm, [5, 6, 7, 8], stop_token_ids=[7])[1] == [[5, 6]]
+
+
+def test_nothing_is_guessed_for_a_request_that_ended_or_is_for_an_embedding(llm):
+    (first,) = llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), use_tqdm=False)
+    told, drafts = start(llm, [5], stop_token_ids=first.outputs[0].token_ids)
+    assert (told.tasks, drafts) == ([], [])
+    told, drafts = start(llm, [5], max_tokens=1, pooling="last", detokenize=False)
+    assert (told.tasks, drafts) == ([], [])
+
+
+@pytest.mark.parametrize(("drafts", "left"), [("abxa", "ab"), ("xa", ""), ("ab", "ab"), ("aaa", "aaa")])
+def test_what_a_grammar_forbids_is_cut_before_it_is_computed(llm, drafts, left):
+    asked = {"structured_outputs": StructuredOutputsParams(regex="[ab]{9}"), "ignore_eos": False}
+    assert start(llm, [token_of(llm, text) for text in drafts], **asked)[1] == [[token_of(llm, text) for text in left]]
+
+
+def test_a_grammar_that_fails_behind_drafts_ends_the_request_where_it_would_have_without(llm, monkeypatch):
+    """It fails in the row of the second draft: what is before that is told first."""
+    a = token_of(llm, "a")
+    asked = {"structured_outputs": StructuredOutputsParams(regex="a{9}"), "ignore_eos": False}
+    _, drafts = start(llm, [a, a, a], **asked)
+    assert drafts == [[a, a, a]]
+    allowed = Matcher.allowed
+
+    def fail(matcher):
+        if matcher.num_tokens == 3:
+            raise RuntimeError("on purpose")
+        return allowed(matcher)
+
+    monkeypatch.setattr(Matcher, "allowed", fail)
+    (output,) = llm.llm_engine.step()
+    assert output.outputs[0].token_ids == [a, a, a]
+    assert output.error is None
+    (output,) = llm.llm_engine.step()
+    assert "internal error" in output.error
+
+
+def test_a_grammar_that_fails_while_drafts_are_cut_ends_nothing(llm, monkeypatch):
+    a = token_of(llm, "a")
+    monkeypatch.setattr(Matcher, "num_allowed", lambda *_: 1 / 0)
+    asked = {"structured_outputs": StructuredOutputsParams(regex="a{4}"), "ignore_eos": False}
+    assert start(llm, [a, a], **asked)[1] == [[]]
+    outputs = [llm.llm_engine.step()[0] for _ in range(4)]
+    assert (outputs[-1].outputs[0].text, outputs[-1].outputs[0].finish_reason) == ("aaaa", "stop")
+
+
+def test_logits_that_are_no_numbers_behind_drafts_end_the_request_in_their_own_step(llm, monkeypatch):
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=9)
+    right = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids
+    runner = llm.llm_engine.core.executor.worker.runner
+    compute = runner._compute_logits
+    start(llm, right[1:4])
+
+    def break_the_seventh(hidden):
+        logits = compute(hidden)
+        logits[6 - runner.batch.num_tokens[runner.batch.requests["a"].row], 3] = torch.nan
+        return logits
+
+    monkeypatch.setattr(runner, "_compute_logits", break_the_seventh)
+    (output,) = llm.llm_engine.step()
+    assert (output.outputs[0].token_ids, output.error) == (right[:3], None)
+    (output,) = llm.llm_engine.step()
+    assert output.error == "the logits are not numbers"
