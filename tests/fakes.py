@@ -17,6 +17,7 @@ from octavo.data.capacity import EngineCapacity
 from octavo.data.events import FanOut, RecentEvents
 from octavo.data.metrics import EngineMetrics
 from octavo.data.model_output import ModelOutput, TokenLogprobs
+from octavo.engine.chat_template import template_role
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.llm_engine import Engine
@@ -129,7 +130,7 @@ class FakeChatTemplate:
             content = message["content"] or ""
             if not isinstance(content, str):
                 content = "\n".join(part["text"] for part in content)
-            text += f"<{message['role']}>{content}{json.dumps(calls) if calls else ''}\n"
+            text += f"<{template_role(message['role'])}>{content}{json.dumps(calls) if calls else ''}\n"
         return text + "<assistant>" + self._behind if options.get("add_generation_prompt", True) else text
 
 

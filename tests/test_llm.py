@@ -163,6 +163,9 @@ def test_chat_renders_the_template(llm):
     assert one.prompt == "<user>hi<a>"
     many = llm.chat([messages, messages], SamplingParams(max_tokens=2), use_tqdm=False)
     assert [output.prompt for output in many] == ["<user>hi<a>"] * 2
+    told = [{"role": "developer", "content": "be brief"}, *messages]  # as the server takes it
+    (other,) = llm.chat(told, SamplingParams(max_tokens=2), use_tqdm=False)
+    assert other.prompt == "<system>be brief<user>hi<a>"
     (whole,) = llm.chat(messages, use_tqdm=False)
     completion = whole.outputs[0]
     assert completion.finish_reason == "stop" or len(whole.prompt_token_ids) + len(completion.token_ids) == 128

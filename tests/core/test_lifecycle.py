@@ -1,14 +1,222 @@
+"""How a request arrives, starts, gives way and ends, and what of it is told to whom."""
+
 from __future__ import annotations
+
+import random
 
 import pytest
 
 from octavo.core import invariants
 from octavo.data import events
-from octavo.data.request import RequestStatus
+from octavo.data.request import Request, RequestStatus
+from octavo.sampling_params import SamplingParams
+
+
+class Store:
+    """A connector that offers 8 tokens, and notes what ended."""
+
+    def __init__(self):
+        self.finished = []
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return max(8 - num_computed_tokens, 0)
+
+    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
+        pass
+
+    def request_finished(self, request, block_ids):
+        self.finished.append((request.request_id, block_ids))
 
 
 def lifecycle_of(core):
     return core.scheduler._lifecycle
+
+
+def test_an_arrival_is_numbered_and_told_of(make_core):
+    core = make_core()
+    requests = [core.add(name, count, priority=4, tenant="t", arrival_time=2.5) for name, count in (("a", 3), ("b", 5))]
+    assert [request.arrival_index for request in requests] == [0, 1]
+    told = core.log.of_type(events.RequestQueued)
+    assert [(e.request_id, e.num_prompt_tokens, e.priority, e.tenant) for e in told] == [
+        ("a", 3, 4, "t"),
+        ("b", 5, 4, "t"),
+    ]
+    assert [(e.num_ahead, e.arrival_time) for e in told] == [(0, 2.5), (1, 2.5)]
+
+
+@pytest.mark.parametrize("count", [100, 101])
+def test_few_deadlines_are_kept_of_those_that_ended(make_core, count):
+    core = make_core()
+    for index in range(count):
+        core.add(f"r{index}", 3, deadline=1e6 - index)
+    for index in range(18, count):
+        core.scheduler.abort_request(f"r{index}")
+    deadlines = lifecycle_of(core)._deadlines
+    assert len(deadlines) == count
+    core.add("next", 3, deadline=2e6)  # 19 are alive: 102 entries may be kept
+    assert len(lifecycle_of(core)._deadlines) == (101 if count == 100 else 102)
+    core.scheduler.abort_request("r0")
+    core.add("last", 3, deadline=3e6)
+    assert len(lifecycle_of(core)._deadlines) == (102 if count == 100 else 19)
+
+
+def test_deadlines_expire_in_order_and_only_of_the_request_they_were_given(make_core):
+    core = make_core()
+    lifecycle = lifecycle_of(core)
+    rng = random.Random(1)
+    deadlines = {f"r{index}": float(rng.randrange(1000)) for index in range(200)}
+    for name, deadline in deadlines.items():
+        core.add(name, 3, deadline=deadline)
+    for index in range(140):
+        core.scheduler.abort_request(f"r{index}")
+    core.add("r0", 3, deadline=5000.0)  # the id again, of another request
+    left = sorted((deadlines[f"r{index}"], index) for index in range(140, 200))
+    assert [request.request_id for request in lifecycle.expired(999.0)] == [f"r{index}" for _, index in left]
+    assert list(lifecycle.expired(4999.0)) == []
+    assert [request.request_id for request in lifecycle.expired(5000.0)] == ["r0"]
+    assert list(lifecycle.expired(9999.0)) == []
+
+
+def test_an_admission_is_told_with_what_was_found_and_counts_once(make_core):
+    core = make_core(policy="fair", fair_input_weight=1.0)
+    prompt = list(range(9))
+    core.add("first", prompt, max_tokens=1, tenant="other")
+    core.run()
+    core.add("keeps the counters", 5, max_tokens=40, tenant="other")
+    request = core.add("a", prompt, max_tokens=30, tenant="t", tenant_weight=2.0)
+    before = core.scheduler.policy.counters.served("t")
+    core.scheduler.schedule()
+    assert core.scheduler.policy.counters.served("t") - before == (9 - 8) / 2
+    admitted = [e for e in core.log.of_type(events.RequestAdmitted) if e.request_id == "a"]
+    assert [(e.num_cached_tokens, e.num_tokens, e.resumed) for e in admitted] == [(8, 9, False)]
+    [queried] = [e for e in core.log.of_type(events.PrefixCacheQueried) if e.request_id == "a"]
+    assert (queried.num_query_tokens, queried.num_hit_tokens, queried.miss, queried.position) == (9, 8, None, None)
+    assert request.admitted_time == admitted[0].time
+    assert request.num_computed_tokens == 8
+
+
+def test_a_resumed_request_is_admitted_again_but_not_charged_or_counted_again(make_core):
+    core = make_core(policy="fair")
+    request = core.add("a", 9, max_tokens=30, tenant="t")
+    core.step()
+    first = request.admitted_time
+    core.scheduler.preempt_requests(["a"])
+    core.step()
+    assert (request.status, request.num_preemptions, request.num_computed_tokens) == (RequestStatus.PREEMPTED, 1, 0)
+    served = core.scheduler.policy.counters.served("t")
+    core.scheduler.schedule()
+    assert core.scheduler.policy.counters.served("t") == served
+    assert request.admitted_time == first
+    assert [event.resumed for event in core.log.of_type(events.RequestAdmitted)] == [False, True]
+    assert len(core.log.of_type(events.PrefixCacheQueried)) == 1
+
+
+@pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"prompt_logprobs": 1}])
+def test_who_does_not_ask_the_cache_is_not_counted_there(make_core, options):
+    caching = options.pop("enable_prefix_caching", True)
+    core = make_core(enable_prefix_caching=caching)
+    core.add("a", 9, **options)
+    core.step()
+    assert core.log.of_type(events.PrefixCacheQueried) == []
+    assert len(core.log.of_type(events.RequestAdmitted)) == 1
+
+
+def test_the_running_stand_by_rank_or_by_arrival(make_core):
+    for policy, expected in (("priority", ["c", "b", "a"]), ("fair", ["a", "b", "c"])):
+        core = make_core(policy=policy, ageing_s=None)
+        for name, priority in (("a", 3), ("b", 2), ("c", 1)):
+            core.add(name, 3, priority=priority, tenant=name)
+            core.step()
+        assert [request.request_id for request in core.scheduler.running] == expected
+
+
+def test_who_gives_way_keeps_its_tokens_and_loses_everything_else(make_core):
+    core = make_core()
+    request = core.add("a", 9)
+    core.add("b", 5)
+    core.step()
+    request.spec_token_ids = [1, 2]
+    core.scheduler.preempt_requests(["a"])
+    scheduled = core.scheduler.schedule()
+    assert scheduled.preempted_req_ids == {"a"}
+    assert (request.status, request.num_computed_tokens, request.spec_token_ids) == (RequestStatus.PREEMPTED, 0, [])
+    assert (request.num_preemptions, len(request.sequence.token_ids), request.sequence.block_table) == (1, 10, [])
+    assert [each.request_id for each in core.scheduler.running] == ["b"]
+    assert [each.request_id for each in core.scheduler.room] == ["a"]
+    assert invariants.check(core.scheduler) == []
+
+
+def test_who_waited_for_kv_in_vain_waits_again_as_what_it_was(make_core):
+    core = make_core(connector=Store(), admission="reservation", max_batch_prefill_tokens=50)
+    request = core.add("a", 12)
+    core.scheduler.schedule()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert core.scheduler.admission.num_reserved_total == 28
+    assert core.scheduler.admission.prefill_room == 50  # nothing of it is computed
+    lifecycle = lifecycle_of(core)
+    for num_preemptions, status in ((0, RequestStatus.WAITING), (1, RequestStatus.PREEMPTED)):
+        request.num_preemptions = num_preemptions
+        request.num_computed_tokens = 4
+        if num_preemptions:
+            core.scheduler.room.take()
+        lifecycle.give_up_loading(request)
+        assert (request.status, request.num_computed_tokens) == (status, 0)
+        assert request.sequence.block_table == []
+        assert core.scheduler.admission.num_reserved_total == 0
+        assert [each.request_id for each in core.scheduler.room] == ["a"]
+
+
+def test_what_arrived_from_outside_is_shared_at_once(make_core):
+    core = make_core(connector=Store())
+    prompt = list(range(12))
+    core.add("a", prompt)
+    scheduled = core.scheduler.schedule()
+    [order] = scheduled.kv_loads
+    result = core.compute(scheduled)
+    result.kv_loads.append((order.transfer_id, True))
+    core.scheduler.update_from_output(scheduled, result)
+    assert core.scheduler.requests["a"].status is RequestStatus.RUNNING
+    assert core.scheduler.requests["a"].num_computed_tokens == 8
+    manager = core.scheduler.kv_cache_manager
+    assert manager.get_computed_blocks(Request("b", prompt, SamplingParams())).num_tokens == 8
+
+
+@pytest.mark.parametrize("state", ["waiting", "running", "loading"])
+def test_an_ending_leaves_nothing_and_is_told_to_everyone(make_core, state):
+    store = Store() if state == "loading" else None
+    core = make_core(connector=store, admission="reservation", policy="fair")
+    request = core.add("a", 12, tenant="t")
+    if state != "waiting":
+        scheduled = core.scheduler.schedule()
+        if state == "running":
+            core.scheduler.update_from_output(scheduled, core.compute(scheduled))
+    request.spec_token_ids = [1]
+    table = list(request.sequence.block_table)
+    [output] = core.scheduler.finish_requests(["a", "unknown"], RequestStatus.FINISHED_ABORTED)
+    assert (output.request_id, output.finish_reason, output.error) == ("a", "abort", None)
+    assert (request.status, request.spec_token_ids) == (RequestStatus.FINISHED_ABORTED, [])
+    assert core.scheduler.requests == {}
+    assert core.scheduler.running == []
+    assert core.scheduler.admission.num_reserved_total == 0
+    assert core.scheduler.num_kept_records == 0
+    assert core.scheduler.policy.counters.served("t") == 0.0  # nobody is left: counters begin anew
+    [told] = core.log.of_type(events.RequestFinished)
+    assert (told.request_id, told.reason, told.num_output_tokens) == ("a", "abort", int(state == "running"))
+    if store is not None:
+        assert store.finished == [("a", table)]
+        assert [event.outcome for event in core.log.of_type(events.KVLoadEnded)] == ["cancelled"]
+    scheduled = core.scheduler.schedule()
+    assert scheduled.finished_req_ids == {"a"}
+    assert len(scheduled.kv_cancels) == (state == "loading")
+
+
+def test_counters_go_on_while_anybody_is_left(make_core):
+    core = make_core(policy="fair")
+    core.add("a", 12, tenant="t")
+    core.add("b", 12, tenant="u")
+    core.step()
+    core.scheduler.abort_request("a")
+    assert core.scheduler.policy.counters.served("t") > 0
 
 
 def test_requests_and_running_are_always_the_same_objects(make_core):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from octavo.config import SchedulingPolicy
@@ -37,6 +39,14 @@ def test_fcfs_queue_prepend():
     assert ids(queue) == ["b", "a"]
 
 
+def test_fcfs_queue_keeps_the_order_of_arrival_among_those_that_are_back():
+    queue = FCFSRequestQueue()
+    queue.add_request(make_request("new", 9))
+    for index in (1, 0, 2, 3):
+        queue.prepend_request(make_request(f"back {index}", index))
+    assert ids(queue) == ["back 0", "back 1", "back 2", "back 3", "new"]
+
+
 def test_fcfs_queue_remove():
     queue = FCFSRequestQueue()
     requests = [make_request(name) for name in "abc"]
@@ -50,9 +60,9 @@ def test_fcfs_queue_remove():
 
 @pytest.mark.parametrize("queue", [FCFSRequestQueue(), PriorityRequestQueue()])
 def test_empty_queue(queue):
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="empty queue"):
         queue.peek_request()
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="empty queue"):
         queue.pop_request()
 
 
@@ -82,6 +92,48 @@ def test_priority_queue_remove_and_reuse_of_an_id():
     assert len(queue) == 2
     assert [queue.pop_request().arrival_index for _ in range(2)] == [1, 2]
     assert not queue
+
+
+def test_priority_queue_takes_no_new_request_for_an_old_one_of_its_id():
+    queue = PriorityRequestQueue()
+    first = make_request("a", 0, 1)
+    queue.add_request(first)
+    queue.add_request(make_request("b", 1, 5))
+    queue.remove_request(first)
+    queue.add_request(make_request("a", 2, 9))
+    assert queue.peek_request().request_id == "b"
+    assert ids(queue) == ["b", "a"]
+
+
+@pytest.mark.parametrize("count", [100, 101])
+def test_priority_queue_keeps_few_entries_of_those_that_left(count):
+    queue = PriorityRequestQueue()
+    requests = [make_request(str(index), index) for index in range(count)]
+    for request in requests:
+        queue.add_request(request)
+    for request in requests[18:]:
+        queue.remove_request(request)
+        if len(queue) == count - 82:
+            assert len(queue._heap) == count
+    assert len(queue._heap) == (100 if count == 100 else 18)
+    queue.remove_request(requests[0])
+    assert len(queue) == 17
+    assert len(queue._heap) <= 18
+    assert ids(queue) == [request.request_id for request in requests[1:18]]
+
+
+def test_priority_queue_keeps_its_order_when_many_leave():
+    rng = random.Random(0)
+    queue = PriorityRequestQueue()
+    requests = [make_request(str(index), index, rng.randrange(1000)) for index in range(300)]
+    for request in requests:
+        queue.add_request(request)
+    leaving = set(rng.sample(range(300), 200))
+    for index in sorted(leaving):
+        queue.remove_request(requests[index])
+    stay = [request for index, request in enumerate(requests) if index not in leaving]
+    expected = sorted(stay, key=lambda request: (request.priority, request.arrival_index))
+    assert [queue.pop_request() for _ in range(100)] == expected
 
 
 def test_create_request_queue():

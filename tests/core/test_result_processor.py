@@ -66,7 +66,7 @@ def test_tokens_of_a_request_whose_prompt_is_not_computed_are_an_error(make_core
     scheduled = core.scheduler.schedule()
     [output] = take(core, scheduled, {"long": [7]})
     assert output.finish_reason == "error"
-    assert "sampled 1 tokens" in output.error
+    assert "sampled 1 tokens; its known tokens are not all computed" in output.error
     assert invariants.check(core.scheduler) == []
 
 
@@ -126,3 +126,63 @@ def test_a_step_serves_each_tenant_what_it_got(make_core):
     after = [core.scheduler.policy.counters.served(tenant) for tenant in "xy"]
     served_x, served_y = (now - then for now, then in zip(after, before, strict=True))
     assert served_y == 2 * served_x > 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_cached_blocks"),
+    [(4, 1), (5, 1)],
+    ids=["drafts behind the end would fill a block", "the last token would fill a block"],
+)
+def test_drafts_behind_the_token_that_ends_a_request_are_not_shared(make_core, prompt, num_cached_blocks):
+    core = make_core()
+    core.add("a", prompt, max_tokens=50, stop_token_ids=[2])
+    core.add("keeps going", 1, max_tokens=50)
+    core.step()
+    core.scheduler.update_draft_token_ids({"a": [1, 2, 3]})
+    scheduled = core.scheduler.schedule()
+    output, _ = take(core, scheduled, {"a": [1, 2, 3, 4], "keeps going": [7]})
+    assert (output.new_token_ids, output.finish_reason) == ([1, 2], "stop")
+    assert core.scheduler.kv_cache_manager.num_cached_blocks == num_cached_blocks
+    assert invariants.check(core.scheduler) == []
+
+
+def test_a_block_is_shared_with_the_step_that_fills_it(make_core):
+    core = make_core()
+    request = core.add("a", 5, max_tokens=50)
+    while request.num_computed_tokens < 8:
+        assert core.scheduler.kv_cache_manager.num_cached_blocks == (request.num_computed_tokens > 0)
+        core.step()
+    assert core.scheduler.kv_cache_manager.num_cached_blocks == 2
+
+
+def test_what_was_pooled_goes_with_its_request(make_core):
+    core = make_core()
+    core.add("a", 4, max_tokens=1)
+    core.add("b", 4, max_tokens=1)
+    pooled = [0.5, 0.25]
+    a, b = take(core, core.scheduler.schedule(), {"a": [7], "b": [7]}, pooled={"a": pooled})
+    assert (a.pooled, b.pooled) == (pooled, None)
+
+
+def test_a_step_that_failed_gives_up_the_loads_it_ordered(make_core):
+    class Store:
+        def get_num_new_matched_tokens(self, request, num_computed_tokens):
+            return 8
+
+        def update_state_after_alloc(self, request, block_ids, num_external_tokens):
+            pass
+
+        def request_finished(self, request, block_ids):
+            pass
+
+    core = make_core(connector=Store())
+    request = core.add("a", 12)
+    scheduled = core.scheduler.schedule()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert core.scheduler.fail_step(scheduled, "broken") == []
+    assert request.status is RequestStatus.WAITING
+    assert [event.outcome for event in core.log.of_type(events.KVLoadEnded)] == ["failed"]
+    assert invariants.check(core.scheduler) == []
+    scheduled = core.scheduler.schedule()
+    assert scheduled.kv_cancels == [0]
+    assert scheduled.num_scheduled_tokens == {"a": 12}  # computed here

@@ -319,3 +319,27 @@ def test_a_message_that_is_nested_too_deep_is_refused(tmp_path):
     write(tmp_path, {"chat_template": "{{ messages[0].content }}"})
     with pytest.raises(RequestError, match="nested too deep"):
         ChatTemplate.from_directory(tmp_path).render([{**USER, "x": deep}])
+
+
+LOOPS_OVER_TOOLS = "<tools>{% for tool in tools %}{{ tool.function.name }}{% endfor %}</tools>{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "plain"),
+    [
+        (LOOPS_OVER_TOOLS, "<tools></tools>Hello"),  # as Hermes' and Command R's templates for tools do
+        ("{{ tools is none }}{{ messages[0].content }}", "TrueHello"),  # as transformers gives it
+        ("{% if tools is defined %}{{ tools | length }}{% endif %}{{ messages[0].content }}", "0Hello"),
+    ],
+)
+def test_a_template_that_takes_no_null_for_tools_gets_an_empty_list(source: str, plain: str) -> None:
+    template = ChatTemplate(source)
+    message = {"role": "user", "content": "Hello"}
+    assert template.render([message]) == plain
+    assert "look" in ChatTemplate(LOOPS_OVER_TOOLS).render([message], tools=[{"function": {"name": "look"}}])
+
+
+def test_an_empty_list_of_tools_is_no_way_around_a_refusal() -> None:
+    refuses = "{{ raise_exception('Tools, please') if not tools }}{{ messages[0].content }}"
+    with pytest.raises(RequestError, match="Tools, please"):
+        ChatTemplate(refuses).render([{"role": "user", "content": "Hello"}])

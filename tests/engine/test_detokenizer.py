@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from octavo.engine.tokenizer import Tokenizer
+from octavo.engine.tokenizer_interface import SomeSpecialTokens
 from octavo.errors import ModelError
 
 BAD = [0xF0, 0xFF, 0xC3, 0x80, 0xE4, 0xED, 0xA6, 0xE0]
@@ -120,3 +121,19 @@ def test_other_decoders(decoder):
         prompt, ids = ([draw.randrange(len(vocabulary)) for _ in range(draw.randrange(5))] for _ in range(2))
         whole = text_behind(backend, prompt, ids, skip=True)
         assert "".join(stream(tokenizer, ids, prompt_token_ids=prompt)) == whole, (prompt, ids)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_where_some_special_tokens_are_shown_the_others_are_as_if_they_were_not_there(backend):
+    """So a text behind hidden ones alone is one that begins, without the first word's space."""
+    tokenizer = Tokenizer(BACKENDS[backend](), CONFIG)
+    bos, end, marker = (tokenizer.token_id(each) for each in ("<s>", "</s>", "<|im_end|>"))
+    some = SomeSpecialTokens(tokenizer, [marker])
+    word = tokenizer.encode("er er", add_special_tokens=False)
+    for prompt in ([], [bos], [bos, end], [bos, marker], [bos, marker, end], [*word, end]):
+        for ids in (word, [end, *word, bos], [marker, *word], [*word, marker, *word, end]):
+            told = some.incremental_detokenizer(prompt, skip_special_tokens=True)
+            shown = [[each for each in given if each not in {bos, end}] for given in (prompt, ids)]
+            assert told.add(ids) + told.finish() == text_behind(tokenizer.backend, *shown, skip=False)
+            pieces = [some.piece(each, skip_special_tokens=True) for each in ids]
+            assert [bool(piece) for piece in pieces] == [each not in {bos, end} for each in ids]

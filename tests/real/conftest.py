@@ -1,25 +1,60 @@
 """Real models, tokenizers and chat templates for the tests of this folder: `make real` fetches and makes them.
 
 Every test here is marked `real`, and skipped where the material is missing, unless OCTAVO_REQUIRE_REAL=1 makes that an
-error. OCTAVO_REAL_SCALE, 0 to 1, is the share of their cases that sweeps take; OCTAVO_REAL_SEED draws which.
+error. OCTAVO_REAL_SCALE, 0 to 1, is the share of their cases that sweeps take, below 1 with half of the models that a
+test is asked of; OCTAVO_REAL_SEED draws which. Tests of one model run in one process, which loads its tokenizer once.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from pathlib import Path
 
 import pytest
 
+from octavo.engine.tokenizer import Tokenizer
+
 HOME = Path(os.environ.get("OCTAVO_REAL_HOME", "~/.cache/octavo/real")).expanduser()  # as tools/make_real.py has it
 LLAMA_CPP_MODELS = HOME / "llama.cpp" / "models"
 
 
-def pytest_collection_modifyitems(items):
+SCALE = float(os.environ.get("OCTAVO_REAL_SCALE", "1"))
+SEED = os.environ.get("OCTAVO_REAL_SEED", "0")
+MODELS = ("deepseek-r1-distill", "gemma3", "hermes3", "llama31", "mistral", "phi35", "qwen3", "qwen3-coder", "smollm2")
+
+
+def pytest_collection_modifyitems(config, items):
+    models = {}  # test -> the models that it is asked of
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.real)
+            if model := model_of(item):
+                item.add_marker(pytest.mark.xdist_group(model.partition(",")[0].split()[0]))
+                models.setdefault((item.path, item.originalname), {})[model] = None
+    if SCALE < 1:
+        taken = {test: {*drawn([*names], 0.5, str(test[1]))} for test, names in models.items()}
+        left_out = [
+            item
+            for item in items
+            if (item.path, item.originalname) in taken and model_of(item) not in taken[item.path, item.originalname]
+        ]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def model_of(item):
+    """Return the model that a test is asked of, None where it is of none."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return next((each for each in values if isinstance(each, str) and each.startswith(MODELS)), None)
+
+
+def drawn(cases, share, more=""):
+    """Return a share of some cases, at least one, in their order."""
+    count = max(1, round(len(cases) * share))
+    places = random.Random(SEED + more).sample(range(len(cases)), count)
+    return [cases[index] for index in sorted(places)]
 
 
 def found(path: Path) -> Path:
@@ -34,6 +69,12 @@ def found(path: Path) -> Path:
 def real_model():
     """Return a function: the name of a checkpoint, "smollm2" or "qwen3" say -> its folder."""
     return lambda name: found(HOME / name / "model.safetensors").parent
+
+
+@pytest.fixture(scope="session")
+def real_tokenizer(real_model):
+    """Return a function: the name of a checkpoint -> its tokenizer, loaded once."""
+    return functools.cache(lambda name: Tokenizer.from_directory(real_model(name)))
 
 
 @pytest.fixture(scope="session")
@@ -53,13 +94,13 @@ def real_vocabularies() -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def real_scale() -> float:
     """Share of their cases that sweeps take, above 0 and at most 1."""
-    return float(os.environ.get("OCTAVO_REAL_SCALE", "1"))
+    return SCALE
 
 
 @pytest.fixture(scope="session")
 def sampled(real_scale):
     """Return a function: a list of cases -> the share that this run takes, at least one, in their order."""
-    draw = random.Random(os.environ.get("OCTAVO_REAL_SEED", "0"))
+    draw = random.Random(SEED)
 
     def take(cases):
         count = max(1, round(len(cases) * real_scale))

@@ -7,7 +7,6 @@ import random
 import pytest
 
 from octavo.engine import long_text
-from octavo.engine.tokenizer import Tokenizer
 
 MODELS = ("qwen3", "qwen3-coder", "llama31", "hermes3", "deepseek-r1-distill", "smollm2", "phi35", "mistral", "gemma3")
 WORDS = [
@@ -59,9 +58,9 @@ def made_text(source: random.Random, num_chars: int) -> str:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_pieces_and_ends_are_those_of_the_whole(name, real_model, real_scale, monkeypatch):
+def test_pieces_and_ends_are_those_of_the_whole(name, real_tokenizer, real_scale, monkeypatch):
     monkeypatch.setattr(long_text, "PIECE_CHARS", 60)
-    tokenizer = Tokenizer.from_directory(real_model(name))
+    tokenizer = real_tokenizer(name)
     assert tokenizer._long_texts._cut is not None, "no text of this model would be cut"
     source = random.Random(7)
     for _ in range(max(20, int(NUM_TEXTS * real_scale))):

@@ -189,6 +189,17 @@ def test_prompts_are_those_of_transformers(
     assert not wrong, "\n\n".join(f"=== {name}\n{what}" for name, what in wrong.items())
 
 
+def test_templates_that_take_no_null_for_tools_get_an_empty_list(
+    real_templates: dict[str, str], compiled: Callable[[str], ChatTemplate]
+) -> None:
+    loops = [name for name in real_templates if of_transformers(real_templates[name], [USER], {"tools": None}) is None]
+    prompts = {name: of_transformers(real_templates[name], [USER], {"tools": []}) for name in loops}
+    assert sum(prompt is not None for prompt in prompts.values()) == 3
+    for name, prompt in prompts.items():
+        if prompt is not None:
+            assert compiled(name).render([USER]) == prompt
+
+
 def as_blocks(messages: Messages) -> tuple[str | None, Messages]:
     """Spell a conversation as Anthropic's API does: its system prompt, and turns of blocks."""
     system, turns = None, list[dict[str, Any]]()

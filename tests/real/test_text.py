@@ -15,13 +15,10 @@ import running
 from real_tokenizers import some_tokens
 
 from octavo import CacheConfig, LLMEngine, ModelConfig, SchedulerConfig
-from octavo.engine.tokenizer import Tokenizer
 
 MODELS = ["qwen3", "qwen3-coder", "deepseek-r1-distill", "hermes3", "llama31", "phi35", "mistral", "gemma3", "smollm2"]
 SERVED = ["phi35", "qwen3", "mistral", "llama31", "hermes3", "smollm2"]
 PROMPTS = ["hello\n", "Once upon a time", "狐 is 🦊", " two  spaces", "true true", "<s>typed"]
-TOOL = {"type": "function", "function": {"name": "look"}}
-CHATS = {"hermes3": {"tools": [TOOL]}}  # whose template needs some
 NUM_STREAMS, NUM_ANSWERS = 2000, 40
 
 
@@ -31,8 +28,8 @@ def bytes_of(tokenizer):
 
 
 @pytest.fixture(params=MODELS)
-def tokenizer(request, real_model):
-    return Tokenizer.from_directory(real_model(request.param))
+def tokenizer(request, real_tokenizer):
+    return real_tokenizer(request.param)
 
 
 def test_streams_of_random_tokens_equal_whole_behind_any_prompt(tokenizer, real_scale):
@@ -138,12 +135,11 @@ def test_answers_with_log_probabilities(served, real_scale, options):
                 assert [value for each in mine for value in each["logprobs"][name]] == values
 
 
-def test_bytes_of_chats_are_the_content(served, real_scale, request):
+def test_bytes_of_chats_are_the_content(served, real_scale):
     tokenizer, http, many_bytes = served
-    options = CHATS.get(request.node.callspec.params["served"], {})
     for number in range(max(4, int(NUM_ANSWERS * real_scale))):
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 24, "logprobs": True, "top_logprobs": 20}
-        body |= {"seed": number, "allowed_token_ids": many_bytes, "ignore_eos": True, **options}
+        body |= {"seed": number, "allowed_token_ids": many_bytes, "ignore_eos": True}
         choice = ask(http, "/v1/chat/completions", **body)["choices"][0]
         data = b"".join(bytes(each["bytes"]) for each in choice["logprobs"]["content"])
         content = choice["message"]["content"]

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from octavo import LLM, CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.server.api.openai import embeddings
 from octavo.structured_output.grammars import GrammarCompiler, GrammarError, Matcher
 
 if TYPE_CHECKING:
@@ -428,6 +429,9 @@ def test_embeddings_are_those_computed_offline(client: openai.OpenAI, offline: L
         assert result.usage.prompt_tokens == result.usage.total_tokens == sum(len(text.encode()) for text in texts)
     raw = client.post("/embeddings", body={"input": texts, "encoding_format": None}, cast_to=object)
     assert [each["embedding"] for each in raw["data"]] == expected  # type: ignore[index]
+    off = {name: values[0] if values else None for name, values in embeddings._UNSUPPORTED.items()}
+    same = client.embeddings.create(model="tiny", input=texts, extra_body=off)
+    assert [each.embedding for each in same.data] == expected
     one = client.embeddings.create(model="tiny", input=list(b"a"), dimensions=5)
     assert len(one.data[0].embedding) == 5
     assert abs(sum(value * value for value in one.data[0].embedding) - 1) < 1e-5

@@ -46,10 +46,7 @@ def main() -> int:
         run = run_seed(seed, args.steps, args.jobs, file)
         if run.failed is not None:
             return report_failure(*run.failed, run.totals, shrinks=not args.no_shrink)
-        report = run.report()
-        if hasattr(sys, "mutant_reached"):
-            report["reached"] = sys.mutant_reached
-        print(json.dumps(report), flush=True)
+        print(json.dumps(run.report()), flush=True)
         all_totals.add(run.totals)
     if args.coverage:
         print_coverage(all_totals)
@@ -61,8 +58,7 @@ def report_failure(name: str, error: str | None, totals: Totals, *, shrinks: boo
     if error is None:
         print(totals)
         return 0
-    report = {"failed_world": name, "error": error, "steps": totals.steps}
-    print(json.dumps({**report, "reached": getattr(sys, "mutant_reached", False)}), flush=True)
+    print(json.dumps({"failed_world": name, "error": error, "steps": totals.steps}), flush=True)
     if shrinks:
         config, error = shrunk(name)
         print(json.dumps({"name": error, "seed": name, "config": dataclasses.asdict(config)}))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mutation.mutator import Module
 
-from simulation import exhaustive, mutants
+from simulation import exhaustive
 from simulation.campaign import Run, RunFile, run_seed
 from simulation.shrink import shrink
 from simulation.world import FEATURES, SimulationError, WorldConfig, draw_config, run_world
@@ -72,15 +74,31 @@ def test_all_small_worlds_are_all_right():
     assert exhaustive.run_all(jobs=2) == 465_975
 
 
-@pytest.mark.parametrize("name", ["leak on abort", "an uncommitted block is shared", "the salt is left out"])
-def test_a_fault_put_back_is_caught(name):
-    [mutant] = [each for each in mutants.MUTANTS if each.name == name]
-    assert mutants.judge(mutant, 20_000).outcome == "caught"
+FAULTS = [
+    ("kv_cache_manager", "KVCacheManager.free", "self.release(request)", "pass"),
+    ("kv_cache_manager", "KVCacheManager._find_partial", "return partial.block if partial.content == content else None", "return partial.block"),
+    ("block_pool", "BlockPool.find", "if block is None or (block.token_ids, block.parent, block.extra_keys) != (token_ids, parent, extra_keys):", "if block is None:"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
-def test_every_mutant_still_applies(mutant, tmp_path):
-    assert mutants.apply(mutant, tmp_path)
+def fails(name):
+    """Run a world of short prompts and of blocks that have one of two names."""
+    config = replace(draw_config(random.Random(name), 100), block_size=7, hash_bits=1, short_prompt_rate=0.7)
+    try:
+        run_world(name, config)
+    except SimulationError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(("module", "function", "before", "after"), FAULTS, ids=lambda text: text[:20])
+def test_worlds_see_a_fault_without_any_unit_test(monkeypatch, module, function, before, after):
+    mutants = Module(f"octavo.core.{module}").mutants()
+    mutant = next(each for each in mutants if (each.function, each.before, each.after) == (function, before, after))
+    original = mutant.function_object()
+    monkeypatch.setattr(original, "__code__", original.__code__)  # put back behind the test
+    mutant.patch()
+    assert any(map(fails, map("fault:{}".format, range(40))))
 
 
 def test_a_failing_world_shrinks(monkeypatch):

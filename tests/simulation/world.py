@@ -93,6 +93,7 @@ class WorldConfig:
     deadline_rate: float = 0.05
     longest_prompt: int = 24
     longest_output: int = 12
+    short_prompt_rate: float = 0.0
     mixed_step_ms: float | None = None
     max_num_mixed_prefill_tokens: int = 0
     attention_cost_tokens: float | None = None
@@ -121,7 +122,7 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         ageing_s=rng.choice([None, 0.0, 5.0, 60.0]),
         swap_block_cost_tokens=rng.choice([0.0, 1.0, 3.0]),
         max_num_waiting=rng.choice([None, None, None, rng.randint(1, 10)]),
-        hash_bits=rng.choice([None, None, 6]),
+        hash_bits=rng.choice([None, None, 1, 2, 6]),
         num_steps=num_steps,
         max_open=rng.choice([2, 6, 12]),
         arrival_rate=rng.choice([0.1, 0.4, 0.8]),
@@ -133,6 +134,7 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         abort_rate=rng.choice([0.0, 0.05, 0.2]),
         longest_prompt=rng.choice([block_size * rng.randint(1, 6) + rng.randint(-1, 1), 24]) + 1,
         longest_output=rng.choice([4, 12, 24]),
+        short_prompt_rate=rng.choice([0.0, 0.0, 0.7]),
         max_batch_total_tokens=rng.choice([None, rng.randint(20, 60)]),
         max_batch_prefill_tokens=rng.choice([None, rng.randint(4, 20)]),
         max_num_waiting_tokens=rng.choice([None, None, rng.randint(10, 100)]),
@@ -238,7 +240,8 @@ class World:
             connector=self.store,
         )
         if c.hash_bits is not None:  # names that collide must not matter (CVE-2025-25183)
-            scheduler.kv_cache_manager.hash_function = lambda *args: hash_block_tokens(*args)[: c.hash_bits // 6]
+            mask = (1 << c.hash_bits) - 1
+            scheduler.kv_cache_manager.hash_function = lambda *args: bytes([hash_block_tokens(*args)[0] & mask])
         return scheduler
 
     def _watch_releases(self) -> None:
@@ -467,6 +470,8 @@ class World:
             length = capacity + rng.randint(-2, 1)
         elif rng.random() < 0.95:
             length = min(length, capacity - 1)  # most are not refused
+        if rng.random() < config.short_prompt_rate:  # of one partly filled block
+            length = min(rng.randint(1, size), length)
         length = max(length, 1)
         shared = rng.choice(self.prefixes)[: rng.randint(0, config.longest_prompt)]
         prompt = (shared + [rng.randrange(VOCAB_SIZE) for _ in range(length)])[:length]

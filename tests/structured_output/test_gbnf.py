@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import time
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from octavo.structured_output.gbnf import is_gbnf, to_lark
+from octavo.structured_output import gbnf
+from octavo.structured_output.gbnf import is_gbnf, read_rules, to_lark
+from octavo.structured_output.gbnf_nodes import Chars, Choice, Node, Repeat, Rule, Rules, Sequence
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -151,4 +154,106 @@ def test_lark_is_none(grammar: str) -> None:
 
 def test_a_long_grammar_is_read_at_once() -> None:
     deep = "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000
-    assert len(to_lark(deep)) > 60_000
+    assert to_lark(deep) == to_lark('root ::= "a"')
+    assert len(to_lark(deep.replace("(", '("b" '))) > 60_000
+
+
+# --- lexemes of more than a character
+
+
+def ends(node: Node, rules: Rules, text: str, place: int) -> set[int]:
+    """Where a part may end that begins at a place: a matcher of its own, by the words of the notation."""
+    match node:
+        case Chars(ranges):
+            fits = place < len(text) and any(first <= ord(text[place]) <= last for first, last in ranges)
+            return {place + 1} if fits else set()
+        case Sequence(items):
+            places = {place}
+            for item in items:
+                places = {end for each in places for end in ends(item, rules, text, each)}
+            return places
+        case Choice(options):
+            return {end for option in options for end in ends(option, rules, text, place)}
+        case Rule(name):
+            return ends(rules[name], rules, text, place)
+        case Repeat(item, least, most):
+            found, places, count = ({place} if not least else set()), {place}, 0
+            while places and count != most:
+                count += 1
+                new = {end for each in places for end in ends(item, rules, text, each)}
+                places = new - found if count >= least else new
+                found |= new if count >= least else set()
+            return found
+    raise AssertionError(node)
+
+
+PARTS = ['"ab"', '"cd"', '"abc"', '"q" [^q]* "q"', '"q" ([^q] | "q" "q")* "q"', "[a]", '"d"+', '","', '"," "q"? ","']
+PIECES = ["ab", "cd", "abc", "qaq", "qq", "q", "a", "b", "c", "d", ",", "x", ",,"]
+
+
+def draw_recursive(rng: random.Random, parts: list[str], depth: int, *, is_guarded: bool) -> str:
+    """Return a random expression; rules in it stand behind a character, so that none begins with itself."""
+    kind = rng.randrange(7) if depth else rng.randrange(2)
+    if kind == 0 or (kind == 1 and not is_guarded):
+        return rng.choice(parts)
+    if kind == 1:
+        return rng.choice(["root", "r", "s"])
+    left = draw_recursive(rng, parts, depth - 1, is_guarded=is_guarded)
+    if kind == 2:
+        return f"({left}) | {draw_recursive(rng, parts, depth - 1, is_guarded=is_guarded)}"
+    if kind == 3:
+        return f"({left}){rng.choice(['*', '+', '?', '{2}', '{1,2}'])}"
+    return f"{rng.choice(parts)} ({left}) ({draw_recursive(rng, parts, depth - 1, is_guarded=True)})"
+
+
+def num_consumed(tokenizer: Any, lark: str, texts: list[str]) -> list[int]:
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return [matcher.deep_copy().try_consume_tokens(tokenizer.tokenize_bytes(text.encode())) for text in texts]
+
+
+def test_lexemes_change_nothing_of_what_recursive_grammars_say(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matcher of its own says the same, and each text goes on as long as it does character by character."""
+    rng = random.Random(3)
+    num_with_lexemes = num_accepted = 0
+    for _ in range(100):
+        parts = rng.sample(PARTS, 3)
+        bodies = {name: draw_recursive(rng, parts, 3, is_guarded=False) for name in ("root", "r", "s")}
+        grammar = "\n".join(f"{name} ::= {body}" for name, body in bodies.items())
+        rules, lark = read_rules(grammar), to_lark(grammar)
+        num_with_lexemes += "\nT" in lark and not lark.startswith("start: T0")
+        texts = ["".join(rng.choices(PIECES, k=rng.randrange(6))) for _ in range(60)]
+        expected = [len(text) in ends(rules["root"], rules, text, 0) for text in texts]
+        num_accepted += sum(expected)
+        assert accepts(tokenizer, grammar, texts) == expected, grammar
+        with monkeypatch.context() as patch:
+            patch.setattr(gbnf, "with_lexemes", lambda rules: rules)
+            by_chars = to_lark.__wrapped__(grammar)
+        assert num_consumed(tokenizer, lark, texts) == num_consumed(tokenizer, by_chars, texts), grammar
+    assert num_with_lexemes > 10
+    assert num_accepted > 100
+
+
+@pytest.mark.parametrize(
+    ("grammar", "lexemes"),
+    [
+        ('root ::= "a" root? | "b" ("c" "d")*', 1),
+        ('root ::= "a" root? | "b" ("c" "d")* "c"', 0),
+        ('root ::= "[" root* "]" | "ab"', 1),  # nothing else begins with a
+        ('root ::= "[" root* "]" | "ab" | [a]', 0),
+        ('root ::= "[" root* "]" | "\\"" [^"]* "\\"" " "?', 1),
+        ('root ::= "[" root* "]" | "ab" | "abc"', 1),  # the shorter one, as long as it is no other one's beginning
+        (ARITHMETIC, 0),
+        (JSON, 3),  # strings, true, false and null, exponents
+    ],
+)
+def test_what_becomes_a_lexeme_of_a_recursive_grammar(grammar: str, lexemes: int) -> None:
+    assert len(re.findall("^T", to_lark(grammar), re.MULTILINE)) == lexemes, to_lark(grammar)
+
+
+def test_a_grammar_that_is_hard_to_look_through_stays_in_characters() -> None:
+    for part in ("[ab]*", '"ab" [a]*'):
+        grammar = "root ::= " + " ".join([part] * 1500) + ' root "c" | "d"'
+        started = time.process_time()
+        assert "\nT" not in to_lark(grammar)
+        assert time.process_time() - started < 5

@@ -147,7 +147,7 @@ class ReservationAdmission:
         self._num_prefilled = 0
         self._steps_since_admission += 1
         least = math.floor(num_running * self._config.waiting_served_ratio)
-        if num_running and num_waiting < least and self._steps_since_admission <= self._config.max_waiting_tokens:
+        if num_waiting < least and self._steps_since_admission <= self._config.max_waiting_tokens:
             return WaitReason.GATHERING
         return None
 

@@ -240,7 +240,7 @@ class KVCacheManager:
         if table and request.num_computed_tokens + num_new_tokens <= len(table) * self.block_size:
             return []
         num_tokens = max(request.num_computed_tokens + computed.num_tokens + num_new_tokens, num_reserved_tokens)
-        num_new_blocks = max(self.num_blocks_for(num_tokens) - len(table) - len(computed.blocks), 0)
+        num_new_blocks = self.num_blocks_for(num_tokens) - len(table) - len(computed.blocks)
         num_unheld = sum(block.ref_count == 0 for block in computed.blocks)
         if num_new_blocks + num_unheld > self.pool.num_free_blocks:
             return None
@@ -319,7 +319,7 @@ class KVCacheManager:
             block = self.pool.blocks[sequence.block_table[index]]
             tokens = tuple(sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])
             canonical = self.pool.register(block, hashes[index], tokens, chain.link, chain.extra_keys)
-            if canonical is block and block.hash is not None:
+            if block.hash is not None:  # it stands for this content now
                 self.history.add(index, tokens, hashes[index], hashes[index - 1] if index else None, chain.extra_keys)
                 self._on_cached(block.block_id)
             if self._computing.get(hashes[index]) == request.request_id:
@@ -431,8 +431,6 @@ class KVCacheManager:
         for request_id in list(self._saved):
             self.drop_saved(request_id)
         self._chains.clear()
-        self._computing.clear()
-        self._partials.clear()
         return True
 
     # --- names --------------------------------------------------------------------------------------------------------

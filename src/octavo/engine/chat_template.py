@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+_ROLES = {"developer": "system"}  # OpenAI's newer name; templates know the older one
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # Names under which a message carries its reasoning; templates read the first, older ones the others.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -135,13 +136,19 @@ class ChatTemplate:
 
 
 class _Compiled:
-    """A template ready to render, and what it wants of its messages."""
+    """A template ready to render, and what it wants of its messages.
 
-    __slots__ = ("template", "traits")
+    no_tools: how it is told that there are none: null, as transformers does, or an empty list where it takes no null.
+    """
+
+    __slots__ = ("no_tools", "template", "traits")
 
     def __init__(self, environment: ImmutableSandboxedEnvironment, source: str, special: Mapping[str, str]) -> None:
         self.template = environment.from_string(source)
-        self.traits = TemplateTraits.find(lambda messages: self._try(messages, special))
+        self.traits = TemplateTraits.find(lambda messages: self._try(messages, special, None, [TOOL]))
+        question = [{"role": "user", "content": "Question"}]
+        takes_null = self._try(question, special, None) is not None
+        self.no_tools: list[Any] | None = None if takes_null or self._try(question, special, []) is None else []
 
     def render(self, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         """Return the text of a conversation, by the first of its shapes that the template takes.
@@ -149,6 +156,8 @@ class _Compiled:
         Raises `RequestError` with what it said of the first one.
         """
         refusal: Exception | None = None
+        if variables["tools"] is None:
+            variables = {**variables, "tools": self.no_tools}
         for messages in self.traits.shapes(chat):
             try:
                 return self.template.render(variables, messages=messages)
@@ -156,9 +165,11 @@ class _Compiled:
                 refusal = refusal or error
         raise RequestError(f"the chat template refused the conversation: {refusal}", parameter="messages") from refusal
 
-    def _try(self, messages: list[dict[str, Any]], special: Mapping[str, str]) -> str | None:
-        """Return the text of a small conversation, with a tool where it must have one; None where it is refused."""
-        for tools in (None, [TOOL]):
+    def _try(
+        self, messages: list[dict[str, Any]], special: Mapping[str, str], *choices: list[Any] | None
+    ) -> str | None:
+        """Return the text of a small conversation with the first tools that it takes; None where it is refused."""
+        for tools in choices:
             with contextlib.suppress(*_TEMPLATE_ERRORS):
                 return self.template.render(
                     special, messages=messages, tools=tools, documents=None, add_generation_prompt=True
@@ -234,6 +245,7 @@ def _read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f"messages[{index}] must be an object with a role", parameter="messages")
         plain = {key: _plain(value) for key, value in message.items() if value is not None or key == "content"}
+        plain["role"] = template_role(message["role"])
         content = plain.get("content")
         if isinstance(content, list):
             plain["content"] = [{"type": "text", "text": _part_text(part, index)} for part in content]
@@ -248,6 +260,11 @@ def _read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
         chat.append(plain)
     return chat
+
+
+def template_role(role: str) -> str:
+    """Return the name under which templates know a role."""
+    return _ROLES.get(role, role)
 
 
 def read_arguments(text: str) -> dict[str, Any]:

@@ -146,6 +146,11 @@ class OutputProcessor:
         """Return what a token adds to a text, a special one its name."""
         return self.tokenizer.piece(token_id, skip_special_tokens=False)
 
+    def tokenizer_of(self, params: SamplingParams) -> DetokenizerFactory:
+        """Return the tokenizer as a request's answers are read."""
+        shown = params.shown_special_token_ids
+        return SomeSpecialTokens(self.tokenizer, shown) if shown else self.tokenizer
+
     def pieces(self, prompt_token_ids: list[int], token_ids: list[int]) -> list[str]:
         """Return what each token adds to the text behind a prompt, and at last what their end adds.
 
@@ -157,9 +162,8 @@ class OutputProcessor:
     def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> Detokenizer:
         if not params.detokenize:
             return NoDetokenizer()
-        if params.skip_special_tokens and params.shown_special_token_ids:
-            return SomeSpecialTokens(self.tokenizer, prompt_token_ids, params.shown_special_token_ids)
-        return self.tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+        tokenizer = self.tokenizer_of(params)
+        return tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def stream_ids(self, request_id: str) -> list[str]:
         """Ids of a request's unfinished streams in the core; none for an unknown request."""

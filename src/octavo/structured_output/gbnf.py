@@ -1,14 +1,32 @@
 """GBNF, the notation of llama.cpp's grammars, in the Lark notation that llguidance reads.
 
-Every character becomes a lexeme of its own. llguidance's lexer takes the longest lexeme and never looks back: with
-longer ones it would forbid what a grammar allows, "ba" by `root ::= word "a"` and `word ::= [a-z]+`, say.
+Every character becomes a lexeme of its own, but for the parts that `octavo.structured_output.gbnf_lexemes` finds.
+llguidance's lexer takes the longest lexeme and never looks back: with longer ones it would forbid what a grammar
+allows, "ba" by `root ::= word "a"` and `word ::= [a-z]+`, say.
 The notation: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING
+
+from octavo.structured_output.gbnf_lexemes import with_lexemes
+from octavo.structured_output.gbnf_nodes import (
+    MAX_CODE,
+    Chars,
+    Choice,
+    Lexeme,
+    Node,
+    Ranges,
+    Repeat,
+    Rule,
+    Rules,
+    Sequence,
+    chars_regex,
+    negated,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +45,8 @@ _TOKEN = re.compile(
 )
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([nrt\\\"\[\]]))|([^\\])", re.DOTALL)
 _LETTERS = {"n": "\n", "r": "\r", "t": "\t"}
-_ANY = "/[\\u{0}-\\u{10FFFF}]/"
+_REPEATS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+_ANY: Ranges = ((0, MAX_CODE),)
 
 
 def is_gbnf(grammar: str) -> bool:
@@ -35,120 +54,160 @@ def is_gbnf(grammar: str) -> bool:
     return _RULE.search(grammar) is not None
 
 
+@functools.lru_cache(maxsize=128)
 def to_lark(grammar: str) -> str:
     """Spell a grammar in Lark's notation. Raises `ValueError`."""
-    writer = _Writer()
+    rules = with_lexemes(read_rules(grammar))
+    names = {"root": "start"}  # rules are numbered: Lark has its own idea of names
+    for name in rules:
+        names.setdefault(name, f"r{len(names)}")
+    terminals: dict[str, str] = {}
+    lines = [f"{names[name]}: {_spelled(node, names, terminals)}" for name, node in rules.items()]
+    return "\n".join([*lines, *(f"{name}: /{text}/" for text, name in terminals.items())])
+
+
+def read_rules(grammar: str) -> Rules:
+    """Read a grammar. Raises `ValueError`."""
+    reader = _Reader()
     place = 0
     while place < len(grammar):
         token = _TOKEN.match(grammar, place)
         if token is None:
             line = grammar.count("\n", 0, place) + 1
             raise ValueError(f"line {line} cannot be read at {grammar[place : place + 20]!r}")
-        writer.add(token)
+        reader.add(token)
         place = token.end()
-    return writer.finish()
+    return reader.finish()
 
 
-class _Writer:
-    """Writes the tokens of a grammar one after another. Rules are numbered: Lark has its own idea of names."""
+class _Reader:
+    """Takes the tokens of a grammar one after another."""
 
     def __init__(self) -> None:
-        self._out: list[str] = []
-        self._names: dict[str, str] = {"root": "start"}
-        self._defined: set[str] = set()
-        self._depth = 0
-        self._is_empty = False  # the alternative has nothing yet
+        self._rules: Rules = {}
+        self._used = {"root"}
+        self._name: str | None = None
+        self._levels: list[list[list[Node]]] = []  # of parentheses: alternatives, each with its items
         self._can_repeat = False
 
     def add(self, token: re.Match[str]) -> None:
-        """Write one token."""
+        """Take one token."""
         kind = token.lastgroup
         if kind == "space":
             return
         if kind == "rule":
             self._begin(token["rule"])
-        elif not self._defined:
+        elif self._name is None:
             raise ValueError(f"a grammar begins with a rule, not with {token[0][:20]!r}")
         elif token["repeat"]:
-            self._repeat(token["repeat"])
+            self._repeat(token["repeat"], *_REPEATS[token["repeat"]])
         elif token["least"]:
             self._repeat_between(token)
         elif token["mark"] in {"|", "(", ")"}:
             self._mark(token["mark"])
         else:
-            self._item(self._spelled(token))
+            self._levels[-1][-1].append(self._item(token))
+            self._can_repeat = True
 
-    def finish(self) -> str:
+    def finish(self) -> Rules:
         """Return the grammar."""
         self._end()
-        if missing := self._names.keys() - self._defined:
+        if missing := self._used - self._rules.keys():
             raise ValueError(f"rule {min(missing)!r} is not defined")
-        return " ".join(self._out)
+        return self._rules
 
     def _begin(self, name: str) -> None:
         self._end()
-        if name in self._defined:
+        if name in self._rules:
             raise ValueError(f"rule {name!r} is defined twice")
-        self._defined.add(name)
-        self._out.append(f"\n{self._number(name)}:")
-        self._is_empty, self._can_repeat = True, False
+        self._name, self._levels, self._can_repeat = name, [[[]]], False
 
     def _end(self) -> None:
         """End a rule, if there is one."""
-        if self._depth:
+        if len(self._levels) > 1:
             raise ValueError("a parenthesis is not closed")
-        self._fill()
-
-    def _fill(self) -> None:
-        if self._is_empty:
-            self._out.append('""')
-        self._is_empty = False
+        if self._name is not None:
+            self._rules[self._name] = _joined(self._levels[0])
 
     def _mark(self, mark: str) -> None:
-        if mark == "(":
-            self._depth += 1
+        if mark == "|":
+            self._levels[-1].append([])
+        elif mark == "(":
+            self._levels.append([[]])
+        elif len(self._levels) == 1:
+            raise ValueError("a parenthesis is closed that was not opened")
         else:
-            self._fill()
-        if mark == ")":
-            self._depth -= 1
-            if self._depth < 0:
-                raise ValueError("a parenthesis is closed that was not opened")
-        self._out.append(mark)
-        self._is_empty, self._can_repeat = mark != ")", mark == ")"
+            node = _joined(self._levels.pop())
+            self._levels[-1][-1].append(node)
+        self._can_repeat = mark == ")"
 
-    def _item(self, text: str) -> None:
-        self._out.append(text)
-        self._is_empty, self._can_repeat = False, True
-
-    def _repeat(self, how: str) -> None:
+    def _repeat(self, how: str, least: int, most: int | None) -> None:
         if not self._can_repeat:
             raise ValueError(f"there is nothing that {how} repeats")
-        self._out[-1] += how
+        items = self._levels[-1][-1]
+        items[-1] = Repeat(items[-1], least, most)
         self._can_repeat = False
 
     def _repeat_between(self, token: re.Match[str]) -> None:
         least = int(token["least"])
-        most = least if token["more"] is None else int(token["most"]) if token["most"] else ""
+        most = least if token["more"] is None else int(token["most"]) if token["most"] else None
         if most == 0:
             raise ValueError(f"{token[0]} repeats nothing")
-        self._repeat(f"{{{least},{most}}}")
+        self._repeat(token[0], least, most)
 
-    def _spelled(self, token: re.Match[str]) -> str:
+    def _item(self, token: re.Match[str]) -> Node:
         if token["name"]:
-            return self._number(token["name"])
+            self._used.add(token["name"])
+            return Rule(token["name"])
         if token["mark"] == ".":
-            return _ANY
+            return Chars(_ANY)
         if token["set"] is not None:
-            return _set(token["set"], is_negated=bool(token["negated"]))
-        characters = [f"/\\u{{{ord(char):X}}}/" for char, _ in _characters(token["text"])]
-        return f"({' '.join(characters)})" if characters else '""'
-
-    def _number(self, name: str) -> str:
-        return self._names.setdefault(name, f"r{len(self._names)}")
+            return Chars(_set(token["set"], is_negated=bool(token["negated"])))
+        characters = [Chars(((ord(char), ord(char)),)) for char, _ in _characters(token["text"])]
+        return characters[0] if len(characters) == 1 else Sequence(tuple(characters))
 
 
-def _set(text: str, *, is_negated: bool) -> str:
-    """Spell a set of characters as a regular expression."""
+def _joined(alternatives: list[list[Node]]) -> Node:
+    options = tuple(items[0] if len(items) == 1 else Sequence(tuple(items)) for items in alternatives)
+    return options[0] if len(options) == 1 else Choice(options)
+
+
+def _spelled(root: Node, names: dict[str, str], terminals: dict[str, str]) -> str:
+    """Spell a part in Lark's notation, however deep it is. terminals: gets the names of lexemes."""
+    written: list[str] = []
+    left: list[Node | str] = [root]
+    while left:
+        match left.pop():
+            case str(text):
+                written.append(text)
+            case Chars(ranges):
+                written.append(f"/{chars_regex(ranges)}/")
+            case Lexeme(text):
+                written.append(terminals.setdefault(text, f"T{len(terminals)}"))
+            case Rule(name):
+                written.append(names[name])
+            case Sequence(()):
+                written.append('""')
+            case Sequence(items):
+                left += _between("(", items, " ", ")")
+            case Choice(options):
+                left += _between("(", options, " | ", ")")
+            case Repeat(item, least, most):
+                left += [f"){{{least},{'' if most is None else most}}}", item, "("]
+    return "".join(written)
+
+
+def _between(opens: str, nodes: tuple[Node, ...], mark: str, closes: str) -> list[Node | str]:
+    """Return the nodes and what stands around them, the last one first."""
+    parts: list[Node | str] = [closes]
+    for node in reversed(nodes):
+        parts += [node, mark]
+    parts[-1] = opens
+    return parts
+
+
+def _set(text: str, *, is_negated: bool) -> Ranges:
+    """Read a set of characters."""
     characters = list(_characters(text))
     if not characters:
         if is_negated:
@@ -163,8 +222,8 @@ def _set(text: str, *, is_negated: bool) -> str:
             place += 2
         if first > last:
             raise ValueError(f"the range {first!r}-{last!r} runs backwards")
-        ranges.append(f"\\u{{{ord(first):X}}}-\\u{{{ord(last):X}}}")
-    return f"/[{'^' * is_negated}{''.join(ranges)}]/"
+        ranges.append((ord(first), ord(last)))
+    return negated(tuple(ranges)) if is_negated else tuple(ranges)
 
 
 def _characters(text: str) -> Iterator[tuple[str, bool]]:

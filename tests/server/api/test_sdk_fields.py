@@ -103,6 +103,12 @@ def test_what_is_harmless_is_documented() -> None:
         ("/v1/responses", {"context_management": [{"type": "compaction"}]}, "context_management"),
         ("/v1/embeddings", {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
         ("/v1/embeddings", {"add_special_tokens": False}, "add_special_tokens"),
+        ("/v1/embeddings", {"messages": [USER]}, "messages"),  # vLLM's
+        ("/v1/embeddings", {"content": "hello"}, "content"),  # llama.cpp's
+        ("/v1/embeddings", {"embd_normalize": -1}, "embd_normalize"),
+        ("/v1/embeddings", {"truncate": True}, "truncate"),  # TEI's
+        ("/v1/embeddings", {"lora_path": "a"}, "lora_path"),  # SGLang's
+        ("/v1/embeddings", {"input_type": "query"}, "input_type"),  # of gateways
     ],
 )
 def test_what_would_change_the_answer_is_refused(shared: Any, route: str, body: dict[str, Any], param: str) -> None:

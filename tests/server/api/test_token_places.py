@@ -122,7 +122,7 @@ def test_places_in_a_prompt(tokenizer: Tokenizer, prompt: str) -> None:
             assert prompt[place.offset :].startswith(place.text), place
     assert [place.offset for place in places] == sorted(place.offset for place in places)
     bos = places[0]
-    assert bos == Place(0, "<s>", tokenizer.bos_token_id)
+    assert bos[:3] == (0, "<s>", tokenizer.bos_token_id)
     assert (places[1].offset == 3) == prompt.startswith("<s>")  # what was typed is text, what was added is not
 
 
@@ -133,7 +133,7 @@ def test_alternatives_that_read_alike_all_stay() -> None:
     unknown = [tokenizer.vocab_size + 1, tokenizer.vocab_size + 2]
     ids: list[Any] = [a, as_byte, part, *unknown]
     position = {token_id: Logprob(-1.0 - rank, rank + 1) for rank, token_id in enumerate(ids)}
-    result = completion_logprobs([position], [Place(0, "a", a)], tokenizer.piece)
+    result = completion_logprobs([position], [Place(0, "a", a, 1)], tokenizer.piece)
     assert list(result.top_logprobs[0] or ()) == [
         "a",
         f"token_id:{as_byte}",

@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fakes import FakeChatTemplate
+from running import run_server
+
+from octavo.server.api import tokenizing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -13,6 +17,12 @@ if TYPE_CHECKING:
     from running import Running
 
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+TOOL = {"type": "function", "function": {"name": "look"}}
+REFUSED = [
+    *(("/tokenize", name, off) for name, off in tokenizing._UNSUPPORTED.items()),
+    *(("/detokenize", name, off) for name, off in tokenizing._UNSUPPORTED_BACK.items()),
+]
+BODIES = {"/tokenize": [{"prompt": "hi"}, {"content": "hi"}, HELLO], "/detokenize": [{"tokens": [104, 105]}]}
 
 
 @pytest.fixture
@@ -70,3 +80,65 @@ def test_what_cannot_be_read(http: httpx.Client, route: str, body: dict[str, Any
     if "\\ud800" not in json.dumps(body):
         assert response.json()["error"]["param"] == param
     assert http.post(route, json={"model": "other", "prompt": "a", "tokens": []}).status_code == 404
+
+
+def test_pieces_are_told_as_llama_cpp_does(http: httpx.Client) -> None:
+    """{"id": ..., "piece": text}, or numbers of bytes where they are no text alone."""
+    answer = http.post("/tokenize", json={"content": "é!", "with_pieces": True}).json()
+    assert answer == {
+        "tokens": [{"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}, {"id": 33, "piece": "!"}],
+    }
+    for off in (False, None):
+        assert http.post("/tokenize", json={"content": "é!", "with_pieces": off}).json() == {"tokens": [195, 169, 33]}
+    for body in ({"prompt": "a"}, HELLO):
+        response = http.post("/tokenize", json={**body, "with_pieces": True})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "with_pieces")
+
+
+def test_special_tokens_are_left_out_where_that_is_asked_for(http: httpx.Client) -> None:
+    body = {"tokens": [97, 256, 98]}
+    assert http.post("/detokenize", json={**body, "skip_special_tokens": True}).json()["prompt"] == "ab"
+    for shown in (False, None):
+        assert http.post("/detokenize", json={**body, "skip_special_tokens": shown}).json()["prompt"] == "a<eos>b"
+
+
+@pytest.mark.parametrize(("route", "name", "off"), REFUSED)
+def test_what_would_change_the_tokens_is_refused_by_name(
+    http: httpx.Client, route: str, name: str, off: tuple[Any, ...]
+) -> None:
+    for body in BODIES[route]:
+        plain = http.post(route, json=body).json()
+        for value in (None, *off):
+            assert http.post(route, json={**body, name: value}).json() == plain
+        response = http.post(route, json={**body, name: {"switched": "on"}})
+        assert (response.status_code, response.json()["error"].get("param")) == (400, name)
+
+
+def test_what_tells_a_chat_of_its_prompt_tells_of_its_tokens(http: httpx.Client) -> None:
+    template = FakeChatTemplate("<tool_call>")
+    asked: list[dict[str, Any]] = [
+        {"reasoning_effort": "low"},
+        {"reasoning_effort": "none"},
+        {"enable_thinking": False},
+        {"enable_thinking": True, "chat_template_kwargs": {"a": 1}},
+        {"tools": [TOOL]},
+        {"tools": [TOOL], "tool_choice": "none"},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}}},
+    ]
+    with run_server(engine_options={"chat_template": template}) as running, running.http() as client:
+        for more in asked:
+            tokens = client.post("/tokenize", json={**HELLO, **more}).json()["tokens"]
+            told = template.options
+            body = {**HELLO, **more, "max_tokens": 1, "return_token_ids": True}
+            assert client.post("/v1/chat/completions", json=body).json()["prompt_token_ids"] == tokens
+            assert template.options == told
+        different = {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}
+        for wrong, param in (({"tool_choice": "required"}, "tool_choice"), (different, "enable_thinking")):
+            response = client.post("/tokenize", json={**HELLO, **wrong})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_what_concerns_the_answer_of_a_chat_changes_no_token(http: httpx.Client) -> None:
+    """Gateways count the tokens of whole requests."""
+    more = {"max_tokens": 5, "temperature": 0, "guided_json": {}, "n_predict": 5, "mirostat": 2, "stop": "x"}
+    assert http.post("/tokenize", json={**HELLO, **more}).json() == http.post("/tokenize", json=HELLO).json()

@@ -53,6 +53,7 @@ class ToolParser:
         self._only_one = only_one
         self._num_calls = 0
         self._text = ""  # what has not been told yet
+        self._num_told = 0  # characters in front of it
         self._position = 0  # in it: what was looked at
         self._is_over = False
         self._is_cut = False  # nor did the model end it
@@ -141,7 +142,8 @@ class ToolParser:
     def _drop_cut(self, expected: str) -> None:
         """Drop the beginning of a text with which the answer was cut off."""
         if self._is_cut and expected.startswith(self._text[self._position :]):
-            self._text, self._position = "", 0
+            self._position = len(self._text)
+            self._drop()
 
     def _members(self, call: Call) -> Wait[None]:
         yield from self._expect("{")
@@ -280,13 +282,14 @@ class ToolParser:
 
     def _tell(self, kind: str, text: str, call: Call) -> None:
         if call.index is not None and not (self._only_one and call.index):
-            self._parts.append(Part("call" if kind == "call" else "arguments", text, call.index))
+            self._parts.append(Part("call" if kind == "call" else "arguments", text, call.index, self._num_told))
 
     def _tell_content(self) -> None:
-        self._parts.append(Part("content", self._text[: self._position]))
+        self._parts.append(Part("content", self._text[: self._position], start=self._num_told))
         self._drop()
 
     def _drop(self) -> None:
+        self._num_told += self._position
         self._text, self._position = self._text[self._position :], 0
 
 

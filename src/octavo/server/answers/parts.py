@@ -6,8 +6,7 @@ through the same parsers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from octavo.engine.stop_strings import num_held_back_chars
@@ -29,11 +28,13 @@ class Part:
 
     content, reasoning: some more text of it. call: a call of a tool begins, text is the tool's name. arguments: some
     more of a call's arguments, as the model wrote them: JSON, if nothing cut it off. call: counts an answer's calls.
+    start: the characters in front of it in the answer; content and reasoning begin there, a call there or behind.
     """
 
     kind: PartKind
     text: str
     call: int = 0
+    start: int = field(default=0, compare=False)
 
 
 class AnswerParser(Protocol):
@@ -49,15 +50,20 @@ class AnswerParser(Protocol):
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """Join neighbours of one kind; leave out what is empty."""
-    result: list[Part] = []
-    for _, run in groupby(parts, key=lambda part: (part.kind, part.call)):
-        same = [part for part in run if part.text]
-        if same and same[0].kind == "call":
-            result += same
-        elif same:
-            result.append(Part(same[0].kind, "".join(part.text for part in same), same[0].call))
-    return result
+    """Join neighbours of one kind, content that stands together; leave out what is empty."""
+    runs: list[list[Part]] = []
+    for part in parts:
+        if part.text and runs and _go_together(runs[-1][-1], part):
+            runs[-1].append(part)
+        elif part.text:
+            runs.append([part])
+    return [replace(run[0], text="".join(part.text for part in run)) for run in runs]
+
+
+def _go_together(part: Part, following: Part) -> bool:
+    if part.kind == "content" and part.start + len(part.text) != following.start:
+        return False
+    return part.kind != "call" and (part.kind, part.call) == (following.kind, following.call)
 
 
 def without_space(text: str) -> int:
@@ -68,9 +74,13 @@ def without_space(text: str) -> int:
 class PlainParser:
     """All text is content."""
 
+    def __init__(self) -> None:
+        self._num_chars = 0
+
     def feed(self, text: str) -> list[Part]:
         """Return the text."""
-        return [Part("content", text)] if text else []
+        start, self._num_chars = self._num_chars, self._num_chars + len(text)
+        return [Part("content", text, start=start)] if text else []
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:  # noqa: ARG002 - the signature is the protocol's
         """Nothing is held back."""
@@ -88,11 +98,15 @@ class ReasoningParser:
         self._behind = behind
         self._place: Literal["before", "inside", "after", "behind"] = "inside" if is_open else "before"
         self._pending = ""
+        self._num_chars = 0  # of the whole text
+        self._num_chars_before = 0  # of what stands before the text behind
         self._has_begun = False
+        self._has_text_behind = False
 
     def feed(self, text: str) -> list[Part]:
         """Take some more text."""
         self._pending += text
+        self._num_chars += len(text)
         parts: list[Part] = []
         if self._place == "before":
             self._look_for_beginning()
@@ -102,18 +116,19 @@ class ReasoningParser:
             self._pending = self._pending.lstrip()
             self._place = "behind" if self._pending else "after"
         if self._place == "behind":
-            parts += self._behind.feed(self._take(len(self._pending)))
+            parts += self._feed_behind()
         return parts
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
         """Return what was held back."""
         if is_cut and self._place in {"before", "inside"}:
             marker = REASONING_OPENS if self._place == "before" else REASONING_CLOSES
-            self._pending = self._pending[: len(self._pending) - num_held_back_chars(self._pending, marker)]
-        rest = self._take(len(self._pending))
+            num_dropped = num_held_back_chars(self._pending, marker)
+            self._pending = self._pending[: len(self._pending) - num_dropped]
+            self._num_chars -= num_dropped
         if self._place == "inside":
-            return [Part("reasoning", rest)] if rest.strip() else []
-        return joined([*self._behind.feed(rest), *self._behind.finish(is_cut=is_cut)])
+            return [Part("reasoning", self._pending, start=self._start)] if self._pending.strip() else []
+        return joined([*self._feed_behind(), *self._moved(self._behind.finish(is_cut=is_cut))])
 
     def _look_for_beginning(self) -> None:
         text = self._pending.lstrip()
@@ -133,12 +148,26 @@ class ReasoningParser:
         is_over = end >= 0
         if not is_over:
             end = len(self._pending) - num_held_back_chars(self._pending, REASONING_CLOSES)
-        text = self._take(without_space(self._pending[:end]))
+        start, text = self._start, self._take(without_space(self._pending[:end]))
         if text:
-            parts.append(Part("reasoning", text))
+            parts.append(Part("reasoning", text, start=start))
         if is_over:
             self._pending = self._pending[self._pending.index(REASONING_CLOSES) + len(REASONING_CLOSES) :]
             self._place = "after"
+
+    @property
+    def _start(self) -> int:
+        """The characters in front of what is pending."""
+        return self._num_chars - len(self._pending)
+
+    def _feed_behind(self) -> list[Part]:
+        if not self._has_text_behind:
+            self._num_chars_before, self._has_text_behind = self._start, bool(self._pending)
+        return self._moved(self._behind.feed(self._take(len(self._pending))))
+
+    def _moved(self, parts: list[Part]) -> list[Part]:
+        """Place what was read behind the reasoning in the whole text."""
+        return [replace(part, start=part.start + self._num_chars_before) for part in parts]
 
     def _take(self, num_chars: int) -> str:
         text, self._pending = self._pending[:num_chars], self._pending[num_chars:]

@@ -10,7 +10,6 @@ from octavo.server.api.block_types import CACHE, MEDIA, BlockTypes, fields, text
 
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "chat_template", "self"}
 _GENERATION = {"add_generation_prompt", "continue_final_message"}
-_ROLES = {"developer": "system"}  # OpenAI's newer name; templates know the older one
 # What messages of chat completions may hold, by their role.
 MESSAGE_FIELDS = fields(
     "role", "content", "name", "refusal", "tool_calls", "tool_call_id", audio=(None,), function_call=(None,)
@@ -44,7 +43,7 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(role, str):
         raise RequestError(f"{place}.role must be a string", parameter=f"{place}.role")
     MESSAGE_FIELDS.check({name: message[name] for name in message.keys() & MESSAGE_FIELDS.unsupported.keys()}, place)
-    result = {**message, "role": _ROLES.get(role, role)}
+    result = {**message}
     if message.get("tool_calls"):
         result["tool_calls"] = _read_tool_calls(message["tool_calls"], f"{place}.tool_calls")
     else:

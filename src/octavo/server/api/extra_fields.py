@@ -305,6 +305,39 @@ UNSUPPORTED_OR_ALIAS: dict[str, tuple[Any, ...]] = {
     **{name: Off(*told.nothing) for name, told in ALIASES.items()},
 }
 HARMLESS: dict[str, str] = _joined(str, OPENAI, *_OTHERS)
+# For the routes that only read a prompt: of all those names the ones that say what it is.
+OF_PROMPTS: dict[str, tuple[Any, ...]] = {
+    name: UNSUPPORTED_OR_ALIAS[name]
+    for name in (
+        "add_bos_token",
+        "context",
+        "guideline",
+        "image_data",
+        "images",
+        "input_ids",
+        "options",
+        "plugins",
+        "raw",
+        "reasoning",
+        "reasoning_budget",
+        "reasoning_budget_tokens",
+        "system",
+        "task",
+        "template",
+        "think",
+        "thinking",
+        "thinking_budget",
+        "thinking_budget_tokens",
+        "thinking_token_budget",
+        "tool_prompt",
+        "transforms",
+        "truncate",
+        "truncate_prompt_tokens",
+        "truncation_side",
+    )
+}
+# And what changes nothing there: no token is chosen.
+OF_ANSWERS = HARMLESS.keys() | (UNSUPPORTED_OR_ALIAS.keys() - OF_PROMPTS.keys())
 ANTHROPIC_HARMLESS: dict[str, str] = _joined(str, ANTHROPIC)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from msgspec import UNSET
 from pydantic import BaseModel, ConfigDict
@@ -12,11 +12,11 @@ from octavo.errors import RequestError
 from octavo.runtime.text_work import progress
 from octavo.server.answers.answering import encoder
 from octavo.server.answers.tools import read_chat_tools
-from octavo.server.api.conversation import read_messages, template_options
-from octavo.server.api.extra_fields import HARMLESS
-from octavo.server.api.openai.replies import Detokenized, Tokenized, TokenizedContent
-from octavo.server.api.openai.requests import TokenIds  # noqa: TC001 - pydantic reads the types of fields
-from octavo.server.api.request_types import ChatMessages, ChatTool, Shown, TokenId, Tools
+from octavo.server.api.conversation import effort_options, read_messages, template_options
+from octavo.server.api.extra_fields import ALIASES, OF_ANSWERS, OF_PROMPTS, As, Off
+from octavo.server.api.openai.replies import Detokenized, Tokenized, TokenizedContent, TokenPiece
+from octavo.server.api.openai.requests import Aliased, TokenIds
+from octavo.server.api.request_types import ChatChoice, ChatMessages, ChatTool, Shown, TokenId, Tools
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,18 +27,26 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 
-# What would change the tokens, and the values that change nothing: the template is the server's.
+# What would change the tokens, or the text; the template is the server's.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "chat_template": (None,),
-    "parse_special": (None, True),
-    "with_pieces": (None, False),
+    **OF_PROMPTS,
+    "chat_template": Off(),
+    "documents": Off([]),
+    "functions": Off([]),
+    "parse_special": Off(True),
+    "suffix": Off(""),
+}
+_UNSUPPORTED_BACK: dict[str, tuple[Any, ...]] = {
+    "clean_up_tokenization_spaces": Off(False),
+    "spaces_between_special_tokens": Off(True),
 }
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Aliased):
     """A text, or a conversation as the chat template spells it. Text gets the tokenizer's special tokens by default.
 
     content: the text as llama.cpp's clients name it; without add_special it gets none.
+    Of a chat's fields those are read that its prompt depends on.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -51,34 +59,45 @@ class TokenizeRequest(BaseModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
     tools: Annotated[list[Any], Shown(Tools[ChatTool])] | None = None
+    tool_choice: Annotated[Any, Shown(ChatChoice | None)] = None
     content: str | None = None
     add_special: bool | None = None
+    with_pieces: bool | None = None
+
+    aliases: ClassVar[dict[str, As]] = {"enable_thinking": ALIASES["enable_thinking"]}
 
 
 class DetokenizeRequest(BaseModel):
-    """Token ids."""
+    """Token ids. skip_special_tokens: SGLang's, and false unless it is said."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
     tokens: Annotated[TokenIds, Shown(list[TokenId])]
+    skip_special_tokens: bool | None = None
 
 
 async def tokenize(service: Service, http_request: Request, request: TokenizeRequest) -> Response:
     """Return the token ids of a text or a conversation."""
     service.check_model(request.model)
-    service.extra_fields.check(request.model_extra, _UNSUPPORTED, HARMLESS)
+    service.extra_fields.check(request.model_extra, _UNSUPPORTED, OF_ANSWERS)
+    request.take_aliases()
     if [request.prompt, request.messages, request.content].count(None) != 2:
         raise RequestError("give prompt, messages or content, one of them", parameter="prompt")
     if request.messages is not None and request.add_special_tokens:
         raise RequestError("the chat template adds the special tokens itself", parameter="add_special_tokens")
+    if request.with_pieces and request.content is None:
+        raise RequestError("with_pieces needs content; return_token_strs goes with the others", parameter="with_pieces")
     return await _in_thread(service, http_request, lambda: _tokenized(service, request))
 
 
 async def detokenize(service: Service, http_request: Request, request: DetokenizeRequest) -> Response:
-    """Return the text of token ids, special tokens included."""
+    """Return the text of token ids, special tokens included unless they are not wanted."""
     service.check_model(request.model)
+    service.extra_fields.check(request.model_extra, _UNSUPPORTED_BACK, OF_ANSWERS)
     return await _in_thread(service, http_request, lambda: _detokenized(service, request))
 
 
@@ -92,16 +111,28 @@ async def _in_thread(service: Service, http_request: Request, work: Callable[[],
 def _tokenized(service: Service, request: TokenizeRequest) -> Tokenized | TokenizedContent:
     inputs = service.engine.input_processor
     if request.content is not None:
-        return TokenizedContent(inputs.encode(request.content, add_special_tokens=request.add_special is True))
+        ids = inputs.encode(request.content, add_special_tokens=request.add_special is True)
+        piece = service.engine.output_processor.piece
+        return TokenizedContent([_told(each, piece(each)) for each in ids] if request.with_pieces else [*ids])
     if request.prompt is not None:
         token_ids = inputs.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
     else:
-        given = list(read_chat_tools(request.tools, None, None, service.answer_style.tools).given) or None
-        messages, options = read_messages(request.messages), template_options(request)
+        toolbox = read_chat_tools(request.tools, request.tool_choice, None, service.answer_style.tools)
+        given, messages = list(toolbox.given) or None, read_messages(request.messages)
+        options = effort_options(request.reasoning_effort, "reasoning_effort") | template_options(request)
         token_ids = inputs.chat_prompt(messages, tools=given, **options)["prompt_token_ids"]
     spell = inputs.tokenizer.token
     texts = [spell(token_id) for token_id in token_ids] if request.return_token_strs else UNSET
     return Tokenized(len(token_ids), service.model_info.max_model_len, token_ids, texts)
+
+
+def _told(token_id: int, piece: str | bytes) -> TokenPiece:
+    if isinstance(piece, str):
+        return TokenPiece(token_id, piece)
+    try:
+        return TokenPiece(token_id, piece.decode())  # of a vocabulary that spells a line's end by its byte
+    except UnicodeDecodeError:
+        return TokenPiece(token_id, list(piece))
 
 
 def _detokenized(service: Service, request: DetokenizeRequest) -> Detokenized:
@@ -112,5 +143,5 @@ def _detokenized(service: Service, request: DetokenizeRequest) -> Detokenized:
             message = f"tokens[{index}]: token id {token_id} is outside the vocabulary of {vocab_size}"
             raise RequestError(message, parameter=f"tokens[{index}]")
     tokenizer = service.engine.input_processor.tokenizer
-    text = tokenizer.decode(request.tokens, skip_special_tokens=False)
+    text = tokenizer.decode(request.tokens, skip_special_tokens=request.skip_special_tokens is True)
     return Detokenized(text, text)

@@ -2,77 +2,69 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from octavo.server.api.openai.logprobs import chat_logprobs
 
 if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput
-    from octavo.server.answers.answer_form import AnswerForm
     from octavo.server.answers.parts import Part
     from octavo.server.api.openai.logprobs import Piece, Position
     from octavo.server.api.openai.replies import TokenLogprob
+    from octavo.server.api.openai.token_places import Place, TokenPlaces
 
 
 class ContentLogprobs:
-    """Reads an answer token by token, so that it is the same however the answer was cut.
+    """Finds the tokens of each part by the place where it stands in the answer, however that was cut.
 
-    Runs of content, which other parts stand between, are counted as messages are. The token that ends an answer, those
-    of reasoning and calls, and those of the marks around them are in none.
+    A token that has some character of the content, or of one a part, is the content's, whatever else it has. Others are
+    in none: those of reasoning and calls, of the marks around them, hidden ones, and the one that ends an answer.
     """
 
-    def __init__(self, form: AnswerForm, num_top: int, piece: Piece) -> None:
-        self._parser = form.parser()
-        self._piece = piece
+    def __init__(self, places: TokenPlaces, num_top: int, piece: Piece, *, hides_end: bool) -> None:
+        """Start with the places of the answer's tokens. hides_end: the token that ends it is none of its text."""
+        self._places = places
         self._num_top = num_top
-        self._pending: list[tuple[str, Position]] = []  # tokens of which it is not known yet what they are
-        self._runs: list[list[TokenLogprob]] = []
-        self._goes_on = False  # the last run
+        self._piece = piece
+        self._hides_end = hides_end
+        self._waiting: deque[Position] = deque()  # tokens whose place is not certain
+        self._tokens: deque[tuple[Place, Position]] = deque()
+        self._is_told = False  # the first of them, which the last content ended in
 
     def add(self, completion: CompletionOutput) -> None:
         """Take some more tokens; none where no log probabilities were asked for."""
-        positions = completion.logprobs or []
-        has_end = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
-        for position in positions[: len(positions) - has_end]:
-            text = next(iter(position.values())).decoded_token or ""
-            self._pending.append((text, position))
-            self._sort(self._parser.feed(text))
+        if completion.logprobs is None:
+            return
+        is_end = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
+        num_tokens = len(completion.logprobs) - (self._hides_end and is_end)
+        self._waiting += completion.logprobs[:num_tokens]
+        places = self._places.add(completion.token_ids[:num_tokens])
         if completion.finished:
-            self._sort(self._parser.finish(is_cut=not has_end))
+            places += self._places.finish()
+        self._tokens += [(place, self._waiting.popleft()) for place in places]
 
-    def take(self, run: int) -> list[TokenLogprob]:
-        """Return those of a run's tokens that have come since."""
-        if run >= len(self._runs):
+    def take(self, part: Part) -> list[TokenLogprob]:
+        """Return the tokens of the answer's next part, if it is content; one that it goes on with is told already."""
+        while self._tokens and _end(self._tokens[0][0]) <= part.start:
+            self._tokens.popleft()
+            self._is_told = False
+        if part.kind != "content":
+            self._is_told = False
             return []
-        new, self._runs[run] = self._runs[run], []
-        return new
-
-    def _sort(self, parts: list[Part]) -> None:
-        """Share the pending tokens out, now that a parser is certain."""
-        num_chars = sum(len(part.text) for part in parts if part.kind == "content")
-        if num_chars:
-            is_last = parts[-1].kind == "content"
-            if parts[0].kind != "content":
-                self._goes_on = False
-            self._keep(self._covering(num_chars, from_end=is_last))
-            self._goes_on = is_last
-        elif parts:
-            self._goes_on = False
-        if parts:
-            self._pending.clear()
-
-    def _covering(self, num_chars: int, *, from_end: bool) -> list[Position]:
-        """Return the pending tokens that have so many characters, the last ones or the first ones."""
-        covering: list[Position] = []
-        for text, position in reversed(self._pending) if from_end else self._pending:
-            if num_chars <= 0:
+        end = part.start + len(part.text)
+        taken: list[Position] = []
+        while self._tokens and self._tokens[0][0].offset < end:
+            place, position = self._tokens[0]
+            if place.num_chars and not self._is_told:
+                taken.append(position)
+            self._is_told = _end(place) > end
+            if self._is_told:
                 break
-            covering.append(position)
-            num_chars -= len(text)
-        return covering[::-1] if from_end else covering
+            self._tokens.popleft()
+        spelled = chat_logprobs(taken, self._num_top, self._piece)
+        return spelled.content if spelled is not None else []
 
-    def _keep(self, positions: list[Position]) -> None:
-        spelled = chat_logprobs(positions, self._num_top, self._piece)
-        if not self._goes_on:
-            self._runs.append([])
-        self._runs[-1] += spelled.content if spelled is not None else []
+
+def _end(place: Place) -> int:
+    return place.offset + place.num_chars

@@ -14,7 +14,7 @@ from octavo.runtime.ids import new_id
 from octavo.sampling_params import SamplingParams
 from octavo.server.access.body import look_at
 from octavo.server.answers.answering import Job, answer_whole
-from octavo.server.api.extra_fields import HARMLESS
+from octavo.server.api.extra_fields import OF_ANSWERS, OF_PROMPTS, UNSUPPORTED, Off
 from octavo.server.api.openai.completions import read_prompts
 from octavo.server.api.openai.replies import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads the types
 from octavo.server.api.openai.requests import Priority  # noqa: TC001 - pydantic reads the types of fields
@@ -31,14 +31,27 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 MAX_INPUTS = 2048  # as the OpenAI API
-# vLLM's fields that would change a vector, and the values that change nothing.
+# What would change a vector, and the values that change nothing: of vLLM, llama.cpp, TEI, and services behind gateways.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (None, True),
-    "embed_dtype": (None, "float32"),
-    "endianness": (None, "native", "little"),
-    "normalize": (None, True),
-    "truncate_prompt_tokens": (None,),
-    "use_activation": (None, True),
+    **OF_PROMPTS,
+    **{name: UNSUPPORTED[name] for name in ("adapter_id", "adapters", "lora", "lora_path")},
+    "add_special_tokens": Off(True),
+    "content": Off(),
+    "embd_normalize": Off(2),
+    "embed_dtype": Off("float32"),
+    "embedding_types": Off(["float"]),
+    "endianness": Off("native", "little"),
+    "input_type": Off(),
+    "instruction": Off(""),
+    "late_chunking": Off(False),
+    "messages": Off(),
+    "normalize": Off(True),
+    "output_dimension": Off(),
+    "output_dtype": Off("float"),
+    "prompt_name": Off(),
+    "truncation": Off(False),
+    "truncation_direction": Off("Right"),
+    "use_activation": Off(True),
 }
 
 
@@ -84,7 +97,7 @@ class EmbeddingList(Struct):
 async def create_embeddings(service: Service, http_request: Request, request: EmbeddingRequest) -> Response:
     """Turn texts into vectors of length 1."""
     model = service.check_model(request.model)
-    service.extra_fields.check(request.model_extra, _UNSUPPORTED, HARMLESS)
+    service.extra_fields.check(request.model_extra, _UNSUPPORTED, OF_ANSWERS)
     prompts = await look_at(http_request, lambda: read_prompts(request.input, "input", MAX_INPUTS))
     size = service.model_info.hidden_size
     if request.dimensions is not None and not 0 < request.dimensions <= size:

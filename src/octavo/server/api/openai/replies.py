@@ -196,10 +196,17 @@ class Detokenized(Struct):
     content: str
 
 
+class TokenPiece(Struct):
+    """What a token reads as: text, or its bytes where they are none alone."""
+
+    id: int
+    piece: str | list[int]
+
+
 class TokenizedContent(Struct):
     """POST /tokenize with `content`, as llama.cpp's server answers."""
 
-    tokens: list[int]
+    tokens: list[int | TokenPiece]
 
 
 class CompletionLogprobs(Struct):

@@ -100,7 +100,30 @@ class OtherNames(BaseModel):
     guided_regex: str | None = None
 
 
-class SamplingFields(SamplingControls, OtherNames):
+class Aliased(BaseModel):
+    """Takes what stands under other servers' names. aliases: those of the class."""
+
+    aliases: ClassVar[dict[str, As]]
+    _sent_as: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def take_aliases(self) -> None:
+        """Write each into the field that it stands for. Raises `RequestError` where that says something else."""
+        for name, told in self.aliases.items():
+            if getattr(self, name, None) not in (None, *told.nothing):
+                self._take(name, told.name)
+
+    def _take(self, name: str, own: str) -> None:
+        """Take a field as another one, or as a part of another one."""
+        field, _, part = own.partition(".")
+        value, current = getattr(self, name), getattr(self, field)
+        held = (current or {}).get(part) if part else current
+        if held is not None and held != value:
+            raise RequestError(f"{name} and {own} say different things", parameter=name)
+        setattr(self, field, {**(current or {}), part: value} if part else value)
+        self._sent_as[field] = name
+
+
+class SamplingFields(SamplingControls, OtherNames, Aliased):
     """Fields of chat completions and completions. Those named like a field of `SamplingParams` mean the same."""
 
     model: str | None = None
@@ -122,7 +145,6 @@ class SamplingFields(SamplingControls, OtherNames):
     aliases: ClassVar[dict[str, As]] = ALIASES
     # Fields that would change the answer and that nothing here serves yet, with the values that change nothing.
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
-    _sent_as: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def settle(self, extra_fields: ExtraFields) -> None:
         """Take what stands under other servers' names, and log what nobody knows.
@@ -130,9 +152,7 @@ class SamplingFields(SamplingControls, OtherNames):
         Raises `RequestError` for a field that would be ignored though it changes the answer.
         """
         extra_fields.check(self.model_extra, self.unsupported, HARMLESS)
-        for name, told in self.aliases.items():
-            if getattr(self, name, None) not in (None, *told.nothing):
-                self._take(name, told.name)
+        self.take_aliases()
         self._check_penalties()
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", parameter="stream_options")
@@ -143,16 +163,6 @@ class SamplingFields(SamplingControls, OtherNames):
         ):
             message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"
             raise RequestError(message, parameter="truncate_prompt_tokens")
-
-    def _take(self, name: str, own: str) -> None:
-        """Take a field as another one, or as a part of another one."""
-        field, _, part = own.partition(".")
-        value, current = getattr(self, name), getattr(self, field)
-        held = (current or {}).get(part) if part else current
-        if held is not None and held != value:
-            raise RequestError(f"{name} and {own} say different things", parameter=name)
-        setattr(self, field, {**(current or {}), part: value} if part else value)
-        self._sent_as[field] = name
 
     def _check_penalties(self) -> None:
         """Refuse llama.cpp's penalties of the last tokens alone: here a penalty looks at all of them."""

@@ -25,6 +25,7 @@ from octavo.server.api.openai.content_logprobs import ContentLogprobs
 from octavo.server.api.openai.replies import Receipt  # noqa: TC001 - msgspec reads the types of fields
 from octavo.server.api.openai.requests import Priority, SamplingControls
 from octavo.server.api.openai.response_items import read_items
+from octavo.server.api.openai.token_places import TokenPlaces
 from octavo.server.api.request_types import (
     CacheSalt,
     Items,
@@ -44,12 +45,12 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from octavo.engine.output_processor import OutputProcessor
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.access.admission import Place
     from octavo.server.answers.parts import Part
     from octavo.server.answers.tool_formats import ToolFormat
-    from octavo.server.api.openai.logprobs import Piece
     from octavo.server.api.openai.replies import Usage
     from octavo.server.errors import HttpError
     from octavo.server.service import Service
@@ -218,7 +219,7 @@ async def create_response(service: Service, http_request: Request, request: Resp
             cache_salt=request.cache_salt,
             spelled=_SPELLED if toolbox.format is None or request.text else {**_SPELLED, "structured_outputs": "tools"},
         )
-        reply = ResponseReply(job, form, request, service.engine.output_processor.piece)
+        reply = ResponseReply(job, form, request, service.engine.output_processor)
         return await answer(service, http_request, job, reply)
 
 
@@ -318,12 +319,16 @@ def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> To
 class ResponseReply:
     """Spells outputs as responses: items of reasoning, messages and calls, one behind the other."""
 
-    def __init__(self, job: Job, form: AnswerForm, request: ResponsesRequest, piece: Piece) -> None:
+    def __init__(self, job: Job, form: AnswerForm, request: ResponsesRequest, outputs: OutputProcessor) -> None:
         self._form = form
         self._reader = AnswerReader(form)
-        self._logprobs = ContentLogprobs(form, request.top_logprobs or 0, piece)
+        (prompt,), params = job.prompts, job.params
+        places = TokenPlaces(
+            outputs.tokenizer_of(params), prompt["prompt_token_ids"], 0, skip_special_tokens=params.skip_special_tokens
+        )
+        hides_end = not params.include_stop_str_in_output
+        self._logprobs = ContentLogprobs(places, request.top_logprobs or 0, outputs.piece, hides_end=hides_end)
         self._tells = job.stream  # a whole answer has no events
-        self._num_messages = 0  # items of text that have begun
         self._num_events = 0
         self._events = b""
         self._is_open = False  # the last item of the output goes on
@@ -410,7 +415,6 @@ class ResponseReply:
 
     def _begin_item(self, part: Part) -> None:
         item = self._new_item(part)
-        self._num_messages += part.kind == "content"
         self._response.output.append(item)
         self._is_open = True
         self._tell_item("response.output_item.added", item=item)
@@ -430,22 +434,17 @@ class ResponseReply:
         return {**fields, "arguments": "", "status": "in_progress"}
 
     def _grow(self, part: Part) -> None:
-        item = self._item
+        item, logprobs = self._item, self._logprobs.take(part)
         if part.kind == "arguments":
             item["arguments"] += part.text
             self._tell_item("response.function_call_arguments.delta", item_id=item["id"], delta=part.text)
         elif part.kind != "call":
             item["content"][0]["text"] += part.text
-            more = self._more_logprobs(item)
+            more = {}
+            if part.kind == "content":
+                item["content"][0]["logprobs"] += logprobs
+                more["logprobs"] = logprobs
             self._tell_part(f"response.{_text_kind(item)}.delta", delta=part.text, **more)
-
-    def _more_logprobs(self, item: dict[str, Any]) -> dict[str, Any]:
-        """Return what text has and reasoning has not: the log probabilities of its tokens that have come since."""
-        if item["type"] != "message":
-            return {}
-        new = self._logprobs.take(self._num_messages - 1)
-        item["content"][0]["logprobs"] += new
-        return {"logprobs": new}
 
     def _end_item(self, status: str) -> None:
         if not self._is_open:
@@ -457,7 +456,7 @@ class ResponseReply:
             self._tell_item("response.function_call_arguments.done", item_id=item["id"], **fields)
         else:
             text = item["content"][0]["text"]
-            more = self._more_logprobs(item) and {"logprobs": item["content"][0]["logprobs"]}
+            more = {"logprobs": item["content"][0]["logprobs"]} if item["type"] == "message" else {}
             self._tell_part(f"response.{_text_kind(item)}.done", text=text, **more)
             self._tell_part("response.content_part.done", part=item["content"][0])
         self._tell_item("response.output_item.done", item=item)

@@ -16,11 +16,15 @@ _CONTINUING = frozenset(range(0x80, 0xC0))  # bytes of UTF-8 that no character b
 
 
 class Place(NamedTuple):
-    """Where a token's text begins, in characters, and how it reads there; a hidden token stands there by its name."""
+    """Where a token's text begins, in characters, and how it reads there; a hidden token stands there by its name.
+
+    num_chars: the characters of the text that it is, or is a part of.
+    """
 
     offset: int
     text: str
     token_id: int
+    num_chars: int
 
 
 def spelled(piece: str | bytes) -> str:
@@ -74,22 +78,24 @@ class TokenPlaces:
         return self._end_run(self._detokenizer.finish())
 
     def _place_hidden(self, token_id: int) -> Place:
-        return Place(self._offset, spelled(self._tokenizer.piece(token_id, skip_special_tokens=False)), token_id)
+        return Place(self._offset, spelled(self._tokenizer.piece(token_id, skip_special_tokens=False)), token_id, 0)
 
     def _place_text(self, token_id: int, piece: str) -> list[Place]:
         text = self._detokenizer.add([token_id])
         num_chars_before = max(len(text) - len(piece), 0)  # the start of a text may have less than the piece
         places = self._end_run(text[:num_chars_before])
-        places.append(Place(self._offset, text[num_chars_before:], token_id))
+        places.append(Place(self._offset, text[num_chars_before:], token_id, len(text) - num_chars_before))
         self._offset += len(text) - num_chars_before
         return places
 
     def _place_bytes(self, token_id: int, piece: bytes) -> Place:
         """Find the character that the first byte is part of: one that has begun, or the one behind it."""
-        index = len((self._detokenizer.held + piece[:1]).decode(errors="replace")) - 1
+        held = self._detokenizer.held
+        index = len((held + piece[:1]).decode(errors="replace")) - 1
+        num_chars = len((held + piece).decode(errors="replace")) - index
         if index and self._detokenizer.num_prompt_bytes:
             index -= 1  # what the prompt began and nobody ended is not in this text
-        place = Place(self._offset + index, _spelled_bytes(piece), token_id)
+        place = Place(self._offset + index, _spelled_bytes(piece), token_id, num_chars)
         self._offset += len(self._detokenizer.add([token_id]))
         return place
 
@@ -125,7 +131,8 @@ class TokenPlaces:
                 text = ""
             else:
                 text = spelled(piece) if is_text else _spelled_bytes(piece)
-            places.append(Place(offset, text, token_id))
+            num_chars = int(isinstance(piece, bytes) and index >= num_stripped)
+            places.append(Place(offset, text, token_id, num_chars))
         return places
 
 
@@ -150,6 +157,7 @@ def places_in_prompt(tokenizer: DetokenizerFactory, prompt: str, token_ids: Iter
         found = data.find(raw, position, position + len(raw) + (_MOST_SKIPPED_BYTES if raw.strip() else 0))
         if found < 0:
             found, raw = position, b""
-        places.append(Place(num_chars[found] - _goes_on(data, found), text, token_id))
+        offset = num_chars[found] - _goes_on(data, found)
+        places.append(Place(offset, text, token_id, num_chars[found + len(raw)] - offset))
         position = found + len(raw)
     return places

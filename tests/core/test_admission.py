@@ -1,0 +1,121 @@
+"""Who may start: by what fits now, and by what can be reserved."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from octavo.config import SchedulerConfig
+from octavo.core.admission import OptimisticAdmission, ReservationAdmission, create_admission
+from octavo.core.kv_cache_manager import NO_COMPUTED_BLOCKS, KVCacheManager
+from octavo.data.events import WaitReason
+from octavo.data.request import Request
+from octavo.errors import PromptTooLongError
+from octavo.sampling_params import SamplingParams
+
+
+def make(rule, *, num_blocks=4, **options):
+    manager = KVCacheManager(num_blocks, 4)
+    return create_admission(SchedulerConfig(admission=rule, **options), manager), manager
+
+
+def make_request(num_prompt, max_tokens=4, name="a"):
+    return Request(name, [1] * num_prompt, SamplingParams(max_tokens=max_tokens))
+
+
+def test_the_rule_is_chosen_by_name():
+    assert isinstance(make("optimistic")[0], OptimisticAdmission)
+    assert isinstance(make("reservation")[0], ReservationAdmission)
+
+
+def test_optimistic_a_prompt_and_one_token_must_fit():
+    admission, _ = make("optimistic")
+    admission.check_fits(make_request(15))
+    with pytest.raises(PromptTooLongError, match=r"16 tokens > 15 maximum.* KV cache of 16") as caught:
+        admission.check_fits(make_request(16))
+    assert caught.value.parameter == "prompt"
+    assert admission.open_step(0, 9) is None
+    assert admission.prefill_room == admission.largest_prefill == math.inf
+
+
+def test_optimistic_each_who_runs_keeps_a_block_to_grow():
+    admission, _ = make("optimistic")
+    request = make_request(9)  # 3 blocks of 4
+    assert admission.refusal(request, NO_COMPUTED_BLOCKS, 1) is None
+    assert admission.refusal(request, NO_COMPUTED_BLOCKS, 2) is WaitReason.NO_BLOCKS
+    assert admission.num_reserved_tokens(request) == 0
+
+
+def test_optimistic_who_fell_often_starts_with_all_it_may_need():
+    admission, _ = make("optimistic", max_num_preemptions=2)
+    request = make_request(9, max_tokens=8)  # 17 tokens, the newest of which needs no room
+    request.num_preemptions = 1
+    assert admission.num_reserved_tokens(request) == 0
+    request.num_preemptions = 2
+    assert admission.num_reserved_tokens(request) == 16
+    assert admission.refusal(request, NO_COMPUTED_BLOCKS, 0) is None
+    assert admission.refusal(request, NO_COMPUTED_BLOCKS, 1) is WaitReason.NO_BLOCKS
+    request.max_total_tokens = 18
+    assert admission.refusal(request, NO_COMPUTED_BLOCKS, 0) is WaitReason.NO_BLOCKS
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 16), (10, 10), (99, 16)])
+def test_reservation_all_of_a_request_must_fit_limit_and_cache(limit, expected):
+    admission, _ = make("reservation", max_batch_total_tokens=limit)
+    assert admission.max_total_tokens == (limit or 16)
+    admission.check_fits(make_request(expected - 4))
+    with pytest.raises(PromptTooLongError, match=f"together are {expected + 1} tokens; at most {expected}") as caught:
+        admission.check_fits(make_request(expected - 3))
+    assert caught.value.parameter == "max_tokens"
+
+
+def test_reservation_counts_tokens_and_whole_blocks():
+    admission, manager = make("reservation")
+    requests = [make_request(1, name=name) for name in "abc"]  # 5 tokens in 2 blocks each
+    for number, request in enumerate(requests[:2]):
+        assert admission.refusal(request, NO_COMPUTED_BLOCKS, 0) is None
+        admission.admitted(request, 1)
+        assert admission.num_reserved_total == 5 * (number + 1)
+    assert admission.refusal(requests[2], NO_COMPUTED_BLOCKS, 0) is WaitReason.NO_RESERVATION  # 6 blocks of 4
+    assert admission.num_reserved_tokens(requests[0]) == 0
+    admission.left(requests[0])
+    admission.left(requests[0])  # a second time returns nothing
+    assert admission.num_reserved_total == 5
+    assert admission.refusal(requests[2], NO_COMPUTED_BLOCKS, 0) is None
+    [block] = manager.pool.take(1)
+    manager.pool.quarantine(block)
+    assert admission.refusal(requests[2], NO_COMPUTED_BLOCKS, 0) is WaitReason.NO_RESERVATION
+
+
+def test_reservation_keeps_its_limit_of_tokens_to_the_last_one():
+    admission, _ = make("reservation", num_blocks=99, max_batch_total_tokens=20)
+    admission.admitted(make_request(6, name="a"), 6)
+    assert admission.refusal(make_request(6, name="b"), NO_COMPUTED_BLOCKS, 0) is None
+    assert admission.refusal(make_request(7, name="b"), NO_COMPUTED_BLOCKS, 0) is WaitReason.NO_RESERVATION
+
+
+def test_reservation_newcomers_share_what_a_step_may_prefill():
+    admission, _ = make("reservation", num_blocks=99, max_batch_prefill_tokens=10)
+    assert admission.largest_prefill == admission.prefill_room == 10
+    admission.admitted(make_request(6, name="a"), 6)
+    admission.admitted(make_request(3, name="b"), 3)
+    assert admission.prefill_room == 1
+    admission.open_step(2, 0)
+    assert (admission.largest_prefill, admission.prefill_room) == (10, 10)
+    unlimited, _ = make("reservation")
+    assert unlimited.largest_prefill == unlimited.prefill_room == math.inf
+
+
+def test_reservation_lets_a_share_of_the_running_gather_for_some_steps():
+    admission, _ = make("reservation", num_blocks=99, waiting_served_ratio=1.5, max_waiting_tokens=2)
+    gathering = WaitReason.GATHERING
+    assert admission.open_step(0, 1) is None  # nobody is held up for it
+    admission.admitted(make_request(1), 1)
+    assert [admission.open_step(3, 3) for _ in range(3)] == [gathering, gathering, None]
+    admission.admitted(make_request(1), 1)
+    assert admission.open_step(3, 3) is gathering
+    assert admission.open_step(3, 4) is None  # 3 * 1.5, rounded down
+    assert admission.open_step(1, 0) is None
+    fresh, _ = make("reservation", num_blocks=99, waiting_served_ratio=1.5, max_waiting_tokens=2)
+    assert [fresh.open_step(3, 3) for _ in range(3)] == [gathering, gathering, None]  # before the first is admitted

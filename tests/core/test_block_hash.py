@@ -1,0 +1,36 @@
+"""The chain of names: each is that of its tokens, behind the one before it."""
+
+from __future__ import annotations
+
+import itertools
+
+from octavo.core.block_hash import extend_block_hashes, hash_block_tokens
+
+
+def test_each_block_is_named_behind_the_one_before_it():
+    tokens, keys = list(range(100, 112)), ("salt:a",)
+    hashes: list[bytes] = []
+    extend_block_hashes(hashes, tokens[:9], 4, keys)
+    extend_block_hashes(hashes, tokens, 4, keys)
+    expected = [hash_block_tokens(None, tokens[:4], keys)]
+    for start in (4, 8):
+        expected.append(hash_block_tokens(expected[-1], tokens[start : start + 4], keys))
+    assert hashes == expected
+
+
+def test_another_function_may_give_the_names():
+    hashes: list[bytes] = []
+    extend_block_hashes(hashes, [1, 2, 3], 1, (), lambda parent, tokens, _keys: bytes([*(parent or b""), *tokens]))
+    assert hashes == [b"\1", b"\1\2", b"\1\2\3"]
+
+
+def test_lengths_are_part_of_a_name():
+    contents = [((), []), ((), [-1]), (("",), []), (("", ""), []), (("a",), []), (("a", ""), []), (("", "a"), [])]
+    names = {hash_block_tokens(None, tokens, keys) for keys, tokens in contents}
+    assert len(names) == len(contents)
+
+
+def test_keys_cannot_be_taken_for_tokens_or_for_one_another():
+    keys = [("ab", "c"), ("a", "bc"), ("abc",), ("abc", "")]
+    for first, second in itertools.combinations(keys, 2):
+        assert hash_block_tokens(None, [1], first) != hash_block_tokens(None, [1], second)

@@ -1,0 +1,218 @@
+"""Blocks of a pool alone: where each of them is, what is forgotten, and who is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.core.block_pool import BlockPool, HostBlockPool
+from octavo.data.glimpse import BlockState
+
+KEYS = ("salt:a",)
+
+
+def filled(pool, name, token, parent=None, extra_keys=()):
+    """Take a block and make its content findable under `name`; return the block."""
+    [block] = pool.take(1)
+    assert pool.register(block, name, (token,), parent, extra_keys) is block
+    return block
+
+
+def states(pool):
+    return [BlockState(state).name for state in pool.states()]
+
+
+def test_the_state_of_each_block():
+    pool = BlockPool(5)
+    _, cached, owned, shared, broken = blocks = [filled(pool, b"%d" % index, index) for index in range(5)]
+    pool.touch([shared])
+    pool.release([cached])
+    pool.evict(cached)
+    cached = filled(pool, b"again", 9)
+    pool.release([cached, blocks[0]])
+    pool.evict(blocks[0])
+    pool.quarantine(broken)
+    assert states(pool) == ["FREE", "CACHED", "OWNED", "SHARED", "QUARANTINED"]
+    assert pool.blocks[2] is owned
+    pool.touch([shared])
+    assert states(pool)[3] == "SHARED"
+    assert (pool.num_blocks, pool.num_usable_blocks, pool.num_free_blocks, pool.num_cached_blocks) == (5, 4, 2, 3)
+    assert pool.usage == 1 - 2 / 5
+
+
+def test_a_block_taken_for_new_content_has_another_link():
+    pool = BlockPool(1)
+    [block] = pool.take(1)
+    links = {block.link}
+    for _ in range(3):
+        pool.release([block])
+        pool.take(1)
+        links.add(block.link)
+    assert len(links) == 4
+    assert {block_id for block_id, _ in links} == {0}
+
+
+def test_a_block_is_found_by_its_hash_only_with_its_whole_content():
+    pool = BlockPool(2)
+    parent = filled(pool, b"p", 1)
+    block = filled(pool, b"b", 2, parent.link, KEYS)
+    assert pool.find(b"b", (2,), parent.link, KEYS) is block
+    assert pool.find(b"b", (3,), parent.link, KEYS) is None
+    assert pool.find(b"b", (2,), None, KEYS) is None
+    assert pool.find(b"b", (2,), parent.link) is None
+    assert pool.find(b"other", (2,), parent.link, KEYS) is None
+    assert pool.indexed(b"b") is block
+    assert pool.indexed(None) is None
+
+
+def test_a_second_block_of_one_content_stays_private_and_names_the_first():
+    pool = BlockPool(4)
+    first = filled(pool, b"a", 1)
+    second, third = pool.take(2)
+    assert pool.register(second, b"a", (1,), None) is first
+    assert second.hash is None
+    assert second.canonical == first.link
+    assert pool.register(third, b"a", (2,), None) is third  # another content of one hash: the first one stays
+    assert third.hash is None
+    assert third.canonical is None
+    pool.release([second])
+    [again] = pool.take(1)
+    assert again is second
+    assert again.canonical is None
+
+
+def orphan(pool):
+    """Return a findable block whose parent was given to other content, held."""
+    parent = filled(pool, b"p", 1)
+    child = filled(pool, b"c", 2, parent.link)
+    pool.release([parent])
+    taken = pool.take(pool.num_free_blocks)
+    assert parent in taken
+    pool.release([block for block in taken if block is not parent])
+    return child
+
+
+def test_a_held_block_that_no_lookup_reaches_makes_room_and_stays_with_its_holder():
+    pool = BlockPool(4)
+    child = orphan(pool)
+    fresh = filled(pool, b"new parent", 1)
+    [equal] = pool.take(1)
+    assert pool.register(equal, b"c", (2,), fresh.link) is equal
+    assert pool.find(b"c", (2,), fresh.link) is equal
+    assert (child.hash, child.token_ids, child.parent, child.ref_count) == (None, (), None, 1)
+    assert pool.num_free_blocks == 0
+    pool.release([child])
+    assert pool.free_list() == [child.block_id]
+
+
+def test_a_cached_block_that_no_lookup_reaches_makes_room_and_is_free():
+    pool = BlockPool(4)
+    child = orphan(pool)
+    fresh = filled(pool, b"new parent", 1)
+    [equal] = pool.take(1)
+    pool.release([child])
+    assert pool.cached_blocks() == [child]
+    assert pool.register(equal, b"c", (2,), fresh.link) is equal
+    assert pool.cached_blocks() == []
+    assert pool.free_list() == [child.block_id]
+    assert pool.num_cached_blocks == 2
+
+
+def test_a_block_that_a_lookup_reaches_is_no_orphan():
+    pool = BlockPool(3)
+    parent = filled(pool, b"p", 1)
+    child = filled(pool, b"c", 2, parent.link)
+    [equal] = pool.take(1)
+    assert pool.register(equal, b"c", (2,), parent.link) is child
+    assert child.hash == b"c"
+
+
+def test_renewed_is_only_what_is_cached_and_still_the_same():
+    pool = BlockPool(3)
+    first, second, third = (filled(pool, b"%d" % index, index) for index in range(3))
+    link = first.link
+    pool.release([first, second])
+    pool.renew(third.link)  # held
+    pool.renew((first.block_id, first.generation - 1))
+    assert pool.cached_blocks() == [first, second]
+    pool.renew(link)
+    assert pool.cached_blocks() == [second, first]
+
+
+def test_a_private_block_given_back_renews_the_one_that_stands_for_it():
+    pool = BlockPool(3)
+    first, other = filled(pool, b"a", 1), filled(pool, b"b", 2)
+    [private] = pool.take(1)
+    pool.register(private, b"a", (1,), None)
+    pool.release([first, other])
+    pool.release([private])
+    assert pool.cached_blocks() == [other, first]
+    assert pool.free_list() == [private.block_id]
+
+
+def test_evicted_is_free_told_of_and_found_no_more():
+    told: list[int] = []
+    pool = BlockPool(2, told.append)
+    block = filled(pool, b"a", 1)
+    pool.release([block])
+    pool.evict(block)
+    assert told == [block.block_id]
+    assert pool.find(b"a", (1,), None) is None
+    assert (block.hash, block.token_ids, block.parent, block.extra_keys) == (None, (), None, ())
+    assert block.block_id in pool.free_list()
+    assert pool.cached_blocks() == []
+    assert pool.num_free_blocks == 2
+
+
+def test_reset_frees_what_is_cached_and_counts_quarantined_blocks_as_nobodys():
+    pool = BlockPool(4)
+    kept, *blocks = (filled(pool, b"%d" % index, index) for index in range(4))
+    pool.release(blocks[:2])
+    pool.quarantine(blocks[2])
+    assert not pool.reset()
+    assert len(pool.cached_blocks()) == 2
+    pool.release([kept])
+    assert pool.reset()
+    assert sorted(pool.free_list()) == sorted(block.block_id for block in (kept, *blocks[:2]))
+    assert pool.num_cached_blocks == 0
+    assert pool.cached_blocks() == []
+
+
+@pytest.mark.parametrize("place", ["free", "cached", "held", "held without content"])
+def test_a_block_in_quarantine_is_nowhere_else_and_never_comes_back(place):
+    pool = BlockPool(3)
+    [block] = pool.take(1)
+    if place in {"cached", "held"}:
+        pool.register(block, b"a", (1,), None)
+    if place in {"cached", "free"}:
+        pool.release([block])
+    pool.quarantine(block)
+    assert pool.quarantined == {block.block_id}
+    assert block.block_id not in pool.free_block_ids()
+    assert (block.hash, pool.num_cached_blocks, pool.indexed(b"a")) == (None, 0, None)
+    assert (block.token_ids, block.parent, block.extra_keys) == ((), None, ())
+    if block.ref_count:
+        pool.release([block])
+    assert pool.num_free_blocks == 2
+    assert block not in pool.take(2)
+    assert pool.num_usable_blocks == 2
+
+
+def test_quarantine_of_a_block_that_another_one_stands_for_leaves_the_other():
+    pool = BlockPool(2)
+    block = filled(pool, b"a", 1)
+    pool.quarantine(block)
+    fresh = filled(pool, b"a", 1)
+    pool.quarantine(block)
+    assert pool.indexed(b"a") is fresh
+
+
+def test_host_blocks():
+    pool = HostBlockPool(3)
+    assert (pool.num_blocks, pool.num_free_blocks) == (3, 3)
+    assert pool.take(4) is None
+    assert pool.take(2) == [0, 1]
+    assert pool.num_free_blocks == 1
+    pool.release([0])
+    assert pool.take(2) == [0, 2]
+    assert pool.take(0) == []
+    assert pool.free_block_ids() == []

@@ -1,0 +1,44 @@
+"""What is remembered of blocks that could be found, and for how long."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.core.cache_history import CacheHistory, Miss, MissReason
+
+ROOT = (1, 2, 3)
+
+
+@pytest.fixture
+def history():
+    history = CacheHistory(10)
+    history.add(0, ROOT, b"root", None, ("salt:a",))
+    history.add(1, (4, 5, 6), b"child", b"root", ("salt:a",))
+    return history
+
+
+@pytest.mark.parametrize(
+    ("index", "tokens", "name", "parent", "keys", "expected"),
+    [
+        (0, ROOT, b"root", None, ("salt:a",), Miss(MissReason.EVICTED)),
+        (0, ROOT, b"root of b", None, ("salt:b",), Miss(MissReason.OTHER_SALT)),
+        (1, ROOT, b"elsewhere", None, ("salt:b",), Miss(MissReason.EVICTED)),  # as the first child of its parent
+        (0, (1, 2, 9), b"other", None, ("salt:a",), Miss(MissReason.DIFFERENT_TOKEN, 2)),
+        (0, (1, 9, 3), b"other", None, ("salt:a",), Miss(MissReason.DIFFERENT_TOKEN, 1)),
+        (0, (9, 2, 3), b"other", None, ("salt:a",), Miss(MissReason.NEVER_SEEN)),
+        (1, (4, 5, 9), b"other", b"root", ("salt:a",), Miss(MissReason.DIFFERENT_TOKEN, 5)),
+        (1, (4, 5, 6), b"other", b"unknown", ("salt:a",), Miss(MissReason.NEVER_SEEN)),
+    ],
+)
+def test_why_a_block_was_not_found(history, index, tokens, name, parent, keys, expected):
+    assert history.why_missed(index, tokens, name, parent, keys) == expected
+
+
+def test_the_oldest_is_forgotten_first_and_what_comes_again_is_new():
+    history = CacheHistory(2)
+    for token in (1, 2, 1, 3):
+        history.add(token, (token,), b"%d" % token, b"%d" % token, ("a",))
+    for token, expected in ((1, "other salt"), (2, "never seen"), (3, "other salt")):
+        assert history.why_missed(token, (token,), b"other", None, ("b",)).reason == expected
+        assert (history.why_missed(9, (9,), b"%d" % token, None, ()).reason == "evicted") == (token != 2)
+        assert (history.why_missed(9, (token,), b"other", b"%d" % token, ()).reason == "evicted") == (token != 2)

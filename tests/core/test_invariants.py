@@ -1,0 +1,360 @@
+"""Each invariant, broken on purpose: the breach is found, by its number and with its blocks, and no other is."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.core import invariants
+from octavo.core.block_pool import Block
+from octavo.data.request import RequestStatus
+
+
+class Store:
+    """A connector that offers 8 tokens to whoever is named so."""
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return max(8 - num_computed_tokens, 0) if request.request_id.startswith("loads") else 0
+
+    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
+        pass
+
+    def request_finished(self, request, block_ids):
+        pass
+
+
+@pytest.fixture
+def core(make_core):
+    """One who decodes in three blocks, one preempted whose KV is in host memory, one who loads, one who waits."""
+    core = make_core(num_blocks=12, num_host_blocks=8, preemption="swap", max_num_seqs=2, connector=Store())
+    core.add("runs", 9, max_tokens=4)
+    core.add("swapped", 5)
+    core.step()
+    core.scheduler.preempt_requests(["swapped"])
+    core.scheduler.schedule()
+    core.scheduler.finish_requests(["swapped"], RequestStatus.FINISHED_ABORTED)
+    core.add("loads", list(range(12)))
+    core.step()
+    core.add("swapped", 5)
+    assert core.scheduler.kv_cache_manager.swap_out(core.scheduler.requests["runs"])
+    saved = core.scheduler.kv_cache_manager._saved
+    saved["swapped"] = saved.pop("runs")
+    core.scheduler.requests["swapped"].status = RequestStatus.PREEMPTED
+    core.add("waits", 7)
+    assert breaches(core) == []
+    return core
+
+
+def breaches(core):
+    return [(breach.invariant, breach.block_ids) for breach in invariants.check(core.scheduler)]
+
+
+def pool_of(core):
+    return core.scheduler.kv_cache_manager.pool
+
+
+def request_of(core, name):
+    return core.scheduler.requests[name]
+
+
+def table_of(core, name):
+    return request_of(core, name).sequence.block_table
+
+
+# --- 1, 2, 5: blocks --------------------------------------------------------------------------------------------------
+
+
+def test_a_block_in_two_places(core):
+    pool = pool_of(core)
+    pool._free.append(pool._free[0])
+    assert breaches(core) == [(1, (pool._free[0].block_id,))]
+
+
+def test_a_block_in_no_place(core):
+    lost = pool_of(core)._free.pop()
+    assert breaches(core) == [(1, (lost.block_id,))]
+
+
+def test_a_block_in_two_places_for_another_in_none(core):
+    pool = pool_of(core)
+    lost, doubled = pool._free[:2]
+    pool._free[0] = doubled
+    assert breaches(core) == [(1, tuple(sorted((lost.block_id, doubled.block_id))))]
+
+
+def test_a_block_that_is_none_of_the_pool(core):
+    pool_of(core)._free.append(Block(99))
+    assert breaches(core) == [(1, ())]
+
+
+def test_a_quarantined_block_is_in_one_place_held_or_not(core):
+    pool = pool_of(core)
+    held = pool.blocks[table_of(core, "runs")[1]]
+    for block in (held, pool._free[0]):
+        pool.quarantine(block)
+    assert breaches(core) == []
+    pool._free.append(held)
+    assert breaches(core) == [(1, (held.block_id,))]
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_reference_too_few_or_too_many(core, change):
+    last = table_of(core, "runs")[-1]
+    pool_of(core).blocks[last].ref_count += 3
+    table_of(core, "swapped")  # holds none
+    assert breaches(core) == [(2, (last,)), (4, (last,))]
+    loaded = table_of(core, "loads")[0]
+    pool_of(core).blocks[last].ref_count -= 3
+    pool_of(core).blocks[loaded].ref_count += change
+    found = breaches(core)
+    assert found[0] == (2, (loaded,))
+    [breach] = [each for each in invariants.check(core.scheduler) if each.invariant == 2]
+    assert str([(loaded, 2 + change, 2)]) in breach.message
+
+
+def test_references_of_a_quarantined_block_are_not_counted(core):
+    block = pool_of(core).blocks[table_of(core, "runs")[0]]
+    pool_of(core).quarantine(block)
+    block.ref_count += 1
+    assert breaches(core) == []
+
+
+def test_a_hash_that_leads_to_another_block(core):
+    pool = pool_of(core)
+    first, second = (pool.blocks[block_id] for block_id in table_of(core, "runs")[:2])
+    pool._index[first.hash] = second
+    assert breaches(core) == [(5, (first.block_id,))]
+
+
+def test_an_entry_of_the_index_whose_block_has_no_hash(core):
+    pool_of(core)._index[b"left behind"] = pool_of(core).blocks[0]
+    assert breaches(core) == [(5, ())]
+
+
+@pytest.mark.parametrize("token_ids", [(1, 2, 3), (1, 2, 3, 4, 5)])
+def test_a_findable_block_that_is_not_full(core, token_ids):
+    block = pool_of(core).blocks[table_of(core, "runs")[0]]
+    block.token_ids = token_ids
+    assert breaches(core) == [(5, (block.block_id,))]
+
+
+# --- 3, 4: block tables -----------------------------------------------------------------------------------------------
+
+
+def test_a_table_is_as_long_as_what_is_computed_needs(core):
+    request = request_of(core, "runs")
+    assert (len(request.sequence.block_table), request.num_computed_tokens) == (3, 10)
+    pool = pool_of(core)
+    pool.release([pool.blocks[request.sequence.block_table.pop()]])
+    assert breaches(core) == [(3, ())]
+    request.num_computed_tokens = 8
+    assert breaches(core) == []
+
+
+def test_a_table_is_no_longer_than_its_request_can_ever_need(core):
+    request = request_of(core, "runs")  # 9 tokens and at most 4 more: 4 blocks
+    for expected in ([], [(3, ())]):
+        [block] = pool_of(core).take(1)
+        request.sequence.block_table.append(block.block_id)
+        assert breaches(core) == expected
+    request.spec_token_ids = [1] * 7
+    assert breaches(core) == []  # drafts count
+    request.spec_token_ids = []
+    request.max_total_tokens = 17
+    assert breaches(core) == []
+
+
+def test_a_block_twice_in_a_table(core):
+    table = table_of(core, "runs")
+    table.append(table[0])
+    pool_of(core).blocks[table[0]].ref_count += 1
+    assert breaches(core) == [(3, tuple(table)), (4, (table[0],))]
+
+
+def test_what_is_still_to_be_written_cannot_be_found(core):
+    pool, table = pool_of(core), table_of(core, "runs")
+    block = pool.blocks[table[2]]
+    pool.register(block, b"too early", (1, 2, 3, 4), None)
+    assert breaches(core) == [(4, (block.block_id,))]
+    request_of(core, "runs").num_computed_tokens = 11
+    request_of(core, "runs").sequence.token_ids += [1, 2]
+    assert breaches(core) == [(4, (block.block_id,))]
+    request_of(core, "runs").num_computed_tokens = 12
+    assert breaches(core) == []
+
+
+def test_what_is_still_to_be_written_is_held_once_and_by_its_transfer(core):
+    pool, table = pool_of(core), table_of(core, "loads")
+    request_of(core, "loads").status = RequestStatus.RUNNING
+    assert [each for each in breaches(core) if each[0] == 4] == [(4, (block_id,)) for block_id in table]
+    request_of(core, "loads").status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    pool.blocks[table[1]].ref_count += 1
+    assert breaches(core) == [(2, (table[1],)), (4, (table[1],))]
+
+
+# --- 1, 10: host memory -----------------------------------------------------------------------------------------------
+
+
+def test_a_host_block_in_no_place_or_in_two(core):
+    host = core.scheduler.kv_cache_manager.host
+    lost = host._free.pop()
+    assert breaches(core) == [(1, ())]
+    host._free += [lost, lost]
+    assert breaches(core) == [(1, ())]
+
+
+def test_kv_in_host_memory_is_of_the_preempted(core):
+    request_of(core, "swapped").status = RequestStatus.WAITING
+    assert breaches(core) == [(10, ())]
+    saved = core.scheduler.kv_cache_manager._saved
+    saved["nobody"] = saved.pop("swapped")
+    assert breaches(core) == [(10, ())]
+
+
+# --- 9 to 12: requests ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "status"), [("waits", "RUNNING"), ("runs", "WAITING"), ("runs", "PREEMPTED"), ("loads", "RUNNING")]
+)
+def test_a_request_is_where_its_status_says(core, name, status):
+    request_of(core, name).status = RequestStatus[status]
+    found = {invariant for invariant, _ in breaches(core)}
+    assert found == ({12, 4} if name == "loads" else {12})  # what loads holds its blocks twice
+
+
+def test_who_waits_holds_nothing(core):
+    request = request_of(core, "waits")
+    request.spec_token_ids = [1]
+    core.scheduler.room.num_tokens += 1
+    assert breaches(core) == [(10, ())]
+    core.scheduler.room.num_tokens -= 1
+    request.spec_token_ids = []
+    [block] = pool_of(core).take(1)
+    request.sequence.block_table.append(block.block_id)
+    assert breaches(core) == [(10, ())]
+    request.sequence.block_table.clear()
+    pool_of(core).release([block])
+    request.num_computed_tokens = 1
+    assert breaches(core) == [(3, ()), (10, ())]
+
+
+@pytest.mark.parametrize("num_computed", [-1, 11])
+def test_who_runs_has_something_left_to_compute(core, num_computed):
+    request = request_of(core, "runs")
+    assert request.num_tokens == 11
+    request.num_computed_tokens = num_computed
+    found = breaches(core)
+    assert found[-1] == (9, ())
+    assert {invariant for invariant, _ in found} <= {4, 9}  # at -1 its last block but one is to be written again
+
+
+def test_who_runs_may_have_nothing_computed_yet(core):
+    request = request_of(core, "runs")
+    pool = pool_of(core)
+    pool.release([pool.blocks[block_id] for block_id in reversed(request.sequence.block_table)])
+    request.sequence.block_table.clear()
+    request.num_computed_tokens = 0
+    assert breaches(core) == []
+
+
+@pytest.mark.parametrize("place", ["running", "waiting", "loading"])
+def test_a_request_in_no_place_or_in_two(core, place):
+    scheduler = core.scheduler
+    request = request_of(core, {"running": "runs", "waiting": "waits", "loading": "loads"}[place])
+    if place == "running":
+        scheduler.running.append(request)
+        scheduler.config = scheduler.config.__class__(max_num_seqs=8)
+    elif place == "waiting":
+        scheduler.room._parked["again"] = type("Parked", (), {"request": request})()
+        scheduler.room.num_tokens += request.num_tokens
+    else:
+        scheduler.transfers._loads[77] = scheduler.transfers._loads[0]
+        scheduler.config = scheduler.config.__class__(max_num_seqs=8)
+    assert breaches(core) == [(12, ())]
+    if place == "waiting":
+        scheduler.room._parked.clear()
+        scheduler.room.remove(request)
+        scheduler.room.num_tokens += request.num_tokens
+    elif place == "running":
+        scheduler.running.clear()
+    else:
+        scheduler.transfers._loads.clear()
+    [breach] = [each for each in invariants.check(scheduler) if each.invariant == 12]
+    assert f"in no place or in several: {{{request.request_id!r}}}, " in breach.message
+
+
+# --- 13, 14: limits ---------------------------------------------------------------------------------------------------
+
+
+def test_no_more_run_and_load_than_there_are_seats(core):
+    scheduler = core.scheduler
+    assert len(scheduler.running) + len(scheduler.transfers) == scheduler.config.max_num_seqs
+    scheduler.config = scheduler.config.__class__(max_num_seqs=1)
+    [breach] = invariants.check(scheduler)
+    assert breach.invariant == 13
+    assert breach.message == "1 run, 1 load; the limit is 1"
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_the_number_of_waiting_tokens_is_their_sum(core, change):
+    core.scheduler.room.num_tokens += change
+    assert breaches(core) == [(13, ())]
+
+
+def test_reservations_are_those_of_who_runs_and_loads(make_core):
+    core = make_core(num_blocks=12, admission="reservation", max_batch_total_tokens=40, connector=Store())
+    core.add("runs", 9, max_tokens=4)
+    core.add("loads", 12, max_tokens=15)
+    core.step()
+    admission = core.scheduler.admission
+    assert admission.num_reserved_total == 40
+    assert breaches(core) == []
+    admission.num_reserved_total -= 1
+    assert breaches(core) == [(13, ())]
+    admission.num_reserved_total += 2
+    assert breaches(core) == [(13, ()), (13, ())]
+
+
+def test_who_waits_can_fit(core):
+    request = request_of(core, "waits")
+    room, capacity = core.scheduler.room, core.scheduler.kv_cache_manager.capacity_tokens
+    for num_tokens, expected in ((capacity + 1, []), (capacity + 2, [(14, ())])):
+        room.num_tokens += num_tokens - request.num_tokens
+        request.sequence.token_ids[:] = [1] * num_tokens
+        assert breaches(core) == expected
+
+
+# --- 18: idle ---------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_held_by_nobody(make_core):
+    core = make_core(num_blocks=4)
+    core.add("a", 5, max_tokens=1)
+    core.run()
+    blocks = pool_of(core).take(2)
+    ids = tuple(sorted(block.block_id for block in blocks))
+    assert breaches(core) == [(2, ids), (18, ids)]
+    for block in blocks:
+        pool_of(core).quarantine(block)
+    assert breaches(core) == []
+
+
+def test_nothing_is_kept_of_who_is_gone(make_core):
+    core = make_core(num_blocks=4)
+    core.scheduler._builder._num_sent_tokens["gone"] = 3
+    assert breaches(core) == [(18, ())]
+    core.add("a", 5)
+    core.step()
+    assert breaches(core) == []  # somebody is there: it is not looked at
+
+
+def test_blocks_of_a_transfer_may_be_held_when_nobody_is_there(make_core):
+    core = make_core(num_blocks=4)
+    manager = core.scheduler.kv_cache_manager
+    blocks = manager.pool.take(1)
+    manager.pin(7, [blocks[0].block_id])
+    manager.pool.release(blocks)
+    core.scheduler._builder._num_sent_tokens["gone"] = 3
+    assert breaches(core) == []
+    manager.unpin(7)
+    assert breaches(core) == [(18, ())]

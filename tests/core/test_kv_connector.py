@@ -1,0 +1,9 @@
+from __future__ import annotations
+
+from octavo.core.kv_connector import NullConnector
+from octavo.data.request import Request
+from octavo.sampling_params import SamplingParams
+
+
+def test_nothing_is_stored_elsewhere():
+    assert NullConnector().get_num_new_matched_tokens(Request("a", [1, 2, 3], SamplingParams()), 0) == 0

@@ -1,0 +1,352 @@
+"""What a scheduler tells of itself, what it refuses, and when it looks into its books."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.config import CacheConfig
+from octavo.core.scheduler import Scheduler
+from octavo.data import events
+from octavo.data.model_output import ModelOutput
+from octavo.data.request import Request, RequestStatus
+from octavo.errors import PromptTooLongError, RequestError
+from octavo.sampling_params import SamplingParams
+
+
+class Clock:
+    """Shows the time it is set to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Store:
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return 8 if request.request_id.startswith("loads") and not num_computed_tokens else 0
+
+    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
+        pass
+
+    def request_finished(self, request, block_ids):
+        pass
+
+
+def told(core, kind):
+    """Return the events of a kind without step and time."""
+    return [tuple(getattr(event, name) for name in event.__slots__) for event in core.log.of_type(kind)]
+
+
+# --- arrivals ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_refused_changes_nothing(make_core):
+    core = make_core(num_blocks=4, max_model_len=14, max_num_waiting=1)
+    core.add("a", 3, max_tokens=99)
+    for name, prompt, error in (("a", 3, "in use"), ("b", [], "empty"), ("b", 15, "14"), ("b", 3, "full")):
+        request = Request(name, [1] * prompt if prompt else [], SamplingParams(max_tokens=7))
+        with pytest.raises(RequestError, match=error):
+            core.scheduler.add_request(request)
+        assert request.max_total_tokens == (prompt or 0) + 7
+    assert list(core.scheduler.requests) == ["a"]
+    with pytest.raises(RequestError) as caught:
+        core.scheduler.add_request(Request("a", [1], SamplingParams()))
+    assert caught.value.parameter == "request_id"
+    with pytest.raises(RequestError) as caught:
+        core.scheduler.add_request(Request("b", [], SamplingParams()))
+    assert caught.value.parameter == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_model_len", "expected"), [(99, 14, 14), (99, 999, 102), (3, 999, 13), (3, 12, 12)]
+)
+def test_a_request_ends_where_length_and_cache_do(make_core, num_blocks, max_model_len, expected):
+    core = make_core(num_blocks=num_blocks, max_model_len=max_model_len)
+    assert core.add("a", 3, max_tokens=99).max_total_tokens == expected
+
+
+def test_under_reservation_all_of_it_must_fit_the_models_length_first(make_core):
+    core = make_core(num_blocks=3, max_model_len=10, admission="reservation")
+    core.add("a", 3, max_tokens=99)
+    core = make_core(num_blocks=3, max_model_len=13, admission="reservation")
+    with pytest.raises(PromptTooLongError):
+        core.add("a", 3, max_tokens=99)
+
+
+def test_without_host_memory_and_a_store_there_is_none(make_core):
+    core = make_core()
+    scheduler = Scheduler(
+        core.scheduler.config, CacheConfig(block_size=4), num_blocks=4, max_model_len=99, clock=Clock()
+    )
+    assert scheduler.kv_cache_manager.host.num_blocks == 0
+    assert not scheduler.transfers.has_store
+    assert make_core(connector=Store()).scheduler.transfers.has_store
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def busy(make_core):
+    """One who decodes, one whose prompt is cut, one who loads, one who waits."""
+    core = make_core(max_num_seqs=3, max_num_batched_tokens=20, connector=Store(), num_blocks=40)
+    core.add("decodes", 5)
+    core.step()
+    core.add("loads", 12)
+    core.add("cut", 30)
+    core.add("waits", 6)
+    core.step()
+    return core
+
+
+def test_counts_and_statistics(busy):
+    scheduler = busy.scheduler
+    assert scheduler.get_request_counts() == (2, 2)
+    assert scheduler.get_num_unfinished_requests() == 4
+    stats = scheduler.get_stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_steps) == (2, 2, 2)
+    assert (stats.total_tokens_scheduled, stats.total_tokens_generated, stats.total_finished) == (25, 2, 0)
+    pool = scheduler.kv_cache_manager.pool
+    assert stats.kv_cache_usage == pool.usage == 1 - pool.num_free_blocks / 40 > 0
+    assert stats.num_cached_blocks == pool.num_cached_blocks > 0
+    [first, second] = busy.log.of_type(events.StepScheduled)
+    assert (first.num_running, first.num_waiting) == (1, 0)
+    assert (second.num_scheduled_tokens, second.num_tokens) == ({"decodes": 1, "cut": 19}, 20)
+    assert (second.num_running, second.num_waiting, second.kv_cache_usage) == (2, 2, pool.usage)
+
+
+def test_records_are_counted_in_every_part(busy):
+    scheduler = busy.scheduler
+    assert scheduler._builder.num_records == 2
+    assert scheduler.transfers.num_records == 1
+    assert scheduler.room.num_records == 1
+    assert scheduler.num_kept_records == 2 + 1 + 1 + scheduler.kv_cache_manager.num_tracked_requests
+
+
+def test_the_map_of_blocks_names_their_holders(busy):
+    found = busy.scheduler.block_map()
+    assert found.block_size == 4
+    assert found.states == busy.scheduler.kv_cache_manager.pool.states()
+    requests = busy.scheduler.requests
+    assert found.holders == {name: requests[name].sequence.block_table for name in ("decodes", "loads", "cut")}
+    assert found.holders["cut"] is not requests["cut"].sequence.block_table
+
+
+def test_there_is_work_while_anything_is_to_be_told(make_core):
+    core = make_core(num_blocks=2)
+    scheduler = core.scheduler
+    assert scheduler.has_work() is False
+    core.add("a", 3)
+    assert scheduler.has_work() is True
+    core.step()
+    scheduler.abort_request("a")
+    assert scheduler.has_work() is True  # the worker has to hear of it
+    core.step()
+    assert scheduler.has_work() is False
+    core = make_core(connector=Store())
+    request = core.add("loads", 12)
+    core.scheduler.schedule()
+    core.scheduler.transfers.cancel(request, "cancelled")
+    core.scheduler.requests.clear()
+    assert core.scheduler.has_work() is True
+    core.scheduler.transfers.take_cancels()
+    assert core.scheduler.has_work() is False
+    core.scheduler._news.append(object())
+    assert core.scheduler.has_work() is True
+
+
+# --- the books --------------------------------------------------------------------------------------------------------
+
+
+def test_books_are_checked_when_idle_and_every_ten_seconds(make_core):
+    clock = Clock()
+    core = make_core(num_blocks=4, clock=clock)
+    core.add("a", 3)
+    assert core.scheduler.check_when_idle() == []
+    core.scheduler.abort_request("a")
+    core.run()
+    pool = core.scheduler.kv_cache_manager.pool
+    first, second = pool.take(2)
+    clock.now = 3.0
+    breaches = core.scheduler.check_when_idle()
+    assert [breach.invariant for breach in breaches] == [2, 18]
+    ids = (first.block_id, second.block_id)
+    messages = [f"invariant {breach.invariant}: {breach.message}" for breach in breaches]
+    assert told(core, events.BlocksQuarantined) == [(tuple(sorted(ids)), messages[0]), ((), messages[1])]
+    assert [event.time for event in core.log.of_type(events.BlocksQuarantined)] == [3.0, 3.0]
+    assert pool.quarantined == set(ids)
+    core.scheduler._builder._num_sent_tokens["gone"] = 1
+    clock.now = 12.9
+    assert core.scheduler.check_when_idle() == []
+    clock.now = 13.0
+    assert [breach.invariant for breach in core.scheduler.check_when_idle()] == [18]
+
+
+def test_books_are_not_looked_into_while_anything_is_to_be_done(make_core):
+    core = make_core(num_blocks=4)
+    core.add("a", 3)
+    core.scheduler.kv_cache_manager.pool.take(1)
+    assert core.scheduler.check_when_idle() == []
+    core.scheduler.abort_request("a")
+    core.run()
+    assert len(core.scheduler.check_when_idle()) == 2
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_result_of_another_step_is_told_of_and_dropped(make_core):
+    clock = Clock()
+    core = make_core(clock=clock)
+    core.add("a", 3)
+    scheduled = core.scheduler.schedule()
+    result = core.compute(scheduled)
+    clock.now = 4.0
+    assert core.scheduler.update_from_output(scheduled, ModelOutput(7, {"a": [1]})) == []
+    assert told(core, events.StaleResultDropped) == [("result of step 7 in step 1",)]
+    assert core.log.of_type(events.StaleResultDropped)[0].time == 4.0
+    assert len(core.scheduler.update_from_output(scheduled, result)) == 1
+    assert core.scheduler.update_from_output(scheduled, result) == []
+    assert core.scheduler.fail_step(scheduled, "late") == []
+    assert core.log.of_type(events.StepFailed) == []
+
+
+def test_a_step_that_failed_is_told_of_and_its_result_comes_too_late(make_core):
+    clock = Clock()
+    core = make_core(clock=clock)
+    core.add("a", 3)
+    scheduled = core.scheduler.schedule()
+    clock.now = 2.0
+    [output] = core.scheduler.fail_step(scheduled, "out of memory")
+    assert (output.request_id, output.error) == ("a", "out of memory")
+    assert told(core, events.StepFailed) == [("out of memory",)]
+    assert core.log.of_type(events.StepFailed)[0].time == 2.0
+    assert core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {"a": [1]})) == []
+
+
+def test_how_long_a_step_took_is_learned_from_its_begin_to_its_result(make_core):
+    clock = Clock()
+    core = make_core(clock=clock)
+    learned = []
+    core.scheduler._batching.learn = learned.append
+    core.add("a", 3)
+    clock.now = 5.0
+    scheduled = core.scheduler.schedule()
+    clock.now = 7.5
+    core.scheduler.update_from_output(scheduled, core.compute(scheduled))
+    assert learned == [2.5]
+
+
+# --- a step -----------------------------------------------------------------------------------------------------------
+
+
+def test_who_is_preempted_as_told_is_so_once_and_for_nobody(make_core):
+    core = make_core(policy="priority")
+    request = core.add("a", 3)
+    core.add("waits", 3)
+    core.scheduler.preempt_requests(["a", "unknown"])
+    core.step()  # neither ran
+    assert core.log.of_type(events.RequestPreempted) == []
+    core.scheduler.preempt_requests(["a"])
+    core.step()
+    core.step()
+    assert request.num_preemptions == 1
+    assert told(core, events.RequestPreempted) == [("a", 3, False, "")]
+    assert core.log.of_type(events.RequestPreempted)[0].request_id == "a"
+
+
+def test_who_falls_for_want_of_blocks_falls_for_somebody_and_by_the_policy(make_core):
+    core = make_core(num_blocks=5, block_size=4, policy="priority")
+    core.add("a", 8, max_tokens=9, priority=0)
+    core.add("b", 5, max_tokens=9, priority=1)
+    core.step()
+    core.scheduler.kv_cache_manager.pool.take(1)  # the last free one
+    core.step()
+    [event] = core.log.of_type(events.RequestPreempted)
+    assert (event.request_id, event.beneficiary, event.policy) == ("b", "a", "priority")
+    assert (event.num_lost_tokens, event.swapped) == (5, False)
+
+
+def test_why_the_head_of_the_queue_waits_is_told_once_for_each_reason(make_core):
+    core = make_core(max_num_seqs=1)
+    core.add("a", 3, max_tokens=5)
+    core.add("b", 3, max_tokens=1)
+    for _ in range(3):
+        core.step()
+    assert told(core, events.RequestBlocked) == [(events.WaitReason.NO_SEAT,)]
+    core.scheduler.preempt_requests(["a"])
+    core.step()
+    assert [event.request_id for event in core.log.of_type(events.RequestBlocked)] == ["b", "a"]
+    assert core.log.of_type(events.RequestBlocked)[1].reason is events.WaitReason.PREEMPTING
+
+
+def test_who_waits_for_budget_for_blocks_and_for_a_reservation_says_so(make_core):
+    core = make_core(max_num_batched_tokens=8)
+    core.add("a", 20)
+    core.add("b", 3)
+    core.step()
+    assert told(core, events.RequestBlocked) == [(events.WaitReason.NO_BUDGET,)]
+    core = make_core(num_blocks=4)
+    core.add("a", 9)
+    core.add("b", 9)
+    core.step()
+    assert told(core, events.RequestBlocked) == [(events.WaitReason.NO_BLOCKS,)]
+    core = make_core(num_blocks=4, admission="reservation")
+    core.add("a", 3, max_tokens=8)
+    core.add("b", 3, max_tokens=8)
+    core.step()
+    assert told(core, events.RequestBlocked) == [(events.WaitReason.NO_RESERVATION,)]
+
+
+def test_who_waits_for_a_block_is_told_of_when_it_goes_and_comes(make_core):
+    core = make_core(long_prefill_token_threshold=4)
+    prompt = list(range(9))
+    core.add("a", prompt)
+    core.add("b", prompt)
+    core.step()
+    core.step()
+    assert told(core, events.RequestParked)[0] == ("a",)
+    assert core.log.of_type(events.RequestParked)[0].request_id == "b"
+    assert told(core, events.RequestUnparked)[0] == (False,)
+
+
+def test_nobody_parks_behind_a_less_important_one(make_core):
+    for policy, is_parked in (("priority", False), ("fair", True), ("fcfs", True)):
+        core = make_core(policy=policy, ageing_s=None, long_prefill_token_threshold=4)
+        core.add("a", list(range(9)), priority=5, tenant="x")
+        core.step()
+        core.add("b", list(range(9)), priority=0, tenant="y")
+        core.step()
+        assert bool(core.log.of_type(events.RequestParked)) is is_parked
+
+
+def test_a_deadline_ends_at_its_very_moment(make_core):
+    clock = Clock()
+    core = make_core(clock=clock)
+    request = core.add("a", 3, deadline=5.0)
+    clock.now = 4.9
+    core.step()
+    clock.now = 5.0
+    scheduled = core.scheduler.schedule()
+    assert request.status is RequestStatus.FINISHED_ERROR
+    assert core.scheduler.running == []
+    [output] = core.scheduler.update_from_output(scheduled, core.compute(scheduled))
+    assert (output.request_id, output.finish_reason) == ("a", "error")
+    assert "deadline" in output.error
+
+
+def test_a_transfer_expires_after_the_time_that_it_may_take(make_core):
+    clock = Clock()
+    core = make_core(clock=clock, connector=Store(), kv_load_timeout_s=5.0)
+    request = core.add("loads", 12)
+    core.step()
+    clock.now = 4.9
+    core.step()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    clock.now = 5.0
+    scheduled = core.scheduler.schedule()
+    assert [event.outcome for event in core.log.of_type(events.KVLoadEnded)] == ["expired"]
+    assert request.status is RequestStatus.RUNNING  # computed here, at once
+    assert scheduled.kv_cancels == [0]

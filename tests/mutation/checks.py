@@ -1,0 +1,119 @@
+"""What judges a mutant: the unit tests of the core, then small worlds of the simulation. Each runs in this process.
+
+The tests are collected by pytest once. To judge a mutant a process forks, changes the function, and runs those checks
+that reach the changed line: nothing is imported again.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import CodeType, FrameType
+
+    from mutation.mutator import Module
+
+TESTS = Path(__file__).resolve().parents[1]
+WORLD_STEPS = 60
+_OPTIONS = ("-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-s", "-o", "addopts=")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A test or a world. passes: runs it in this process."""
+
+    name: str
+    passes: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What a check executed of the code as it is, by module, and the seconds that took."""
+
+    seconds: float
+    lines: dict[str, set[int]]
+
+
+class _Session:
+    """A plugin of pytest that hands over the collected tests instead of running them."""
+
+    def __init__(self, use: Callable[[list[Check]], None], num_worlds: int) -> None:
+        self._use = use
+        self._num_worlds = num_worlds
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Hand over tests and worlds."""
+        tests = [Check(item.nodeid, lambda item=item: _passes(item)) for item in session.items]
+        self._use([*tests, *_worlds(self._num_worlds)])
+        return True
+
+
+def with_checks(folder: Path, num_worlds: int, use: Callable[[list[Check]], None]) -> bool:
+    """Import the tests of a folder, and call `use` with them and some worlds; False where they cannot be imported."""
+    options = [*_OPTIONS, f"--confcutdir={folder}", "-m", "not slow and not performance", str(folder)]
+    return pytest.main(options, plugins=[_Session(use, num_worlds)]) == pytest.ExitCode.OK
+
+
+def _passes(item: pytest.Item) -> bool:
+    return not any(report.failed for report in runtestprotocol(item, log=False, nextitem=None))
+
+
+def _worlds(count: int) -> list[Check]:
+    from simulation.world import draw_config, run_world
+
+    def passes(name: str) -> bool:
+        try:
+            run_world(name, draw_config(random.Random(name), WORLD_STEPS))
+        except Exception:  # noqa: BLE001  whatever it raises, it does not pass
+            return False
+        return True
+
+    names = [f"world {index}" for index in range(count)]
+    return [Check(name, lambda name=name: passes(name)) for name in names]
+
+
+def reach_of(check: Check, modules: list[Module]) -> Reach:
+    """Run a check over the code as it is. Raises `SystemExit` where it fails."""
+    names = {str(module.path): module.name for module in modules}
+    lines: dict[str, set[int]] = {module.name: set() for module in modules}
+    watches: dict[CodeType, Any] = {}
+
+    def watch(frame: FrameType, _event: str, _argument: object) -> Any:
+        code = frame.f_code
+        if code not in watches:
+            name = names.get(code.co_filename)
+            watches[code] = None if name is None else _noting(code, lines[name])
+        return watches[code]
+
+    start = time.process_time()
+    sys.settrace(watch)
+    try:
+        is_good = check.passes()
+    finally:
+        sys.settrace(None)
+    if not is_good:
+        raise SystemExit(f"{check.name} fails without any mutant")
+    return Reach(time.process_time() - start, lines)
+
+
+def _noting(code: CodeType, lines: set[int]) -> Any:
+    """Note the lines of a function that are executed, while there are others left."""
+    rest = {line for _, _, line in code.co_lines() if line is not None}
+
+    def note(frame: FrameType, event: str, _argument: object) -> Any:
+        if event == "line":
+            lines.add(frame.f_lineno)
+            rest.discard(frame.f_lineno)
+        return note if rest else None
+
+    return note

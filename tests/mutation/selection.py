@@ -1,0 +1,65 @@
+"""Which mutants are judged, and which of them are known to change nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mutation.mutator import SOURCE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from mutation.mutator import Mutant
+
+EQUIVALENT = Path(__file__).with_name("equivalent.toml")
+Key = tuple[str, str, str, str]
+
+
+def key_of(mutant: Mutant) -> Key:
+    """Name a mutant by what it changes, not by where that stands: other lines of the file may change."""
+    return mutant.module.path.name, mutant.function, mutant.before, mutant.after
+
+
+def read_equivalent(text: str) -> dict[Key, str]:
+    """Read the mutants that no test can see, each with its reason."""
+    return {
+        (entry["file"], entry["function"], entry["before"], after): entry["reason"]
+        for entry in tomllib.loads(text).get("mutant", [])
+        for after in entry["after"]
+    }
+
+
+def of_changed_lines(mutants: Iterable[Mutant], diff: str) -> list[Mutant]:
+    """Return those of statements of which a diff without context adds or changes a line."""
+    changed: defaultdict[str, set[int]] = defaultdict(set)
+    name = ""
+    for line in diff.splitlines():
+        if line.startswith("+++ "):
+            name = Path(line.removeprefix("+++ ")).name
+        elif found := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line):
+            start, count = int(found[1]), int(found[2] or 1)
+            changed[name] |= set(range(start, start + count))
+    return [each for each in mutants if not changed[each.module.path.name].isdisjoint(each.lines)]
+
+
+def diff_since(revision: str, package: str) -> str | None:
+    """Return what changed in a package since the work tree branched off a revision; None where git cannot say.
+
+    On that revision itself, and where git does not have it, since the commit before.
+    """
+    head, base = _git("rev-parse", "HEAD"), _git("merge-base", revision, "HEAD")
+    if base in {None, head}:
+        base = _git("rev-parse", "--verify", "HEAD~1")
+    if base is None:
+        return None
+    return _git("diff", "-U0", base.strip(), "--", str(SOURCE / package.replace(".", "/")))
+
+
+def _git(*arguments: str) -> str | None:
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=SOURCE)
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,163 @@
+"""What becomes of a piece of code, which of it is judged, and that a sweep tells the killed from the living."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mutation.mutator import Module, modules_of
+from mutation.selection import EQUIVALENT, key_of, of_changed_lines, read_equivalent
+
+TESTS = Path(__file__).resolve().parents[1]
+NAME = "octavo.core.stop"  # any module: the source is given
+
+
+def changes(source, name=NAME):
+    return [(each.before, each.after) for each in Module(name, source).mutants()]
+
+
+def body(*lines):
+    return "\n    ".join(["def f(a, b):", *lines])
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("a(b)", ["pass"]),
+        ("return a", ["pass"]),
+        ("return a < b", ["pass", "return a <= b", "return a >= b"]),
+        ("return a is b", ["pass", "return a is not b"]),
+        ("return a + 1", ["pass", "return a - 1", "return a + 2", "return a + 0"]),
+        ("return a and b", ["pass", "return a or b", "return b", "return a"]),
+        ("return not a", ["pass", "return a"]),
+        ("return True", ["pass", "return False"]),
+        ("return a if b else 'text'", ["pass", "return a", "return 'text'", "return a if not b else 'text'"]),
+        ("return [x for x in a if x]", ["pass", "return [x for x in a if not x]"]),
+        ("return a[b:]", ["pass", "return a[b + 1:]"]),
+        ("return range(a)", ["pass", "return range(a + 1)"]),
+        ("return min(a, b)", ["pass", "return max(a, b)"]),
+        ("return sorted(a, key=b)", ["pass", "return list(a)"]),
+        ("a.x += b", ["pass", "a.x -= b"]),
+        ("assert a", ["assert not a"]),
+        ("return None", []),
+        ("del a", []),
+        ("del a[b]", ["pass"]),
+        ("x: int", []),
+        ('"""Text."""', []),
+    ],
+)
+def test_what_a_statement_becomes(line, expected):
+    assert changes(body(line)) == [(line if line != '"""Text."""' else "", after) for after in expected]
+
+
+def test_blocks_keep_their_statements_and_are_named_by_their_first_line():
+    found = changes(body("if a:", "    b()", "else:", "    a()", "while b:", "    break"))
+    assert found == [
+        ("if a:", "if not a:"),
+        ("b()", "pass"),
+        ("a()", "pass"),
+        ("while b:", "pass"),
+        ("while b:", "while not b:"),
+        ("break", "pass"),
+    ]
+
+
+def test_types_imports_and_decorators_are_left_alone():
+    assert not changes("if TYPE_CHECKING:\n    N = 1\nimport a\n@f(True)\nclass A(Base[1]):\n    x: Literal[1]\n")
+    assert changes("def f(a: Literal[1] = 2) -> Literal[3]: ...") == [
+        ("def f(a: Literal[1]=2) -> Literal[3]:", "def f(a: Literal[1]=3) -> Literal[3]:"),
+        ("def f(a: Literal[1]=2) -> Literal[3]:", "def f(a: Literal[1]=1) -> Literal[3]:"),
+    ]
+
+
+def test_only_what_runs_when_a_module_is_imported_needs_an_import():
+    source = "N = 1\nclass A:\n    n = 2\n    def f(self, a=3):\n        def g():\n            return 4\n"
+    found = Module(NAME, source).mutants()
+    assert [each.function for each in found] == [""] * 4 + ["A.f"] * 5
+    assert [found[4].lines, found[-1].lines] == [range(4, 7), range(6, 7)]
+
+
+def test_a_function_of_the_core_is_patched(monkeypatch):
+    from octavo.core.block_pool import HostBlockPool
+
+    function = HostBlockPool.take
+    monkeypatch.setattr(function, "__code__", function.__code__)  # put back behind the test
+    [module] = [each for each in modules_of("octavo.core") if each.name == "octavo.core.block_pool"]
+    [mutant] = [
+        each
+        for each in module.mutants()
+        if each.function == "HostBlockPool.take" and each.after == "if count >= len(self._free):"
+    ]
+    assert HostBlockPool(2).take(2) == [0, 1]
+    mutant.patch()
+    assert HostBlockPool(2).take(2) is None
+    assert HostBlockPool(2).take(1) == [0]
+
+
+def test_every_function_of_the_core_can_be_patched():
+    for module in modules_of("octavo.core"):
+        one_of_each = {each.function: each for each in module.mutants() if each.function}
+        for mutant in one_of_each.values():
+            assert mutant.function_object().__qualname__ == mutant.function
+
+
+def test_a_tree_is_as_it_was_behind_its_mutants():
+    module = Module("octavo.core.scheduler")
+    mutants = module.mutants()
+    mutants[100].compiled()
+    assert [key_of(each) for each in module.mutants()] == [key_of(each) for each in mutants]
+
+
+def test_changed_lines_choose_the_statements_they_are_part_of():
+    mutants = Module(NAME, "def f(a):\n    if (a and\n            b):\n        c()\n    d()\n").mutants()
+    diff = "--- a/stop.py\n+++ b/src/octavo/core/stop.py\n@@ -3,0 +3 @@ def f\n+            b):\n@@ -9,2 +9,0 @@\n"
+    assert {each.before for each in of_changed_lines(mutants, diff)} == {"if a and b:"}
+    assert of_changed_lines(mutants, diff.replace("stop.py", "policy.py")) == []
+
+
+def test_each_equivalent_mutant_is_one_and_has_a_reason():
+    known = read_equivalent(EQUIVALENT.read_text())
+    keys = {key_of(mutant) for module in modules_of("octavo.core") for mutant in module.mutants()}
+    assert known.keys() <= keys
+    assert all(len(reason) > 20 for reason in known.values())
+
+
+WEAK_TEST = """
+from octavo.core.block_pool import HostBlockPool
+
+def test_take():
+    pool = HostBlockPool(3)
+    assert pool.take(2) == [0, 1]
+    pool.release([0])
+    assert pool.take(9) is None
+"""
+SWEEP = """
+import sys
+from pathlib import Path
+from mutation.mutator import modules_of
+from mutation.sweep import Sweep
+
+modules = [each for each in modules_of("octavo.core") if each.name == "octavo.core.block_pool"]
+mutants = [each for each in modules[0].mutants() if each.function.startswith("HostBlockPool") or not each.function]
+for verdict in Sweep(modules, folder=Path(sys.argv[1]), num_worlds=0).judge(mutants):
+    print(verdict.killed_by, "|", verdict.num_checks, "|", verdict.mutant.function, "|", verdict.mutant.after)
+"""
+
+
+def test_a_sweep_tells_the_killed_from_the_living(tmp_path):
+    (tmp_path / "test_weak.py").write_text(WEAK_TEST)
+    command = [sys.executable, "-c", SWEEP, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=TESTS.parent, env=environment)
+    assert done.returncode == 0, done.stderr
+    outcomes = {}
+    for line in done.stdout.splitlines():
+        killed_by, num_checks, function, after = line.split(" | ")
+        outcomes[function, after] = (killed_by.rpartition("::")[2], int(num_checks))
+    assert outcomes["HostBlockPool.take", "if count <= len(self._free):"] == ("test_take", 1)
+    assert outcomes["HostBlockPool.take", "if count >= len(self._free):"] == ("None", 1)  # lives
+    assert outcomes["HostBlockPool.free_block_ids", "pass"] == ("None", 0)  # is not reached
