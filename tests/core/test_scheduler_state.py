@@ -184,6 +184,12 @@ def test_books_are_checked_when_idle_and_every_ten_seconds(make_core):
     assert [breach.invariant for breach in core.scheduler.check_when_idle()] == [18]
 
 
+def test_books_are_checked_from_the_first_moment(make_core):
+    core = make_core(num_blocks=4, clock=Clock())
+    core.scheduler.kv_cache_manager.pool.take(1)
+    assert len(core.scheduler.check_when_idle()) == 2
+
+
 def test_books_are_not_looked_into_while_anything_is_to_be_done(make_core):
     core = make_core(num_blocks=4)
     core.add("a", 3)
@@ -298,6 +304,14 @@ def test_who_waits_for_budget_for_blocks_and_for_a_reservation_says_so(make_core
     core.add("b", 3, max_tokens=8)
     core.step()
     assert told(core, events.RequestBlocked) == [(events.WaitReason.NO_RESERVATION,)]
+
+
+def test_the_first_request_of_all_may_have_to_wait(make_core):
+    core = make_core(num_blocks=4)
+    core.scheduler.kv_cache_manager.pool.take(4)
+    core.add("a", 3)
+    core.step()
+    assert told(core, events.RequestBlocked) == [(events.WaitReason.NO_BLOCKS,)]
 
 
 def test_who_waits_for_a_block_is_told_of_when_it_goes_and_comes(make_core):
