@@ -50,6 +50,10 @@ def test_what_is_refused_changes_nothing(make_core):
         with pytest.raises(RequestError, match=error):
             core.scheduler.add_request(request)
         assert request.max_total_tokens == (prompt or 0) + 7
+    request = Request("b", [1] * 3, SamplingParams(max_tokens=99))
+    with pytest.raises(RequestError, match="full"):
+        core.scheduler.add_request(request)
+    assert request.max_total_tokens == 102  # as it was asked for, to be sent to another engine
     assert list(core.scheduler.requests) == ["a"]
     with pytest.raises(RequestError) as caught:
         core.scheduler.add_request(Request("a", [1], SamplingParams()))
