@@ -330,6 +330,17 @@ def test_who_waits_for_a_block_is_told_of_when_it_goes_and_comes(make_core):
     assert told(core, events.RequestUnparked)[0] == (False,)
 
 
+def test_who_waits_for_a_block_in_vain_is_back_after_16_steps(make_core):
+    core = make_core(long_prefill_token_threshold=1, block_size=32)
+    core.add("slow", list(range(100)))
+    core.add("waits", list(range(100)))
+    for _ in range(20):
+        core.step()
+    [parked], [unparked] = core.log.of_type(events.RequestParked), core.log.of_type(events.RequestUnparked)
+    assert (unparked.request_id, unparked.timed_out) == ("waits", True)
+    assert unparked.step - parked.step == 16
+
+
 def test_nobody_parks_behind_a_less_important_one(make_core):
     for policy, is_parked in (("priority", False), ("fair", True), ("fcfs", True)):
         core = make_core(policy=policy, ageing_s=None, long_prefill_token_threshold=4)
