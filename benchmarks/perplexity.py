@@ -6,8 +6,8 @@
 
 Perplexity over 40 pieces of 512 tokens of Python's language reference, or of a text, each piece by itself; the weights
 as they stand in memory; a prompt of 1,024 tokens and one stream of 64, all precisions in turns, medians. Prints a table
-for docs/benchmarks.md. --llama-cpp: the Python of an environment with llama-cpp-python; its formats of the GGUF file take
-their turns behind octavo's precisions, on the same token ids and as many threads.
+for docs/benchmarks.md. --llama-cpp: the Python of an environment with llama-cpp-python; its formats of the GGUF file
+take their turns behind octavo's precisions, on the same token ids and as many threads.
 """
 
 from __future__ import annotations
@@ -91,9 +91,7 @@ def main() -> None:
     )
     parser.add_argument("--llama-cpp", help="Python with llama-cpp-python", metavar="PYTHON")
     parser.add_argument("--gguf", type=Path, help="the same weights for it, in any format")
-    parser.add_argument(
-        "--home", type=Path, default=Path("/tmp/octavo-gguf"), help="for its files (default: %(default)s)"
-    )
+    parser.add_argument("--home", type=Path, default=Path("/tmp/octavo-gguf"), help="for its files (%(default)s)")
     options = parser.parse_args()
     path = resolve_model_path(options.checkpoint)
     text = python_reference() if options.text is None else options.text.read_text(encoding="utf-8")

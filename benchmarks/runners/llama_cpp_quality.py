@@ -1,8 +1,8 @@
 """llama.cpp's side of benchmarks/perplexity.py, in an environment that has llama-cpp-python and numpy.
 
 Reads one line of JSON: {"gguf", "ftype", "home", "threads", "pieces", "prompt", "stream_tokens"}; pieces and prompt are
-token ids. Makes a copy of the GGUF file in that format (dequantized first, whatever it is in) under `home`, unless it is
-there, and writes one line of JSON: {"bytes", "losses", "prompt_tokens_per_s", "stream_tokens_per_s"}.
+token ids. Makes a copy of the GGUF file in that format (by way of float32, whatever it is in) under `home`, unless it
+is there, and writes one line of JSON: {"bytes", "losses", "prompt_tokens_per_s", "stream_tokens_per_s"}.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def speeds(llama: llama_cpp.Llama, prompt: list[int], stream_tokens: int) -> tup
     llama.eval(prompt[:32])
     begin = time.perf_counter()
     for _ in range(stream_tokens - 1):
-        llama.eval([int(np.argmax(np.ctypeslib.as_array(llama._ctx.get_logits(), shape=(llama.n_vocab(),))))])
+        llama.eval([int(np.argmax(np.ctypeslib.as_array(llama._ctx.get_logits(), shape=(llama.n_vocab(),))))])  # noqa: SLF001
     return len(prompt) / prompt_s, (stream_tokens - 1) / (time.perf_counter() - begin)
 
 
