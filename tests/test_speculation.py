@@ -181,6 +181,10 @@ def check(run: Run, number_format: str, count: int) -> None:
                 assert got == told[index], f"request {index} differs in {run.name}"
     stats = engine.core.scheduler.get_stats()
     assert stats.kv_cache_usage == 0.0
+    if run.method == "suffix":
+        engine.step()  # which tells who ended last
+        kept = engine.core.executor.worker.proposer._answers
+        assert len(kept) == run.rounds * sum(params.n for _, params in requests), "each once"
     assert (stats.total_preempted > 0) == (run.num_blocks is not None)
     assert (stats.total_swapped > 0) == (run.swap_space_bytes > 0)
     assert (stats.cache_hit_rate > 0.4) or run.rounds == 1
