@@ -15,8 +15,11 @@ CHATS = [
 ]
 
 
-@pytest.mark.parametrize(("quantization", "method"), [(None, "ngram"), ("int4", "ngram"), (None, "suffix")])
-def test_answers_are_the_same_with_and_without(real_model, quantization, method):
+@pytest.mark.parametrize(
+    ("quantization", "method", "least"),
+    [(None, "ngram", 20), ("int4", "ngram", 20), (None, "suffix", 12)],  # it drafts where three tokens are the same
+)
+def test_answers_are_the_same_with_and_without(real_model, quantization, method, least):
     params = [
         SamplingParams(temperature=index % 2 * 0.7, seed=index, max_tokens=48, logprobs=2)
         for index in range(len(CHATS))
@@ -28,4 +31,4 @@ def test_answers_are_the_same_with_and_without(real_model, quantization, method)
         outputs = [output.outputs[0] for output in llm.chat(CHATS, params, use_tqdm=False)]
         answers.append([(each.token_ids, each.logprobs, each.text) for each in outputs])
     assert answers[1] == answers[0]
-    assert llm.llm_engine.core.scheduler.counters.count[DraftsVerified] > 20
+    assert llm.llm_engine.core.scheduler.counters.count[DraftsVerified] > least

@@ -215,6 +215,7 @@ NONSENSE = [
         "max_cached_bytes must be an integer from 65536 to 17179869184, got 100",
     ),
     ({"suffix_decoding_max_spec_factor": -1}, "max_spec_factor must be a number of 0 or more, got -1"),
+    ({"suffix_decoding_max_spec_factor": 1e308}, "max_spec_factor must be at most 32, got 1e"),
     ({"suffix_decoding_max_spec_factor": "1"}, "max_spec_factor must be a number of 0 or more, got '1'"),
     ({"suffix_decoding_min_token_prob": 1.1}, "min_token_prob must be at most 1, got 1.1"),
     ({"prompt_lookup_min": 2}, "prompt_lookup_min is a field of method ngram, which method suffix has no use for"),

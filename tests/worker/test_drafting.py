@@ -84,6 +84,26 @@ def test_a_proposer_that_fails_costs_no_token(llm, monkeypatch, caplog):
     assert "nothing is guessed" in caplog.text
 
 
+def test_a_proposer_that_cannot_take_in_an_answer_ends_nothing(llm, monkeypatch, caplog):
+    monkeypatch.setattr(Told, "finish", lambda *_: 1 / 0)
+    told, _ = start(llm, [5])
+    llm.llm_engine.abort_request("a")
+    llm.llm_engine.step()
+    assert told.forgotten == ["a"]
+    assert "is not kept for guesses" in caplog.text
+
+
+def test_all_of_an_answer_is_handed_over_however_it_ends(llm):
+    """Its last tokens come with no task."""
+    told, _ = start(llm, [], max_tokens=3)
+    outputs = [llm.llm_engine.step()[0] for _ in range(2)]
+    llm.llm_engine.step()
+    assert outputs[-1].finished
+    assert told.ended == [("a", [9, 8, 7, *outputs[-1].outputs[0].token_ids], 3)]
+    assert len(told.ended[0][1]) == 6
+    assert len(told.tasks) == 1
+
+
 @pytest.mark.parametrize(("max_tokens", "expected"), [(1, []), (2, [[]]), (3, [[5]]), (4, [[5, 6]])])
 def test_nothing_is_guessed_beyond_the_end(llm, max_tokens, expected):
     told, drafts = start(llm, [5, 6, 7, 8], max_tokens=max_tokens)

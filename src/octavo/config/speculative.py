@@ -52,12 +52,10 @@ class SpeculativeConfig:
                 within(name, getattr(self, name), 1, _MAX_LOOKUP)
         within("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0, _MAX_CACHED_REQUESTS)
         within("suffix_decoding_max_cached_bytes", self.suffix_decoding_max_cached_bytes, *_CACHED_BYTES)
-        not_negative("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor)
-        not_negative("suffix_decoding_min_token_prob", self.suffix_decoding_min_token_prob)
-        if self.suffix_decoding_min_token_prob > 1:
-            raise ConfigError(
-                f"suffix_decoding_min_token_prob must be at most 1, got {self.suffix_decoding_min_token_prob}"
-            )
+        for name, most in (("suffix_decoding_max_spec_factor", _MAX_TOKENS), ("suffix_decoding_min_token_prob", 1)):
+            not_negative(name, getattr(self, name))
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")
         self._check_fields_of_other_methods()
         least, most = self.lookup_lengths
         if least > most:

@@ -32,6 +32,8 @@ class Drafting:
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """Hand over what requests that ended have written, while the batch still has it; others are passed over."""
+        if not self.proposer.num_speculative_tokens:
+            return
         ended = [
             EndedRequest(each.request_id, self._batch.all_tokens(each), each.num_prompt_tokens, each.cache_salt)
             for request_id in request_ids
