@@ -1,7 +1,5 @@
 """Answers of a real model are the same with speculation: SmolLM2-135M-Instruct, copying and telling."""
 
-import pytest
-
 from octavo import LLM, SamplingParams
 from octavo.data.events import DraftsVerified
 
@@ -15,20 +13,18 @@ CHATS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("quantization", "method", "least"),
-    [(None, "ngram", 20), ("int4", "ngram", 20), (None, "suffix", 12)],  # it drafts where three tokens are the same
-)
-def test_answers_are_the_same_with_and_without(real_model, quantization, method, least):
+def test_answers_are_the_same_with_and_without(real_model):
     params = [
         SamplingParams(temperature=index % 2 * 0.7, seed=index, max_tokens=48, logprobs=2)
         for index in range(len(CHATS))
     ]
-    answers, llm = [], None
-    for config in (None, {"method": method, "num_speculative_tokens": 6}):
-        options = {"quantization": quantization, "kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 8}
+    answers = []
+    # "suffix" drafts less often: three tokens have to be the same.
+    for method, least in ((None, None), ("ngram", 20), ("suffix", 12)):
+        config = None if method is None else {"method": method, "num_speculative_tokens": 6}
+        options = {"kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 8}
         llm = LLM(str(real_model("smollm2")), speculative_config=config, **options)
         outputs = [output.outputs[0] for output in llm.chat(CHATS, params, use_tqdm=False)]
         answers.append([(each.token_ids, each.logprobs, each.text) for each in outputs])
-    assert answers[1] == answers[0]
-    assert llm.llm_engine.core.scheduler.counters.count[DraftsVerified] > least
+        assert answers[-1] == answers[0]
+        assert method is None or llm.llm_engine.core.scheduler.counters.count[DraftsVerified] > least

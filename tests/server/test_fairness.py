@@ -115,6 +115,28 @@ def test_who_waits_for_a_turn_hears_when_the_time_is_over(
     assert running.server._service.admission.streams.num_held == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": MORE_THAN_A_FEW_WORDS}),
+        ("/detokenize", {"tokens": [1, 2, 3]}),
+        ("/v1/messages/count_tokens", {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}),
+        ("/v1/responses/input_tokens", {"input": MORE_THAN_A_FEW_WORDS}),
+    ],
+)
+def test_what_is_only_counted_has_threads_of_its_own(
+    running: Running, http: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    gate, text = threading.Event(), running.server._service.engine.text
+    held = text._turns["short"].submit("another", lambda: gate.wait(30))
+    try:
+        wait_until(held.running, "the thread for answers is held")
+        assert http.post(path, json=body, timeout=20).status_code == 200
+    finally:
+        gate.set()
+    held.result(30)
+
+
 def test_a_client_who_leaves_takes_its_work_along(
     running: Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

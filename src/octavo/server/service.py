@@ -162,11 +162,10 @@ class Service:
         self.check_ready()
         return self.admission.enter(request.state.tenant, num_streams, at_least=at_least)
 
-    async def read(self, http_request: Request, place: Place, work: Callable[[], T], *, is_count: bool = False) -> T:
+    async def read(self, http_request: Request, place: Place, work: Callable[[], T]) -> T:
         """Do what the texts of a request cost, beside the event loop, in its time and while its client is there.
 
-        The tokens that are read count as its tenant's, whatever becomes of the request. is_count: that is all that is
-        asked for.
+        The tokens that are read count as its tenant's, whatever becomes of the request.
         """
         state = http_request.state
         reading = self.engine.text.do(
@@ -175,7 +174,7 @@ class Service:
             tenant=place.tenant.name,
             deadline=state.deadline,
             on_read=place.charge,
-            is_count=is_count,
+            is_count=state.is_count,
         )
         return await unless_disconnected(http_request, reading)
 

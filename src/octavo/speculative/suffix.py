@@ -1,13 +1,15 @@
 """Suffix decoding: what followed the newest tokens before, in this request or in answers to the same tenant.
 
 After SuffixDecoding (Oliaro et al., arXiv 2411.04975). Whose text may be a draft is decided by the cache salt, as it is
-for blocks of the prefix cache: an answer is drafted only in requests of an equal salt, and no salt is one more of them.
-The server gives each tenant salts of its own, unless its key shares the prefix cache. So whoever asks with a salt that
-nobody else has (for one request, too) writes what is never a draft for others, and gets no draft but from its own
-text. Drafts that come true show in an answer's speed, as hits of the prefix cache do.
+for blocks of the prefix cache, since drafts that come true show in an answer's speed as hits do there:
 
-Of prompts only the last MAX_MATCH tokens are kept, under the same salt: by these the beginning of an answer is
-recognised.
+- An answer is drafted only in requests of an equal salt; those without a salt share with one another. The server gives
+  each tenant salts of its own, unless its key shares the prefix cache.
+- A request whose salt nobody else has shares with nobody: its answer is kept and is no one's draft, and it gets drafts
+  from its own tokens alone.
+- Prompts are as private. The last MAX_MATCH tokens of one are kept, under the same salt: the beginning of an answer is
+  recognised by them.
+- While a request runs, or waits after a preemption, its text is a draft for itself alone.
 """
 
 from __future__ import annotations

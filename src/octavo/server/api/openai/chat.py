@@ -111,7 +111,7 @@ async def render(
         return {"prompt": text, "prompt_token_ids": token_ids}
 
     try:
-        return await service.read(http_request, place, work, is_count=not is_prompt)
+        return await service.read(http_request, place, work)
     except PromptTooLongError as error:
         error.parameter = "messages"
         raise
