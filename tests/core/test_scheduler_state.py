@@ -336,9 +336,9 @@ def test_who_waits_for_a_block_in_vain_is_back_after_16_steps(make_core):
     core.add("waits", list(range(100)))
     for _ in range(20):
         core.step()
-    [parked], [unparked] = core.log.of_type(events.RequestParked), core.log.of_type(events.RequestUnparked)
+    [deferred], [unparked] = core.log.of_type(events.RequestParked), core.log.of_type(events.RequestUnparked)
     assert (unparked.request_id, unparked.timed_out) == ("waits", True)
-    assert unparked.step - parked.step == 16
+    assert unparked.step - deferred.step == 16
 
 
 def test_nobody_parks_behind_a_less_important_one(make_core):

@@ -69,8 +69,8 @@ def create_app(service: Service) -> FastAPI:
     config = service.config
     app = FastAPI(title="octavo", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.config = config
-    app.state.admission = service.admission
-    app.state.cutter = service.cutter
+    app.state.limiter = service.limiter
+    app.state.timeouts = service.timeouts
     app.state.text = service.engine.text
     add_error_handlers(app)
     _add_routes(app, service)

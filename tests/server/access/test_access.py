@@ -117,7 +117,7 @@ def test_an_answer_counts_for_its_key_though_nobody_waits_for_it(tmp_path: Path)
             http.post(COMPLETIONS, json=body, headers=key, timeout=0.6)
 
         def account() -> Any:
-            return running.server._service.admission._accounts["hasty"].tokens
+            return running.server._service.limiter._accounts["hasty"].tokens
 
         wait_until(lambda: account().wait_s(1, time.monotonic()) > 0, "it is in debt")
         response = http.post(COMPLETIONS, json={**body, "max_tokens": 1}, headers=key)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
     from octavo.config import ServerConfig
-    from octavo.server.access.admission import Pool
+    from octavo.server.access.limiter import Pool
     from octavo.server.access.tenants import Tenant
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -40,9 +40,9 @@ def body_of(schema: type[Schema], *, is_count: bool = False) -> Callable[[Reques
     async def read(request: Request) -> Schema:
         config: ServerConfig = request.app.state.config
         _check_media_type(request.headers.get("content-type"))
-        with _room(request.app.state.admission.body_bytes, request.state.tenant) as take:
+        with _room(request.app.state.limiter.body_bytes, request.state.tenant) as take:
             try:
-                async with request.app.state.cutter.timeout(config.body_timeout_s):
+                async with request.app.state.timeouts.timeout(config.body_timeout_s):
                     chunks = await _read_limited(request, config.max_body_bytes, take)
             except TimeoutError:
                 raise SlowBodyError(f"the request's body did not arrive within {config.body_timeout_s:g} s") from None
