@@ -31,7 +31,9 @@ def main() -> int:
     parser.add_argument("--changed", metavar="REV", help="only statements changed since the branch left REV")
     parser.add_argument("--share", type=float, default=1.0, help="judge this share of them, drawn by chance")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="judge none after so many seconds")
-    parser.add_argument("--min-killed", type=float, default=100, help="fail below this percentage (default: %(default)s)")
+    parser.add_argument(
+        "--min-killed", type=float, default=100, help="fail below this percentage (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args()
