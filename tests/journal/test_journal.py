@@ -321,6 +321,23 @@ def test_explains_the_time_before_the_queue(make_core):
     assert intervals(log, last)["late"] == result.intervals
 
 
+def test_explains_how_guesses_went(make_core):
+    core = make_core()
+    core.add("guessed", 4, max_tokens=8)
+    core.add("plain", 4, max_tokens=8)
+    core.step()
+    for drafts, num_right in (([7, 7, 8], 2), ([8], 0)):
+        core.scheduler.update_draft_token_ids({"guessed": drafts})
+        scheduled = core.scheduler.schedule()
+        sampled = {"guessed": [7] * (num_right + 1), "plain": [7]}
+        core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, sampled))
+    core.run()
+    text = explained(core, "guessed")
+    assert "2 of 4 guessed tokens were right (by their place in the guess: 50 %, 100 %, 0 %)" in text
+    assert "it got 2.00 tokens of a step in which some were verified" in text
+    assert "guessed tokens" not in explained(core, "plain")
+
+
 def test_explains_that_all_seats_were_taken(make_core):
     core = make_core(max_num_seqs=1)
     core.add("first", 3, max_tokens=20)

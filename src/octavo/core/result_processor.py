@@ -121,6 +121,8 @@ class ResultProcessor:
             request.num_computed_in_all,
             request.admitted_time,
             pooled=result.pooled.get(request_id) if result.pooled else None,
+            num_draft_tokens=num_drafts,
+            num_accepted_tokens=num_drafts - num_rejected,
         )
 
     def fail(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:

@@ -437,6 +437,46 @@ def test_metrics_are_what_prometheus_reads(shared: Running) -> None:
     assert value("http_requests", "http_requests_total", handler="none", status="404") >= 1
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (COMPLETIONS, {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+def test_guesses_are_told_in_the_usage_and_in_the_metrics(path: str, asked: dict[str, Any]) -> None:
+    """Eight tokens of each of two choices, of steps with 1, then 3, 3 and 1."""
+    body = {**asked, "model": "fake", "max_tokens": 8, "ignore_eos": True, "n": 2}
+    with run_server(FakeExecutor(guesses=(True, True, False))) as running, running.http() as http:
+        usage = http.post(path, json=body).json()["usage"]
+        text = http.get("/metrics").text
+        streamed = http.post(path, json={**body, "stream": True, "stream_options": {"include_usage": True}}).text
+    details = {"reasoning_tokens": 0, "accepted_prediction_tokens": 8, "rejected_prediction_tokens": 4}
+    assert usage["completion_tokens"] == 16
+    assert usage["completion_tokens_details"] == details
+    assert json.dumps(details, separators=(",", ":")) in streamed
+    for name, count in (
+        ("num_drafts_total{", 4),
+        ("num_draft_tokens_total{", 12),
+        ("num_accepted_tokens_total{", 8),
+        ('num_accepted_tokens_per_pos_total{model_name="fake",position="0"', 4),
+        ('num_accepted_tokens_per_pos_total{model_name="fake",position="2"', 0),
+        ('num_draft_tokens_per_pos_total{model_name="fake",position="2"', 4),
+    ):
+        [line] = [each for each in text.splitlines() if each.startswith(f"octavo:spec_decode_{name}")]
+        assert line.endswith(f" {float(count)}"), line
+
+
+def test_guesses_behind_a_stop_string_are_none_of_the_answer() -> None:
+    body = {"prompt": "x", "max_tokens": 30, "stop": "c"}
+    with run_server(FakeExecutor(answer="abcdefg", guesses=(True, True, True))) as running, running.http() as http:
+        usage = http.post(COMPLETIONS, json=body).json()["usage"]
+    assert usage["completion_tokens"] == 3  # a, then b, c and what is behind it
+    details = {"reasoning_tokens": 0, "accepted_prediction_tokens": 2, "rejected_prediction_tokens": 1}
+    assert usage["completion_tokens_details"] == details
+    assert usage["receipt"]["wasted_tokens"] == 2
+
+
 def test_refusals_are_counted() -> None:
     executor = FakeExecutor(step_s=0.01)
     with run_server(executor, max_open_requests=1) as running, running.http() as http:

@@ -151,6 +151,22 @@ def test_parts_of_prompts_are_told_from_generated_tokens() -> None:
     assert parts == [(1, 30, True), (1, 1, False), (1, 1, False), (1, 1, False)]
 
 
+def test_a_step_tells_which_guesses_were_right() -> None:
+    watched = Watched(0)
+    watched.engine.core.executor.guesses = (True, True, False)  # type: ignore[attr-defined]
+    watched.engine.add_request("one", "x" * 30, SamplingParams(max_tokens=8, ignore_eos=True))
+    while watched.engine.has_unfinished_requests():
+        watched.engine.step()
+    watched.look()
+    watched.page.take(watched.cursor.frame())
+    assert [step[3:] for step in watched.page.steps] == [
+        [[(1, 30, True)], []],
+        [[(1, 4, False)], [(1, 3, 2)]],
+        [[(1, 4, False)], [(1, 3, 2)]],
+        [[(1, 1, False)], []],
+    ]
+
+
 def test_a_watcher_who_comes_back_late_gets_what_is_kept() -> None:
     watched = Watched(1)
     watched.serve(5)
