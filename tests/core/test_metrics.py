@@ -144,7 +144,7 @@ def test_without_drafts_there_is_no_rate():
 
 
 def test_figures_of_drafts_are_those_of_the_steps(make_core):
-    core = make_core()
+    core = make_core(clock=lambda: 0.0)
     core.add("r", 4, max_tokens=50)
     core.step()
     for drafts, sampled in (([1, 2, 3], [1, 2, 9]), ([4], [4, 5])):

@@ -12,6 +12,7 @@ from kernels_available import COMPILED
 
 from octavo import CacheConfig, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import EngineConfig, kernels_required
+from octavo.core.draft_policy import DraftPolicy
 from octavo.data.events import RequestQueued, StepScheduled
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import RequestStatus
@@ -125,6 +126,28 @@ def compute(core, scheduled, rng):
         request_id = next(iter(result.sampled_token_ids))
         return ModelOutput(result.step, result.sampled_token_ids, errors={request_id: "NaN"})
     return result
+
+
+def test_how_many_drafts_are_verified_is_decided_the_same_again(make_core, tmp_path, monkeypatch):
+    """It hangs on how long steps took, and nothing else in a journal does so here."""
+    rng = random.Random(5)
+    times = itertools.accumulate(rng.choice([0.001, 0.02, 0.5]) for _ in itertools.count())
+    recorded = Recorded(make_core, tmp_path / "run.journal", clock=lambda: next(times))
+    core, num_guessed, num_verified = recorded.core, 0, 0
+    for step in range(300):
+        if step % 60 < 5:
+            core.add(f"r{step}", 5, max_tokens=60)
+        core.scheduler.update_draft_token_ids({r.request_id: [9, 9, 9] for r in core.scheduler.running})
+        scheduled = core.scheduler.schedule()
+        num_guessed += 3 * len(scheduled.num_scheduled_tokens)
+        num_verified += sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
+        core.scheduler.update_from_output(scheduled, compute(core, scheduled, rng))
+    assert 0.1 * num_guessed < num_verified < 0.9 * num_guessed
+    done = recorded.close()
+    assert done.mismatches == []
+    assert done.log.events == core.log.events
+    monkeypatch.setattr(DraftPolicy, "learn", lambda *_args: None)
+    assert replay(recorded.path).mismatches
 
 
 def test_a_journal_of_a_later_version_is_refused(make_core, tmp_path):
@@ -322,7 +345,7 @@ def test_explains_the_time_before_the_queue(make_core):
 
 
 def test_explains_how_guesses_went(make_core):
-    core = make_core()
+    core = make_core(clock=lambda: 0.0)
     core.add("guessed", 4, max_tokens=8)
     core.add("plain", 4, max_tokens=8)
     core.step()

@@ -90,6 +90,7 @@ class WorldConfig:
     draft_rate: float = 0.5
     draft_error: float = 0.3
     max_drafts: int = 4
+    step_base_s: float = 0.0
     lost_sample_rate: float = 0.005
     remote_rate: float = 0.2
     deadline_rate: float = 0.05
@@ -131,6 +132,7 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         draft_rate=rng.choice([0.0, 0.5, 1.0]),
         draft_error=rng.choice([0.0, 0.05, 0.5, 1.0]),
         max_drafts=rng.randint(0, 8),
+        step_base_s=rng.choice([0.0, 0.05, 1.0]),
         remote_rate=rng.choice([0.0, 0.3, 0.8]),
         preempt_rate=rng.choice([0.0, 0.05, 0.2]),
         eviction_rate=rng.choice([0.0, 0.02, 0.2]),
@@ -174,6 +176,7 @@ class Totals:
     evictions: int = 0
     hits: int = 0
     copies: int = 0
+    withheld: int = 0
     drafted: int = 0
     accepted: int = 0
     faults: Counter[str] = field(default_factory=Counter)
@@ -339,7 +342,7 @@ class World:
         self.step_start = self.now
         scheduled = scheduler.schedule()
         if self.config.mixed_step_ms:  # time passes while the worker computes
-            self.now += STEP_S * scheduled.total_num_scheduled_tokens
+            self.now += self.config.step_base_s + STEP_S * scheduled.total_num_scheduled_tokens
         self.forced.clear()
         self._check_output(scheduled)
         self._check_order(scheduled)
@@ -575,7 +578,13 @@ class World:
         for request in self.scheduler.running:
             oracle = self.tracked[request.request_id].oracle
             drafts[request.request_id] = oracle.guess(rng.randint(1, config.max_drafts), config.draft_error, rng)
+        before = {request.request_id: request.spec_token_ids for request in self.scheduler.running}
         self.scheduler.update_draft_token_ids(drafts)
+        for request in self.scheduler.running:
+            kept, guessed = request.spec_token_ids, drafts[request.request_id]
+            if kept not in (guessed[: len(kept)], before[request.request_id]):
+                raise SimulationError(f"{request.request_id} has drafts that nobody guessed: {kept}, not {guessed}")
+            self.totals.withheld += len(guessed) - len(kept)
 
     # --- watching -----------------------------------------------------------------------------------------------------
 

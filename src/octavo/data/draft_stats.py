@@ -6,7 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from octavo.data.events import DraftsVerified
+
+_PRIOR_WEIGHT = 2.0  # so many verified drafts count as much as what is known of others
+_FADING = 0.98  # of what is known, for each step without drafts
 
 
 @dataclass(slots=True)
@@ -56,3 +61,43 @@ class DraftStats:
     def tokens_per_step(self) -> float:
         """Tokens that a request got of a step with a draft, on average, the one behind the draft included."""
         return 1 + self.mean_accepted_length
+
+
+class AcceptanceRates:
+    """How often the draft at each place is right where those before it are; what is older counts less.
+
+    decay: what an observation counts beside the next one at its place.
+    """
+
+    __slots__ = ("_decay", "_right", "_tried")
+
+    def __init__(self, decay: float = 0.9) -> None:
+        self._decay = decay
+        self._right: list[float] = []
+        self._tried: list[float] = []
+
+    def note(self, num_drafted: int, num_accepted: int) -> None:
+        """Take in that so many drafts were verified; what is behind the first wrong one tells nothing."""
+        num_told = min(num_accepted + 1, num_drafted)
+        num_new = num_told - len(self._tried)
+        if num_new > 0:
+            self._right += [0.0] * num_new
+            self._tried += [0.0] * num_new
+        for place in range(num_told):
+            self._right[place] = self._decay * self._right[place] + (place < num_accepted)
+            self._tried[place] = self._decay * self._tried[place] + 1
+
+    def fade(self) -> None:
+        """Trust what is known a little less."""
+        self._right = [_FADING * each for each in self._right]
+        self._tried = [_FADING * each for each in self._tried]
+
+    def rates(self, priors: Sequence[float]) -> list[float]:
+        """Return the rate of each place. priors: those that hold as long as nothing is known."""
+        known = len(self._tried)
+        return [
+            (_PRIOR_WEIGHT * prior + self._right[place]) / (_PRIOR_WEIGHT + self._tried[place])
+            if place < known
+            else prior
+            for place, prior in enumerate(priors)
+        ]
