@@ -97,7 +97,9 @@ def test_steps_of_nearly_as_many_rows_are_taken_together_and_a_slow_one_counts_l
     assert together.seconds(8) == pytest.approx(1.2 * 8 / 16.6)
 
 
-@pytest.mark.parametrize(("rows", "other", "is_same"), [(7, 8, False), (8, 9, True), (9, 10, False), (15, 14, True)])
+@pytest.mark.parametrize(
+    ("rows", "other", "is_same"), [(2, 3, False), (7, 8, False), (8, 9, True), (9, 10, False), (15, 14, True)]
+)
 def test_sizes_of_steps(rows, other, is_same):
     assert (len(measured((rows, 1.0), (other, 1.0))._measured) == 1) is is_same
 
@@ -106,6 +108,8 @@ def test_what_was_measured_long_ago_is_measured_again():
     steps = [(9, 5.0), *[(1, 1.0)] * 999]
     assert measured(*steps).seconds(9) == 5.0
     assert measured(*steps, (1, 1.0)).seconds(9) == 1.0
+    assert measured((9, 5.0), *steps, (1, 1.0)).seconds(9) == 1.0
+    assert measured((9, 5.0), *steps).seconds(9) == 5.0
 
 
 # --- who gets drafts --------------------------------------------------------------------------------------------------
@@ -144,6 +148,33 @@ def test_many_requests_leave_no_row_for_drafts():
     requests = [make_request(str(index)) for index in range(64)]
     given = [sum(policy.allot([(each, 4) for each in requests[:count]], count)) for count in (1, 2, 4, 12, 16, 32, 64)]
     assert given == [4, 8, 12, 4, 0, 0, 0]
+
+
+def test_a_draft_that_gains_nothing_gets_no_row():
+    assert policy_with((1, 1.0), (2, 1.7)).allot([(make_request(), 1)], 1) == [0]
+    assert policy_with((1, 1.0), (2, 1.69)).allot([(make_request(), 1)], 1) == [1]
+
+
+def test_nobody_gets_more_drafts_than_there_are():
+    policy, short, long = policy_with((1, 1.0), (9, 1.0)), make_request("short"), make_request("long")
+    for request in (short, long):
+        policy.verified(request, 4, 4)
+    assert policy.allot([(short, 1), (long, 4)], 2) == [1, 4]
+
+
+def test_only_what_is_not_verified_fades():
+    policy, good, bad = policy_with((2, 1.0), (4, 1.4)), make_request("good"), make_request("bad")
+    for _ in range(20):
+        policy.verified(good, 1, 1)
+        policy.verified(bad, 1, 0)
+    everyone, before = policy._everyone.rates([0.7]), [each.acceptance.rates([0.5]) for each in (good, bad)]
+    assert policy.allot([(good, 1), (bad, 1)], 2) == [1, 0]
+    after = [each.acceptance.rates([0.5]) for each in (good, bad)]
+    assert after[0] == before[0]
+    assert after[1] > before[1]
+    assert policy._everyone.rates([0.7]) == everyone  # as somebody's are verified
+    assert policy.allot([(bad, 1)], 2) == [0]
+    assert policy._everyone.rates([0.7]) > everyone
 
 
 def test_a_new_request_is_taken_to_be_like_the_others():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from octavo.data.draft_stats import AcceptanceRates
@@ -46,8 +47,7 @@ class StepCost:
     def __init__(self) -> None:
         self._num_steps = 0
         self._measured: dict[int, _Measured] = {}
-        self._rows: list[float] = []
-        self._seconds: list[float] = []
+        self._curve: list[tuple[float, float]] = []  # (rows, seconds), rising in both
 
     def learn(self, rows: int, seconds: float) -> None:
         """Take in a step."""
@@ -62,22 +62,22 @@ class StepCost:
             known.last = self._num_steps
         oldest = self._num_steps - self._NUM_STEPS_KEPT
         self._measured = {size: each for size, each in sorted(self._measured.items()) if each.last > oldest}
-        self._rows = [each.rows for each in self._measured.values()]
-        self._seconds = []
-        for each in self._measured.values():  # more rows never take less
-            self._seconds.append(max([each.seconds, *self._seconds[-1:]]))
+        slowest = accumulate((each.seconds for each in self._measured.values()), max)  # more rows never take less
+        self._curve = [(each.rows, most) for each, most in zip(self._measured.values(), slowest, strict=True)]
 
     def seconds(self, rows: int) -> float:
         """Return how long a step takes; 0 where nothing is known."""
-        if not self._rows:
+        curve = self._curve
+        if not curve:
             return 0.0
-        above = bisect_left(self._rows, rows)
-        if above == len(self._rows):
-            return self._seconds[-1]
-        if above == 0:
-            return self._seconds[0] * rows / self._rows[0]
-        share = (rows - self._rows[above - 1]) / (self._rows[above] - self._rows[above - 1])
-        return self._seconds[above - 1] + share * (self._seconds[above] - self._seconds[above - 1])
+        index = bisect_left(curve, (rows,))
+        if index == len(curve):
+            return curve[-1][1]
+        more, slower = curve[index]
+        if index == 0:
+            return slower * rows / more
+        fewer, faster = curve[index - 1]
+        return faster + (slower - faster) * (rows - fewer) / (more - fewer)
 
 
 class DraftPolicy:
@@ -109,7 +109,9 @@ class DraftPolicy:
 
         num_decoding: requests that get a token of the step, with drafts or without.
         """
-        longest = max((count for _, count in wanted), default=0)
+        if not wanted:
+            return []
+        longest = max(count for _, count in wanted)
         priors = self._everyone.rates([_FIRST_RATE] * longest)
         candidates: list[tuple[float, int]] = []
         for index, (request, count) in enumerate(wanted):
@@ -144,5 +146,5 @@ class DraftPolicy:
         for (request, num_wanted), count in zip(wanted, counts, strict=True):
             if request.acceptance is not None and count < num_wanted:
                 request.acceptance.fade()
-        if wanted and not any(counts):
+        if not any(counts):
             self._everyone.fade()
