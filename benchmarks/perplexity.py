@@ -2,19 +2,24 @@
 
     python benchmarks/perplexity.py ./SmolLM2-135M-Instruct
     python benchmarks/perplexity.py OWNER/NAME --precision bf16 --precision int8 --text ./novel.txt --rounds 3
+    python benchmarks/perplexity.py ./SmolLM2-135M-Instruct --llama-cpp PYTHON --gguf ./SmolLM2-135M-Instruct.gguf
 
 Perplexity over 40 pieces of 512 tokens of Python's language reference, or of a text, each piece by itself; the weights
 as they stand in memory; a prompt of 1,024 tokens and one stream of 64, all precisions in turns, medians. Prints a table
-for docs/benchmarks.md.
+for docs/benchmarks.md. --llama-cpp: the Python of an environment with llama-cpp-python; its formats of the GGUF file
+take their turns behind octavo's precisions, on the same token ids and as many threads.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.cli.perplexity import MAX_PIECES, mean_losses, opened, perplexity, python_reference, text_pieces
 from octavo.models.model_path import resolve_model_path
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from octavo.models.layers import CausalLM
 
 PRECISIONS = {"bf16": None, "int8": "int8", "int4": "int4", "int4_all": "int4_all"}
+LLAMA_CPP = ("BF16", "Q8_0", "Q6_K", "Q4_K_M", "Q4_1", "Q4_0")
 PROMPT_TOKENS, STREAM_TOKENS = 1024, 64
 
 
@@ -51,6 +57,26 @@ def speeds(llm: LLM, ids: list[int]) -> tuple[float, float]:
     return PROMPT_TOKENS / seconds(ids[:PROMPT_TOKENS], 1), stream
 
 
+def ask_llama_cpp(options: argparse.Namespace, ftype: str, pieces: list[list[int]], ids: list[int]) -> dict[str, Any]:
+    """Have llama.cpp do the same in a process of its own: see `runners/llama_cpp_quality.py`."""
+    options.home.mkdir(parents=True, exist_ok=True)
+    job = {
+        "gguf": str(options.gguf),
+        "ftype": ftype,
+        "home": str(options.home),
+        "threads": int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))),
+        "pieces": pieces,
+        "prompt": ids[:PROMPT_TOKENS],
+        "stream_tokens": STREAM_TOKENS,
+    }
+    script = Path(__file__).parent / "runners" / "llama_cpp_quality.py"
+    done = subprocess.run(
+        [options.llama_cpp, str(script)], input=json.dumps(job) + "\n", stdout=subprocess.PIPE, text=True, check=True
+    )
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -63,25 +89,36 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=2, help="of the speeds, over all precisions (default: %(default)s)"
     )
+    parser.add_argument("--llama-cpp", help="Python with llama-cpp-python", metavar="PYTHON")
+    parser.add_argument("--gguf", type=Path, help="the same weights for it, in any format")
+    parser.add_argument("--home", type=Path, default=Path("/tmp/octavo-gguf"), help="for its files (%(default)s)")
     options = parser.parse_args()
     path = resolve_model_path(options.checkpoint)
     text = python_reference() if options.text is None else options.text.read_text(encoding="utf-8")
     precisions = options.precision or list(PRECISIONS)
+    peers = LLAMA_CPP if options.llama_cpp else ()
     quality: dict[str, tuple[int, float]] = {}
-    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in precisions}
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in (*precisions, *peers)}
     for number in range(options.rounds):
         for name in precisions:
             with opened(path, quantization=PRECISIONS[name], dtype="bfloat16") as llm:
+                ids, pieces = llm.get_tokenizer().encode(text), text_pieces(llm, text, max_pieces=options.pieces)
                 if number == 0:
-                    losses = mean_losses(llm, text_pieces(llm, text, max_pieces=options.pieces))
+                    losses = mean_losses(llm, pieces)
                     quality[name] = weight_bytes(llm.llm_engine.core.executor.worker.model), perplexity(losses)
-                rates[name].append(speeds(llm, llm.get_tokenizer().encode(text)))
+                rates[name].append(speeds(llm, ids))
+        for name in peers:
+            answer = ask_llama_cpp(options, name, pieces if number == 0 else [], ids)
+            if number == 0:
+                quality[name] = answer["bytes"], perplexity(answer["losses"])
+            rates[name].append((answer["prompt_tokens_per_s"], answer["stream_tokens_per_s"]))
     print("| precision | weights, MB | perplexity | | prompt, tok/s | one stream, tok/s |\n|---|---|---|---|---|---|")
-    for name in precisions:
+    for name in (*precisions, *peers):
         num_bytes, value = quality[name]
         against = value / quality[precisions[0]][1] - 1
         prompt, stream = (statistics.median(rate) for rate in zip(*rates[name], strict=True))
-        print(f"| {name} | {num_bytes / 1e6:.0f} | {value:.3f} | {against:+.2%} | {prompt:.0f} | {stream:.0f} |")
+        label = f"llama.cpp {name}" if name in peers else name
+        print(f"| {label} | {num_bytes / 1e6:.0f} | {value:.3f} | {against:+.2%} | {prompt:.0f} | {stream:.0f} |")
 
 
 if __name__ == "__main__":

@@ -83,7 +83,9 @@ def test_what_other_kernels_computed_has_another_name(tmp_path):
 
 
 def test_an_engine_process_is_ready_when_the_vocabulary_for_grammars_is_read(monkeypatch):
-    monkeypatch.setattr(engine_main, "made_to_stay", contextlib.nullcontext)  # this process goes on with other tests
+    monkeypatch.setattr(
+        engine_main, "permanent_generation", contextlib.nullcontext
+    )  # this process goes on with other tests
     config = EngineConfig(cache=CacheConfig(num_gpu_blocks=8))
     later = build.build_core(config)
     assert later.executor.worker.grammars._tokenizer is None

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Fields that no option sets, and why.
 INTERNAL: dict[type, set[str]] = {
-    EngineConfig: {"model", "cache", "scheduler", "device"},  # the parts
+    EngineConfig: {"model", "cache", "scheduler", "device", "speculative"},  # the parts; the last is an object of JSON
     ModelConfig: {
         "model",  # MODEL and --model, of which one counts more
         "served_model_name",  # follows from it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.core.block_pool import BlockPool, HostBlockPool
-from octavo.data.glimpse import BlockState
+from octavo.data.snapshot import BlockState
 
 KEYS = ("salt:a",)
 

@@ -143,7 +143,7 @@ def test_a_tenant_that_left_and_came_back_has_its_place_by_what_it_was_served():
 
 def test_a_tenant_has_one_entry_however_often_it_comes_and_goes():
     queue = FairRequestQueue()
-    queue.add_request(make_request("stays", "y"))
+    queue.add_request(make_request("stays", "a"))
     for index in range(5):
         request = make_request(f"r{index}", "x", arrival_index=index)
         queue.add_request(request)

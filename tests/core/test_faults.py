@@ -45,18 +45,18 @@ def used_blocks(core):
 
 
 @pytest.mark.parametrize(
-    "state", ["waiting", "prompt under way", "running", "preempted", "swapped", "loading", "parked"]
+    "state", ["waiting", "prompt under way", "running", "preempted", "swapped", "loading", "deferred"]
 )
 def test_F1_abort_in_any_state_returns_all_blocks(make_core, state):
     options = {"num_host_blocks": 8, "preemption": "swap"} if state == "swapped" else {}
-    if state == "parked":
+    if state == "deferred":
         options = {"long_prefill_token_threshold": 4}
     core = make_core(max_num_batched_tokens=8, connector=Store() if state == "loading" else None, **options)
     prompt = list(range(20))
     request = core.add("a", prompt)
-    if state == "parked":
+    if state == "deferred":
         core.add("b", prompt)
-    for _ in range({"waiting": 0, "prompt under way": 1, "loading": 1, "parked": 1}.get(state, 4)):
+    for _ in range({"waiting": 0, "prompt under way": 1, "loading": 1, "deferred": 1}.get(state, 4)):
         core.step()
     if state in {"preempted", "swapped"}:
         core.scheduler.preempt_requests(["a"])
@@ -65,9 +65,9 @@ def test_F1_abort_in_any_state_returns_all_blocks(make_core, state):
         assert core.scheduler.kv_cache_manager.is_saved("a") == (state == "swapped")
     if state == "loading":
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    name = "b" if state == "parked" else "a"
-    if state == "parked":
-        assert core.scheduler.room.num_parked == 1
+    name = "b" if state == "deferred" else "a"
+    if state == "deferred":
+        assert core.scheduler.room.num_deferred == 1
     [output] = core.scheduler.abort_request(name)
     assert output.finish_reason == "abort"
     check(core)
@@ -329,7 +329,7 @@ def test_F28_tokens_of_the_parked_count_as_waiting(make_core):
     core.step()
     core.add("b", prompt)
     core.step()
-    assert core.scheduler.room.num_parked == 1
+    assert core.scheduler.room.num_deferred == 1
     with pytest.raises(QueueFullError):
         core.add("c", 29)
     core.run()
@@ -397,7 +397,7 @@ def test_one_new_prefix_of_many_requests_is_computed_once(make_core):
     for index in range(32):
         core.add(f"r{index}", [*prefix, 1000 + index, 2000 + index], max_tokens=2)
     assert list(core.step().num_scheduled_tokens) == ["r0"]
-    assert core.scheduler.room.num_parked == 31
+    assert core.scheduler.room.num_deferred == 31
     check(core)
     core.run()
     computed = sum(event.num_tokens for event in core.log.of_type(events.StepScheduled))

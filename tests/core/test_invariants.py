@@ -265,14 +265,14 @@ def test_a_request_in_no_place_or_in_two(core, place):
         scheduler.running.append(request)
         scheduler.config = scheduler.config.__class__(max_num_seqs=8)
     elif place == "waiting":
-        scheduler.room._parked["again"] = type("Parked", (), {"request": request})()
+        scheduler.room._deferred["again"] = type("Deferred", (), {"request": request})()
         scheduler.room.num_tokens += request.num_tokens
     else:
         scheduler.transfers._loads[77] = scheduler.transfers._loads[0]
         scheduler.config = scheduler.config.__class__(max_num_seqs=8)
     assert breaches(core) == [(12, ())]
     if place == "waiting":
-        scheduler.room._parked.clear()
+        scheduler.room._deferred.clear()
         scheduler.room.remove(request)
         scheduler.room.num_tokens += request.num_tokens
     elif place == "running":

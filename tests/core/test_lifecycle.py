@@ -151,6 +151,8 @@ def test_who_waited_for_kv_in_vain_waits_again_as_what_it_was(make_core):
     request = core.add("a", 12)
     core.scheduler.schedule()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    [admitted] = core.log.of_type(events.RequestAdmitted)  # it has its seat
+    assert (admitted.request_id, request.admitted_time) == ("a", admitted.time)
     assert core.scheduler.admission.num_reserved_total == 28
     assert core.scheduler.admission.prefill_room == 50  # nothing of it is computed
     lifecycle = lifecycle_of(core)

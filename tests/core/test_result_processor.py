@@ -186,3 +186,28 @@ def test_a_step_that_failed_gives_up_the_loads_it_ordered(make_core):
     scheduled = core.scheduler.schedule()
     assert scheduled.kv_cancels == [0]
     assert scheduled.num_scheduled_tokens == {"a": 12}  # computed here
+
+
+def test_a_step_that_failed_ends_nobody_who_ended_before(make_core):
+    core = make_core()
+    core.add("a", 4)
+    core.add("b", 4)
+    scheduled = core.scheduler.schedule()
+    core.scheduler.abort_request("a")
+    assert [output.request_id for output in core.scheduler.fail_step(scheduled, "broken")] == ["b"]
+
+
+def test_who_waits_gets_no_drafts_however_short_it_is(make_core):
+    core = make_core()
+    request = core.add("a", 1)
+    core.scheduler.update_draft_token_ids({"a": [1]})
+    assert request.spec_token_ids == []
+
+
+def test_before_the_first_step_every_result_is_late(make_core):
+    other = make_core()
+    other.add("a", 4)
+    scheduled = other.scheduler.schedule()
+    core = make_core()
+    assert take(core, scheduled, {"a": [7]}) == []
+    assert core.scheduler.fail_step(scheduled, "broken") == []

@@ -50,6 +50,10 @@ def test_what_is_refused_changes_nothing(make_core):
         with pytest.raises(RequestError, match=error):
             core.scheduler.add_request(request)
         assert request.max_total_tokens == (prompt or 0) + 7
+    request = Request("b", [1] * 3, SamplingParams(max_tokens=99))
+    with pytest.raises(RequestError, match="full"):
+        core.scheduler.add_request(request)
+    assert request.max_total_tokens == 102  # as it was asked for, to be sent to another engine
     assert list(core.scheduler.requests) == ["a"]
     with pytest.raises(RequestError) as caught:
         core.scheduler.add_request(Request("a", [1], SamplingParams()))
@@ -184,6 +188,12 @@ def test_books_are_checked_when_idle_and_every_ten_seconds(make_core):
     assert [breach.invariant for breach in core.scheduler.check_when_idle()] == [18]
 
 
+def test_books_are_checked_from_the_first_moment(make_core):
+    core = make_core(num_blocks=4, clock=Clock())
+    core.scheduler.kv_cache_manager.pool.take(1)
+    assert len(core.scheduler.check_when_idle()) == 2
+
+
 def test_books_are_not_looked_into_while_anything_is_to_be_done(make_core):
     core = make_core(num_blocks=4)
     core.add("a", 3)
@@ -300,6 +310,14 @@ def test_who_waits_for_budget_for_blocks_and_for_a_reservation_says_so(make_core
     assert told(core, events.RequestBlocked) == [(events.WaitReason.NO_RESERVATION,)]
 
 
+def test_the_first_request_of_all_may_have_to_wait(make_core):
+    core = make_core(num_blocks=4)
+    core.scheduler.kv_cache_manager.pool.take(4)
+    core.add("a", 3)
+    core.step()
+    assert told(core, events.RequestBlocked) == [(events.WaitReason.NO_BLOCKS,)]
+
+
 def test_who_waits_for_a_block_is_told_of_when_it_goes_and_comes(make_core):
     core = make_core(long_prefill_token_threshold=4)
     prompt = list(range(9))
@@ -310,6 +328,17 @@ def test_who_waits_for_a_block_is_told_of_when_it_goes_and_comes(make_core):
     assert told(core, events.RequestParked)[0] == ("a",)
     assert core.log.of_type(events.RequestParked)[0].request_id == "b"
     assert told(core, events.RequestUnparked)[0] == (False,)
+
+
+def test_who_waits_for_a_block_in_vain_is_back_after_16_steps(make_core):
+    core = make_core(long_prefill_token_threshold=1, block_size=32)
+    core.add("slow", list(range(100)))
+    core.add("waits", list(range(100)))
+    for _ in range(20):
+        core.step()
+    [deferred], [unparked] = core.log.of_type(events.RequestParked), core.log.of_type(events.RequestUnparked)
+    assert (unparked.request_id, unparked.timed_out) == ("waits", True)
+    assert unparked.step - deferred.step == 16
 
 
 def test_nobody_parks_behind_a_less_important_one(make_core):

@@ -14,7 +14,7 @@ import zmq
 from fakes import FakeExecutor, make_engine
 
 from octavo.data.request import Request, RequestStatus
-from octavo.engine import core_process, messages
+from octavo.engine import core_process, ipc
 from octavo.engine.core_process import CoreServer
 from octavo.errors import RequestFailedError
 from octavo.sampling_params import SamplingParams
@@ -47,7 +47,7 @@ class _Mail:
     def answer(self, *kinds: type) -> Any:
         """Return the next message of one of these kinds."""
         while True:
-            message = messages.decode_news(self.news.get(timeout=WAIT_S))
+            message = ipc.decode_from_engine(self.news.get(timeout=WAIT_S))
             if isinstance(message, kinds):
                 return message
 
@@ -75,14 +75,14 @@ def mail(executor: _Preparing) -> Iterator[_Mail]:
     thread = threading.Thread(target=server.run)
     thread.start()
     yield mail
-    mail.requests.put(messages.encode(messages.Stop()))
+    mail.requests.put(ipc.encode(ipc.Stop()))
     thread.join(WAIT_S)
     assert not thread.is_alive()
 
 
 def ask(mail: _Mail, request_id: str, tenant: str) -> None:
     request = Request(request_id, [65], SamplingParams(max_tokens=1), tenant=tenant)
-    mail.requests.put(messages.encode(messages.Add.of(request_id, [request])))
+    mail.requests.put(ipc.encode(ipc.Add.of(request_id, [request])))
 
 
 def test_the_time_of_a_preparation_counts_from_its_own_start(
@@ -93,11 +93,11 @@ def test_the_time_of_a_preparation_counts_from_its_own_start(
     begins.set_running_or_notify_cancel()
     ask(mail, "waits", "fast")
     ask(mail, "begins", "slow")
-    refused = mail.answer(messages.Accepted, messages.Refused)
+    refused = mail.answer(ipc.Accepted, ipc.Refused)
     assert (refused.request_id, refused.kind, refused.parameter) == ("begins", "RequestError", "structured_outputs")
     waits.set_running_or_notify_cancel()
     waits.set_result(None)
-    assert mail.answer(messages.Accepted, messages.Refused) == messages.Accepted("waits")
+    assert mail.answer(ipc.Accepted, ipc.Refused) == ipc.Accepted("waits")
 
 
 def test_who_waits_too_long_for_a_turn_may_come_again(
@@ -105,16 +105,16 @@ def test_who_waits_too_long_for_a_turn_may_come_again(
 ) -> None:
     monkeypatch.setattr(core_process, "TURN_S", 0.0)
     ask(mail, "a", "one of many")
-    refused = mail.answer(messages.Accepted, messages.Refused)
+    refused = mail.answer(ipc.Accepted, ipc.Refused)
     assert (refused.request_id, refused.kind) == ("a", "QueueFullError")
     assert executor.prepared["one of many"].cancelled()
 
 
 def test_what_is_aborted_before_it_is_prepared_ends_as_others_do(mail: _Mail, executor: _Preparing) -> None:
     ask(mail, "a", "x")
-    mail.requests.put(messages.encode(messages.Finish(["a"], RequestStatus.FINISHED_ABORTED)))
-    assert mail.answer(messages.Accepted, messages.Refused) == messages.Accepted("a")
-    (ending,) = mail.answer(messages.News).outputs
+    mail.requests.put(ipc.encode(ipc.Finish(["a"], RequestStatus.FINISHED_ABORTED)))
+    assert mail.answer(ipc.Accepted, ipc.Refused) == ipc.Accepted("a")
+    (ending,) = mail.answer(ipc.Outputs).outputs
     assert (ending.request_id, ending.finish_reason) == ("a", "abort")
     assert executor.prepared["x"].cancelled()
 
@@ -139,10 +139,10 @@ def test_a_fault_while_something_is_prepared_ends_that_request_alone(
     executor.prepared.setdefault("good", Future()).set_result(None)
     ask(mail, "a", "bad")
     ask(mail, "b", "good")
-    answers = [mail.answer(messages.Accepted, messages.Refused) for _ in range(2)]
-    refused = next(each for each in answers if isinstance(each, messages.Refused))
-    assert messages.Accepted("b") in answers
-    error = messages.error_of(refused)
+    answers = [mail.answer(ipc.Accepted, ipc.Refused) for _ in range(2)]
+    refused = next(each for each in answers if isinstance(each, ipc.Refused))
+    assert ipc.Accepted("b") in answers
+    error = ipc.error_of(refused)
     assert isinstance(error, RequestFailedError)
     assert "request a:" in str(error)
     assert "secret" not in str(error)

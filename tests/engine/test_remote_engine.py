@@ -24,10 +24,10 @@ from fakes import answer_text, make_engine
 from streams import collect, run
 
 from octavo.config import CacheConfig, EngineConfig
-from octavo.engine import messages, remote_engine
+from octavo.engine import ipc, remote_engine
 from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.health import Health, Patience
 from octavo.engine.remote_engine import RemoteEngine
-from octavo.engine.vitals import Patience, Vitals
 from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError, QueueFullError, RequestError
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.startup.launch import launch_engine
@@ -483,13 +483,13 @@ def test_what_keeps_it_from_starting_is_raised(options, error, text):
 
 def test_last_words_are_heard_however_late_their_listener_looks(monkeypatch):
     engine = make_remote(fail=True)
-    look = Vitals.look
+    look = Health.look
 
-    def look_late(vitals, now):
+    def look_late(health, now):
         engine._life.process.wait(30)  # it says why it fails, and ends, since the listener asked for news
-        look(vitals, now)
+        look(health, now)
 
-    monkeypatch.setattr(Vitals, "look", look_late)
+    monkeypatch.setattr(Health, "look", look_late)
     monkeypatch.setattr(remote_engine, "_POLL_MS", 1)  # it has said nothing yet when it is asked
     with pytest.raises(ConfigError, match="nothing of this fits"):
         engine.start()
@@ -551,7 +551,7 @@ def test_f24_a_process_that_the_system_does_not_end_is_left_behind(monkeypatch, 
         is_stuck = process.pid
         monkeypatch.setattr(subprocess.Popen, "wait", hang)
         monkeypatch.setattr(subprocess.Popen, "poll", lambda each: None if each.pid == is_stuck else poll(each))
-        monkeypatch.setattr(Vitals, "why_given_up", property(lambda _: "hangs" if killed else None))
+        monkeypatch.setattr(Health, "why_given_up", property(lambda _: "hangs" if killed else None))
         killed.append(is_stuck)
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, EngineRestartingError) for result in results)
@@ -588,8 +588,8 @@ def test_shutdown_ends_streams_process_and_folder():
 def test_who_sends_a_request_that_cannot_be_read_hears_of_it():
     """It waited for ever, and counted among those that the engine had not answered."""
     message = msgspec.msgpack.encode({"type": "Add", "request_id": "odd", "prompt_token_ids": "x", "streams": []})
-    assert messages.request_id_of(message) == "odd"
-    assert messages.request_id_of(b"garbage") is None
+    assert ipc.request_id_of(message) == "odd"
+    assert ipc.request_id_of(b"garbage") is None
     heard = []
 
     async def ask(llm):
@@ -609,7 +609,7 @@ def test_who_sends_a_request_that_cannot_be_read_hears_of_it():
 @pytest.mark.parametrize(
     "garbage",
     [
-        messages.encode(messages.Accepted("nobody")),
+        ipc.encode(ipc.Accepted("nobody")),
         b"",
         b"garbage",
         b"cos\nsystem\n(S'touch /tmp/x'\ntR.",

@@ -1,7 +1,5 @@
 """Answers of a real model are the same with speculation: SmolLM2-135M-Instruct, copying and telling."""
 
-import pytest
-
 from octavo import LLM, SamplingParams
 from octavo.data.events import DraftsVerified
 
@@ -15,15 +13,14 @@ CHATS = [
 ]
 
 
-@pytest.mark.parametrize("quantization", [None, "int4"])
-def test_answers_are_the_same_with_and_without(real_model, quantization):
+def test_answers_are_the_same_with_and_without(real_model):
     params = [
         SamplingParams(temperature=index % 2 * 0.7, seed=index, max_tokens=48, logprobs=2)
         for index in range(len(CHATS))
     ]
     answers, llm = [], None
     for config in (None, {"method": "ngram", "num_speculative_tokens": 6}):
-        options = {"quantization": quantization, "kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 8}
+        options = {"kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 8}
         llm = LLM(str(real_model("smollm2")), speculative_config=config, **options)
         outputs = [output.outputs[0] for output in llm.chat(CHATS, params, use_tqdm=False)]
         answers.append([(each.token_ids, each.logprobs, each.text) for each in outputs])

@@ -73,7 +73,7 @@ def ask(http: httpx.Client, path: str, **body):
     assert answer.status_code == 200, answer.text
     if not body.get("stream"):
         return answer.json()
-    return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")]
 
 
 def test_a_byte_and_a_letter_are_a_replacement_character_and_the_stream_goes_on(served):

@@ -9,14 +9,14 @@ import pytest
 
 def in_a_process_of_its_own(code: str) -> str:
     """Run code; the collector is that of a whole process."""
-    code = "import gc, weakref\nfrom octavo.runtime.garbage import made_to_stay\n" + textwrap.dedent(code)
+    code = "import gc, weakref\nfrom octavo.runtime.garbage import permanent_generation\n" + textwrap.dedent(code)
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def test_what_stays_is_not_tracked_and_what_was_garbage_is_gone():
     shown = in_a_process_of_its_own("""
         class Thing: pass
-        with made_to_stay():
+        with permanent_generation():
             assert not gc.isenabled()
             kept, garbage = [Thing() for _ in range(1000)], Thing()
             garbage.itself, seen = garbage, weakref.ref(garbage)
@@ -30,7 +30,7 @@ def test_what_stays_is_not_tracked_and_what_was_garbage_is_gone():
 def test_a_full_collection_comes_when_there_is_much_of_what_came_later():
     """And not when that is a quarter of all there is."""
     shown = in_a_process_of_its_own("""
-        with made_to_stay():
+        with permanent_generation():
             kept = [[] for _ in range(1_000_000)]
         before = gc.get_stats()[2]["collections"]
         later = [[] for _ in range(150_000)]
@@ -44,7 +44,7 @@ def test_a_failure_leaves_the_collector_as_it_was(was_enabled):
     shown = in_a_process_of_its_own(f"""
         gc.enable() if {was_enabled} else gc.disable()
         try:
-            with made_to_stay():
+            with permanent_generation():
                 raise KeyError
         except KeyError:
             print(gc.isenabled(), gc.get_freeze_count())

@@ -42,14 +42,14 @@ def http(running: Running) -> Iterator[httpx.Client]:
 @pytest.fixture
 def charged(running: Running, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
-    admission = running.server._service.admission
-    charge = admission.charge
+    limiter = running.server._service.limiter
+    charge = limiter.charge
 
     def note(tenant: Tenant, num_tokens: int) -> None:
         counts.append(num_tokens)
         charge(tenant, num_tokens)
 
-    monkeypatch.setattr(admission, "charge", note)
+    monkeypatch.setattr(limiter, "charge", note)
     return counts
 
 
@@ -112,7 +112,29 @@ def test_who_waits_for_a_turn_hears_when_the_time_is_over(
         each.result(30)
     assert http.post("/tokenize", json={"prompt": "hello"}).status_code == 200
     assert sum(charged) == 5  # of this last one: the others never began
-    assert running.server._service.admission.streams.num_held == 0
+    assert running.server._service.limiter.streams.num_held == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": MORE_THAN_A_FEW_WORDS}),
+        ("/detokenize", {"tokens": [1, 2, 3]}),
+        ("/v1/messages/count_tokens", {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}),
+        ("/v1/responses/input_tokens", {"input": MORE_THAN_A_FEW_WORDS}),
+    ],
+)
+def test_what_is_only_counted_has_threads_of_its_own(
+    running: Running, http: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    gate, text = threading.Event(), running.server._service.engine.text
+    held = text._turns["short"].submit("another", lambda: gate.wait(30))
+    try:
+        wait_until(held.running, "the thread for answers is held")
+        assert http.post(path, json=body, timeout=20).status_code == 200
+    finally:
+        gate.set()
+    held.result(30)
 
 
 def test_a_client_who_leaves_takes_its_work_along(
@@ -126,12 +148,12 @@ def test_a_client_who_leaves_takes_its_work_along(
         return encode(inputs, text, **options)
 
     monkeypatch.setattr(InputProcessor, "encode", watched)
-    admission = running.server._service.admission
+    limiter = running.server._service.limiter
     held = running.server._service.engine.text._count_turns["short"].submit("another", lambda: gate.wait(30))
     try:
         with pytest.raises(httpx.ReadTimeout):
             http.post("/tokenize", json={"prompt": "who is gone"}, timeout=0.3)
-        wait_until(lambda: admission.streams.num_held == 0, "its place is given back")
+        wait_until(lambda: limiter.streams.num_held == 0, "its place is given back")
     finally:
         gate.set()
     held.result(30)

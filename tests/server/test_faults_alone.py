@@ -26,7 +26,7 @@ from octavo.engine.tokenizer import Tokenizer
 from octavo.runtime.faults import is_fault
 from octavo.sampling_params import StructuredOutputsParams
 from octavo.server.access import audit
-from octavo.server.access.admission import Place
+from octavo.server.access.limiter import Permit
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.answering import UsageCounter, merge
 from octavo.server.api import tgi
@@ -158,7 +158,7 @@ COMPLETIONS: dict[str, tuple[Patch, dict[str, Any]]] = {
         break_where(UsageCounter, "add", lambda _self, output, _c: is_victims(output.prompt_token_ids)),
         {},
     ),
-    "tokens are charged": (break_where(Place, "charge", lambda _self, count: count == len(VICTIM)), {}),
+    "tokens are charged": (break_where(Permit, "charge", lambda _self, count: count == len(VICTIM)), {}),
 }
 
 

@@ -155,7 +155,7 @@ def test_a_prompt_that_is_still_read_when_the_server_stops_never_gets_to_the_eng
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reads, goes_on = threading.Event(), threading.Event()
-    body = {"prompt": "hello", "max_tokens": 5000, "ignore_eos": True}
+    body = {"prompt": "hello " * 100, "max_tokens": 5000, "ignore_eos": True}
     with run_server(FakeExecutor(STEP_S)) as running, running.http() as http, futures.ThreadPoolExecutor(1) as pool:
         inputs = running.engine.input_processor
         process = inputs.process

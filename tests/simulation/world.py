@@ -337,7 +337,7 @@ class World:
         self.num_stalled = 0
         self.admitted.clear()
         self.had_seat = (
-            len(scheduler.running) + len(scheduler.transfers) + scheduler.room.num_parked < self.config.max_num_seqs
+            len(scheduler.running) + len(scheduler.transfers) + scheduler.room.num_deferred < self.config.max_num_seqs
         )
         self.step_start = self.now
         scheduled = scheduler.schedule()

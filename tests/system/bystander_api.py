@@ -97,6 +97,11 @@ class Case:
     options: tuple[str, ...] = ()
 
 
+NAMES = {f"p{index}": {"type": "string"} for index in range(2000)}
+BIGGEST_SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {"name": "s", "schema": {"type": "object", "properties": NAMES}},
+}
 LARGE = 8_000_000  # characters, of which line breaks are spelled as two
 CASES: dict[str, Case] = {
     "truncated": Case(
@@ -151,19 +156,11 @@ CASES: dict[str, Case] = {
     ),
     "most allowed ids": Case(COMPLETIONS, lambda: spell(prompt="a", max_tokens=1, allowed_token_ids=[17] * 1_500_000)),
     "most tools": Case(CHAT, lambda: spell(messages=user("a"), max_tokens=1, tools=tools(1024, words(3500)))),
-    "biggest schema": Case(
+    "biggest schema": Case(CHAT, lambda: spell(messages=user("a"), max_tokens=1, response_format=BIGGEST_SCHEMA)),
+    "biggest schema, 20 tokens": Case(
         CHAT,
-        lambda: spell(
-            messages=user("a"),
-            max_tokens=1,
-            response_format={
-                "type": "json_schema",
-                "json_schema": {
-                    "name": "s",
-                    "schema": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}},
-                },
-            },
-        ),
+        lambda: spell(messages=user("a"), max_tokens=20, response_format=BIGGEST_SCHEMA),
+        plain=lambda: spell(messages=user("a"), max_tokens=20, ignore_eos=True),
     ),
     "too large a schema": Case(
         CHAT,

@@ -328,7 +328,7 @@ def figure_6(_scale: float) -> str:
 
 def routes() -> set[str]:
     """All paths of the application, with something where they have a place for anything."""
-    nothing = dict.fromkeys(("metrics", "tracing", "admission", "cutter"))
+    nothing = dict.fromkeys(("metrics", "tracing", "admission", "timeouts"))
     service = cast("Service", SimpleNamespace(config=ServerConfig(), **nothing))
     return {re.sub(r"{[^}]*}", "any", route.path) for route in create_app(service).routes if hasattr(route, "path")}
 

@@ -36,7 +36,7 @@ from octavo.config import (
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.models.process_memory import returning_free_memory
 from octavo.runtime import logs
-from octavo.runtime.garbage import made_to_stay
+from octavo.runtime.garbage import permanent_generation
 
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
@@ -165,7 +165,7 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
         try:
             from octavo.server.serving import make_server
 
-            with made_to_stay():
+            with permanent_generation():
                 settings = configuration(config, engine.config())
                 http = make_server(llm, config, max_connections=max_connections, settings=settings)
             open_door(sock)

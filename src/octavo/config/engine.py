@@ -232,7 +232,7 @@ class SchedulerConfig:
         is_open=True,
     )
     enable_chunked_prefill: bool = option(
-        True, "Cut long prompts into pieces, so that answers under way go on beside them."
+        True, "Timeout long prompts into pieces, so that answers under way go on beside them."
     )
     long_prefill_token_threshold: int = option(
         0, "Most tokens that one prompt gets in a step; 0 sets no such limit.", unit="TOKENS"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from octavo.data.glimpse import BlockState
+from octavo.data.snapshot import BlockState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

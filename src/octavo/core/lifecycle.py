@@ -10,7 +10,7 @@ import heapq
 from bisect import insort
 from typing import TYPE_CHECKING
 
-from octavo.core.waiting_room import WaitingRoom
+from octavo.core.waiting_requests import WaitingRequests
 from octavo.data import events
 from octavo.data.request import RequestStatus
 from octavo.outputs import EngineCoreOutput
@@ -44,7 +44,7 @@ class RequestLifecycle:
     ) -> None:
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
-        self.room = WaitingRoom(policy.waiting)
+        self.room = WaitingRequests(policy.waiting)
         self._policy = policy
         self._admission = admission
         self._manager = kv_cache_manager

@@ -156,7 +156,7 @@ class ResultProcessor:
             if request is None or request.status is not RequestStatus.RUNNING or not is_decode(request):
                 continue
             room = request.max_total_tokens - len(request.sequence.token_ids) - 1
-            wanted.append((request, max(min(room, len(token_ids)), 0)))
+            wanted.append((request, min(room, len(token_ids))))
         num_decoding = sum(map(is_decode, self._lifecycle.running))
         for (request, _), count in zip(wanted, self._draft_policy.allot(wanted, num_decoding), strict=True):
             request.spec_token_ids = drafts[request.request_id][:count]

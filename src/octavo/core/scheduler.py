@@ -36,8 +36,8 @@ from octavo.core.scheduler_interface import SchedulerStats
 from octavo.core.step_plan import StepPlan
 from octavo.data import events
 from octavo.data.events import WaitReason
-from octavo.data.glimpse import BlockMap
 from octavo.data.request import Request, RequestStatus
+from octavo.data.snapshot import BlockMap
 from octavo.errors import PromptTooLongError, RequestError
 from octavo.outputs import DEADLINE_PASSED
 
@@ -182,7 +182,7 @@ class Scheduler:
         plan.held_up = self.admission.open_step(len(self.running), len(self.waiting))
         outranked = self._outranked()
         self._batching.fill(plan, list(self.running), outranked, self._grow_running, self._admit_waiting)
-        self._tell_outranked(plan, outranked)
+        self._record_outranked(plan, outranked)
         output = self._builder.build(step, plan, self.requests)
         self._num_busy_steps += bool(plan.num_tokens)
         self._emit_step(output)
@@ -199,7 +199,7 @@ class Scheduler:
             lifecycle.give_up_loading(request)
 
     def _return_parked(self) -> None:
-        for request, timed_out in self.room.return_parked(
+        for request, timed_out in self.room.resume_deferred(
             self.kv_cache_manager.is_being_computed, self._num_busy_steps
         ):
             self._emit(events.RequestUnparked, request.request_id, timed_out)
@@ -212,7 +212,7 @@ class Scheduler:
         self._to_preempt = []
 
     def _has_seat(self) -> bool:
-        return len(self.running) + len(self.transfers) + self.room.num_parked < self.config.max_num_seqs
+        return len(self.running) + len(self.transfers) + self.room.num_deferred < self.config.max_num_seqs
 
     def _outranked(self) -> list[Request]:
         """Return the running prompts that give way to the more important head of the queue, in order of rank."""
@@ -312,8 +312,8 @@ class Scheduler:
         request = self.waiting.peek_request()
         computed = self.kv_cache_manager.get_computed_blocks(request)
         awaited = self.kv_cache_manager.awaited_block(request, computed)
-        if awaited is not None and self.room.may_park(request) and self._may_wait_for(awaited[1], request):
-            self.room.park(awaited[0], self._num_busy_steps)
+        if awaited is not None and self.room.may_defer(request) and self._may_wait_for(awaited[1], request):
+            self.room.defer(awaited[0], self._num_busy_steps)
             self._blocked = None
             self._emit(events.RequestParked, request.request_id, awaited[1])
             return None
@@ -372,7 +372,7 @@ class Scheduler:
             self._blocked = (request.request_id, reason)
             self._emit(events.RequestBlocked, request.request_id, reason)
 
-    def _tell_outranked(self, plan: StepPlan, outranked: list[Request]) -> None:
+    def _record_outranked(self, plan: StepPlan, outranked: list[Request]) -> None:
         for request in outranked:
             if request.request_id not in plan.num_tokens and request.status is RequestStatus.RUNNING:
                 self._emit(events.RequestOutranked, request.request_id)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from octavo.data.glimpse import BlockMap
     from octavo.data.model_output import ModelOutput
     from octavo.data.request import Request, RequestStatus
     from octavo.data.scheduler_output import SchedulerOutput
+    from octavo.data.snapshot import BlockMap
     from octavo.outputs import EngineCoreOutput
 
 

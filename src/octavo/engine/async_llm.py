@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
     from octavo.data.capacity import EngineCapacity
-    from octavo.data.glimpse import Glimpse
     from octavo.data.metrics import EngineStats
+    from octavo.data.snapshot import Snapshot
     from octavo.engine.engine_client import DrivenEngine
     from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
     from octavo.engine.output_processor import OutputProcessor
@@ -250,7 +250,7 @@ class AsyncLLM:
         """End requests; each gets its last output, with finish_reason "abort". Raises `EngineDeadError`."""
         await self.call(lambda engine: engine.abort_request(request_ids))
 
-    async def watch(self, listener: Callable[[Glimpse], None] | None) -> None:
+    async def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
         """Let a listener hear what happens from now on, on the engine's thread, or nobody. Raises `EngineDeadError`."""
         await self.call(lambda engine: engine.watch(listener))
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import zmq
 
 from octavo.data.request import RequestStatus
-from octavo.engine import messages
-from octavo.engine.lookout import Lookout
+from octavo.engine import ipc
+from octavo.engine.snapshot_feed import SnapshotFeed
 from octavo.errors import OctavoError, QueueFullError, RequestError
 from octavo.outputs import EngineCoreOutput
 from octavo.runtime import logs
@@ -58,21 +58,21 @@ def run_core_process(build: Build) -> None:
     for each in (signal.SIGINT, signal.SIGTERM, *_HANG_UP):
         signal.signal(each, signal.SIG_IGN)
     _wake_when_parent_dies()
-    launch = messages.decode_launch(sys.stdin.buffer.readline())
+    launch = ipc.decode_launch(sys.stdin.buffer.readline())
     logs.configure(launch.log_level, launch.log_format, process="engine")
-    folder = Path(launch.news_endpoint.removeprefix("ipc://")).parent
+    folder = Path(launch.outputs_endpoint.removeprefix("ipc://")).parent
     threading.Thread(target=_end_with_parent, args=[folder], name="octavo-parent-watch", daemon=True).start()
     context = zmq.Context()
     news = context.socket(zmq.PUSH)
-    news.connect(launch.news_endpoint)
-    pulse = Pulse(context, launch.news_endpoint)
+    news.connect(launch.outputs_endpoint)
+    pulse = Pulse(context, launch.outputs_endpoint)
     pulse.start()
     try:
-        core = build(launch.config, lambda done, total: news.send(messages.encode(messages.Loading(done, total))))
+        core = build(launch.config, lambda done, total: news.send(ipc.encode(ipc.Loading(done, total))))
     except Exception as error:
         if not isinstance(error, OctavoError):  # those are told where they are understood
             logger.exception("the engine cannot be built")
-        news.send(messages.encode(messages.failure(error)))
+        news.send(ipc.encode(ipc.failure(error)))
         context.destroy(linger=1000)
         sys.exit(1)
     requests = context.socket(zmq.PULL)
@@ -89,7 +89,7 @@ def run_core_process(build: Build) -> None:
 class Pulse:
     """Tells from a thread of its own that the process runs, and whether it gets further.
 
-    progress: of the kind that `octavo.engine.messages.Alive` counts; whoever makes some writes it.
+    progress: of the kind that `octavo.engine.ipc.Alive` counts; whoever makes some writes it.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
@@ -112,14 +112,14 @@ class Pulse:
             socket.linger = 0
             socket.connect(self._endpoint)
             while not self._is_over.wait(BEAT_S):
-                socket.send(messages.encode(messages.Alive(self.progress)))
+                socket.send(ipc.encode(ipc.Alive(self.progress)))
 
 
 @dataclass(slots=True)
 class _Held:
     """A request that waits until something is prepared for it: first for its turn, then from its own start on."""
 
-    message: messages.Add
+    message: ipc.Add
     prepared: Future[None]
     deadline: float
     has_begun: bool = False
@@ -147,11 +147,11 @@ class CoreServer:
         self._held: list[_Held] = []
         self._is_over = False
         self._next_report = 0.0
-        self._lookout: Lookout | None = None
+        self._feed: SnapshotFeed | None = None
 
     def run(self) -> None:
         """Step and read mail until told to stop."""
-        self._send(messages.Ready(self._core.capacity))
+        self._send(ipc.Ready(self._core.capacity))
         while not self._is_over:
             if not self._core.has_work():
                 if not self._held:
@@ -165,7 +165,7 @@ class CoreServer:
                 self._step()
             if time.monotonic() > self._next_report:
                 self._report()
-            if self._lookout is not None and self._lookout.is_due:
+            if self._feed is not None and self._feed.is_due:
                 self._show()
 
     def _step(self) -> None:
@@ -175,17 +175,17 @@ class CoreServer:
         if outputs or stats.scheduled_tokens > num_tokens:
             self._pulse.progress += 1
         if outputs:
-            self._send(messages.News(outputs))
+            self._send(ipc.Outputs(outputs))
 
     def _report(self) -> None:
         self._next_report = time.monotonic() + BEAT_S
-        self._send(messages.Report(self._core.metrics.stats))
+        self._send(ipc.Report(self._core.metrics.stats))
 
     def _show(self) -> None:
         """Tell what happened, where somebody watches."""
-        if self._lookout is not None:
-            for glimpse in self._lookout.look():
-                self._send(messages.Seen.of(glimpse))
+        if self._feed is not None:
+            for snapshot in self._feed.look():
+                self._send(ipc.Seen.of(snapshot))
 
     def _wait_for_mail(self) -> None:
         for breach in self._core.scheduler.check_when_idle():
@@ -199,26 +199,26 @@ class CoreServer:
             except zmq.Again:
                 return
             try:
-                message = messages.decode_request(data)
-            except (messages.DecodeError, OctavoError) as error:
+                message = ipc.decode_to_engine(data)
+            except (ipc.DecodeError, OctavoError) as error:
                 logger.warning("%d bytes that are no message were dropped: %s", len(data), error)
-                if (request_id := messages.request_id_of(data)) is not None:  # somebody waits for an answer
-                    self._send(messages.Refused(request_id, "RequestError", "the request cannot be read", None))
+                if (request_id := ipc.request_id_of(data)) is not None:  # somebody waits for an answer
+                    self._send(ipc.Refused(request_id, "RequestError", "the request cannot be read", None))
                 continue
             match message:
-                case messages.Add():
+                case ipc.Add():
                     self._prepare(message)
-                case messages.Finish():
+                case ipc.Finish():
                     self._drop_held(set(message.stream_ids))
                     outputs = self._core.scheduler.finish_requests(message.stream_ids, message.status)
                     if outputs:
-                        self._send(messages.News(outputs))
-                case messages.Watch():
-                    self._lookout = Lookout(self._core) if message.is_on else None
-                case messages.Stop():
+                        self._send(ipc.Outputs(outputs))
+                case ipc.Watch():
+                    self._feed = SnapshotFeed(self._core) if message.is_on else None
+                case ipc.Stop():
                     self._is_over = True
 
-    def _prepare(self, message: messages.Add) -> None:
+    def _prepare(self, message: ipc.Add) -> None:
         """Take a request in, or hold it until what it needs is prepared: others go on meanwhile."""
         try:
             first = message.streams[0]
@@ -254,32 +254,32 @@ class CoreServer:
         for each in [each for each in self._held if any(s.request_id in stream_ids for s in each.message.streams)]:
             self._held.remove(each)
             each.prepared.cancel()
-            self._send(messages.Accepted(each.message.request_id))
+            self._send(ipc.Accepted(each.message.request_id))
             self._send(
-                messages.News([EngineCoreOutput(s.request_id, finish_reason=_ABORTED) for s in each.message.streams])
+                ipc.Outputs([EngineCoreOutput(s.request_id, finish_reason=_ABORTED) for s in each.message.streams])
             )
 
-    def _add(self, message: messages.Add) -> messages.Accepted | messages.Refused:
+    def _add(self, message: ipc.Add) -> ipc.Accepted | ipc.Refused:
         """Take all streams of a request, or none."""
         added: list[str] = []
         try:
             requests = message.to_requests()
         except Exception as error:  # noqa: BLE001 - it is logged there
-            return messages.refusal(message.request_id, error_for(message.request_id, "it was read", error))
+            return ipc.refusal(message.request_id, error_for(message.request_id, "it was read", error))
         try:
             for request in requests:
                 self._core.scheduler.add_request(request)
                 added.append(request.request_id)
         except RequestError as error:
             self._core.scheduler.finish_requests(added, RequestStatus.FINISHED_ABORTED)
-            return messages.refusal(message.request_id, error)
-        return messages.Accepted(message.request_id)
+            return ipc.refusal(message.request_id, error)
+        return ipc.Accepted(message.request_id)
 
     def _refuse(self, request_id: str, error: BaseException) -> None:
-        self._send(messages.refusal(request_id, error_for(request_id, "what it needs was prepared", error)))
+        self._send(ipc.refusal(request_id, error_for(request_id, "what it needs was prepared", error)))
 
-    def _send(self, message: messages.ToParent) -> None:
-        self._news.send(messages.encode(message))
+    def _send(self, message: ipc.ToParent) -> None:
+        self._news.send(ipc.encode(message))
 
 
 def _wake_when_parent_dies() -> None:

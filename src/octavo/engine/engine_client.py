@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
     from octavo.data.capacity import EngineCapacity
-    from octavo.data.glimpse import Glimpse
     from octavo.data.metrics import EngineStats
+    from octavo.data.snapshot import Snapshot
     from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
     from octavo.engine.llm_engine import Accept, Lose, Post
     from octavo.engine.output_processor import OutputProcessor
@@ -109,7 +109,7 @@ class EngineClient(_Described, Protocol):
         """Let the reader of a request hear of its end now, whatever the engine is doing, and have it aborted."""
         ...
 
-    async def watch(self, listener: Callable[[Glimpse], None] | None) -> None:
+    async def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
         """Let a listener hear what happens from now on, on the engine's thread, or nobody. Raises `EngineDeadError`."""
         ...
 
@@ -149,7 +149,7 @@ class DrivenEngine(_Described, Protocol):
         """Do what idle moments are for."""
         ...
 
-    def watch(self, listener: Callable[[Glimpse], None] | None) -> None:
+    def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
         """Let a listener hear what happens from now on, or nobody."""
         ...
 

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from octavo.data.request import RequestStatus
-from octavo.engine.lookout import Lookout
+from octavo.engine.snapshot_feed import SnapshotFeed
 from octavo.errors import EngineDeadError, EngineError, OctavoError, RequestError
 from octavo.runtime.faults import error_for
 from octavo.sampling_params import SamplingParams
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from octavo.data.capacity import EngineCapacity
-    from octavo.data.glimpse import Glimpse
     from octavo.data.metrics import EngineStats
+    from octavo.data.snapshot import Snapshot
     from octavo.engine.engine_core import EngineCore
     from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
     from octavo.engine.output_processor import OutputProcessor
@@ -54,8 +54,8 @@ class Engine:
         self._put_by: list[RequestOutput] = []  # of requests that others added, while a batch was run
         self._given_up: set[str] = set()  # of a batch that failed: its requests end unheard
         self._num_generated_ids = 0
-        self._lookout: Lookout | None = None
-        self._watch_with: Callable[[Glimpse], None] = lambda _glimpse: None
+        self._feed: SnapshotFeed | None = None
+        self._watch_with: Callable[[Snapshot], None] = lambda _snapshot: None
 
     def add_request(
         self,
@@ -109,16 +109,16 @@ class Engine:
         """What it can be measured by, so far; belongs to the thread that drives it, and changes with every step."""
         return self.core.metrics.stats
 
-    def watch(self, listener: Callable[[Glimpse], None] | None) -> None:
+    def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
         """Let a listener hear what happens from now on, at most a few times a second, or nobody."""
-        self._lookout = None if listener is None else Lookout(self.core)
+        self._feed = None if listener is None else SnapshotFeed(self.core)
         self._watch_with = listener or self._watch_with
         self._show()
 
     def _show(self) -> None:
-        if self._lookout is not None:
-            for glimpse in self._lookout.look():
-                self._watch_with(glimpse)
+        if self._feed is not None:
+            for snapshot in self._feed.look():
+                self._watch_with(snapshot)
 
     def submit(self, processed: ProcessedInput, accept: Accept) -> None:
         """Accept a request as `add_processed` does when it is prepared, and tell."""
@@ -217,7 +217,7 @@ class Engine:
         self.core.scheduler.finish_requests(processed.streams_to_stop, RequestStatus.FINISHED_STOPPED)
         if processed.streams_to_fail:
             self.core.scheduler.finish_requests(processed.streams_to_fail, RequestStatus.FINISHED_ERROR)
-        if self._lookout is not None and (self._lookout.is_due or not self.core.has_work()):
+        if self._feed is not None and (self._feed.is_due or not self.core.has_work()):
             self._show()
         outputs = processed.request_outputs
         if self._given_up:

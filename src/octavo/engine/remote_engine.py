@@ -23,8 +23,8 @@ import zmq
 from octavo.config import SECRET_VARIABLES
 from octavo.data.metrics import EngineStats
 from octavo.data.request import RequestStatus
-from octavo.engine import messages
-from octavo.engine.vitals import Patience, Vitals
+from octavo.engine import ipc
+from octavo.engine.health import Health, Patience
 from octavo.errors import EngineDeadError, EngineRestartingError, OctavoError, QueueFullError, RequestError
 from octavo.runtime import logs
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from octavo.config import EngineConfig
     from octavo.data.capacity import EngineCapacity
-    from octavo.data.glimpse import Glimpse
+    from octavo.data.snapshot import Snapshot
     from octavo.engine.input_processor import InputProcessor, ProcessedInput
     from octavo.engine.llm_engine import Accept, Lose, Post
     from octavo.engine.output_processor import OutputProcessor
@@ -57,7 +57,7 @@ class _Life:
     folder: Path
     news: zmq.Socket[bytes]
     requests: zmq.Socket[bytes]
-    vitals: Vitals
+    health: Health
     born: float = field(default_factory=time.monotonic)
     ready_at: float | None = None
     is_open: bool = False  # requests can be sent
@@ -68,7 +68,7 @@ class _Life:
         """Why it is over, or has to be given up."""
         if self.process.poll() is not None:
             return f"ended with status {self.process.returncode}"
-        return self.vitals.why_given_up
+        return self.health.why_given_up
 
     def end(self, reason: str) -> _End:
         """Kill what still runs, and take its sockets away."""
@@ -132,7 +132,7 @@ class RemoteEngine:
         self._news: list[EngineCoreOutput] = []
         self._requests: zmq.Socket[bytes] | None = None
         self._life: _Life | None = None
-        self._watch_with: Callable[[Glimpse], None] | None = None
+        self._watch_with: Callable[[Snapshot], None] | None = None
         self._is_closing = threading.Event()
         self._closes_at = 0.0
         self._load_s = self._expected_at = 0.0  # how long the last load took; when the next one will be over
@@ -168,7 +168,7 @@ class RemoteEngine:
     def is_ready(self) -> bool:
         """Whether the process takes requests, was heard of lately and gets further. Any thread may ask."""
         life = self._life
-        return life is not None and life.is_open and life.vitals.is_well and self._watcher.is_alive()
+        return life is not None and life.is_open and life.health.is_well and self._watcher.is_alive()
 
     @property
     def retry_after_s(self) -> float:
@@ -189,7 +189,7 @@ class RemoteEngine:
             accept(RequestError(f"request id {request_id!r} is in use", parameter="request_id"))
         else:
             try:
-                message = messages.encode(messages.Add.of(request_id, processed.streams))
+                message = ipc.encode(ipc.Add.of(request_id, processed.streams))
             except (TypeError, ValueError, OverflowError) as error:  # a text that is not valid Unicode, say
                 accept(RequestError(f"the request cannot be sent to the engine: {error}"))
                 return
@@ -221,14 +221,14 @@ class RemoteEngine:
     def check_when_idle(self) -> None:
         """The process does that itself."""
 
-    def watch(self, listener: Callable[[Glimpse], None] | None) -> None:
+    def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
         """Let a listener hear what happens from now on, on this thread, or nobody; also in later processes."""
         self._watch_with = listener
-        self._send(messages.encode(messages.Watch(listener is not None)))
+        self._send(ipc.encode(ipc.Watch(listener is not None)))
 
     def shutdown(self) -> None:
         """Ask the process to end, and see to it that it does."""
-        self._closes_at = time.monotonic() + (_STOP_S if self._send(messages.encode(messages.Stop())) else 0.0)
+        self._closes_at = time.monotonic() + (_STOP_S if self._send(ipc.encode(ipc.Stop())) else 0.0)
         self._is_closing.set()
         if self._watcher.is_alive():
             self._watcher.join()
@@ -238,7 +238,7 @@ class RemoteEngine:
 
     def _finish(self, stream_ids: list[str], status: RequestStatus) -> None:
         if stream_ids:
-            self._send(messages.encode(messages.Finish(stream_ids, status)))
+            self._send(ipc.encode(ipc.Finish(stream_ids, status)))
 
     def _send(self, message: bytes) -> bool:
         """Send; False where there is nobody to send it to. There is room for all: `_MAX_PENDING` bounds what waits."""
@@ -260,23 +260,23 @@ class RemoteEngine:
             self._requests.close(linger=0)
             self._requests = None
 
-    def _take(self, message: messages.ToParent) -> None:
+    def _take(self, message: ipc.ToParent) -> None:
         match message:
-            case messages.News():
+            case ipc.Outputs():
                 self._news += message.outputs
-            case messages.Accepted() | messages.Refused():
+            case ipc.Accepted() | ipc.Refused():
                 self._answer(message)
-            case messages.Seen():
+            case ipc.Seen():
                 if self._watch_with is not None:
-                    self._watch_with(message.to_glimpse())
+                    self._watch_with(message.to_snapshot())
 
-    def _answer(self, message: messages.Accepted | messages.Refused) -> None:
+    def _answer(self, message: ipc.Accepted | ipc.Refused) -> None:
         """Tell who waits what became of a request; an answer that nobody waits for changes nothing."""
         processed, accept = self._pending.pop(message.request_id, (None, None))
         if processed is None or accept is None:
             logger.warning("the engine process answered a request that nobody sent")
-        elif isinstance(message, messages.Refused):
-            accept(messages.error_of(message))
+        elif isinstance(message, ipc.Refused):
+            accept(ipc.error_of(message))
         else:
             self.output_processor.add_request(
                 processed.request_id,
@@ -291,7 +291,7 @@ class RemoteEngine:
     def _came_up(self, life: _Life) -> None:
         self._requests, life.is_open = life.requests, True
         if self._watch_with is not None:
-            self._send(messages.encode(messages.Watch(is_on=True)))
+            self._send(ipc.encode(ipc.Watch(is_on=True)))
 
     def _went_down(self, error: EngineDeadError) -> None:
         """Nothing of the process is left: every open request ends here."""
@@ -382,7 +382,7 @@ class RemoteEngine:
             for socket, endpoint in zip((requests, news), endpoints, strict=True):
                 socket.linger = 0
                 socket.bind(endpoint)
-            order = messages.encode_launch(messages.Launch(config, endpoints[0], endpoints[1], *logs.in_use()))
+            order = ipc.encode_launch(ipc.Launch(config, endpoints[0], endpoints[1], *logs.in_use()))
             environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
             process = subprocess.Popen(  # noqa: S603 - a command of ours
                 self._command, stdin=subprocess.PIPE, stdout=_STANDARD_ERROR, env=environment, close_fds=True
@@ -392,13 +392,13 @@ class RemoteEngine:
                 process.stdin.write(order)
                 process.stdin.flush()
             stack.pop_all()
-        return _Life(process, folder, news, requests, Vitals(self._patience, time.monotonic()))
+        return _Life(process, folder, news, requests, Health(self._patience, time.monotonic()))
 
     def _listen(self, life: _Life) -> str:
         """Pass on what a process says until it is over; return how it ended."""
         while True:
             has_news = bool(life.news.poll(_POLL_MS))
-            life.vitals.look(time.monotonic())
+            life.health.look(time.monotonic())
             if has_news:
                 self._hear(life, life.news.recv())
             if self._is_closing.is_set() and time.monotonic() > self._closes_at:
@@ -409,21 +409,21 @@ class RemoteEngine:
 
     def _hear(self, life: _Life, data: bytes) -> None:
         try:
-            message = messages.decode_news(data)
-        except messages.DecodeError:
+            message = ipc.decode_from_engine(data)
+        except ipc.DecodeError:
             logger.warning("the engine process sent %d bytes that are no message", len(data))
             return
-        life.vitals.hear(message)
+        life.health.hear(message)
         match message:
-            case messages.Alive():
+            case ipc.Alive():
                 pass  # that is all it says
-            case messages.Report():
+            case ipc.Report():
                 self.stats = message.stats
-            case messages.Loading():
+            case ipc.Loading():
                 self._progress(message.done, message.total)
-            case messages.Failed():
-                life.failure = messages.error_of(message)
-            case messages.Ready():
+            case ipc.Failed():
+                life.failure = ipc.error_of(message)
+            case ipc.Ready():
                 life.ready_at = time.monotonic()
                 self.capacity = message.capacity
                 self.num_failed_starts, self._load_s = 0, life.ready_at - life.born

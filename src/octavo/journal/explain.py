@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 ARRIVING = "on its way to the queue"
 QUEUED = "waiting in the queue"
-PARKED = "waiting for a block that another request computed"
+DEFERRED = "waiting for a block that another request computed"
 LOADING = "waiting for KV from outside"
 PROMPT = "computing the prompt"
 GENERATING = "generating"
 PREEMPTED = "preempted, waiting to go on"
-PHASES = (ARRIVING, QUEUED, PARKED, LOADING, PROMPT, GENERATING, PREEMPTED)
+PHASES = (ARRIVING, QUEUED, DEFERRED, LOADING, PROMPT, GENERATING, PREEMPTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class _Teller:
             self.enter(ARRIVING, event.arrival_time)
             self.enter(QUEUED, event.time)
         elif isinstance(event, events.RequestParked):
-            self.enter(PARKED, event.time)
+            self.enter(DEFERRED, event.time)
             reasons.append(f"it waited for {event.owner}, which was computing the same beginning")
         elif isinstance(event, events.RequestUnparked):
             self.enter(QUEUED, event.time)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def made_to_stay() -> Iterator[None]:
+def permanent_generation() -> Iterator[None]:
     """Make what lives as long as its process: libraries, a model, an application.
 
     The collector neither runs meanwhile nor looks at all that there is again. So a full collection, in which requests

@@ -143,12 +143,19 @@ def _run(under_way: _Work, work: Callable[[], T]) -> T:
 
 
 async def beside(
-    text: TextWork, num_entries: int, work: Callable[[], T], *, tenant: str, deadline: float = math.inf
+    text: TextWork,
+    num_entries: int,
+    work: Callable[[], T],
+    *,
+    tenant: str,
+    deadline: float = math.inf,
+    is_count: bool = False,
 ) -> T:
     """Do some work, in a thread where it is large: every other request waits for what is done on the event loop."""
     if num_entries <= _LARGE:
         return work()
-    return await text.do(work, num_chars=num_entries * _BYTES_PER_ENTRY, tenant=tenant, deadline=deadline)
+    num_chars = num_entries * _BYTES_PER_ENTRY
+    return await text.do(work, num_chars=num_chars, tenant=tenant, deadline=deadline, is_count=is_count)
 
 
 def entries_of_bytes(num_bytes: int) -> int:

@@ -37,13 +37,14 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 ChatBody = Annotated[ChatCompletionRequest, Depends(body_of(ChatCompletionRequest))]
-TokenizeBody = Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest))]
+TokenizeBody = Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest, is_count=True))]
 ResponsesBody = Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest))]
+InputTokensBody = Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest, is_count=True))]
 EmbeddingBody = Annotated[EmbeddingRequest, Depends(body_of(EmbeddingRequest))]
 MessagesBody = Annotated[messages.MessagesRequest, Depends(body_of(messages.MessagesRequest))]
-CountTokensBody = Annotated[messages.CountTokensRequest, Depends(body_of(messages.CountTokensRequest))]
+CountTokensBody = Annotated[messages.CountTokensRequest, Depends(body_of(messages.CountTokensRequest, is_count=True))]
 TgiBody = Annotated[tgi.GenerateRequest, Depends(tgi.read_body)]
-DetokenizeBody = Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))]
+DetokenizeBody = Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest, is_count=True))]
 CompletionBody = Annotated[CompletionRequest, Depends(body_of(CompletionRequest))]
 
 # The requests that take a place, and how each API spells a refusal.
@@ -68,8 +69,8 @@ def create_app(service: Service) -> FastAPI:
     config = service.config
     app = FastAPI(title="octavo", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.config = config
-    app.state.admission = service.admission
-    app.state.cutter = service.cutter
+    app.state.limiter = service.limiter
+    app.state.timeouts = service.timeouts
     app.state.text = service.engine.text
     add_error_handlers(app)
     _add_routes(app, service)
@@ -109,7 +110,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         return await create_response(service, request, body)
 
     @app.post("/v1/responses/input_tokens")
-    async def input_tokens(request: Request, body: ResponsesBody) -> Response:
+    async def input_tokens(request: Request, body: InputTokensBody) -> Response:
         return await count_input_tokens(service, request, body)
 
     @app.post("/v1/embeddings")

@@ -19,9 +19,9 @@ from octavo.errors import (
     OctavoError,
 )
 from octavo.outputs import DEADLINE_PASSED
-from octavo.server.access.admission import Admission
-from octavo.server.access.cutting import Cutter
+from octavo.server.access.limiter import RequestLimiter
 from octavo.server.access.tenants import Keyring
+from octavo.server.access.timeouts import TimeoutQueue
 from octavo.server.answers.answer_form import AnswerStyle
 from octavo.server.answers.answering import unless_disconnected
 from octavo.server.api.extra_fields import ExtraFields
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from octavo.engine.input_processor import ProcessedInput
     from octavo.outputs import RequestOutput
     from octavo.sampling_params import SamplingParams
-    from octavo.server.access.admission import Place
+    from octavo.server.access.limiter import Permit
     from octavo.server.access.tenants import Tenant
     from octavo.server.telemetry.tracing import Tracing
 
@@ -72,10 +72,10 @@ class Service:
         self.settings = dict(settings or {})
         self.config = config or ServerConfig()
         self.model_names = self.config.served_model_names or (self.model_info.name,)
-        self.admission = Admission(
+        self.limiter = RequestLimiter(
             self.config.max_open_requests, self.config.max_num_waiting_tokens, _BODIES * self.config.max_body_bytes
         )
-        self.cutter = Cutter()
+        self.timeouts = TimeoutQueue()
         self.extra_fields = ExtraFields()
         self.metrics = Metrics(self)
         self.tracing = _make_tracing(self.config.otlp_traces_endpoint)
@@ -125,7 +125,7 @@ class Service:
         config = self.config
         if config.api_keys_file is not None:
             self.keyring = Keyring.from_file(config.api_keys_file)
-            self.admission.change(self.keyring.tenants)
+            self.limiter.change(self.keyring.tenants)
         elif config.api_key is not None:
             self.keyring = Keyring.of_one(config.api_key)
 
@@ -152,21 +152,20 @@ class Service:
     def begin(self, tenant: Tenant) -> None:
         """Count a request whose headers are there. Raises what `enter` would raise for the smallest one."""
         self.check_ready()
-        self.admission.begin(tenant)
+        self.limiter.begin(tenant)
 
-    def enter(self, request: Request, num_streams: int, *, at_least: int | None = None) -> Place:
-        """Take the place of a request before anything is done for it (`Admission.enter`).
+    def enter(self, request: Request, num_streams: int, *, at_least: int | None = None) -> Permit:
+        """Take the place of a request before anything is done for it (`RequestLimiter.enter`).
 
         Raises where none can be taken: `QueueFullError`, `RequestError`, or the errors of `check_ready`.
         """
         self.check_ready()
-        return self.admission.enter(request.state.tenant, num_streams, at_least=at_least)
+        return self.limiter.enter(request.state.tenant, num_streams, at_least=at_least)
 
-    async def read(self, http_request: Request, place: Place, work: Callable[[], T], *, is_count: bool = False) -> T:
+    async def read(self, http_request: Request, place: Permit, work: Callable[[], T]) -> T:
         """Do what the texts of a request cost, beside the event loop, in its time and while its client is there.
 
-        The tokens that are read count as its tenant's, whatever becomes of the request. is_count: that is all that is
-        asked for.
+        The tokens that are read count as its tenant's, whatever becomes of the request.
         """
         state = http_request.state
         reading = self.engine.text.do(
@@ -175,11 +174,11 @@ class Service:
             tenant=place.tenant.name,
             deadline=state.deadline,
             on_read=place.charge,
-            is_count=is_count,
+            is_count=state.is_count,
         )
         return await unless_disconnected(http_request, reading)
 
-    async def _read_prompt(self, text: str, place: Place, deadline: float) -> dict[str, Any]:
+    async def _read_prompt(self, text: str, place: Permit, deadline: float) -> dict[str, Any]:
         token_ids = await self.engine.text.do(
             partial(self.engine.input_processor.encode, text, is_prompt=True),
             num_chars=len(text),
@@ -195,7 +194,7 @@ class Service:
         params: SamplingParams,
         request_id: str,
         *,
-        place: Place,
+        place: Permit,
         priority: int,
         cache_salt: str | None,
         deadline: float,
@@ -273,8 +272,8 @@ class Service:
         self.is_closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                while self.admission.streams.num_held:
-                    await self.admission.streams.change()
+                while self.limiter.streams.num_held:
+                    await self.limiter.streams.change()
         self._is_ending = True
         still_open = list(self._open)
         self._cut_off(still_open, partial(ServerClosingError, "closing"))

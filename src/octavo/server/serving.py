@@ -106,7 +106,7 @@ def make_server(
         keep_alive_timeout_s=config.keep_alive_timeout_s,
         idle_timeout_s=config.idle_timeout_s,
         max_connections=max_connections,
-        cutter=service.cutter,
+        timeouts=service.timeouts,
         on_refused=partial(tell_no_request, service.metrics),
     )
     return GracefulServer(

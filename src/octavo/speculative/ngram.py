@@ -98,7 +98,7 @@ class NgramProposer:
             newest = (newest << _TOKEN_BITS | token_id) & whole
             end += 1
         index.newest, index.num_tokens = newest, end
-        for n, (mask, leading) in zip(self._lengths, masks, strict=True):
-            if n <= end and (found := ends.get(newest & mask | leading)) is not None:
+        for mask, leading in masks:
+            if (found := ends.get(newest & mask | leading)) is not None:
                 return found
         return None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from octavo.engine.core_process import run_core_process
 from octavo.models.process_memory import returning_free_memory
-from octavo.runtime.garbage import made_to_stay
+from octavo.runtime.garbage import permanent_generation
 
 if TYPE_CHECKING:
     from octavo.config import EngineConfig
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def build(config: EngineConfig, progress: Progress) -> EngineCore:
     """Build the core; torch is imported now."""
-    with made_to_stay():
+    with permanent_generation():
         from octavo.build import build_core  # noqa: PLC0415 - takes seconds, in which the process is watched already
 
         return build_core(config, progress=progress, reads_ahead=True)

@@ -22,7 +22,7 @@ class PagedKVCache:
 
     dtype: that of the activations, or int8. Then behind the rows of each block, layer and head stand their scales, in
     float32, so that a block is one object all the same. Memory is reserved here, and touched when a block is first
-    written or by `octavo.worker.touching`. num_host_blocks: room in host memory for the blocks of preempted requests,
+    written or by `octavo.worker.prefault`. num_host_blocks: room in host memory for the blocks of preempted requests,
     in the same layout. allocate(num_bytes): where the memory comes from, for a backend that wants it in a certain way.
     """
 

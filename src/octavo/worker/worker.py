@@ -23,7 +23,7 @@ from octavo.speculative import create_proposer
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.memory import decide_num_blocks, decide_num_host_blocks, largest_batch
 from octavo.worker.model_runner import ModelRunner
-from octavo.worker.touching import Touching
+from octavo.worker.prefault import Prefault
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,7 +123,7 @@ class Worker:
         num_tokens = min(WARM_UP_TOKENS, self.scheduler_config.max_num_batched_tokens, max_model_len)
         self._alone(lambda: warm_up(self.runner, num_tokens))
         if self.device.type == "cpu" and cache_config.asks_for_memory:
-            touching = Touching(self.kv_cache.blocks)
+            touching = Prefault(self.kv_cache.blocks)
             weakref.finalize(self, touching.stop)
 
     def _make_runner(self, num_blocks: int, num_host_blocks: int = 0) -> ModelRunner:

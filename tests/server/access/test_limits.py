@@ -315,7 +315,7 @@ def stall(stack: contextlib.ExitStack, running: Running, *, num_bytes: int, key:
 
 
 def arrived(running: Running) -> int:
-    return running.server._service.admission.body_bytes.num_held
+    return running.server._service.limiter.body_bytes.num_held
 
 
 def test_bodies_that_arrive_together_have_one_budget() -> None:
@@ -373,14 +373,14 @@ def test_many_prompts_are_served_with_few_places_one_after_another() -> None:
     prompts = [f"hello {number}" for number in range(50)]
     options: dict[str, Any] = {"max_open_requests": 9, "max_num_waiting_tokens": 40}
     with run_server(FakeExecutor(step_s=0.001), **options) as running, running.http() as http:
-        admission = running.server._service.admission
-        held, take = list[tuple[int, int]](), admission.waiting_tokens.take
+        limiter = running.server._service.limiter
+        held, take = list[tuple[int, int]](), limiter.waiting_tokens.take
 
         def watched(*amount: Any) -> None:
             take(*amount)
-            held.append((admission.streams.num_held, admission.waiting_tokens.num_held))
+            held.append((limiter.streams.num_held, limiter.waiting_tokens.num_held))
 
-        admission.waiting_tokens.take = watched  # type: ignore[method-assign]
+        limiter.waiting_tokens.take = watched  # type: ignore[method-assign]
         whole = http.post(COMPLETIONS, json={"prompt": prompts, "n": 2, "max_tokens": 4}).json()
         lines = http.post(COMPLETIONS, json={"prompt": prompts, "max_tokens": 4, "stream": True}).text.split("\n")
         assert [choice["text"] for choice in whole["choices"]] == [
@@ -395,7 +395,7 @@ def test_many_prompts_are_served_with_few_places_one_after_another() -> None:
         assert len(held) == 100
         assert max(num_streams for num_streams, _ in held) == 4
         assert max(num_tokens for _, num_tokens in held) <= 40
-        wait_until(lambda: admission.streams.num_held == admission.waiting_tokens.num_held == 0, "all is given back")
+        wait_until(lambda: limiter.streams.num_held == limiter.waiting_tokens.num_held == 0, "all is given back")
 
 
 def test_many_prompts_have_the_time_of_one_request() -> None:
@@ -404,7 +404,7 @@ def test_many_prompts_have_the_time_of_one_request() -> None:
     with run_server(executor, max_open_requests=2) as running, running.http() as http:
         response = http.post(COMPLETIONS, json=body, headers={"X-Request-Timeout": "0.6"})
         assert response.status_code == 504  # each of them took less
-        wait_until(lambda: running.server._service.admission.streams.num_held == 0, "its place is given back")
+        wait_until(lambda: running.server._service.limiter.streams.num_held == 0, "its place is given back")
 
 
 @pytest.mark.parametrize(
@@ -551,7 +551,7 @@ def test_f23_a_stream_that_nobody_reads_ends_and_costs_no_memory() -> None:
             check_serves(running)
             answer = read_all(sock)
         assert b"read_too_slowly" in answer  # what was held back has come in the end, with its reason
-        wait_until(lambda: running.server._service.admission.streams.num_held == 0, "its place is given back")
+        wait_until(lambda: running.server._service.limiter.streams.num_held == 0, "its place is given back")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system cannot be told to hold less")
@@ -646,7 +646,7 @@ def test_f23_who_takes_next_to_nothing_of_an_answer_keeps_no_place_for_it(transp
         transport.wrap(connect(running, receive_bytes=4096)) as sock,
     ):
         sock.sendall(head(COMPLETIONS, len(body)) + body)
-        streams, deadline = running.server._service.admission.streams, time.monotonic() + DEADLINE_S
+        streams, deadline = running.server._service.limiter.streams, time.monotonic() + DEADLINE_S
         wait_until(lambda: streams.num_held == 1, "it has a place")
         with contextlib.suppress(ConnectionResetError):
             while streams.num_held:
@@ -760,7 +760,7 @@ def test_f23_who_reads_nothing_of_a_slow_stream_is_cut_off_before_it_has_to_wait
         connect(running, receive_bytes=2048) as sock,
     ):
         sock.sendall(head(COMPLETIONS, len(body)) + body)
-        streams = running.server._service.admission.streams
+        streams = running.server._service.limiter.streams
         wait_until(lambda: streams.num_held == 1, "it has a place")
         wait_until(lambda: not streams.num_held, "its place is given back")
         wait_until(lambda: running.num_unfinished == 0, "it is aborted")
@@ -794,7 +794,7 @@ def test_f23_the_connection_of_who_never_reads_ends() -> None:
             sock.sendall(head(COMPLETIONS, len(body)) + body)
             wait_until(lambda: running.server.server_state.connections, "it is connected")
             wait_until(lambda: not running.server.server_state.connections, "it is cut off")
-        wait_until(lambda: running.server._service.admission.streams.num_held == 0, "its place is given back")
+        wait_until(lambda: running.server._service.limiter.streams.num_held == 0, "its place is given back")
         assert running.num_unfinished == 0
 
 
@@ -873,7 +873,7 @@ def test_f28_no_more_are_taken_than_there_is_room_for() -> None:
         assert statuses.count(200) + statuses.count(429) == 40
         assert statuses.count(200) >= 8
         assert statuses.count(429) > 0
-        assert running.server._service.admission.streams.num_held == 0
+        assert running.server._service.limiter.streams.num_held == 0
 
 
 def test_f28_a_full_server_refuses_with_the_body_unread() -> None:
@@ -892,7 +892,7 @@ def test_f28_a_full_server_refuses_with_the_body_unread() -> None:
                     answer = sock.recv(1 << 16)
                 assert answer.startswith(b"HTTP/1.1 429 "), path
                 assert b"retry-after: " in answer, path
-            assert service.admission.streams.num_held == 1
+            assert service.limiter.streams.num_held == 1
 
             def num_refused() -> float:
                 (told,) = service.metrics._refused.collect()
@@ -900,14 +900,14 @@ def test_f28_a_full_server_refuses_with_the_body_unread() -> None:
 
             wait_until(lambda: num_refused() >= len(routes), "each is counted, which is after its answer")
             assert num_refused() == len(routes)
-        wait_until(lambda: service.admission.streams.num_held == 0, "the place is given back")
+        wait_until(lambda: service.limiter.streams.num_held == 0, "the place is given back")
         check_serves(running)
 
 
 def test_a_place_comes_back_however_a_request_ends() -> None:
     executor = FakeExecutor(step_s=0.005)
     with run_server(executor, max_open_requests=2) as running, running.http() as http:
-        admission = running.server._service.admission
+        limiter = running.server._service.limiter
         for body, status in [
             ({"prompt": "hello", "max_tokens": 2}, 200),
             ({"prompt": "hello", "max_tokens": 2, "stream": True}, 200),
@@ -916,13 +916,13 @@ def test_a_place_comes_back_however_a_request_ends() -> None:
             ({"prompt": [300], "stream": True}, 400),
         ]:
             assert http.post(COMPLETIONS, json=body).status_code == status
-            wait_until(lambda: admission.streams.num_held == 0, "the place is given back")
+            wait_until(lambda: limiter.streams.num_held == 0, "the place is given back")
         executor.fail_next = True
         assert http.post(COMPLETIONS, json={"prompt": "a"}).status_code == 500
-        assert admission.streams.num_held == 0
+        assert limiter.streams.num_held == 0
         endless = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         with http.stream("POST", COMPLETIONS, json=endless) as stream:
             lines = stream.iter_lines()  # to let go of it closes the connection
             next(lines)
-            assert admission.streams.num_held == 1
-        wait_until(lambda: admission.streams.num_held == 0, "the place of who left is given back")
+            assert limiter.streams.num_held == 1
+        wait_until(lambda: limiter.streams.num_held == 0, "the place of who left is given back")

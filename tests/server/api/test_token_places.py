@@ -16,7 +16,7 @@ from test_tokenizer import BACKENDS, CONFIG
 from octavo.engine.tokenizer import Tokenizer
 from octavo.outputs import Logprob
 from octavo.server.api.openai.logprobs import chat_logprobs, completion_logprobs
-from octavo.server.api.openai.token_places import Place, TokenPlaces, places_in_prompt, spelled
+from octavo.server.api.openai.token_places import TokenPlace, TokenPlaces, places_in_prompt, spelled
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -26,7 +26,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 def places_of(
     tokenizer: Tokenizer, ids: list[int], prompt: list[int], *, skip: bool = True, cut: int = 1
-) -> list[Place]:
+) -> list[TokenPlace]:
     places = TokenPlaces(tokenizer, prompt, 0, skip_special_tokens=skip)
     found = [each for start in range(0, len(ids), cut) for each in places.add(ids[start : start + cut])]
     return [*found, *places.finish()]
@@ -133,7 +133,7 @@ def test_alternatives_that_read_alike_all_stay() -> None:
     unknown = [tokenizer.vocab_size + 1, tokenizer.vocab_size + 2]
     ids: list[Any] = [a, as_byte, part, *unknown]
     position = {token_id: Logprob(-1.0 - rank, rank + 1) for rank, token_id in enumerate(ids)}
-    result = completion_logprobs([position], [Place(0, "a", a, 1)], tokenizer.piece)
+    result = completion_logprobs([position], [TokenPlace(0, "a", a, 1)], tokenizer.piece)
     assert list(result.top_logprobs[0] or ()) == [
         "a",
         f"token_id:{as_byte}",

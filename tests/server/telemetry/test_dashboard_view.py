@@ -17,10 +17,10 @@ from octavo.data.events import (
     StepCompleted,
     StepScheduled,
 )
-from octavo.data.glimpse import BlockMap, Glimpse
 from octavo.data.request import RequestStatus
+from octavo.data.snapshot import BlockMap, Snapshot
 from octavo.engine.llm_engine import Engine
-from octavo.engine.lookout import Lookout
+from octavo.engine.snapshot_feed import SnapshotFeed
 from octavo.sampling_params import SamplingParams
 from octavo.server.telemetry.dashboard import view as view_module
 from octavo.server.telemetry.dashboard.view import Cursor, LiveView, Times, percentile
@@ -67,15 +67,15 @@ class Watched:
     def __init__(self, seed: int) -> None:
         self.engine: Engine = make_engine(num_blocks=24, block_size=4, max_num_seqs=6)
         self.rng = random.Random(seed)
-        self.lookout = Lookout(self.engine.core)
+        self.feed = SnapshotFeed(self.engine.core)
         self.view = LiveView(self.engine.clock)
         self.cursor, self.page = Cursor(self.view), Page()
         self.events: list[Any] = []
 
     def look(self) -> None:
-        for glimpse in self.lookout.look():
-            self.events += glimpse.events
-            self.view.take(glimpse)
+        for snapshot in self.feed.look():
+            self.events += snapshot.events
+            self.view.take(snapshot)
 
     def serve(self, num_steps: int) -> None:
         names = iter(range(10**6))
@@ -159,12 +159,14 @@ def test_a_step_tells_which_guesses_were_right() -> None:
         watched.engine.step()
     watched.look()
     watched.page.take(watched.cursor.frame())
-    assert [step[3:] for step in watched.page.steps] == [
-        [[(1, 30, True)], []],
-        [[(1, 4, False)], [(1, 3, 2)]],
-        [[(1, 4, False)], [(1, 3, 2)]],
-        [[(1, 1, False)], []],
-    ]
+    steps = watched.page.steps
+    assert [step[3:] for step in steps[:2]] == [[[(1, 30, True)], []], [[(1, 4, False)], [(1, 3, 2)]]]
+    verified = {
+        each.step: (1, each.num_drafted, each.num_accepted)
+        for each in watched.events
+        if isinstance(each, DraftsVerified)
+    }
+    assert {step[0]: step[4][0] for step in steps if step[4]} == verified
 
 
 def test_a_watcher_who_comes_back_late_gets_what_is_kept() -> None:
@@ -197,7 +199,7 @@ def test_a_new_life_of_the_engine_begins_anew() -> None:
     watched = Watched(3)
     watched.serve(20)
     watched.page.take(watched.cursor.frame())
-    watched.view.take(Glimpse([], is_first=True, blocks=BlockMap(4, bytes(8), {})))
+    watched.view.take(Snapshot([], is_first=True, blocks=BlockMap(4, bytes(8), {})))
     watched.page.take(watched.cursor.frame())
     assert watched.page.num_resets == 2
     assert (watched.page.states, watched.page.tables, watched.page.steps) == ([0] * 8, {}, [])
@@ -212,7 +214,7 @@ def test_who_began_before_all_that_is_known_harms_nothing() -> None:
     known = engine.core.recent.num_seen
     while engine.has_unfinished_requests():
         engine.step()
-    view.take(Glimpse(engine.core.recent.since(known), is_first=True, blocks=engine.core.scheduler.block_map()))
+    view.take(Snapshot(engine.core.recent.since(known), is_first=True, blocks=engine.core.scheduler.block_map()))
     assert view.rows() == []
     assert (view.num_running, view.num_waiting) == (1, 0), "as of the last step"
     assert sum(each.generated for each in view._seconds.values()) == 9
@@ -232,12 +234,12 @@ def test_seconds_have_no_gaps_and_late_news_reach_who_watches() -> None:
 
     queued = RequestQueued(1, 90.0, "a", 4000, 0, "", 0, 90.0)
     admitted = RequestAdmitted(1, 90.0, "a", 0, 4000, resumed=False)
-    view.take(Glimpse([queued, admitted, StepScheduled(1, 90.2, {"a": 3000}, 3000, 1, 2, 0.5)]))
-    view.take(Glimpse([StepCompleted(1, 90.4, {"a": 0})]))
+    view.take(Snapshot([queued, admitted, StepScheduled(1, 90.2, {"a": 3000}, 3000, 1, 2, 0.5)]))
+    view.take(Snapshot([StepCompleted(1, 90.4, {"a": 0})]))
     assert charted() == {90: (3000, 0), **dict.fromkeys(range(91, 100), (0, 0))}
     now = 103.5  # meanwhile a long step began at 97.2, of which nobody has heard
     assert charted()[97] == (0, 0)
-    view.take(Glimpse([StepScheduled(2, 97.2, {"a": 1000}, 1000, 1, 0, 0.6), StepCompleted(2, 103.4, {"a": 1})]))
+    view.take(Snapshot([StepScheduled(2, 97.2, {"a": 1000}, 1000, 1, 0, 0.6), StepCompleted(2, 103.4, {"a": 1})]))
     assert charted()[97] == (1000, 0)
     now = 105.0
     told = charted()
@@ -245,7 +247,7 @@ def test_seconds_have_no_gaps_and_late_news_reach_who_watches() -> None:
     assert list(told) == list(range(90, 105))
     assert page.seconds[103][6] == pytest.approx(13.4), "the first token came then"
     now = 2000.0
-    view.take(Glimpse([]))
+    view.take(Snapshot([]))
     assert len(view._seconds) <= view_module.HISTORY_S + 1
 
 
@@ -257,10 +259,10 @@ def test_a_second_keeps_few_times_and_an_old_one_none() -> None:
     assert percentile(times.values, 0.5) == pytest.approx(50_000, rel=0.02)
     assert percentile(times.values, 0.99) == pytest.approx(99_000, rel=0.02)
     view = LiveView(lambda: 200.0)
-    view.take(Glimpse([RequestQueued(1, 100.0, "a", 4, 0, "", 0, 100.0), StepCompleted(1, 100.5, {"a": 1})]))
+    view.take(Snapshot([RequestQueued(1, 100.0, "a", 4, 0, "", 0, 100.0), StepCompleted(1, 100.5, {"a": 1})]))
     row = view._seconds[100].row(100)
     assert row[6] == 0.5
-    view.take(Glimpse([StepCompleted(2, 150.0, {"a": 1})]))
+    view.take(Snapshot([StepCompleted(2, 150.0, {"a": 1})]))
     assert view._seconds[100].ttft is None
     assert view._seconds[100].row(100) == row
 

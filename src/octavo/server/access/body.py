@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
     from octavo.config import ServerConfig
-    from octavo.server.access.admission import Pool
+    from octavo.server.access.limiter import Pool
     from octavo.server.access.tenants import Tenant
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -30,21 +30,23 @@ FREE_BYTES = 64 << 10
 _HUGE = 2**64
 
 
-def body_of(schema: type[Schema]) -> Callable[[Request], Awaitable[Schema]]:
+def body_of(schema: type[Schema], *, is_count: bool = False) -> Callable[[Request], Awaitable[Schema]]:
     """Make the dependency that gives a route its checked body.
 
     The request's time counts from when that has arrived: `request.state.deadline`, on the clock of the event loop.
+    is_count: no answer of the model is asked for, which `request.state.is_count` says to whoever does the work.
     """
 
     async def read(request: Request) -> Schema:
         config: ServerConfig = request.app.state.config
         _check_media_type(request.headers.get("content-type"))
-        with _room(request.app.state.admission.body_bytes, request.state.tenant) as take:
+        with _room(request.app.state.limiter.body_bytes, request.state.tenant) as take:
             try:
-                async with request.app.state.cutter.timeout(config.body_timeout_s):
+                async with request.app.state.timeouts.timeout(config.body_timeout_s):
                     chunks = await _read_limited(request, config.max_body_bytes, take)
             except TimeoutError:
                 raise SlowBodyError(f"the request's body did not arrive within {config.body_timeout_s:g} s") from None
+            request.state.is_count = is_count
             request.state.num_body_bytes = sum(map(len, chunks))
             timeout_s = read_timeout(request, config.request_timeout_s)
             request.state.deadline = asyncio.get_running_loop().time() + timeout_s
@@ -74,7 +76,14 @@ async def look_at(request: Request, work: Callable[[], T]) -> T:
     """Do what takes as long as the request's body is large: beside the event loop where it is."""
     state = request.state
     entries = entries_of_bytes(state.num_body_bytes)
-    return await beside(request.app.state.text, entries, work, tenant=state.tenant.name, deadline=state.deadline)
+    return await beside(
+        request.app.state.text,
+        entries,
+        work,
+        tenant=state.tenant.name,
+        deadline=state.deadline,
+        is_count=state.is_count,
+    )
 
 
 def read_timeout(request: Request, limit_s: float) -> float:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-    from octavo.server.access.cutting import Cut, Cutter
+    from octavo.server.access.timeouts import Timeout, TimeoutQueue
 
 logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 64 << 10
@@ -58,18 +58,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         keep_alive_timeout_s: float,
         idle_timeout_s: float,
         max_connections: int,
-        cutter: Cutter,
+        timeouts: TimeoutQueue,
         on_refused: Callable[[tuple[str, int] | None, HttpError], None],
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
-        self._cutter = cutter
+        self._queue = timeouts
         self._header_timeout_s, self._keep_alive_timeout_s = header_timeout_s, keep_alive_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._max_connections = max_connections
         self._on_refused = on_refused
-        self._timer: Cut | None = None
-        self._reader_timer: Cut | asyncio.TimerHandle | None = None  # while there are answers, and while they wait
+        self._timer: Timeout | None = None
+        self._reader_timer: Timeout | asyncio.TimerHandle | None = None  # while there are answers, and while they wait
         self._answered: RequestResponseCycle | None = None  # is now, or was last; `cycle` is what came last
         self._num_header_bytes = 0
         self._is_in_body = self._came_further = False
@@ -234,7 +234,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _wait(self, seconds: float) -> None:
         self._stop_waiting()
-        self._timer = self._cutter.call_later(seconds, self._close)
+        self._timer = self._queue.call_later(seconds, self._close)
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:
@@ -267,7 +267,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             waiting,
             self._idle_timeout_s,
         )
-        self._reader_timer = self._cutter.call_later(0.0, self._abort)
+        self._reader_timer = self._queue.call_later(0.0, self._abort)
 
     def _num_waiting_bytes(self, sock: socket.socket) -> int:
         return bytes_under_way(sock) + self.transport.get_write_buffer_size()

@@ -22,7 +22,7 @@ class OverloadMiddleware:
 
     That costs a fraction of a route, which asks again, for as many places as the request has streams.
     begin: counts a request of a tenant, or raises why it cannot be taken. refusals: the paths whose requests take a
-    place (`octavo.server.access.admission.Place`), and how each spells a refusal.
+    place (`octavo.server.access.limiter.Permit`), and how each spells a refusal.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from octavo.runtime.text_work import TextWork
     from octavo.sampling_params import SamplingParams
-    from octavo.server.access.admission import Place
+    from octavo.server.access.limiter import Permit
     from octavo.server.api.openai.requests import SamplingFields
     from octavo.server.errors import HttpError
     from octavo.server.service import Service
@@ -60,7 +60,7 @@ class Job:
     model: str
     prompts: list[Any]
     params: SamplingParams
-    place: Place
+    place: Permit
     deadline: float
     stream: bool = False
     include_usage: bool = False
@@ -95,7 +95,7 @@ def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class ChoiceUpdate:
     """What came of one choice: `completion` holds its new text and tokens. `choice` counts over all prompts."""
 
     choice: int
@@ -115,8 +115,8 @@ class WholeReply(Protocol):
 class Reply(WholeReply, Protocol):
     """How one API spells outputs: whole, or as server-sent events."""
 
-    def news(self, news: News, usage: Usage | None) -> bytes:
-        """Return the events of some news; none where they tell a client nothing. usage: if counts go with each."""
+    def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
+        """Return the events of some update; none where they tell a client nothing. usage: if counts go with each."""
         ...
 
     def end(self, usage: Usage) -> bytes:
@@ -141,17 +141,17 @@ class OpenAIReply(Generic[Choice, Chunk]):
     def __init__(self, job: Job) -> None:
         self._job = job
 
-    def news(self, news: News, usage: Usage | None) -> bytes:
+    def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
         """Return a chunk, also where its text is held back: who counts chunks sees when tokens come.
 
         Why a choice ended stands in a last chunk of its own: a loop that ends there has read everything.
         """
-        choices = [self._grown(news)]
-        if news.completion.finished:
-            choices.append(self._ended(news))
+        choices = [self._grown(update)]
+        if update.completion.finished:
+            choices.append(self._ended(update))
         chunks = [self._event([choice], usage) for choice in choices if choice is not None]
-        if news.is_first:
-            self._begin(chunks[0], news)
+        if update.is_first:
+            self._begin(chunks[0], update)
         return b"".join(map(event, chunks))
 
     def end(self, usage: Usage) -> bytes:
@@ -162,18 +162,18 @@ class OpenAIReply(Generic[Choice, Chunk]):
         """Return an error object, and the end."""
         return event(error.body) + self._done
 
-    def _grown(self, news: News) -> Choice | None:
+    def _grown(self, update: ChoiceUpdate) -> Choice | None:
         """Return what a choice grew by; None where a client hears of nothing."""
         raise NotImplementedError
 
-    def _ended(self, news: News) -> Choice:
+    def _ended(self, update: ChoiceUpdate) -> Choice:
         """Return why a choice ended, and nothing else."""
         raise NotImplementedError
 
     def _event(self, choices: list[Choice], usage: Usage | None) -> Chunk:
         raise NotImplementedError
 
-    def _begin(self, event: Chunk, news: News) -> None:
+    def _begin(self, event: Chunk, update: ChoiceUpdate) -> None:
         """Add what the first chunk of a choice has besides."""
 
     def _counted(self, usage: Usage) -> Usage:
@@ -248,11 +248,11 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
         return await answer_whole(service, http_request, job, reply)
     usage = UsageCounter(counts_completions=job.counts_completions)
     note(http_request, job, usage)
-    news = _news(service, job, usage)
+    update = _updates(service, job, usage)
     with _failing_alone(job):
-        first = await _begun(http_request, news, service.config.stream_keep_alive_s)
-    events = _events(service, _chain(first, news), http_request.scope["state"], job, reply, usage)
-    return EventStream(events, first, news, job.place, service.config.stream_keep_alive_s)
+        first = await _begun(http_request, update, service.config.stream_keep_alive_s)
+    events = _events(service, _chain(first, update), http_request.scope["state"], job, reply, usage)
+    return EventStream(events, first, update, job.place, service.config.stream_keep_alive_s)
 
 
 async def answer_whole(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
@@ -309,14 +309,14 @@ class EventStream(StreamingResponse):
     def __init__(
         self,
         events: AsyncIterator[bytes],
-        first: asyncio.Task[News],
-        news: AsyncGenerator[News, None],
-        place: Place,
+        first: asyncio.Task[ChoiceUpdate],
+        updates: AsyncGenerator[ChoiceUpdate, None],
+        place: Permit,
         keep_alive_s: float,
     ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._first, self._news, self._place = first, news, place
+        self._first, self._updates, self._place = first, updates, place
         self._keep_alive_s = keep_alive_s
         self._last_sent = 0.0
         self._is_open = False
@@ -338,7 +338,7 @@ class EventStream(StreamingResponse):
             keeper.cancel()
             self._first.cancel()
             await asyncio.gather(keeper, self._first, return_exceptions=True)
-            await self._news.aclose()
+            await self._updates.aclose()
             self._place.leave()
 
     async def _keep_alive(self, send: Send, clock: Callable[[], float]) -> None:
@@ -352,9 +352,11 @@ class EventStream(StreamingResponse):
                 await asyncio.sleep(self._keep_alive_s)
 
 
-async def _begun(http_request: Request, news: AsyncGenerator[News, None], patience_s: float) -> asyncio.Task[News]:
-    """Wait for the first news, as a request that is refused has a status of its own then; not for ever, though."""
-    first = asyncio.create_task(_next(news))
+async def _begun(
+    http_request: Request, updates: AsyncGenerator[ChoiceUpdate, None], patience_s: float
+) -> asyncio.Task[ChoiceUpdate]:
+    """Wait for the first update, as a request that is refused has a status of its own then; not for ever, though."""
+    first = asyncio.create_task(_next(updates))
     watcher = asyncio.create_task(_disconnected(http_request))
     is_kept = False
     try:
@@ -393,8 +395,8 @@ async def _disconnected(http_request: Request) -> None:
         pass
 
 
-async def _next(news: AsyncGenerator[News, None]) -> News:
-    return await anext(news)
+async def _next(updates: AsyncGenerator[ChoiceUpdate, None]) -> ChoiceUpdate:
+    return await anext(updates)
 
 
 async def _whole(service: Service, job: Job, usage: UsageCounter) -> list[RequestOutput]:
@@ -451,7 +453,7 @@ def _error_of(message: str, request_id: str) -> OctavoError:
     return ExecutionError(message)
 
 
-async def _news(service: Service, job: Job, usage: UsageCounter) -> AsyncGenerator[News, None]:
+async def _updates(service: Service, job: Job, usage: UsageCounter) -> AsyncGenerator[ChoiceUpdate, None]:
     """Yield what changed, choice by choice; each ends once."""
     seen: set[int] = set()
     ended: set[int] = set()
@@ -463,13 +465,13 @@ async def _news(service: Service, job: Job, usage: UsageCounter) -> AsyncGenerat
                     continue
                 if completion.finished:
                     ended.add(choice)
-                yield News(choice, choice not in seen, completion, output)
+                yield ChoiceUpdate(choice, choice not in seen, completion, output)
                 seen.add(choice)
 
 
 async def _events(
     service: Service,
-    news: AsyncGenerator[News, None],
+    updates: AsyncGenerator[ChoiceUpdate, None],
     state: dict[str, Any],
     job: Job,
     reply: Reply,
@@ -477,8 +479,8 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """Spell a stream as server-sent events; an error is its last one."""
     try:
-        async with aclosing(news):
-            async for each in news:
+        async with aclosing(updates):
+            async for each in updates:
                 counter.add(each.output, [each.completion])
                 counts = counter.usage() if job.continuous_usage else None
                 told = await _told(service.engine.text, job, reply, each, counts)
@@ -491,17 +493,19 @@ async def _events(
         yield reply.error(note_error(state, to_http(error_for(job.request_id, _ANSWERING, error))))
 
 
-async def _told(text: TextWork, job: Job, reply: Reply, news: News, usage: Usage | None) -> bytes:
-    """Spell some news; their reply has nothing else to do meanwhile."""
-    size = num_entries(news.output, [news.completion], with_prompt=news.is_first)
-    return await beside(text, size, lambda: reply.news(news, usage), tenant=job.place.tenant.name)
+async def _told(text: TextWork, job: Job, reply: Reply, update: ChoiceUpdate, usage: Usage | None) -> bytes:
+    """Spell some update; their reply has nothing else to do meanwhile."""
+    size = num_entries(update.output, [update.completion], with_prompt=update.is_first)
+    return await beside(text, size, lambda: reply.update(update, usage), tenant=job.place.tenant.name)
 
 
-async def _chain(first: asyncio.Task[News], rest: AsyncGenerator[News, None]) -> AsyncGenerator[News, None]:
+async def _chain(
+    first: asyncio.Task[ChoiceUpdate], rest: AsyncGenerator[ChoiceUpdate, None]
+) -> AsyncGenerator[ChoiceUpdate, None]:
     yield await first
     async with aclosing(rest):
-        async for news in rest:
-            yield news
+        async for update in rest:
+            yield update
 
 
 async def merge(streams: Sequence[AsyncIterator[T]], *, at_once: int) -> AsyncGenerator[tuple[int, T], None]:

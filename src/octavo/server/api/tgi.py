@@ -17,7 +17,7 @@ from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.sampling_params import MAX_STOP_STRINGS, SamplingParams, StructuredOutputsParams
 from octavo.server.access.body import body_of, look_at
-from octavo.server.answers.answering import Job, News, answer, encoder, event
+from octavo.server.answers.answering import ChoiceUpdate, Job, answer, encoder, event
 from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS
 from octavo.server.api.openai.replies import Receipt
 from octavo.server.api.openai.requests import Strings  # noqa: TC001 - pydantic reads the types of fields
@@ -302,9 +302,9 @@ class GenerateReply:
         self._text = ""
         self._num_tokens = 0
 
-    def news(self, news: News, _usage: Usage | None) -> bytes:
+    def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
         """Return an event for each token, of several the last that clients show with the text of all."""
-        completion = news.completion
+        completion = update.completion
         self._text += completion.text
         tokens = self._tokens(completion) or [Token(0, "", None, special=True)]  # an end without a token: an abort, say
         events = []
@@ -317,17 +317,17 @@ class GenerateReply:
         shown = next((each for each in reversed(events) if not each.token.special), events[-1])
         shown.token.text = completion.text
         if completion.finished:
-            self._finish(events[-1], news)
+            self._finish(events[-1], update)
         return b"".join(map(event, events))
 
-    def _finish(self, last: StreamEvent, news: News) -> None:
+    def _finish(self, last: StreamEvent, update: ChoiceUpdate) -> None:
         last.generated_text = self._prefix + self._text
         last.details = StreamDetails(
-            _finish_reason(news.completion), self._num_tokens, len(news.output.prompt_token_ids), self._wanted.seed
+            _finish_reason(update.completion), self._num_tokens, len(update.output.prompt_token_ids), self._wanted.seed
         )
-        if news.output.metrics is not None:
+        if update.output.metrics is not None:
             last.details.receipt = Receipt()
-            last.details.receipt.add(news.output.metrics)
+            last.details.receipt.add(update.output.metrics)
 
     def end(self, _usage: Usage) -> bytes:
         """The last token's event is the last one."""

@@ -104,7 +104,7 @@ async def detokenize(service: Service, http_request: Request, request: Detokeniz
 async def _in_thread(service: Service, http_request: Request, work: Callable[[], Struct]) -> Response:
     """Do the work, and spell its result, beside the event loop; it takes a place like any other request."""
     with service.enter(http_request, 1) as place:
-        content = await service.read(http_request, place, lambda: encoder.encode(work()), is_count=True)
+        content = await service.read(http_request, place, lambda: encoder.encode(work()))
     return Response(content, media_type="application/json")
 
 

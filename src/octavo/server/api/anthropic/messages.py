@@ -15,7 +15,7 @@ from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader
-from octavo.server.answers.answering import Job, News, answer, encoder
+from octavo.server.answers.answering import ChoiceUpdate, Job, answer, encoder
 from octavo.server.answers.tools import Choice, Toolbox, read_function
 from octavo.server.api.anthropic.message_blocks import read_conversation
 from octavo.server.api.block_types import LABEL, BlockTypes, fields
@@ -282,16 +282,16 @@ class MessageReply:
         self._end: dict[str, Any] = {}
         self._has_calls = False
 
-    def news(self, news: News, _usage: Usage | None) -> bytes:
-        """Return the events of some news."""
+    def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
+        """Return the events of some update."""
         events = b""
-        if news.is_first:
-            output = news.output
+        if update.is_first:
+            output = update.output
             num_tokens = len(output.prompt_token_ids)
             usage = Usage(num_tokens, 0, num_tokens, PromptTokensDetails(output.num_cached_tokens))
             message = Message(self._job.request_id, self._job.model, [], None, None, _usage_of(usage))
             events += _event("message_start", message=message)
-        for part in self._reader.read(news.completion):
+        for part in self._reader.read(update.completion):
             if self._block is None or not _goes_on(self._block, part):
                 events += self._stop_block()
                 self._block = self._new_block(part)
@@ -300,9 +300,9 @@ class MessageReply:
                 events += self._grow(_delta(part))
             if part.kind == "reasoning":
                 self._thoughts.append(part.text)
-        if news.completion.finished:
+        if update.completion.finished:
             events += self._stop_block()
-            self._end = _ending(news.completion, has_calls=self._has_calls)
+            self._end = _ending(update.completion, has_calls=self._has_calls)
         return events
 
     def end(self, usage: Usage) -> bytes:

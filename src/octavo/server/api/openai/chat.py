@@ -11,7 +11,7 @@ from octavo.errors import PromptTooLongError, RequestError
 from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader
-from octavo.server.answers.answering import Job, News, OpenAIReply, answer, openai_options
+from octavo.server.answers.answering import ChoiceUpdate, Job, OpenAIReply, answer, openai_options
 from octavo.server.answers.tools import read_chat_tools
 from octavo.server.api.conversation import effort_options, read_messages, template_options
 from octavo.server.api.openai.logprobs import chat_logprobs, prompt_logprobs
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
-    from octavo.server.access.admission import Place
+    from octavo.server.access.limiter import Permit
     from octavo.server.answers.parts import Part
     from octavo.server.answers.tools import Toolbox
     from octavo.server.api.openai.logprobs import Piece
@@ -91,7 +91,7 @@ async def create_chat_completion(service: Service, http_request: Request, reques
 async def render(
     service: Service,
     http_request: Request,
-    place: Place,
+    place: Permit,
     messages: list[dict[str, Any]],
     toolbox: Toolbox,
     options: dict[str, Any],
@@ -111,7 +111,7 @@ async def render(
         return {"prompt": text, "prompt_token_ids": token_ids}
 
     try:
-        return await service.read(http_request, place, work, is_count=not is_prompt)
+        return await service.read(http_request, place, work)
     except PromptTooLongError as error:
         error.parameter = "messages"
         raise
@@ -160,33 +160,33 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         self._reasoning_field = reasoning_field
         self._answers: dict[int, _Answer] = {}
 
-    def _grown(self, news: News) -> ChatChunkChoice | None:
+    def _grown(self, update: ChoiceUpdate) -> ChatChunkChoice | None:
         """The first one of a choice has the role.
 
         Plain content has a chunk for each step, empty where its text is held back.
         """
-        completion = news.completion
-        answer = self._answers.setdefault(news.choice, _Answer(self._form, self._reasoning_field))
+        completion = update.completion
+        answer = self._answers.setdefault(update.choice, _Answer(self._form, self._reasoning_field))
         delta = answer.grow(completion)
         token_ids = completion.token_ids if self._shown.token_ids else None
         is_step = self._form.is_plain and not completion.finished
-        if delta is None and not (news.is_first or completion.logprobs or token_ids or is_step):
+        if delta is None and not (update.is_first or completion.logprobs or token_ids or is_step):
             return None  # a parser waits for more
-        choice = ChatChunkChoice(news.choice, delta or ChatDelta(content=""), self._logprobs(completion))
+        choice = ChatChunkChoice(update.choice, delta or ChatDelta(content=""), self._logprobs(completion))
         choice.token_ids = token_ids
-        if news.is_first:
+        if update.is_first:
             choice.delta.role = "assistant"
         return choice
 
-    def _ended(self, news: News) -> ChatChunkChoice:
-        choice = ChatChunkChoice(news.choice, ChatDelta(), token_ids=[] if self._shown.token_ids else None)
-        choice.logprobs = None if news.completion.logprobs is None else ChatLogprobs([])
-        choice.finish_reason = self._answers[news.choice].finish_reason(news.completion)
-        choice.stop_reason = news.completion.stop_reason
+    def _ended(self, update: ChoiceUpdate) -> ChatChunkChoice:
+        choice = ChatChunkChoice(update.choice, ChatDelta(), token_ids=[] if self._shown.token_ids else None)
+        choice.logprobs = None if update.completion.logprobs is None else ChatLogprobs([])
+        choice.finish_reason = self._answers[update.choice].finish_reason(update.completion)
+        choice.stop_reason = update.completion.stop_reason
         return choice
 
-    def _begin(self, event: ChatCompletionChunk, news: News) -> None:
-        event.prompt_token_ids = news.output.prompt_token_ids if self._shown.token_ids else None
+    def _begin(self, event: ChatCompletionChunk, update: ChoiceUpdate) -> None:
+        event.prompt_token_ids = update.output.prompt_token_ids if self._shown.token_ids else None
 
     def _counted(self, usage: Usage) -> Usage:
         """Add how many of the tokens were reasoning."""

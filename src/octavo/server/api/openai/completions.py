@@ -10,7 +10,7 @@ from msgspec import UNSET
 from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
-from octavo.server.answers.answering import Job, News, OpenAIReply, answer, openai_options
+from octavo.server.answers.answering import ChoiceUpdate, Job, OpenAIReply, answer, openai_options
 from octavo.server.api.openai.logprobs import completion_logprobs, prompt_logprobs
 from octavo.server.api.openai.replies import Completion, CompletionChoice, CompletionLogprobs, Usage
 from octavo.server.api.openai.token_places import TokenPlaces, places_in_prompt
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams
     from octavo.server.api.openai.logprobs import Position
     from octavo.server.api.openai.requests import CompletionRequest
-    from octavo.server.api.openai.token_places import Place
+    from octavo.server.api.openai.token_places import TokenPlace
     from octavo.server.service import Service
 
 MAX_CHOICES = 1024  # of one request: prompts times n
@@ -118,7 +118,7 @@ class Echo:
     processor: OutputProcessor
     skip_special_tokens: bool
     texts: dict[str, str] = field(default_factory=dict)  # by request id, as the next
-    places: dict[str, list[Place]] = field(default_factory=dict)
+    places: dict[str, list[TokenPlace]] = field(default_factory=dict)
 
     def prompt_text(self, output: RequestOutput) -> str:
         """The text that is echoed."""
@@ -131,13 +131,13 @@ class Echo:
             self.texts[output.request_id] = text
         return self.texts[output.request_id]
 
-    def prompt_places(self, output: RequestOutput) -> list[Place]:
+    def prompt_places(self, output: RequestOutput) -> list[TokenPlace]:
         """The places of the prompt's tokens in that text."""
         if output.request_id not in self.places:
             self.places[output.request_id] = self._find(output)
         return self.places[output.request_id]
 
-    def _find(self, output: RequestOutput) -> list[Place]:
+    def _find(self, output: RequestOutput) -> list[TokenPlace]:
         tokenizer, token_ids = self.processor.tokenizer, output.prompt_token_ids
         if output.prompt is not None:
             return places_in_prompt(tokenizer, output.prompt, token_ids)
@@ -154,7 +154,7 @@ class _Scored:
         )
         self._waiting: list[Position] = []
 
-    def add(self, completion: CompletionOutput) -> tuple[list[Position], list[Place]]:
+    def add(self, completion: CompletionOutput) -> tuple[list[Position], list[TokenPlace]]:
         """Take some more in; return what is certain now."""
         places = self._places.add(completion.token_ids)
         if completion.finished:
@@ -188,16 +188,16 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
         self._shown = shown
         self._scored: dict[int, _Scored] = {}  # by choice
 
-    def _grown(self, news: News) -> CompletionChoice | None:
+    def _grown(self, update: ChoiceUpdate) -> CompletionChoice | None:
         """The first one of a choice has the echoed prompt; the last step of one may bring no more than its end."""
-        choice = self._choice(news.choice, news.completion, news.output, with_prompt=news.is_first)
+        choice = self._choice(update.choice, update.completion, update.output, with_prompt=update.is_first)
         has_tokens = choice.token_ids or (choice.logprobs is not None and choice.logprobs.tokens)
-        return choice if choice.text or has_tokens or not news.completion.finished else None
+        return choice if choice.text or has_tokens or not update.completion.finished else None
 
-    def _ended(self, news: News) -> CompletionChoice:
-        logprobs = None if news.completion.logprobs is None else CompletionLogprobs([], [], [], [])
+    def _ended(self, update: ChoiceUpdate) -> CompletionChoice:
+        logprobs = None if update.completion.logprobs is None else CompletionLogprobs([], [], [], [])
         token_ids: list[int] | None = [] if self._shown.token_ids else None
-        return _with_reason(CompletionChoice(news.choice, "", logprobs, token_ids=token_ids), news.completion)
+        return _with_reason(CompletionChoice(update.choice, "", logprobs, token_ids=token_ids), update.completion)
 
     def _event(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
         shown = usage if self._job.include_usage else UNSET
@@ -236,7 +236,7 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
         if completion.logprobs is None:
             return None
         positions: list[Position | None] = []
-        places: list[Place] = []
+        places: list[TokenPlace] = []
         if self._echo.is_wanted and with_prompt:
             positions += output.prompt_logprobs or []
             places += self._echo.prompt_places(output)

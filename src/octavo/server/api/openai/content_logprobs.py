@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from octavo.server.answers.parts import Part
     from octavo.server.api.openai.logprobs import Piece, Position
     from octavo.server.api.openai.replies import TokenLogprob
-    from octavo.server.api.openai.token_places import Place, TokenPlaces
+    from octavo.server.api.openai.token_places import TokenPlace, TokenPlaces
 
 
 class ContentLogprobs:
@@ -29,7 +29,7 @@ class ContentLogprobs:
         self._piece = piece
         self._hides_end = hides_end
         self._waiting: deque[Position] = deque()  # tokens whose place is not certain
-        self._tokens: deque[tuple[Place, Position]] = deque()
+        self._tokens: deque[tuple[TokenPlace, Position]] = deque()
         self._is_told = False  # the first of them, which the last content ended in
 
     def add(self, completion: CompletionOutput) -> None:
@@ -66,5 +66,5 @@ class ContentLogprobs:
         return spelled.content if spelled is not None else []
 
 
-def _end(place: Place) -> int:
+def _end(place: TokenPlace) -> int:
     return place.offset + place.num_chars

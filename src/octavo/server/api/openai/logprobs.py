@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from octavo.outputs import Logprob
-    from octavo.server.api.openai.token_places import Place
+    from octavo.server.api.openai.token_places import TokenPlace
 
     Piece: TypeAlias = Callable[[int], str | bytes]  # what a token adds to a text, special ones included
 
@@ -43,7 +43,7 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    positions: Iterable[Position | None], places: Iterable[Place], piece: Piece, *, as_ids: bool = False
+    positions: Iterable[Position | None], places: Iterable[TokenPlace], piece: Piece, *, as_ids: bool = False
 ) -> CompletionLogprobs:
     """Spell the positions of a completion choice; one that is None is the first of an echoed prompt.
 
@@ -63,7 +63,7 @@ def completion_logprobs(
     return result
 
 
-def _by_text(position: Position, place: Place, piece: Piece) -> dict[str, float]:
+def _by_text(position: Position, place: TokenPlace, piece: Piece) -> dict[str, float]:
     """Spell all tokens of a position; of those that read alike all but the first by their ids."""
     is_start = spelled(piece(place.token_id)) == " " + place.text  # of a text, which has no space there
     result: dict[str, float] = {}

@@ -162,7 +162,7 @@ class ChatDelta(Struct):
 
 
 class ChatChunkChoice(Struct):
-    """News of one choice; the last one has the finish_reason and nothing else."""
+    """ChoiceUpdate of one choice; the last one has the finish_reason and nothing else."""
 
     index: int
     delta: ChatDelta
@@ -224,7 +224,7 @@ class CompletionLogprobs(Struct):
 
 
 class CompletionChoice(Struct):
-    """One of the choices: n for each prompt, in the order of the prompts. In a stream: its news."""
+    """One of the choices: n for each prompt, in the order of the prompts. In a stream: its update."""
 
     index: int
     text: str

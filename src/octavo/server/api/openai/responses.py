@@ -15,7 +15,7 @@ from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader
-from octavo.server.answers.answering import Job, News, answer, encoder
+from octavo.server.answers.answering import ChoiceUpdate, Job, answer, encoder
 from octavo.server.answers.tools import Toolbox, read_choice, read_function
 from octavo.server.api.block_types import CACHE, fields
 from octavo.server.api.conversation import effort_options, extra_template_options
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from octavo.engine.output_processor import OutputProcessor
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
-    from octavo.server.access.admission import Place
+    from octavo.server.access.limiter import Permit
     from octavo.server.answers.parts import Part
     from octavo.server.answers.tool_formats import ToolFormat
     from octavo.server.api.openai.replies import Usage
@@ -238,7 +238,7 @@ async def count_input_tokens(service: Service, http_request: Request, request: R
 async def _render(
     service: Service,
     http_request: Request,
-    place: Place,
+    place: Permit,
     messages: list[dict[str, Any]],
     toolbox: Toolbox,
     request: ResponsesRequest,
@@ -351,12 +351,12 @@ class ResponseReply:
             top_logprobs=request.top_logprobs or 0,
         )
 
-    def news(self, news: News, _usage: Usage | None) -> bytes:
-        """Return the events of some news."""
-        if news.is_first:
+    def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
+        """Return the events of some update."""
+        if update.is_first:
             self._tell("response.created", response=self._response)
             self._tell("response.in_progress", response=self._response)
-        self._take(news.completion)
+        self._take(update.completion)
         return self._told()
 
     def end(self, usage: Usage) -> bytes:

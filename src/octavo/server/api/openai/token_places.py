@@ -15,7 +15,7 @@ _MOST_SKIPPED_BYTES = 32  # of a prompt, for which no token stands: white space 
 _CONTINUING = frozenset(range(0x80, 0xC0))  # bytes of UTF-8 that no character begins with
 
 
-class Place(NamedTuple):
+class TokenPlace(NamedTuple):
     """Where a token's text begins, in characters, and how it reads there; a hidden token stands there by its name.
 
     num_chars: the characters of the text that it is, or is a part of.
@@ -58,9 +58,9 @@ class TokenPlaces:
         self._num_prompt_bytes = 0
         self._waiting: list[tuple[int, int]] = []  # tokens of the run, and how many bytes stand before each
 
-    def add(self, token_ids: Iterable[int]) -> list[Place]:
+    def add(self, token_ids: Iterable[int]) -> list[TokenPlace]:
         """Take tokens in; return the places that are certain now, in the order of the tokens."""
-        places: list[Place] = []
+        places: list[TokenPlace] = []
         for token_id in token_ids:
             piece = self._tokenizer.piece(token_id, skip_special_tokens=self._skip)
             if self._tokenizer.has_byte_runs and (isinstance(piece, bytes) or (self._waiting and not piece)):
@@ -73,29 +73,31 @@ class TokenPlaces:
                 places.append(self._place_hidden(token_id))
         return places
 
-    def finish(self) -> list[Place]:
+    def finish(self) -> list[TokenPlace]:
         """Return the places that were not certain."""
         return self._end_run(self._detokenizer.finish())
 
-    def _place_hidden(self, token_id: int) -> Place:
-        return Place(self._offset, spelled(self._tokenizer.piece(token_id, skip_special_tokens=False)), token_id, 0)
+    def _place_hidden(self, token_id: int) -> TokenPlace:
+        return TokenPlace(
+            self._offset, spelled(self._tokenizer.piece(token_id, skip_special_tokens=False)), token_id, 0
+        )
 
-    def _place_text(self, token_id: int, piece: str) -> list[Place]:
+    def _place_text(self, token_id: int, piece: str) -> list[TokenPlace]:
         text = self._detokenizer.add([token_id])
         num_chars_before = max(len(text) - len(piece), 0)  # the start of a text may have less than the piece
         places = self._end_run(text[:num_chars_before])
-        places.append(Place(self._offset, text[num_chars_before:], token_id, len(text) - num_chars_before))
+        places.append(TokenPlace(self._offset, text[num_chars_before:], token_id, len(text) - num_chars_before))
         self._offset += len(text) - num_chars_before
         return places
 
-    def _place_bytes(self, token_id: int, piece: bytes) -> Place:
+    def _place_bytes(self, token_id: int, piece: bytes) -> TokenPlace:
         """Find the character that the first byte is part of: one that has begun, or the one behind it."""
         held = self._detokenizer.held
         index = len((held + piece[:1]).decode(errors="replace")) - 1
         num_chars = len((held + piece).decode(errors="replace")) - index
         if index and self._detokenizer.num_prompt_bytes:
             index -= 1  # what the prompt began and nobody ended is not in this text
-        place = Place(self._offset + index, _spelled_bytes(piece), token_id, num_chars)
+        place = TokenPlace(self._offset + index, _spelled_bytes(piece), token_id, num_chars)
         self._offset += len(self._detokenizer.add([token_id]))
         return place
 
@@ -106,7 +108,7 @@ class TokenPlaces:
         self._run += piece if isinstance(piece, bytes) else b""
         self._detokenizer.add([token_id])
 
-    def _end_run(self, text: str) -> list[Place]:
+    def _end_run(self, text: str) -> list[TokenPlace]:
         """Return the places of the tokens of a run, now that its text is known."""
         run, waiting, start = self._run, self._waiting, self._offset
         self._run, self._waiting, self._offset = b"", [], self._offset + len(text)
@@ -132,7 +134,7 @@ class TokenPlaces:
             else:
                 text = spelled(piece) if is_text else _spelled_bytes(piece)
             num_chars = int(isinstance(piece, bytes) and index >= num_stripped)
-            places.append(Place(offset, text, token_id, num_chars))
+            places.append(TokenPlace(offset, text, token_id, num_chars))
         return places
 
 
@@ -141,7 +143,7 @@ def _goes_on(data: bytes, position: int) -> bool:
     return position < len(data) and data[position] in _CONTINUING
 
 
-def places_in_prompt(tokenizer: DetokenizerFactory, prompt: str, token_ids: Iterable[int]) -> list[Place]:
+def places_in_prompt(tokenizer: DetokenizerFactory, prompt: str, token_ids: Iterable[int]) -> list[TokenPlace]:
     """Find the tokens of a prompt in the text that they were made of; those that it has no text for add nothing.
 
     A tokenizer may have read it otherwise than it stands there: with a space before its first word, say.
@@ -158,6 +160,6 @@ def places_in_prompt(tokenizer: DetokenizerFactory, prompt: str, token_ids: Iter
         if found < 0:
             found, raw = position, b""
         offset = num_chars[found] - _goes_on(data, found)
-        places.append(Place(offset, text, token_id, num_chars[found + len(raw)] - offset))
+        places.append(TokenPlace(offset, text, token_id, num_chars[found + len(raw)] - offset))
         position = found + len(raw)
     return places

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo import __version__
-from octavo.engine.lookout import GLIMPSE_S
+from octavo.engine.snapshot_feed import SNAPSHOT_INTERVAL_S
 from octavo.errors import ConfigError, EngineDeadError, QueueFullError
 from octavo.journal.explain import explain
 from octavo.server.errors import NotFoundError
@@ -19,7 +19,7 @@ from octavo.server.telemetry.dashboard.view import Cursor, LiveView
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from octavo.data.glimpse import Glimpse
+    from octavo.data.snapshot import Snapshot
     from octavo.server.access.tenants import Tenant
     from octavo.server.service import Service
 
@@ -60,7 +60,7 @@ class Dashboard:
         yield _event("hello", self._hello())
         while not self._service.is_closing and (now := self._service.present(tenant)) and now.read_metrics:
             yield _event("frame", {**self._state(), **cursor.frame()})
-            await asyncio.sleep(GLIMPSE_S)
+            await asyncio.sleep(SNAPSHOT_INTERVAL_S)
         yield _event("bye", {})
 
     async def explain(self, request_id: str) -> dict[str, Any]:
@@ -107,9 +107,9 @@ class Dashboard:
                 view = self._view = LiveView(self._service.engine.clock)
                 loop = asyncio.get_running_loop()
 
-                def listen(glimpse: Glimpse) -> None:
+                def listen(snapshot: Snapshot) -> None:
                     with contextlib.suppress(RuntimeError):  # the loop is closed: nobody watches any more
-                        loop.call_soon_threadsafe(view.take, glimpse)
+                        loop.call_soon_threadsafe(view.take, snapshot)
 
                 with contextlib.suppress(EngineDeadError):  # which the page will show
                     await self._service.engine.watch(listen)

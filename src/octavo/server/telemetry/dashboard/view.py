@@ -9,13 +9,13 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from octavo.data import events
-from octavo.data.glimpse import BlockState
+from octavo.data.snapshot import BlockState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from octavo.data.events import Event
-    from octavo.data.glimpse import BlockMap, Glimpse
+    from octavo.data.snapshot import BlockMap, Snapshot
 
 HISTORY_S = 600
 _RECENT_S = 10  # what the figures of the moment are taken over
@@ -132,7 +132,7 @@ class Shown:
 
 
 class LiveView:
-    """Follows an engine glimpse by glimpse; belongs to one thread. Bounded, however long it is watched.
+    """Follows an engine snapshot by snapshot; belongs to one thread. Bounded, however long it is watched.
 
     clock: the engine's, in seconds.
     """
@@ -148,7 +148,7 @@ class LiveView:
         self.steps: deque[Step] = deque(maxlen=_NUM_STEPS)
         self.num_steps = 0
         self.blocks: BlockMap | None = None
-        self.revision = 0  # grows with every glimpse
+        self.revision = 0  # grows with every snapshot
         self.num_running = self.num_waiting = self.num_preemptions = 0
         self._moment: tuple[tuple[int, int], dict[str, Any]] = ((-1, -1), {})
         self.num_queried = self.num_hit = 0
@@ -159,18 +159,18 @@ class LiveView:
         self._step: tuple[events.StepScheduled, list[tuple[int, int, bool]]] | None = None
         self._drafts: list[tuple[int, int, int]] = []
 
-    def take(self, glimpse: Glimpse) -> None:
+    def take(self, snapshot: Snapshot) -> None:
         """Follow what happened."""
-        if glimpse.is_first:
+        if snapshot.is_first:
             self._forget()
         self.revision += 1
-        for event in glimpse.events:
+        for event in snapshot.events:
             self.recent.emit(event)
             self._follow(event)
-        if glimpse.blocks is not None:
-            self.blocks = glimpse.blocks
-        if glimpse.events:
-            self._settle(int(glimpse.events[-1].time))
+        if snapshot.blocks is not None:
+            self.blocks = snapshot.blocks
+        if snapshot.events:
+            self._settle(int(snapshot.events[-1].time))
         self._prune()
 
     # --- what is asked of it ------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from running import run_server, wait_until
 from test_limits import COMPLETIONS, connect, head, read_all
 
 from octavo.server.access import cutting
-from octavo.server.access.cutting import Cut, Cutter
+from octavo.server.access.timeouts import Timeout, TimeoutQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 def test_each_cut_has_a_turn_of_the_loop_for_itself() -> None:
     async def run() -> tuple[list[int], list[int]]:
         turn, order, turns = 0, list[int](), list[int]()
-        cutter = Cutter()
+        timeouts = TimeoutQueue()
 
         def cut(number: int) -> None:
             order.append(number)
             turns.append(turn)
 
         for number in range(30):
-            cutter.call_later(0.0, lambda number=number: cut(number))
+            timeouts.call_later(0.0, lambda number=number: cut(number))
         while len(order) < 30:
             turn += 1
             await asyncio.sleep(0)
@@ -43,19 +43,19 @@ def test_each_cut_has_a_turn_of_the_loop_for_itself() -> None:
 
 def test_who_ends_before_its_turn_is_not_cut_and_takes_none() -> None:
     async def run() -> list[str]:
-        cutter, acted, is_over, waiting = Cutter(), list[str](), asyncio.Event(), list[Cut]()
+        timeouts, acted, is_over, waiting = TimeoutQueue(), list[str](), asyncio.Event(), list[Timeout]()
 
         def end_all() -> None:
             for cut in waiting:
                 cut.cancel()
 
-        first = cutter.call_later(0.0, end_all)
-        waiting += [cutter.call_later(0.0, lambda: acted.append("ended")) for _ in range(5000)]
-        cutter.call_later(0.05, is_over.set)
+        first = timeouts.call_later(0.0, end_all)
+        waiting += [timeouts.call_later(0.0, lambda: acted.append("ended")) for _ in range(5000)]
+        timeouts.call_later(0.05, is_over.set)
         async with asyncio.timeout(len(waiting) * cutting.SPACING_S / 2):
             await is_over.wait()
         first.cancel()  # once more, and in vain
-        cutter.call_later(0.0, lambda: acted.append("never")).cancel()
+        timeouts.call_later(0.0, lambda: acted.append("never")).cancel()
         await asyncio.sleep(0.01)
         return acted
 
@@ -64,18 +64,18 @@ def test_who_ends_before_its_turn_is_not_cut_and_takes_none() -> None:
 
 def test_a_timeout_bounds_what_is_inside() -> None:
     async def run() -> None:
-        cutter, faults, is_over = Cutter(), list[dict[str, object]](), asyncio.Event()
+        timeouts, faults, is_over = TimeoutQueue(), list[dict[str, object]](), asyncio.Event()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
-        async with cutter.timeout(0.01):
+        async with timeouts.timeout(0.01):
             pass
-        cutter.call_later(0.02, is_over.set)
+        timeouts.call_later(0.02, is_over.set)
         await is_over.wait()
         assert not faults  # what was in time is not cut later
         with pytest.raises(TimeoutError):
-            async with cutter.timeout(0.01):
+            async with timeouts.timeout(0.01):
                 await asyncio.Event().wait()
         with pytest.raises(KeyError):
-            async with cutter.timeout(60.0):
+            async with timeouts.timeout(60.0):
                 raise KeyError
 
     asyncio.run(run())
@@ -83,11 +83,11 @@ def test_a_timeout_bounds_what_is_inside() -> None:
 
 def test_a_cut_that_fails_keeps_no_other_from_its_turn() -> None:
     async def run() -> int:
-        cutter, faults, is_over = Cutter(), list[dict[str, object]](), asyncio.Event()
+        timeouts, faults, is_over = TimeoutQueue(), list[dict[str, object]](), asyncio.Event()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
         for _ in range(3):
-            cutter.call_later(0.0, lambda: 1 / 0)
-        cutter.call_later(0.0, is_over.set)
+            timeouts.call_later(0.0, lambda: 1 / 0)
+        timeouts.call_later(0.0, is_over.set)
         await is_over.wait()
         return len(faults)
 
@@ -102,14 +102,14 @@ def test_connections_that_are_cut_off_in_one_moment_are_so_in_turns(
 ) -> None:
     """Where headers do not come, where bodies do not come, and where nothing more is asked."""
     times: list[float] = []
-    act: Callable[[Cut], None] = Cut.act
+    act: Callable[[Timeout], None] = Timeout.act
 
-    def watched(cut: Cut) -> None:
+    def watched(cut: Timeout) -> None:
         times.append(time.monotonic())
         act(cut)
 
     monkeypatch.setattr(cutting, "SPACING_S", 0.1)
-    monkeypatch.setattr(Cut, "act", watched)
+    monkeypatch.setattr(Timeout, "act", watched)
     with run_server(body_timeout_s=0.5, keep_alive_timeout_s=0.5) as running, contextlib.ExitStack() as stack:
         socks = [stack.enter_context(connect(running)) for _ in range(15)]
         for sock in socks:

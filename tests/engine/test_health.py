@@ -5,8 +5,8 @@ from __future__ import annotations
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.data.capacity import EngineCapacity
 from octavo.data.metrics import EngineStats
-from octavo.engine.messages import Alive, Loading, Ready, Report
-from octavo.engine.vitals import Patience, Vitals
+from octavo.engine.health import Health, Patience
+from octavo.engine.ipc import Alive, Loading, Ready, Report
 
 LOOK_S = 0.25
 READY = Ready(EngineCapacity.of(SchedulerConfig(), CacheConfig(), num_blocks=100))
@@ -18,26 +18,26 @@ class Watcher:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.vitals = Vitals(PATIENCE, self.now)
+        self.health = Health(PATIENCE, self.now)
         self.progress = 0
 
     def watch(self, seconds: float, *, beats: bool = True, advances: bool = False) -> Watcher:
         for index in range(round(seconds / LOOK_S)):
             self.now += LOOK_S
-            self.vitals.look(self.now)
+            self.health.look(self.now)
             if beats and index % 2 == 0:
                 self.progress += advances
-                self.vitals.hear(Alive(self.progress))
+                self.health.hear(Alive(self.progress))
         return self
 
     def hear(self, *messages: object) -> Watcher:
         for message in messages:
-            self.vitals.hear(message)
+            self.health.hear(message)
         return self
 
     @property
     def state(self) -> tuple[bool, str | None]:
-        return self.vitals.is_well, self.vitals.why_given_up
+        return self.health.is_well, self.health.why_given_up
 
 
 def ready() -> Watcher:
@@ -72,10 +72,10 @@ def test_figures_that_come_again_and_again_are_no_progress() -> None:
 
 
 def test_a_load_may_be_silent_for_longer_and_must_get_further() -> None:
-    assert Watcher().watch(120, beats=False).vitals.why_given_up is None
-    assert Watcher().watch(121, beats=False).vitals.why_given_up == "was not heard of for 120 s"
-    assert Watcher().watch(299).vitals.why_given_up is None
-    assert Watcher().watch(301).vitals.why_given_up == "got no further for 300 s"
+    assert Watcher().watch(120, beats=False).health.why_given_up is None
+    assert Watcher().watch(121, beats=False).health.why_given_up == "was not heard of for 120 s"
+    assert Watcher().watch(299).health.why_given_up is None
+    assert Watcher().watch(301).health.why_given_up == "got no further for 300 s"
     watcher = Watcher()
     for done in range(10):
         watcher.watch(290).hear(Loading(done, 10))

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from octavo.errors import QueueFullError, RequestError
-from octavo.server.access.admission import Admission, Bucket, Place, Pool
+from octavo.server.access.limiter import Bucket, Permit, Pool, RequestLimiter
 from octavo.server.access.tenants import EVERYBODY, Tenant
 from octavo.server.errors import RateLimitError
 
@@ -39,132 +39,132 @@ def test_a_bucket_fills_at_its_rate() -> None:
 
 
 def test_more_than_the_limit_is_refused_and_places_come_back(clock: Clock) -> None:
-    admission = Admission(4, clock=clock)
-    first = admission.enter(EVERYBODY, 3)
+    limiter = RequestLimiter(4, clock=clock)
+    first = limiter.enter(EVERYBODY, 3)
     with pytest.raises(QueueFullError, match="the limit is 4"):
-        admission.enter(EVERYBODY, 2)
-    assert admission.streams.num_held == 3
-    admission.enter(EVERYBODY, 1)
+        limiter.enter(EVERYBODY, 2)
+    assert limiter.streams.num_held == 3
+    limiter.enter(EVERYBODY, 1)
     first.leave()
     first.leave()  # once is enough
-    assert admission.streams.num_held == 1
-    with admission.enter(EVERYBODY, 3), pytest.raises(QueueFullError):
-        admission.enter(EVERYBODY, 1)
-    assert admission.streams.num_held == 1
+    assert limiter.streams.num_held == 1
+    with limiter.enter(EVERYBODY, 3), pytest.raises(QueueFullError):
+        limiter.enter(EVERYBODY, 1)
+    assert limiter.streams.num_held == 1
 
 
 def test_a_place_that_a_stream_keeps_outlives_its_block(clock: Clock) -> None:
-    admission = Admission(4, clock=clock)
-    with admission.enter(EVERYBODY, 1) as place:
+    limiter = RequestLimiter(4, clock=clock)
+    with limiter.enter(EVERYBODY, 1) as place:
         place.is_kept = True
-    assert admission.streams.num_held == 1
+    assert limiter.streams.num_held == 1
     place.leave()
-    assert admission.streams.num_held == 0
+    assert limiter.streams.num_held == 0
 
 
 def test_the_time_to_wait_is_that_of_the_queue(clock: Clock) -> None:
-    admission = Admission(10, clock=clock)
-    places = [admission.enter(EVERYBODY, 1) for _ in range(10)]
+    limiter = RequestLimiter(10, clock=clock)
+    places = [limiter.enter(EVERYBODY, 1) for _ in range(10)]
     with pytest.raises(QueueFullError) as error:
-        admission.enter(EVERYBODY, 1)
+        limiter.enter(EVERYBODY, 1)
     assert error.value.retry_after_s == 1  # nothing is known yet
     for place in places[:4]:
         clock.now += 2.0
         place.is_in = True
         place.leave()
-        admission.enter(EVERYBODY, 1)
+        limiter.enter(EVERYBODY, 1)
     with pytest.raises(QueueFullError) as error:
-        admission.enter(EVERYBODY, 1)
+        limiter.enter(EVERYBODY, 1)
     assert 10 <= error.value.retry_after_s <= 20  # ten are open; one ends every two seconds
     clock.now += 3600
     with pytest.raises(QueueFullError) as error:
-        admission.enter(EVERYBODY, 1)
+        limiter.enter(EVERYBODY, 1)
     assert error.value.retry_after_s == 60
 
 
 def test_only_streams_that_had_room_say_how_fast_the_queue_is_worked_off(clock: Clock) -> None:
     """What was refused, or only counted, ends at once; a request with n streams ends n of them."""
-    admission = Admission(10, 1000, clock=clock)
-    first, second = admission.enter(EVERYBODY, 3), admission.enter(EVERYBODY, 4)
+    limiter = RequestLimiter(10, 1000, clock=clock)
+    first, second = limiter.enter(EVERYBODY, 3), limiter.enter(EVERYBODY, 4)
     asyncio.run(first.hold_tokens(10))
     asyncio.run(second.hold_tokens(10))
 
     def wait() -> float:
         with pytest.raises(QueueFullError) as error:
-            admission.enter(EVERYBODY, 11 - admission.streams.num_held)
+            limiter.enter(EVERYBODY, 11 - limiter.streams.num_held)
         return error.value.retry_after_s
 
     for _ in range(20):
         clock.now += 0.1
-        admission.enter(EVERYBODY, 1).leave()
+        limiter.enter(EVERYBODY, 1).leave()
     assert wait() == 1  # nothing is known yet
     first.leave()
     clock.now += 4.0
     assert wait() == 60  # how long those took that ended together is not known
     second.leave()
-    places = [admission.enter(EVERYBODY, 1) for _ in range(5)]
+    places = [limiter.enter(EVERYBODY, 1) for _ in range(5)]
     assert wait() == 5  # five are open, and four have ended in four seconds
     for place in places:
         place.leave()
 
 
 def test_limits_of_a_key(clock: Clock) -> None:
-    admission = Admission(None, clock=clock)
+    limiter = RequestLimiter(None, clock=clock)
     tenant = Tenant(name="a", max_concurrency=2, requests_per_minute=6, tokens_per_minute=100)
-    admission.change((tenant,))
-    places = [admission.enter(tenant, 1), admission.enter(tenant, 1)]
+    limiter.change((tenant,))
+    places = [limiter.enter(tenant, 1), limiter.enter(tenant, 1)]
     with pytest.raises(RateLimitError, match="2 answers open"):
-        admission.enter(tenant, 1)
-    admission.enter(EVERYBODY, 100)  # others have their own
+        limiter.enter(tenant, 1)
+    limiter.enter(EVERYBODY, 100)  # others have their own
     for place in places:
         place.leave()
     for _ in range(6):
-        admission.begin(tenant)
+        limiter.begin(tenant)
     with pytest.raises(RateLimitError, match="6 requests a minute") as error:
-        admission.begin(tenant)
+        limiter.begin(tenant)
     assert error.value.retry_after_s == pytest.approx(10.0)
     clock.now += 60
-    place = admission.enter(tenant, 1)
+    place = limiter.enter(tenant, 1)
     place.charge(150)
     place.leave()
     with pytest.raises(RateLimitError, match="100 tokens a minute") as error:
-        admission.enter(tenant, 1)
+        limiter.enter(tenant, 1)
     assert error.value.retry_after_s == pytest.approx(30.0)
     clock.now += 30
-    admission.enter(tenant, 1).leave()
+    limiter.enter(tenant, 1).leave()
 
 
 def test_new_limits_hold_for_what_is_open(clock: Clock) -> None:
-    admission = Admission(None, clock=clock)
-    admission.change((Tenant(name="a"),))
-    admission.enter(Tenant(name="a"), 3)
+    limiter = RequestLimiter(None, clock=clock)
+    limiter.change((Tenant(name="a"),))
+    limiter.enter(Tenant(name="a"), 3)
     strict = Tenant(name="a", max_concurrency=3)
-    admission.change((strict,))
+    limiter.change((strict,))
     with pytest.raises(RateLimitError):
-        admission.enter(strict, 1)
+        limiter.enter(strict, 1)
 
 
 def test_a_flood_leaves_room_for_others(clock: Clock) -> None:
-    admission = Admission(100, clock=clock)
+    limiter = RequestLimiter(100, clock=clock)
     flood, small, heavy = Tenant(name="flood"), Tenant(name="small"), Tenant(name="heavy", weight=2.0)
-    admission.change((flood, small, heavy))
-    num_flooding = fill(admission, flood)
+    limiter.change((flood, small, heavy))
+    num_flooding = fill(limiter, flood)
     assert num_flooding == 50  # half, as much as it leaves
-    assert fill(admission, heavy) == 34  # twice as much as it leaves
-    assert fill(admission, small) > 5
-    assert admission.streams.num_held <= 100
+    assert fill(limiter, heavy) == 34  # twice as much as it leaves
+    assert fill(limiter, small) > 5
+    assert limiter.streams.num_held <= 100
 
 
 def test_alone_a_key_may_take_all(clock: Clock) -> None:
-    admission = Admission(100, clock=clock)
-    admission.change((Tenant(name="only"),))
-    assert fill(admission, Tenant(name="only")) == 100
+    limiter = RequestLimiter(100, clock=clock)
+    limiter.change((Tenant(name="only"),))
+    assert fill(limiter, Tenant(name="only")) == 100
 
 
-def fill(admission: Admission, tenant: Tenant) -> int:
+def fill(limiter: RequestLimiter, tenant: Tenant) -> int:
     for count in range(1000):
         try:
-            admission.enter(tenant, 1)
+            limiter.enter(tenant, 1)
         except QueueFullError:
             return count
     raise AssertionError("nothing is refused")
@@ -172,35 +172,35 @@ def fill(admission: Admission, tenant: Tenant) -> int:
 
 def test_what_can_never_fit_is_no_matter_of_waiting(clock: Clock) -> None:
     """Who is told to come back would come back for ever."""
-    admission = Admission(8, 1000, clock=clock)
+    limiter = RequestLimiter(8, 1000, clock=clock)
     tenant = Tenant(name="a", max_concurrency=3)
     for whose, num_streams, limit in ((EVERYBODY, 9, 8), (tenant, 4, 3)):
         for at_least in (None, num_streams):
             with pytest.raises(RequestError, match=f"{limit} answers") as error:
-                admission.enter(whose, num_streams, at_least=at_least)
+                limiter.enter(whose, num_streams, at_least=at_least)
             assert error.value.parameter == "n"
             assert not isinstance(error.value, QueueFullError)
     with pytest.raises(RequestError, match="1000") as error:
-        asyncio.run(admission.enter(EVERYBODY, 1).hold_tokens(1001))
+        asyncio.run(limiter.enter(EVERYBODY, 1).hold_tokens(1001))
     assert not isinstance(error.value, QueueFullError)
 
 
 def test_many_prompts_take_what_they_may_have_and_leave_as_much(clock: Clock) -> None:
-    admission = Admission(100, clock=clock)
-    batch = admission.enter(EVERYBODY, 2048, at_least=1)
+    limiter = RequestLimiter(100, clock=clock)
+    batch = limiter.enter(EVERYBODY, 2048, at_least=1)
     assert batch.num_streams == 50
-    assert admission.enter(EVERYBODY, 64, at_least=8).num_streams == 24  # three prompts of eight
+    assert limiter.enter(EVERYBODY, 64, at_least=8).num_streams == 24  # three prompts of eight
     few = Tenant(name="few", max_concurrency=5)
-    assert admission.enter(few, 64, at_least=2).num_streams == 4
-    assert admission.enter(EVERYBODY, 20, at_least=20).num_streams == 20
-    assert admission.enter(EVERYBODY, 3, at_least=2).num_streams == 2  # no half of two: the least
+    assert limiter.enter(few, 64, at_least=2).num_streams == 4
+    assert limiter.enter(EVERYBODY, 20, at_least=20).num_streams == 20
+    assert limiter.enter(EVERYBODY, 3, at_least=2).num_streams == 2  # no half of two: the least
     with pytest.raises(QueueFullError):
-        admission.enter(EVERYBODY, 10, at_least=1)
+        limiter.enter(EVERYBODY, 10, at_least=1)
     batch.leave()
-    admission.change((few, Tenant(name="b"), heavy := Tenant(name="heavy", weight=3.0)))
-    assert admission.enter(heavy, 1000, at_least=1).num_streams == 37  # of 50, three times as many as are left
+    limiter.change((few, Tenant(name="b"), heavy := Tenant(name="heavy", weight=3.0)))
+    assert limiter.enter(heavy, 1000, at_least=1).num_streams == 37  # of 50, three times as many as are left
     with pytest.raises(QueueFullError):
-        admission.enter(heavy, 10, at_least=3)
+        limiter.enter(heavy, 10, at_least=3)
 
 
 def test_what_a_thing_holds_itself_is_not_held_against_it() -> None:
@@ -230,28 +230,28 @@ def test_nobody_is_woken_for_nothing() -> None:
 
 def test_waiting_tokens_have_room_of_their_own(clock: Clock) -> None:
     async def run() -> None:
-        admission = Admission(None, 1000, clock=clock)
+        limiter = RequestLimiter(None, 1000, clock=clock)
         flood, small = Tenant(name="flood"), Tenant(name="small")
-        place = admission.enter(EVERYBODY, 1)
+        place = limiter.enter(EVERYBODY, 1)
         await place.hold_tokens(1000)
         with pytest.raises(QueueFullError, match=r"the limit is 1000$"):
-            await admission.enter(EVERYBODY, 1).hold_tokens(1)
+            await limiter.enter(EVERYBODY, 1).hold_tokens(1)
         place.release_tokens(1000)  # they run: others may wait
-        assert admission.waiting_tokens.num_held == 0
-        admission.change((flood, small))
-        await admission.enter(flood, 1).hold_tokens(500)
+        assert limiter.waiting_tokens.num_held == 0
+        limiter.change((flood, small))
+        await limiter.enter(flood, 1).hold_tokens(500)
         with pytest.raises(QueueFullError, match="kept for others"):
-            await admission.enter(flood, 1).hold_tokens(100)
-        await admission.enter(small, 1).hold_tokens(400)
-        assert admission.waiting_tokens.num_held == 900
+            await limiter.enter(flood, 1).hold_tokens(100)
+        await limiter.enter(small, 1).hold_tokens(400)
+        assert limiter.waiting_tokens.num_held == 900
 
     asyncio.run(run())
 
 
 def test_who_is_in_waits_for_room_prompt_by_prompt(clock: Clock) -> None:
     async def run() -> None:
-        admission = Admission(None, 1000, clock=clock)
-        place = admission.enter(EVERYBODY, 3)
+        limiter = RequestLimiter(None, 1000, clock=clock)
+        place = limiter.enter(EVERYBODY, 3)
         held: list[int] = []
 
         async def hold(num_tokens: int) -> None:
@@ -270,7 +270,7 @@ def test_who_is_in_waits_for_room_prompt_by_prompt(clock: Clock) -> None:
         await asyncio.sleep(0)
         waiter.cancel()
         await asyncio.gather(waiter, return_exceptions=True)
-        assert admission.waiting_tokens.num_held == 1000
+        assert limiter.waiting_tokens.num_held == 1000
 
     asyncio.run(run())
 
@@ -279,11 +279,11 @@ class Waiting:
     """Those of whom prompts have had room among 1000 tokens, so that further ones wait for it."""
 
     def __init__(self, *tenants: Tenant) -> None:
-        self.admission = Admission(None, 1000)
-        self.admission.change(tenants)
+        self.limiter = RequestLimiter(None, 1000)
+        self.limiter.change(tenants)
 
-    async def begin(self, tenant: Tenant = EVERYBODY) -> Place:
-        place = self.admission.enter(tenant, 1)
+    async def begin(self, tenant: Tenant = EVERYBODY) -> Permit:
+        place = self.limiter.enter(tenant, 1)
         await place.hold_tokens(1)
         place.release_tokens(1)
         return place
@@ -291,7 +291,7 @@ class Waiting:
     async def passing(self, tenant: Tenant, num_tokens: int) -> int:
         """Send newcomers one after the other; return how many tokens they had room for until one was refused."""
         for passed in range(0, 10_000, num_tokens):
-            guest = self.admission.enter(tenant, 1)
+            guest = self.limiter.enter(tenant, 1)
             try:
                 await guest.hold_tokens(num_tokens)
             except QueueFullError:
@@ -333,7 +333,7 @@ def test_those_of_one_key_come_in_as_they_came() -> None:
         await holds.hold_tokens(600)
         served, tasks = [], []
 
-        async def hold(place: Place, num_tokens: int) -> None:
+        async def hold(place: Permit, num_tokens: int) -> None:
             await place.hold_tokens(num_tokens)
             served.append(num_tokens)
 
@@ -366,15 +366,15 @@ def test_who_leaves_the_line_holds_up_nobody() -> None:
         assert not small.done()
         front.cancel()
         await asyncio.wait_for(small, 5)
-        assert waiting.admission.waiting_tokens.num_held == 900
+        assert waiting.limiter.waiting_tokens.num_held == 900
         granted = asyncio.create_task(last.hold_tokens(500))
         await waiting.settle()
         holds.release_tokens(600)
         granted.cancel()  # which has room already, and has not heard of it
         await asyncio.gather(granted, return_exceptions=True)
         late.release_tokens(300)
-        assert waiting.admission.waiting_tokens.num_held == 0
-        await waiting.admission.enter(EVERYBODY, 1).hold_tokens(1000)
+        assert waiting.limiter.waiting_tokens.num_held == 0
+        await waiting.limiter.enter(EVERYBODY, 1).hold_tokens(1000)
 
     asyncio.run(run())
 
@@ -393,7 +393,7 @@ def test_who_waits_holds_up_another_key_no_longer_than_its_share() -> None:
         assert await waiting.passing(heavy, 300) == 1200
         holds.release_tokens(500)
         await asyncio.wait_for(task, 5)
-        await waiting.admission.enter(heavy, 1).hold_tokens(300)
+        await waiting.limiter.enter(heavy, 1).hold_tokens(300)
 
     asyncio.run(run())
 
@@ -408,7 +408,7 @@ def test_one_whose_own_key_holds_the_room_keeps_no_other_out() -> None:
         task = asyncio.create_task(other.hold_tokens(500))
         await waiting.settle()
         for _ in range(50):
-            guest = waiting.admission.enter(small, 1)
+            guest = waiting.limiter.enter(small, 1)
             await guest.hold_tokens(300)
             guest.release_tokens(300)
         assert not task.done()
@@ -424,8 +424,8 @@ def test_counts_are_those_of_the_open_places(clock: Clock, seed: int) -> None:
     tenants = [
         Tenant(name=name, weight=rng.choice([0.5, 1, 3]), max_concurrency=rng.choice([None, 5])) for name in "abc"
     ]
-    admission = Admission(rng.choice([3, 7, 20]), clock=clock)
-    admission.change(tuple(tenants))
+    limiter = RequestLimiter(rng.choice([3, 7, 20]), clock=clock)
+    limiter.change(tuple(tenants))
     places = []
     refusals = []
     for _ in range(500):
@@ -433,19 +433,19 @@ def test_counts_are_those_of_the_open_places(clock: Clock, seed: int) -> None:
         if places and rng.random() < 0.45:
             places.pop(rng.randrange(len(places))).leave()
             continue
-        before = admission.streams.num_held
+        before = limiter.streams.num_held
         try:
-            places.append(admission.enter(rng.choice(tenants), rng.randint(1, 3)))
+            places.append(limiter.enter(rng.choice(tenants), rng.randint(1, 3)))
         except QueueFullError as error:
-            refusals.append((admission.streams.num_held == before, error.retry_after_s))
+            refusals.append((limiter.streams.num_held == before, error.retry_after_s))
     per_tenant = Counter()
     for place in places:
         per_tenant[place.tenant.name] += place.num_streams
-    assert admission.streams.num_held == sum(per_tenant.values())
-    assert all(admission.streams.held_by(tenant) == per_tenant[tenant.name] for tenant in tenants)
-    assert admission.streams.num_free >= 0
+    assert limiter.streams.num_held == sum(per_tenant.values())
+    assert all(limiter.streams.held_by(tenant) == per_tenant[tenant.name] for tenant in tenants)
+    assert limiter.streams.num_free >= 0
     assert refusals
     assert all(is_unchanged and 0 < seconds <= 60 for is_unchanged, seconds in refusals)
     for place in places:
         place.leave()
-    assert admission.streams.num_held == 0
+    assert limiter.streams.num_held == 0

@@ -30,11 +30,11 @@ class BlockMap:
 
 
 @dataclass(frozen=True, slots=True)
-class Glimpse:
-    """Events in their order, without a gap since the glimpse before; the cache as it is after them.
+class Snapshot:
+    """Events in their order, without a gap since the snapshot before; the cache as it is after them.
 
     is_first: nothing that was told before holds any more: it is the first one, or some in between are lost. A long past
-    comes in several glimpses, the last of which has the cache.
+    comes in several snapshots, the last of which has the cache.
     """
 
     events: list[Event]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from octavo.engine import messages
+from octavo.engine import ipc
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Patience:
 
     Silence: its pulse beats every half second, also during a step. frozen: then it is not ready. dead: then it is
     killed; loading: so long before it is ready.
-    Progress, of the kind that `octavo.engine.messages.Alive` counts. stuck: so long without any, and it is not ready.
+    Progress, of the kind that `octavo.engine.ipc.Alive` counts. stuck: so long without any, and it is not ready.
     endless: then it is killed, also before it is ready, where weights that are packed are progress.
     restarts: waits before it is started again, the last one for all further times; `healthy` seconds in which it took
     requests forget them.
@@ -34,7 +34,7 @@ class Patience:
     healthy: float = 60.0
 
 
-class Vitals:
+class Health:
     """What a watcher knows of one engine process, as of its last look; it alone writes, others may read `is_well`."""
 
     def __init__(self, patience: Patience, now: float) -> None:
@@ -54,16 +54,16 @@ class Vitals:
             self._moved_at += away
         self._looked_at = now
 
-    def hear(self, message: messages.ToParent) -> None:
+    def hear(self, message: ipc.ToParent) -> None:
         """Take a message in, as heard at the last look."""
         self._heard_at = self._looked_at
         match message:
-            case messages.Alive():
+            case ipc.Alive():
                 if message.progress != self._progress:
                     self._progress, self._moved_at = message.progress, self._looked_at
-            case messages.Loading():
+            case ipc.Loading():
                 self._moved_at = self._looked_at
-            case messages.Ready():
+            case ipc.Ready():
                 self._is_loading, self._moved_at = False, self._looked_at
 
     @property

@@ -24,9 +24,9 @@ from octavo.data.events import (
     StepScheduled,
     WaitReason,
 )
-from octavo.data.glimpse import BlockMap, BlockState, Glimpse
-from octavo.engine import lookout, messages
-from octavo.engine.lookout import Lookout
+from octavo.data.snapshot import BlockMap, BlockState, Snapshot
+from octavo.engine import ipc, snapshot_feed
+from octavo.engine.snapshot_feed import SnapshotFeed
 from octavo.sampling_params import SamplingParams
 
 SAMPLES = {
@@ -39,11 +39,11 @@ SAMPLES = {
 def test_every_event_crosses_to_another_process(kind):
     event = kind(*(SAMPLES[field.type] for field in dataclasses.fields(kind)))
     blocks = BlockMap(16, bytes([0, 1, 2]), {"a": [2]})
-    glimpse = Glimpse([event, event], is_first=True, blocks=blocks)
-    seen = messages.decode_news(messages.encode(messages.Seen.of(glimpse)))
-    assert isinstance(seen, messages.Seen)
-    assert seen.to_glimpse() == glimpse
-    assert type(seen.to_glimpse().events[0]) is kind
+    snapshot = Snapshot([event, event], is_first=True, blocks=blocks)
+    seen = ipc.decode_from_engine(ipc.encode(ipc.Seen.of(snapshot)))
+    assert isinstance(seen, ipc.Seen)
+    assert seen.to_snapshot() == snapshot
+    assert type(seen.to_snapshot().events[0]) is kind
 
 
 def test_the_newest_events_are_kept_by_their_weight():
@@ -96,55 +96,55 @@ def check_blocks(engine, blocks):
 
 
 def test_nothing_is_left_out_and_the_map_is_true(monkeypatch):
-    monkeypatch.setattr(lookout, "_MAX_WEIGHT", 40)
+    monkeypatch.setattr(snapshot_feed, "_MAX_WEIGHT", 40)
     engine, log, seen = make_engine(num_blocks=24, block_size=4, max_num_seqs=6), EventLog(), []
     engine.core.scheduler._emitter._sink._sinks += (log,)
-    rng, watcher, states = random.Random(3), Lookout(engine.core), set()
+    rng, watcher, states = random.Random(3), SnapshotFeed(engine.core), set()
 
     def watch():
         if rng.random() < 0.5:
-            *parts, last = glimpses = list(watcher.look())
+            *parts, last = snapshots = list(watcher.look())
             assert all(part.blocks is None for part in parts)
             check_blocks(engine, last.blocks)
             states.update(last.blocks.states)
-            seen.extend(glimpses)
+            seen.extend(snapshots)
 
     serve_some(engine, rng, watch)
     seen.extend(watcher.look())
-    assert [event for glimpse in seen for event in glimpse.events] == log.events
-    assert [glimpse.is_first for glimpse in seen] == [True] + [False] * (len(seen) - 1)
+    assert [event for snapshot in seen for event in snapshot.events] == log.events
+    assert [snapshot.is_first for snapshot in seen] == [True] + [False] * (len(seen) - 1)
     assert list(watcher.look()) == [], "nothing is new"
     assert states == {0, 1, 2, 3}
     assert len(engine.core.scheduler.counters.count) > 8
 
 
 def test_who_comes_late_hears_the_past(monkeypatch):
-    monkeypatch.setattr(lookout, "_MAX_WEIGHT", 40)
+    monkeypatch.setattr(snapshot_feed, "_MAX_WEIGHT", 40)
     engine = make_engine()
     serve_some(engine, random.Random(4), lambda: None)
-    glimpses = list(Lookout(engine.core).look())
-    assert [event for glimpse in glimpses for event in glimpse.events] == engine.core.recent.since(0)
-    assert len(glimpses) > 3
-    assert [bool(glimpse.blocks) for glimpse in glimpses] == [False] * (len(glimpses) - 1) + [True]
+    snapshots = list(SnapshotFeed(engine.core).look())
+    assert [event for snapshot in snapshots for event in snapshot.events] == engine.core.recent.since(0)
+    assert len(snapshots) > 3
+    assert [bool(snapshot.blocks) for snapshot in snapshots] == [False] * (len(snapshots) - 1) + [True]
 
 
 def test_who_missed_something_begins_anew():
     engine = make_engine()
     engine.core.recent._max_weight = 50
-    watcher = Lookout(engine.core)
+    watcher = SnapshotFeed(engine.core)
     list(watcher.look())
     engine.generate("hello", SamplingParams(max_tokens=3))
-    assert [glimpse.is_first for glimpse in watcher.look()] == [False]
+    assert [snapshot.is_first for snapshot in watcher.look()] == [False]
     for _ in range(5):
         engine.generate("hello", SamplingParams(max_tokens=30, ignore_eos=True))
-    assert [glimpse.is_first for glimpse in watcher.look()] == [True], "more happened than is kept"
+    assert [snapshot.is_first for snapshot in watcher.look()] == [True], "more happened than is kept"
     engine.step()
-    assert not any(glimpse.is_first for glimpse in watcher.look())
+    assert not any(snapshot.is_first for snapshot in watcher.look())
 
 
-def queued(glimpses):
+def queued(snapshots):
     """Return which requests came."""
-    return [e.request_id for each in list(glimpses) for e in each.events if isinstance(e, RequestQueued)]
+    return [e.request_id for each in list(snapshots) for e in each.events if isinstance(e, RequestQueued)]
 
 
 def test_an_engine_in_this_process_is_watched_as_well():
@@ -179,10 +179,10 @@ def test_an_engine_in_another_process_is_watched_through_its_death():
         await until(lambda: llm.engine.pid not in {None, pid} and llm.is_alive)
         await ask(llm, "in a new life")
         await until(lambda: queued(seen)[2:] == ["in a new life"])
-        assert [glimpse.is_first for glimpse in seen].count(True) == 2
+        assert [snapshot.is_first for snapshot in seen].count(True) == 2
         await llm.call(lambda engine: engine.watch(None))
         await ask(llm, "unseen")
-        await asyncio.sleep(1.5 * lookout.GLIMPSE_S)
+        await asyncio.sleep(1.5 * snapshot_feed.SNAPSHOT_INTERVAL_S)
         assert queued(seen)[2:] == ["in a new life"]
 
     with running_remotely() as llm:

@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from octavo.core.request_queue import RequestQueue
     from octavo.data.request import Request
 
-MAX_PARKED_STEPS = 16  # without the block having come; after that the request computes it itself
+MAX_DEFERRED_STEPS = 16  # without the block having come; after that the request computes it itself
 
 
 @dataclass(frozen=True, slots=True)
-class _Parked:
+class _Deferred:
     request: Request
     awaited: BlockHash
     until_step: int
 
 
-class WaitingRoom:
+class WaitingRequests:
     """A queue, a place beside it, and the number of tokens that wait in both.
 
     Who waits there for a block has left the head of the queue and returns to it: waiting for an event is no bypass.
@@ -33,20 +33,20 @@ class WaitingRoom:
     def __init__(self, queue: RequestQueue) -> None:
         self.queue = queue
         self.num_tokens = 0
-        self._parked: dict[str, _Parked] = {}
+        self._deferred: dict[str, _Deferred] = {}
         self._impatient: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self.queue) + len(self._parked)
+        return len(self.queue) + len(self._deferred)
 
     def __iter__(self) -> Iterator[Request]:
-        yield from (parked.request for parked in self._parked.values())
+        yield from (deferred.request for deferred in self._deferred.values())
         yield from self.queue
 
     @property
-    def num_parked(self) -> int:
+    def num_deferred(self) -> int:
         """How many wait beside the queue."""
-        return len(self._parked)
+        return len(self._deferred)
 
     @property
     def num_records(self) -> int:
@@ -81,7 +81,7 @@ class WaitingRoom:
 
     def remove(self, request: Request) -> None:
         """Take this one from wherever it is; it does not come back."""
-        if self._parked.pop(request.request_id, None) is None:
+        if self._deferred.pop(request.request_id, None) is None:
             self.queue.remove_request(request)
         self.num_tokens -= request.num_tokens
 
@@ -89,24 +89,24 @@ class WaitingRoom:
         """Keep nothing of a request that ended."""
         self._impatient.discard(request.request_id)
 
-    def may_park(self, request: Request) -> bool:
+    def may_defer(self, request: Request) -> bool:
         """Whether a request has not waited in vain before."""
         return request.request_id not in self._impatient
 
-    def park(self, awaited: BlockHash, step: int) -> Request:
+    def defer(self, awaited: BlockHash, step: int) -> Request:
         """Let the head of the queue wait beside it for a block."""
         request = self.queue.pop_request()
-        self._parked[request.request_id] = _Parked(request, awaited, step + MAX_PARKED_STEPS)
+        self._deferred[request.request_id] = _Deferred(request, awaited, step + MAX_DEFERRED_STEPS)
         return request
 
-    def return_parked(self, is_being_computed: Callable[[BlockHash], bool], step: int) -> list[tuple[Request, bool]]:
+    def resume_deferred(self, is_being_computed: Callable[[BlockHash], bool], step: int) -> list[tuple[Request, bool]]:
         """Put back who waits for nothing any more, or for too long: (request, whether it waited in vain) of each."""
         returned = []
-        for parked in reversed(list(self._parked.values())):  # the last one first: each comes before those behind it
-            is_coming = is_being_computed(parked.awaited)
-            if is_coming and step < parked.until_step:
+        for deferred in reversed(list(self._deferred.values())):  # last first: each comes before those behind
+            is_coming = is_being_computed(deferred.awaited)
+            if is_coming and step < deferred.until_step:
                 continue
-            request = self._parked.pop(parked.request.request_id).request
+            request = self._deferred.pop(deferred.request.request_id).request
             if is_coming:
                 self._impatient.add(request.request_id)
             self.queue.prepend_request(request)

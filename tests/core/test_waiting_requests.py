@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from octavo.core.request_queue import FCFSRequestQueue
-from octavo.core.waiting_room import WaitingRoom
+from octavo.core.waiting_requests import WaitingRequests
 from octavo.data.request import Request
 from octavo.errors import QueueFullError
 from octavo.sampling_params import SamplingParams
@@ -13,7 +13,7 @@ from octavo.sampling_params import SamplingParams
 
 @pytest.fixture
 def room():
-    return WaitingRoom(FCFSRequestQueue())
+    return WaitingRequests(FCFSRequestQueue())
 
 
 def add(room, name, num_tokens=3):
@@ -30,13 +30,13 @@ def ids(room):
 def test_tokens_of_all_who_wait_are_counted(room):
     first, second = add(room, "a", 3), add(room, "b", 5)
     assert room.num_tokens == 8
-    assert room.park(b"block", 0) is first
-    assert (room.num_tokens, room.num_parked, len(room), ids(room)) == (8, 1, 2, ["a", "b"])
+    assert room.defer(b"block", 0) is first
+    assert (room.num_tokens, room.num_deferred, len(room), ids(room)) == (8, 1, 2, ["a", "b"])
     assert room.take() is second
     assert room.num_tokens == 3
     room.put_back(second)
     room.remove(first)
-    assert (room.num_tokens, room.num_parked, ids(room)) == (5, 0, ["b"])
+    assert (room.num_tokens, room.num_deferred, ids(room)) == (5, 0, ["b"])
     room.remove(second)
     assert (room.num_tokens, len(room), room.num_records) == (0, 0, 0)
 
@@ -52,31 +52,31 @@ def test_who_is_put_back_goes_first(room):
 def test_the_parked_come_back_in_order_once_nobody_computes_their_block(room):
     requests = [add(room, name) for name in "abc"]
     for name in (b"x", b"y", b"x"):
-        room.park(name, 0)
+        room.defer(name, 0)
     late = add(room, "late")
-    assert room.return_parked(lambda block: block == b"y", 1) == [(requests[2], False), (requests[0], False)]
+    assert room.resume_deferred(lambda block: block == b"y", 1) == [(requests[2], False), (requests[0], False)]
     assert list(room.queue) == [requests[0], requests[2], late]
-    assert room.num_parked == 1
-    assert all(room.may_park(request) for request in requests)
+    assert room.num_deferred == 1
+    assert all(room.may_defer(request) for request in requests)
 
 
 def test_nobody_waits_longer_than_16_steps_and_only_once(room):
     request = add(room, "a")
-    room.park(b"x", 100)
-    assert room.return_parked(lambda _block: True, 115) == []
-    assert room.return_parked(lambda _block: True, 116) == [(request, True)]
-    assert not room.may_park(request)
-    assert (ids(room), room.num_parked, room.num_records) == (["a"], 0, 2)
+    room.defer(b"x", 100)
+    assert room.resume_deferred(lambda _block: True, 115) == []
+    assert room.resume_deferred(lambda _block: True, 116) == [(request, True)]
+    assert not room.may_defer(request)
+    assert (ids(room), room.num_deferred, room.num_records) == (["a"], 0, 2)
     room.remove(request)
     assert room.num_records == 1
     room.forget(request)
     assert room.num_records == 0
-    assert room.may_park(request)
+    assert room.may_defer(request)
 
 
 def test_the_queue_has_a_limit_of_requests_and_of_tokens(room):
     add(room, "a", 3)
-    room.park(b"x", 0)
+    room.defer(b"x", 0)
     add(room, "b", 4)  # 2 requests, 7 tokens
     newcomer = Request("c", [1] * 5, SamplingParams())
     room.check_limits(newcomer, None, None)

@@ -214,7 +214,7 @@ class _Account:
 
 
 @dataclass(slots=True)
-class Place:
+class Permit:
     """The place of one HTTP request: so many output streams of a tenant. Given back once, however often it is left.
 
     is_in: one of its prompts has had room, so that those behind it are not refused any more: they wait.
@@ -222,7 +222,7 @@ class Place:
 
     tenant: Tenant
     num_streams: int
-    _admission: Admission
+    _limiter: RequestLimiter
     is_kept: bool = False
     is_in: bool = False
     _is_left: bool = False
@@ -242,26 +242,26 @@ class Place:
         Raises `QueueFullError` where there is none for the first prompt, `RequestError` for one that never fits.
         """
         async with self._queue:
-            await self._admission.hold_tokens(self, num_tokens)
+            await self._limiter.hold_tokens(self, num_tokens)
             self.is_in = True
 
     def release_tokens(self, num_tokens: int) -> None:
         """Give the room of a prompt back: it does not wait any more."""
         if num_tokens:
-            self._admission.line.give_back(self.tenant, num_tokens)
+            self._limiter.line.give_back(self.tenant, num_tokens)
 
     def charge(self, num_tokens: int) -> None:
         """Count tokens that were read or written for it."""
-        self._admission.charge(self.tenant, num_tokens)
+        self._limiter.charge(self.tenant, num_tokens)
 
     def leave(self) -> None:
         """Give it back."""
         if not self._is_left:
             self._is_left = True
-            self._admission.leave(self)
+            self._limiter.leave(self)
 
 
-class Admission:
+class RequestLimiter:
     """Counts what is open; belongs to the event loop.
 
     streams: outputs that may run and wait, in all; waiting_tokens: tokens of prompts of which no output was told
@@ -295,7 +295,7 @@ class Admission:
         if account.requests is not None:
             account.requests.take(1, now)
 
-    def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Place:
+    def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
         """Take places for a request that has begun: all of them, or none.
 
         at_least: with fewer it can be served, too, one part after another. It takes a multiple of that then, and no
@@ -308,17 +308,17 @@ class Admission:
             most = min(num_streams, own, self.streams.share(tenant))
             num_streams = max(int(most // least), 1) * least
         self.streams.take(tenant, num_streams)
-        return Place(tenant, num_streams, self)
+        return Permit(tenant, num_streams, self)
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: Permit) -> None:
         """Give places back."""
         self.streams.give_back(place.tenant, place.num_streams)
         if place.is_in:  # else it was refused, or had its text counted: that says nothing of how fast answers end
             self._endings.append((self._clock(), place.num_streams))
             self._has_ended = True
 
-    async def hold_tokens(self, place: Place, num_tokens: int) -> None:
-        """Take room for a prompt of a place: see `Place.hold_tokens`."""
+    async def hold_tokens(self, place: Permit, num_tokens: int) -> None:
+        """Take room for a prompt of a place: see `Permit.hold_tokens`."""
         pool = self.waiting_tokens
         if pool.limit is not None and num_tokens > pool.limit:
             raise RequestError(

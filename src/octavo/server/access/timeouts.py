@@ -13,26 +13,26 @@ if TYPE_CHECKING:
 SPACING_S = 0.002  # several times what a cut costs, with what its client costs who comes again
 
 
-class Cut:
+class Timeout:
     """Something that is done when its time is over, unless it is cancelled before."""
 
-    __slots__ = ("_act", "_cutter", "_timer")
+    __slots__ = ("_act", "_queue", "_timer")
 
-    def __init__(self, cutter: Cutter, seconds: float, act: Callable[[], object]) -> None:
-        self._cutter, self._act = cutter, act
-        self._timer = asyncio.get_running_loop().call_later(seconds, cutter.take_in, self)
+    def __init__(self, timeouts: TimeoutQueue, seconds: float, act: Callable[[], object]) -> None:
+        self._queue, self._act = timeouts, act
+        self._timer = asyncio.get_running_loop().call_later(seconds, timeouts.take_in, self)
 
     def cancel(self) -> None:
         """Let nothing be done, also where its time is over and its turn has not come."""
         self._timer.cancel()
-        self._cutter.leave_out(self)
+        self._queue.leave_out(self)
 
     def act(self) -> None:
         """Do it."""
         self._act()
 
 
-class Cutter:
+class TimeoutQueue:
     """Acts on limits that are over: first come, first cut, at most one in a turn of the loop, `SPACING_S` apart.
 
     A cut thus comes late by at most as many times `SPACING_S` (or turns of the loop, where those take longer) as
@@ -40,12 +40,12 @@ class Cutter:
     """
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[Cut, None] = OrderedDict()  # in the order in which their times were over
+        self._waiting: OrderedDict[Timeout, None] = OrderedDict()  # in the order in which their times were over
         self._is_pausing = False
 
-    def call_later(self, seconds: float, act: Callable[[], object]) -> Cut:
+    def call_later(self, seconds: float, act: Callable[[], object]) -> Timeout:
         """Act when a time is over; the cut that is returned can be cancelled."""
-        return Cut(self, seconds, act)
+        return Timeout(self, seconds, act)
 
     @contextlib.asynccontextmanager
     async def timeout(self, seconds: float) -> AsyncIterator[None]:
@@ -57,13 +57,13 @@ class Cutter:
             finally:
                 cut.cancel()
 
-    def take_in(self, cut: Cut) -> None:
+    def take_in(self, cut: Timeout) -> None:
         """Act on a cut whose time is over, in its turn."""
         self._waiting[cut] = None
         if not self._is_pausing:
             self._act_on_first()
 
-    def leave_out(self, cut: Cut) -> None:
+    def leave_out(self, cut: Timeout) -> None:
         """Forget a cut, if it waits for its turn."""
         self._waiting.pop(cut, None)
 

@@ -1,7 +1,7 @@
 """What goes between the processes arrives as it was meant."""
 
 from octavo.data.request import Request
-from octavo.engine import messages
+from octavo.engine import ipc
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 
 
@@ -9,7 +9,7 @@ def test_streams_of_a_request_share_what_form_they_must_have():
     """So that its grammar is held as long as any of them waits."""
     wanted = StructuredOutputsParams(regex="[ab]+")
     sent = [Request(f"r-{i}", [1, 2], SamplingParams(seed=i, structured_outputs=wanted)) for i in range(3)]
-    message = messages.decode_request(messages.encode(messages.Add.of("r", sent)))
+    message = ipc.decode_to_engine(ipc.encode(ipc.Add.of("r", sent)))
     arrived = message.to_requests()
     assert [request.sampling_params for request in arrived] == [request.sampling_params for request in sent]
     first = message.streams[0].sampling_params.structured_outputs

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Touching:
+class Prefault:
     """A thread that touches memory page by page, from its beginning, in time that nobody else has use for.
 
     The system gives a page when it is touched first, which costs whoever does it: 2 GB took 2.6 s on a virtual machine

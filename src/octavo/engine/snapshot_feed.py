@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from octavo.data.events import weight_of
-from octavo.data.glimpse import Glimpse
+from octavo.data.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from octavo.data.events import Event
     from octavo.engine.engine_core import EngineCore
 
-GLIMPSE_S = 0.25
-_MAX_WEIGHT = 5_000  # of one glimpse: whoever takes it in does other things as well
+SNAPSHOT_INTERVAL_S = 0.25
+_MAX_WEIGHT = 5_000  # of one snapshot: whoever takes it in does other things as well
 
 
-class Lookout:
+class SnapshotFeed:
     """Follows a core for one watcher, who hears first what is still known of the past. Between two steps only."""
 
     def __init__(self, core: EngineCore) -> None:
@@ -32,9 +32,9 @@ class Lookout:
         """Whether the last look was long enough ago."""
         return time.monotonic() >= self._next
 
-    def look(self) -> Iterator[Glimpse]:
+    def look(self) -> Iterator[Snapshot]:
         """Yield what is new, if anything is."""
-        self._next = time.monotonic() + GLIMPSE_S
+        self._next = time.monotonic() + SNAPSHOT_INTERVAL_S
         recent = self._core.recent
         if recent.num_seen == self._num_told and not self._is_first:
             return
@@ -43,14 +43,14 @@ class Lookout:
         *parts, last = _parts(recent.since(self._num_told))
         self._num_told = recent.num_seen
         for events in parts:
-            yield Glimpse(events, is_first=self._is_first)
+            yield Snapshot(events, is_first=self._is_first)
             self._is_first = False
-        yield Glimpse(last, is_first=self._is_first, blocks=self._core.scheduler.block_map())
+        yield Snapshot(last, is_first=self._is_first, blocks=self._core.scheduler.block_map())
         self._is_first = False
 
 
 def _parts(events: list[Event]) -> Iterator[list[Event]]:
-    """Cut a list of events where its parts become heavy; the last part may be empty."""
+    """Timeout a list of events where its parts become heavy; the last part may be empty."""
     part: list[Event] = []
     weight = 0
     for event in events:

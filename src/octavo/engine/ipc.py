@@ -14,9 +14,9 @@ import msgspec
 from octavo.config import EngineConfig  # noqa: TC001
 from octavo.data.capacity import EngineCapacity  # noqa: TC001 - msgspec reads these types
 from octavo.data.events import EVENT_TYPES, Event
-from octavo.data.glimpse import BlockMap, Glimpse
 from octavo.data.metrics import EngineStats  # noqa: TC001
 from octavo.data.request import Request, RequestStatus
+from octavo.data.snapshot import BlockMap, Snapshot
 from octavo.errors import (
     ConfigError,
     EngineDeadError,
@@ -51,7 +51,7 @@ class Launch(msgspec.Struct, frozen=True):
 
     config: EngineConfig
     requests_endpoint: str
-    news_endpoint: str
+    outputs_endpoint: str
     log_level: int = 30
     log_format: str = "text"
 
@@ -149,7 +149,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     parameter: str | None
 
 
-class News(msgspec.Struct, frozen=True, tag=True):
+class Outputs(msgspec.Struct, frozen=True, tag=True):
     """What a step, or an ending from outside, means for streams."""
 
     outputs: list[EngineCoreOutput]
@@ -162,22 +162,22 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 
 class Seen(msgspec.Struct, frozen=True, tag=True):
-    """A `Glimpse` on its way: each event with the name of its type."""
+    """A `Snapshot` on its way: each event with the name of its type."""
 
     events: list[tuple[str, msgspec.Raw]]
     is_first: bool
     blocks: BlockMap | None
 
     @classmethod
-    def of(cls, glimpse: Glimpse) -> Seen:
+    def of(cls, snapshot: Snapshot) -> Seen:
         """Take it down."""
-        told = [(type(event).__name__, msgspec.Raw(encode(event))) for event in glimpse.events]
-        return cls(told, glimpse.is_first, glimpse.blocks)
+        told = [(type(event).__name__, msgspec.Raw(encode(event))) for event in snapshot.events]
+        return cls(told, snapshot.is_first, snapshot.blocks)
 
-    def to_glimpse(self) -> Glimpse:
+    def to_snapshot(self) -> Snapshot:
         """Return it as it was."""
         read = [_EVENT_DECODERS[name].decode(event) for name, event in self.events]
-        return Glimpse(read, self.is_first, self.blocks)
+        return Snapshot(read, self.is_first, self.blocks)
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
@@ -191,7 +191,7 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
 
 DecodeError = msgspec.DecodeError
 ToEngine = Add | Finish | Watch | Stop
-ToParent = Loading | Ready | Failed | Accepted | Refused | News | Report | Seen | Alive
+ToParent = Loading | Ready | Failed | Accepted | Refused | Outputs | Report | Seen | Alive
 
 
 class _Envelope(msgspec.Struct, tag="Add"):
@@ -204,9 +204,9 @@ encode = msgspec.msgpack.Encoder().encode
 _EVENT_DECODERS: dict[str, msgspec.msgpack.Decoder[Event]] = {
     kind.__name__: msgspec.msgpack.Decoder(kind) for kind in EVENT_TYPES
 }
-decode_request = msgspec.msgpack.Decoder(ToEngine).decode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 _decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
-decode_news = msgspec.msgpack.Decoder(ToParent).decode
+decode_from_engine = msgspec.msgpack.Decoder(ToParent).decode
 
 
 def request_id_of(data: bytes) -> str | None:

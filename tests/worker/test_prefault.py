@@ -13,7 +13,7 @@ import torch
 
 from octavo import LLM
 from octavo.kernels.machine import touch_pages
-from octavo.worker.touching import Touching
+from octavo.worker.prefault import Prefault
 
 NUM_BYTES = 96 << 20
 
@@ -45,7 +45,7 @@ def held_up(monkeypatch):
         begun.set()
         assert goes_on.wait(20)
 
-    monkeypatch.setattr("octavo.worker.touching.touch_pages", touch)
+    monkeypatch.setattr("octavo.worker.prefault.touch_pages", touch)
     return begun, goes_on
 
 
@@ -63,7 +63,7 @@ def compiled_extension():
 def test_all_of_it_is_there_and_as_it_was(memory):
     memory[: 8 << 20] = 7
     before = touched_bytes(memory)
-    Touching(memory)._thread.join()
+    Prefault(memory)._thread.join()
     assert before < NUM_BYTES // 2
     assert touched_bytes(memory) >= NUM_BYTES
     assert bool((memory[: 8 << 20] == 7).all())
@@ -73,7 +73,7 @@ def test_all_of_it_is_there_and_as_it_was(memory):
 @needs_kernels
 def test_what_others_write_meanwhile_stays(memory):
     pages = memory.view(-1, 4096)[:, 0]
-    touching = Touching(memory)
+    touching = Prefault(memory)
     for round_ in range(1, 40):
         pages.fill_(round_)
         assert bool((pages == round_).all())
@@ -82,7 +82,7 @@ def test_what_others_write_meanwhile_stays(memory):
 
 def test_it_can_be_stopped(memory, monkeypatch):
     begun, goes_on = held_up(monkeypatch)
-    touching = Touching(memory)
+    touching = Prefault(memory)
     assert begun.wait(10)
     stopper = threading.Thread(target=touching.stop)
     stopper.start()
@@ -103,7 +103,7 @@ def test_a_stop_is_seen_on_the_way():
 @needs_kernels
 def test_an_engine_takes_what_was_asked_for_alone(monkeypatch):
     taken = []
-    monkeypatch.setattr("octavo.worker.worker.Touching", lambda data: taken.append(data.nbytes) or Touching(data))
+    monkeypatch.setattr("octavo.worker.worker.Prefault", lambda data: taken.append(data.nbytes) or Prefault(data))
     LLM(device="cpu", kv_cache_memory_bytes=8 << 20)
     assert len(taken) == 1
     assert 7 << 20 < taken[0] <= 8 << 20

@@ -1,0 +1,195 @@
+"""The walks of docs/request_life.md: each function named there is called, in the order of its table.
+
+Everything is read from the page. Where a walk waits (for a step that is held back, for another request), the order of
+first calls begins anew: a function that every step calls may stand in several tables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import pytest
+from running import DEADLINE_S, wait_until
+from test_real_engine import TEMPLATE, served_engine, write_byte_checkpoint
+
+from octavo import CacheConfig, LLMEngine, ModelConfig, SchedulerConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import CodeType, FrameType
+
+    import httpx
+    from running import Running
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "request_life.md").read_text(encoding="utf-8")
+HOP = re.compile(r"\[[^\]]*\]\(\.\./(src/\S+\.py)\) \| `([\w.]+)` \|")
+NUMBERED = re.compile(rf"^\| (\d+) \| {HOP.pattern}", re.MULTILINE)
+CHAT = "/v1/chat/completions"
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A function that the page names in a file."""
+
+    path: str
+    name: str
+
+    @property
+    def code(self) -> CodeType:
+        """Raises where the file does not define it."""
+        value: Any = importlib.import_module(self.path.removeprefix("src/").removesuffix(".py").replace("/", "."))
+        for part in self.name.split("."):
+            value = getattr(value, part)
+        code: CodeType = inspect.unwrap(value).__code__
+        if Path(code.co_filename) != ROOT / self.path:
+            raise AttributeError(f"{self.name} is defined in {code.co_filename}, not in {self.path}")
+        return code
+
+
+def walk(title: str) -> list[list[Hop]]:
+    """Return the tables of a walk, whose rows are numbered throughout."""
+    section = PAGE.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+    tables = [NUMBERED.findall(part) for part in section.split("\n### ")[1:]]
+    assert [int(number) for rows in tables for number, _, _ in rows] == list(range(1, sum(map(len, tables)) + 1))
+    assert all(tables)
+    return [[Hop(path, name) for _, path, name in rows] for rows in tables]
+
+
+class Calls:
+    """The calls of named functions, in order, on every thread that is started while this is active."""
+
+    def __init__(self, hops: Iterable[Hop]) -> None:
+        self._hops = {id(hop.code): hop for hop in hops}
+        self._called: list[Hop] = []
+
+    def __enter__(self) -> Self:
+        threading.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        threading.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, _arg: Any) -> None:
+        if event == "call" and (hop := self._hops.get(id(frame.f_code))):
+            self._called.append(hop)
+
+    def check(self, *tables: list[Hop]) -> None:
+        """Wait until all of these were called, compare the order of their first calls, and clear."""
+        expected = [hop for table in tables for hop in table]
+        with contextlib.suppress(TimeoutError):  # then the comparison tells which ones were not
+            wait_until(lambda: set(expected) <= set(self._called), "all are called")
+        first_calls = [hop for hop in dict.fromkeys(self._called) if hop in expected]
+        assert [hop.name for hop in first_calls] == [hop.name for hop in expected]
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the calls so far."""
+        self._called.clear()
+
+
+class Steps:
+    """Holds the results of an engine's steps back until the test lets them pass."""
+
+    def __init__(self, engine: LLMEngine, patch: pytest.MonkeyPatch) -> None:
+        self._collect = engine.core.executor.collect
+        self._permits = threading.Semaphore(0)
+        self._num_held = 0
+        patch.setattr(engine.core.executor, "collect", self._held)
+
+    def _held(self) -> Any:
+        self._num_held += 1
+        if not self._permits.acquire(timeout=2 * DEADLINE_S):
+            raise TimeoutError("nobody let this step pass")
+        return self._collect()
+
+    def wait_for(self, number: int) -> None:
+        """Wait until the step of this number is computed, and held."""
+        wait_until(lambda: self._num_held == number, f"step {number} is held")
+
+    def let_pass(self, count: int = 100) -> None:
+        """Let so many steps pass."""
+        self._permits.release(count)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_byte_checkpoint(tmp_path_factory.mktemp("walks") / "tiny", TEMPLATE)
+
+
+@contextlib.contextmanager
+def walking(checkpoint: Path, *tables: list[Hop]) -> Iterator[tuple[Running, httpx.Client, Steps, Calls]]:
+    """Serve the example of the page: blocks of 4 tokens, 8 of them, and a budget of 512."""
+    engine = LLMEngine(
+        ModelConfig(model=str(checkpoint), max_model_len=32),
+        cache_config=CacheConfig(block_size=4, num_gpu_blocks=8),
+        scheduler_config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=512),
+    )
+    with pytest.MonkeyPatch.context() as patch, Calls(hop for table in tables for hop in table) as calls:
+        steps = Steps(engine, patch)
+        with served_engine(engine) as server, server.http() as http:
+            try:
+                yield server, http, steps, calls
+            finally:
+                steps.let_pass()
+
+
+def body(content: str = "?", **options: Any) -> dict[str, Any]:
+    """Ask for two tokens; the template and the tokenizer of bytes make a prompt of 9 tokens and the content's."""
+    message = {"role": "user", "content": content}
+    return {"messages": [message], "max_tokens": 2, "ignore_eos": True, **options}
+
+
+def test_every_function_is_in_its_file() -> None:
+    """Also those that no test follows: across two processes."""
+    hops = [Hop(*row) for row in HOP.findall(PAGE)]
+    assert len(hops) > len(NUMBERED.findall(PAGE))
+    for hop in hops:
+        assert hop.code
+
+
+def test_a_prompt_to_its_last_token(checkpoint: Path) -> None:
+    """The second step is held until the event of the first one has been read, which another thread sends."""
+    *first, last = walk("A prompt, from HTTP to its last token")
+    with walking(checkpoint, *first, last) as (_, http, steps, calls):
+        steps.let_pass(1)
+        with http.stream("POST", CHAT, json=body(stream=True)) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            steps.wait_for(2)
+            calls.check(*first)
+            steps.let_pass()
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+            calls.check(last)
+
+
+def test_a_block_from_free_to_freed(checkpoint: Path) -> None:
+    taken, shared, evicted = walk("A block, from free to freed")
+    with walking(checkpoint, taken, shared, evicted) as (_, http, steps, calls):
+        steps.let_pass()
+        for table, content in ((taken, "?"), (shared, "?"), (evicted, "!" * 20)):
+            assert http.post(CHAT, json=body(content)).json()["usage"]["completion_tokens"] == 2
+            calls.check(table)
+
+
+def test_a_client_that_leaves(checkpoint: Path) -> None:
+    """The engine is in a step until the server has given up."""
+    server_side, engine_side = walk("A client that leaves")
+    with walking(checkpoint, server_side, engine_side) as (server, http, steps, calls):
+        steps.let_pass(1)
+        with http.stream("POST", CHAT, json=body(max_tokens=20, stream=True)) as answer:
+            lines = answer.iter_lines()  # which closes the connection as soon as nobody holds it
+            assert next(lines).startswith("data: ")
+            steps.wait_for(2)
+            calls.clear()
+        calls.check(server_side)
+        steps.let_pass()
+        calls.check(engine_side)
+        assert server.num_blocks_in_use == 0
