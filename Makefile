@@ -74,7 +74,7 @@ test: $(DEV_STAMP)
 	$(PYTEST)
 
 test-all: $(DEV_STAMP)
-	$(PYTEST) -m "not performance"
+	$(PYTEST) -m "not performance and not real"
 
 # The material is kept; REQUIRE_REAL=0: where the registry does not give it, the tests are skipped with a word.
 real: $(DEV_STAMP)
@@ -88,7 +88,8 @@ simulate: $(DEV_STAMP)
 
 mutants: $(DEV_STAMP)
 	cd tests && ../$(BIN)/python -m mutation $(FILES) --jobs $(JOBS) --seed $(SEED) $(if $(CHANGED),--changed $(CHANGED)) \
-		$(if $(SHARE),--share $(SHARE)) $(if $(LIMIT_S),--limit-s $(LIMIT_S))
+		$(if $(SHARE),--share $(SHARE)) $(if $(LIMIT_S),--limit-s $(LIMIT_S)) \
+		$(if $(MIN_KILLED),--min-killed $(MIN_KILLED))
 
 figures: $(DEV_STAMP)
 	$(BIN)/python tests/system/figures_api.py $(FIGURES) --scale $(SCALE)
@@ -124,7 +125,7 @@ bench: $(DEV_STAMP)
 
 wheel: $(DEV_STAMP)
 	rm -rf dist
-	OCTAVO_REQUIRE_KERNELS=1 $(BIN)/python -m build --no-isolation --sdist --wheel > /dev/null
+	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python -m build --no-isolation --sdist --wheel > /dev/null
 	$(BIN)/python tools/check_release.py dist
 
 release: $(DEV_STAMP)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from octavo import LLMEngine
-    from octavo.speculative.interface import DraftTask
+    from octavo.speculative.interface import DraftTask, EndedRequest
 
 
 class ScriptedProposer:
@@ -35,6 +35,9 @@ class ScriptedProposer:
         return [each if self._rng.random() < self._share_right else each ^ 1 for each in drafts]
 
     def forget(self, request_ids: Iterable[str]) -> None:
+        pass
+
+    def finish(self, ended: Sequence[EndedRequest]) -> None:
         pass
 
 

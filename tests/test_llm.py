@@ -215,7 +215,11 @@ def test_vllms_other_arguments(checkpoint):
         ({"kv_cache_memory_bytes": 10}, ConfigError, "KV block"),
         ({"num_gpu_blocks_override": 10**12}, ConfigError, "KV cache"),
         ({"chat_template": "no-such-file.jinja"}, ConfigError, "chat_template"),
-        ({"model": "/no/such/path", "speculative_config": {"method": "x"}}, ConfigError, "one of ngram, got 'x'"),
+        (
+            {"model": "/no/such/path", "speculative_config": {"method": "x"}},
+            ConfigError,
+            "one of ngram, suffix, got 'x'",
+        ),
     ],
 )
 def test_bad_configurations_say_what_is_wrong(checkpoint, arguments, error, words):

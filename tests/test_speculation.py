@@ -78,6 +78,8 @@ RUNS = [
     Run("swapped", **FEW_BLOCKS, swap_space_bytes=64 << 20, share_right=0.8),
     Run("ngram", "ngram"),
     Run("ngram_preempted", "ngram", **FEW_BLOCKS, num_drafts=8),
+    Run("suffix_warm", "suffix", num_drafts=8, rounds=2),
+    Run("suffix_preempted", "suffix", **FEW_BLOCKS, num_drafts=8),
 ]
 FORMATS = ["bfloat16", "int8", "int4", "bfloat16 with int8 KV"]
 
@@ -165,8 +167,8 @@ def check(run: Run, number_format: str, count: int) -> None:
     """Compute the requests with drafts and compare; look whether what the run is for did happen."""
     told, sequences = expected(number_format, count)
     verified, config = Verified(), None
-    if run.method == "ngram":
-        config = SpeculativeConfig(method="ngram", num_speculative_tokens=run.num_drafts)
+    if run.method in ("ngram", "suffix"):
+        config = SpeculativeConfig(method=run.method, num_speculative_tokens=run.num_drafts)
     engine = make_engine(number_format, run, config, verified)
     if config is None:
         proposer = ScriptedProposer(sequences, run.num_drafts, run.share_right)
@@ -179,6 +181,10 @@ def check(run: Run, number_format: str, count: int) -> None:
                 assert got == told[index], f"request {index} differs in {run.name}"
     stats = engine.core.scheduler.get_stats()
     assert stats.kv_cache_usage == 0.0
+    if run.method == "suffix":
+        engine.step()  # which tells who ended last
+        kept = engine.core.executor.worker.proposer._answers
+        assert len(kept) == run.rounds * sum(params.n for _, params in requests), "each once"
     assert (stats.total_preempted > 0) == (run.num_blocks is not None)
     assert (stats.total_swapped > 0) == (run.swap_space_bytes > 0)
     assert (stats.cache_hit_rate > 0.4) or run.rounds == 1
@@ -186,7 +192,7 @@ def check(run: Run, number_format: str, count: int) -> None:
         assert verified.num_drafted == 0
         return
     share = verified.num_accepted / verified.num_drafted
-    if run.method == "ngram":
+    if config is not None:
         assert 0.02 < share < 1
     else:
         assert {0.0: share == 0.0, 1.0: share > 0.95}.get(run.share_right, 0.02 < share < 0.95), share
@@ -201,6 +207,33 @@ def test_tokens_are_the_same_with_and_without(run):
 @pytest.mark.parametrize("number_format", FORMATS[1:])
 def test_tokens_are_the_same_in_every_number_format(number_format, method):
     check(Run("few", method, num_drafts=4, share_right=0.7, **FEW_BLOCKS), number_format, 18)
+
+
+def test_answers_before_are_drafts_for_their_salt_alone():
+    """Asked again it takes fewer steps; for who has another salt the drafts are those of an engine with no history."""
+    config = SpeculativeConfig(method="suffix", num_speculative_tokens=8)
+    engine, fresh = (make_engine("bfloat16", Run("salts"), config) for _ in range(2))
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+
+    def ask(engine: LLMEngine, salt: str | None) -> tuple[list[int], list[list[int]]]:
+        """Return the answer, and the drafts of each step."""
+        engine.add_request("a", TEXTS[0], params, cache_salt=salt)
+        drafts: list[list[int]] = []
+        while True:
+            outputs = engine.step()
+            if outputs and outputs[0].finished:
+                engine.step()
+                return outputs[0].outputs[0].token_ids, drafts
+            drafts += [list(request.spec_token_ids) for request in engine.core.scheduler.running]
+
+    answer, alone = ask(fresh, None)
+    assert ask(engine, "alice") == (answer, alone)
+    assert ask(engine, "bob") == (answer, alone)
+    assert ask(engine, None) == (answer, alone)
+    for salt in ("alice", "bob", None):
+        again, drafts = ask(engine, salt)
+        assert again == answer
+        assert len(drafts) <= len(alone) / 2
 
 
 def test_a_recorded_run_with_drafts_is_decided_the_same_again(tmp_path):

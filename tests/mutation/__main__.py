@@ -31,6 +31,9 @@ def main() -> int:
     parser.add_argument("--changed", metavar="REV", help="only statements changed since the branch left REV")
     parser.add_argument("--share", type=float, default=1.0, help="judge this share of them, drawn by chance")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="judge none after so many seconds")
+    parser.add_argument(
+        "--min-killed", type=float, default=100, help="fail below this percentage (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args()
@@ -45,10 +48,8 @@ def main() -> int:
         return report.exit_code
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     start = time.monotonic()
-    Sweep(modules, jobs=args.jobs, tell=report.add, may_go_on=lambda: time.monotonic() - start < args.limit_s).judge(
-        chosen
-    )
-    report.print_table(len(chosen), time.monotonic() - start)
+    Sweep(modules, jobs=args.jobs, tell=report.add, may_go_on=TimeLimit(args.limit_s)).judge(chosen)
+    report.print_table(len(chosen), time.monotonic() - start, args.min_killed)
     return report.exit_code
 
 
@@ -61,12 +62,24 @@ def chosen_of(mutants: list[Mutant], args: argparse.Namespace) -> list[Mutant]:
     if args.changed:
         diff = diff_since(args.changed, PACKAGE)
         if diff is None:
-            print(f"git has neither {args.changed} nor an earlier commit: any statement may have changed")
+            print(f"git does not know {args.changed}, or no commit before it: any statement may have changed")
         else:
             chosen = of_changed_lines(chosen, diff)
     if args.share < 1 or args.limit_s < float("inf"):
         chosen = random.Random(args.seed).sample(chosen, round(len(chosen) * args.share))
     return chosen
+
+
+class TimeLimit:
+    """Whether there is time for one more. It begins with the first, behind the measuring of all checks."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._end = seconds, float("inf")
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        self._end = min(self._end, now + self._seconds)
+        return now < self._end
 
 
 class Report:
@@ -96,12 +109,14 @@ class Report:
         self._live.add(key)
         self._counts[file, "equivalent" if key in self._known else "alive"] += 1
         if key not in self._known:
-            self.exit_code = 1
             reached = f"{verdict.num_checks} checks reach it" if verdict.num_checks else "not reached"
             print(f"{mutant.title}, {reached}\n  - {mutant.before}\n  + {mutant.after}", flush=True)
 
-    def print_table(self, num_chosen: int, seconds: float) -> None:
-        """Print how many of each file were killed, and which of the equivalent ones a test sees."""
+    def print_table(self, num_chosen: int, seconds: float, min_killed: float) -> None:
+        """Print how many of each file were killed, and which of the equivalent ones a test sees.
+
+        Too few are a failure: less than so many percent of those that make a difference, or none judged at all.
+        """
         for key in sorted(self._known.keys() & self._seen.keys() - self._live):
             self.exit_code = 1
             print(f"equivalent.toml: {self._seen[key].killed_by} sees {self._seen[key].mutant.title}\n  + {key[3]}")
@@ -112,13 +127,16 @@ class Report:
             sum(n for (_, o), n in self._counts.items() if o == each) for each in ("killed", "equivalent", "alive")
         ]
         print(self._row("all", outcomes))
+        killed, _, alive = outcomes
+        if not sum(outcomes) or 100 * killed < min_killed * (killed + alive):
+            self.exit_code = 1
         print(f"{sum(outcomes)} of {num_chosen} judged in {seconds:.0f} s")
 
     @staticmethod
     def _row(file: str, outcomes: list[int]) -> str:
         total = sum(outcomes)
-        share = 100 * outcomes[0] / total if total else 100
-        return f"| {file} | {total} | {outcomes[0]} | {outcomes[1]} | {outcomes[2]} | {share:.1f} |"
+        share = f"{100 * outcomes[0] / total:.1f}" if total else "-"
+        return f"| {file} | {total} | {outcomes[0]} | {outcomes[1]} | {outcomes[2]} | {share} |"
 
 
 if __name__ == "__main__":

@@ -50,10 +50,10 @@ def of_changed_lines(mutants: Iterable[Mutant], diff: str) -> list[Mutant]:
 def diff_since(revision: str, package: str) -> str | None:
     """Return what changed in a package since the work tree branched off a revision; None where git cannot say.
 
-    On that revision itself, and where git does not have it, since the commit before.
+    On that revision itself: since the commit before. None means that nobody knows what changed, so anything may have.
     """
     head, base = _git("rev-parse", "HEAD"), _git("merge-base", revision, "HEAD")
-    if base in {None, head}:
+    if base == head:
         base = _git("rev-parse", "--verify", "HEAD~1")
     if base is None:
         return None

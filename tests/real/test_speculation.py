@@ -18,11 +18,13 @@ def test_answers_are_the_same_with_and_without(real_model):
         SamplingParams(temperature=index % 2 * 0.7, seed=index, max_tokens=48, logprobs=2)
         for index in range(len(CHATS))
     ]
-    answers, llm = [], None
-    for config in (None, {"method": "ngram", "num_speculative_tokens": 6}):
+    answers = []
+    # "suffix" drafts less often: three tokens have to be the same.
+    for method, least in ((None, None), ("ngram", 20), ("suffix", 12)):
+        config = None if method is None else {"method": method, "num_speculative_tokens": 6}
         options = {"kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 8}
         llm = LLM(str(real_model("smollm2")), speculative_config=config, **options)
         outputs = [output.outputs[0] for output in llm.chat(CHATS, params, use_tqdm=False)]
         answers.append([(each.token_ids, each.logprobs, each.text) for each in outputs])
-    assert answers[1] == answers[0]
-    assert llm.llm_engine.core.scheduler.counters.count[DraftsVerified] > 20
+        assert answers[-1] == answers[0]
+        assert method is None or llm.llm_engine.core.scheduler.counters.count[DraftsVerified] > least

@@ -23,7 +23,7 @@ def make_proposer(most: int = 3, lengths: tuple[int, int] = (2, 4), max_tokens: 
 
 
 def propose(proposer: NgramProposer, token_ids: list[int], name: str = "a", max_drafts: int = 99) -> list[int]:
-    (drafts,) = proposer.propose([DraftTask(name, np.array(token_ids, dtype=np.int32), max_drafts)])
+    (drafts,) = proposer.propose([DraftTask(name, np.array(token_ids, dtype=np.int32), max_drafts, None)])
     return drafts
 
 
@@ -100,7 +100,7 @@ def test_the_bytes_said_are_not_exceeded(lengths):
     before = tracemalloc.get_traced_memory()[0]
     most = 0.0
     for count in range(500, num_tokens + 1, 100):
-        proposer.propose([DraftTask("a", tokens[:count], 5)])
+        proposer.propose([DraftTask("a", tokens[:count], 5, None)])
         most = max(most, (tracemalloc.get_traced_memory()[0] - before) / count)
     tracemalloc.stop()
     assert 0.5 * proposer.num_bytes < most * num_tokens < proposer.num_bytes
@@ -133,7 +133,7 @@ def test_lengths_that_are_left_open(given, lengths):
 
 
 NONSENSE = [
-    ({"method": "telepathy"}, "method of speculative_config must be one of ngram, got 'telepathy'"),
+    ({"method": "telepathy"}, "method of speculative_config must be one of ngram, suffix, got 'telepathy'"),
     ({"num_speculative_tokens": 4}, "an object that names a method"),
     ([], "an object that names a method"),
     ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be an integer from 1 to 32, got 0"),

@@ -21,6 +21,7 @@ class Told:
         self.drafts = drafts
         self.tasks: list[tuple[str, list[int], int]] = []
         self.forgotten: list[str] = []
+        self.ended: list[tuple[str, list[int], int]] = []
 
     def propose(self, tasks) -> list[list[int]]:
         self.tasks += [(task.request_id, task.token_ids.tolist(), task.max_drafts) for task in tasks]
@@ -28,6 +29,9 @@ class Told:
 
     def forget(self, request_ids) -> None:
         self.forgotten += request_ids
+
+    def finish(self, ended) -> None:
+        self.ended += [(each.request_id, each.token_ids.tolist(), each.num_prompt_tokens) for each in ended]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,7 @@ def test_a_proposer_is_asked_with_what_was_sampled(llm):
     assert told.tasks[1][1] == [9, 8, 7, *output.outputs[0].token_ids]
     llm.llm_engine.abort_request("a")
     llm.llm_engine.step()
-    assert told.forgotten == ["a"]
+    assert (told.ended, told.forgotten) == ([("a", [9, 8, 7, *output.outputs[0].token_ids], 3)], [])
 
 
 def test_a_proposer_that_fails_costs_no_token(llm, monkeypatch, caplog):
@@ -78,6 +82,26 @@ def test_a_proposer_that_fails_costs_no_token(llm, monkeypatch, caplog):
     outputs = [llm.llm_engine.step()[0] for _ in range(4)]
     assert outputs[-1].outputs[0].token_ids == right
     assert "nothing is guessed" in caplog.text
+
+
+def test_a_proposer_that_cannot_take_in_an_answer_ends_nothing(llm, monkeypatch, caplog):
+    monkeypatch.setattr(Told, "finish", lambda *_: 1 / 0)
+    told, _ = start(llm, [5])
+    llm.llm_engine.abort_request("a")
+    llm.llm_engine.step()
+    assert told.forgotten == ["a"]
+    assert "is not kept for guesses" in caplog.text
+
+
+def test_all_of_an_answer_is_handed_over_however_it_ends(llm):
+    """Its last tokens come with no task."""
+    told, _ = start(llm, [], max_tokens=3)
+    outputs = [llm.llm_engine.step()[0] for _ in range(2)]
+    llm.llm_engine.step()
+    assert outputs[-1].finished
+    assert told.ended == [("a", [9, 8, 7, *outputs[-1].outputs[0].token_ids], 3)]
+    assert len(told.ended[0][1]) == 6
+    assert len(told.tasks) == 1
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(1, []), (2, [[]]), (3, [[5]]), (4, [[5, 6]])])

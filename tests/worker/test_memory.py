@@ -135,8 +135,8 @@ def test_rows_of_drafts_and_what_a_proposer_keeps_are_in_the_plan(checkpoint, mo
 
     of_cache = block_bytes(architecture, 1, "float32")
     without = find(None)
-    for num_drafts, num_rows in ((2, 64 * 3), (7, 256)):  # a step has no more rows than tokens
-        speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=num_drafts, prompt_lookup_max=2)
+    for method, num_drafts, num_rows in (("ngram", 2, 64 * 3), ("suffix", 7, 256)):  # no more rows than tokens
+        speculative = SpeculativeConfig(method=method, num_speculative_tokens=num_drafts)
         sizes = {"max_num_seqs": 64, "max_model_len": architecture.max_context_tokens}
         needed = create_proposer(speculative, **sizes).num_bytes
         needed += activation_bytes(architecture, 256, num_rows, "float32")

@@ -83,7 +83,8 @@ class EngineOptions:
             parser=parse_speculative,
             rich_help_panel=_PANELS[SchedulerConfig],
             help="Guess tokens, so that one step verifies several; no token depends on it. An object with method "
-            "(ngram: what followed the last time) and num_speculative_tokens, prompt_lookup_min, prompt_lookup_max. "
+            "(ngram: what followed the last time in the request; suffix: most often there and in answers before) and "
+            "num_speculative_tokens; docs/speculation.md names the others. "
             "Default: nothing is guessed.",
             show_default=False,
         ),

@@ -5,32 +5,44 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from octavo.config.fields import one_of, within
+from octavo.config.fields import not_negative, one_of, within
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_METHODS = ("ngram",)
+_METHODS = ("ngram", "suffix")
+_METHOD_OF_PREFIX = {"prompt_lookup_": "ngram", "suffix_decoding_": "suffix"}
 _MAX_TOKENS = 32
 _MAX_LOOKUP = 32
 _DEFAULT_LOOKUP = (2, 4)
+_MAX_CACHED_REQUESTS = 1_000_000
+_CACHED_BYTES = (1 << 16, 1 << 34)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
     """How tokens are guessed, so that one step verifies several. No token depends on it; named as in vLLM.
 
-    method: "ngram" proposes what followed the last time that the newest tokens stood in the request.
+    method: "ngram" proposes what followed the last time that the newest tokens stood in the request; "suffix" what
+    followed most often there or in answers given before under the same cache salt.
     num_speculative_tokens: at most so many are guessed behind the newest token.
     prompt_lookup_min, prompt_lookup_max: how many tokens have to be the same for that; the most are looked for first.
     None: 2 and 4, or what leaves the other one as it is.
+    suffix_decoding_max_cached_requests: so many answers are kept, 0 for none.
+    suffix_decoding_max_cached_bytes (octavo's own): their tokens take no more. The oldest make way.
+    suffix_decoding_max_spec_factor: at most so many drafts for each token that matches.
+    suffix_decoding_min_token_prob: a draft's estimated probability is at least this.
     """
 
     method: str
     num_speculative_tokens: int = 4
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_cached_bytes: int = 32 << 20
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
 
     def __post_init__(self) -> None:
         one_of("method of speculative_config", self.method, _METHODS)
@@ -38,9 +50,24 @@ class SpeculativeConfig:
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             if getattr(self, name) is not None:
                 within(name, getattr(self, name), 1, _MAX_LOOKUP)
+        within("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0, _MAX_CACHED_REQUESTS)
+        within("suffix_decoding_max_cached_bytes", self.suffix_decoding_max_cached_bytes, *_CACHED_BYTES)
+        for name, most in (("suffix_decoding_max_spec_factor", _MAX_TOKENS), ("suffix_decoding_min_token_prob", 1)):
+            not_negative(name, getattr(self, name))
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")
+        self._check_fields_of_other_methods()
         least, most = self.lookup_lengths
         if least > most:
             raise ConfigError(f"prompt_lookup_min ({least}) must be at most prompt_lookup_max ({most})")
+
+    def _check_fields_of_other_methods(self) -> None:
+        for each in fields(self):
+            method = next((of for prefix, of in _METHOD_OF_PREFIX.items() if each.name.startswith(prefix)), self.method)
+            if method != self.method and getattr(self, each.name) != each.default:
+                raise ConfigError(
+                    f"{each.name} is a field of method {method}, which method {self.method} has no use for"
+                )
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:

@@ -15,6 +15,7 @@ class NewRequestData:
     """All of a request, sent once: when it starts, and again when it resumes after a preemption.
 
     token_ids: prompt and, after a preemption, the output so far. Tokens below `num_computed_tokens` are in the cache.
+    cache_salt: nothing of it is shared with requests that have another one.
     """
 
     request_id: str
@@ -26,6 +27,7 @@ class NewRequestData:
     stop_token_ids: frozenset[int]
     block_ids: list[int]
     num_computed_tokens: int
+    cache_salt: str | None = None
 
     @classmethod
     def from_request(cls, request: Request) -> NewRequestData:
@@ -41,6 +43,7 @@ class NewRequestData:
             stop_token_ids=request.stop_token_ids,
             block_ids=list(sequence.block_table),
             num_computed_tokens=request.num_computed_tokens,
+            cache_salt=request.cache_salt,
         )
 
 

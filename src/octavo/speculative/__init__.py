@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from octavo.speculative.ngram import NgramProposer
 from octavo.speculative.none import NoProposer
+from octavo.speculative.suffix import SuffixProposer
 
 if TYPE_CHECKING:
     from octavo.config import SpeculativeConfig
@@ -16,6 +17,8 @@ def create_proposer(config: SpeculativeConfig | None, *, max_num_seqs: int, max_
     """Return the proposer that was asked for."""
     if config is None:
         return NoProposer()
+    if config.method == "suffix":
+        return SuffixProposer(config, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
     prompt_lookup_min, prompt_lookup_max = config.lookup_lengths
     return NgramProposer(
         num_speculative_tokens=config.num_speculative_tokens,

@@ -17,12 +17,24 @@ class DraftTask:
     """A request for which tokens are guessed.
 
     token_ids: int32 [num_tokens], prompt and output, what this step sampled included; valid until the next step.
-    They only ever grow. max_drafts: more than that are of no use.
+    They only ever grow. max_drafts: more than that are of no use. cache_salt: who has another one may not be told what
+    stands here, nor be guessed from.
     """
 
     request_id: str
     token_ids: NDArray[np.int32]
     max_drafts: int
+    cache_salt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """A request that ended, whatever the reason. token_ids: int32, all that it had; valid during the call."""
+
+    request_id: str
+    token_ids: NDArray[np.int32]
+    num_prompt_tokens: int
+    cache_salt: str | None
 
 
 class Proposer(Protocol):
@@ -41,5 +53,9 @@ class Proposer(Protocol):
         ...
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop what is kept of requests that ended or were preempted; unknown ids are passed over."""
+        """Drop what is kept of requests that come back with all of their tokens; unknown ids are passed over."""
+        ...
+
+    def finish(self, ended: Sequence[EndedRequest]) -> None:
+        """Drop what is kept of requests that ended; what they wrote may be of use for others of their salt."""
         ...

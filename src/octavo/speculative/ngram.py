@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from octavo.speculative.interface import DraftTask
+    from octavo.speculative.interface import DraftTask, EndedRequest
 
 _TOKEN_BITS = 32
 _MOST_TOKENS = 1 << 17  # in the indices of all requests together
@@ -66,6 +66,10 @@ class NgramProposer:
             index = self._indices.pop(request_id, None)
             if index is not None:
                 self._num_tokens -= index.num_tokens
+
+    def finish(self, ended: Sequence[EndedRequest]) -> None:
+        """Drop their indices."""
+        self.forget(request.request_id for request in ended)
 
     def _propose(self, task: DraftTask) -> list[int]:
         index = self._indices.get(task.request_id)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from octavo.speculative.interface import DraftTask
+    from octavo.speculative.interface import DraftTask, EndedRequest
 
 
 class NoProposer:
@@ -21,4 +21,7 @@ class NoProposer:
         return [[] for _ in tasks]
 
     def forget(self, request_ids: Iterable[str]) -> None:
+        """Nothing is kept."""
+
+    def finish(self, ended: Sequence[EndedRequest]) -> None:
         """Nothing is kept."""

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from octavo.runtime.faults import is_fault
-from octavo.speculative.interface import DraftTask
+from octavo.speculative.interface import DraftTask, EndedRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -27,8 +27,27 @@ class Drafting:
         self._tasks = tasks
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop what is kept of requests."""
+        """Drop what is kept of requests that were preempted."""
         self.proposer.forget(request_ids)
+
+    def finish(self, request_ids: Iterable[str]) -> None:
+        """Hand over what requests that ended have written, while the batch still has it; others are passed over."""
+        if not self.proposer.num_speculative_tokens:
+            return
+        ended = [
+            EndedRequest(each.request_id, self._batch.all_tokens(each), each.num_prompt_tokens, each.cache_salt)
+            for request_id in request_ids
+            if (each := self._batch.requests.get(request_id)) is not None
+        ]
+        if not ended:
+            return
+        try:
+            self.proposer.finish(ended)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            logger.exception("what %d requests wrote is not kept for guesses", len(ended))
+            self.forget(each.request_id for each in ended)
 
     def propose(self, sampled_token_ids: Mapping[str, list[int]]) -> dict[str, list[int]]:
         """Return the drafts of a step's requests; sampled_token_ids: what each got in it."""
@@ -37,10 +56,10 @@ class Drafting:
         tasks: list[DraftTask] = []
         for request_id, token_ids in sampled_token_ids.items():
             request = self._batch.requests[request_id]
-            known = self._batch.write_behind(request, token_ids)
+            known = self._batch.write_sampled(request, token_ids)
             max_drafts = self._max_drafts(request, len(known), token_ids)
             if max_drafts > 0:
-                tasks.append(DraftTask(request_id, known, max_drafts))
+                tasks.append(DraftTask(request_id, known, max_drafts, request.cache_salt))
         try:
             proposed = self.proposer.propose(tasks)
         except BaseException as error:

@@ -25,13 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RequestRow:
-    """What does not fit into the arrays. `row` is its place in them."""
+    """What does not fit into the arrays. `row` is its place in them.
+
+    num_tokens: prompt and output, what the last step sampled included.
+    """
 
     row: int
     request_id: str
     num_prompt_tokens: int
     sampling_params: SamplingParams
     stop_token_ids: frozenset[int]
+    cache_salt: str | None = None
+    num_tokens: int = 0
     matcher: Matcher | None = None  # its way through its grammar; one that comes back after a preemption walks it anew
 
 
@@ -105,6 +110,7 @@ class InputBatch:
             data.num_prompt_tokens,
             data.sampling_params,
             data.stop_token_ids,
+            data.cache_salt,
         )
         self.sampling.set(row, data.sampling_params, data.seed, data.sample_index)
         self.num_tokens[row] = self.num_blocks[row] = 0
@@ -146,6 +152,16 @@ class InputBatch:
         start = int(self.num_tokens[request.row])
         self.token_ids[request.row, start : start + len(token_ids)] = token_ids
         return self.token_ids[request.row, : start + len(token_ids)]
+
+    def write_sampled(self, request: RequestRow, token_ids: list[int]) -> NDArray[np.int32]:
+        """Write what a step sampled, which the scheduler tells with the next one; return all tokens: a view."""
+        written = self.write_behind(request, token_ids)
+        request.num_tokens = len(written)
+        return written
+
+    def all_tokens(self, request: RequestRow) -> NDArray[np.int32]:
+        """Prompt and output of a request, what the last step sampled included: a view."""
+        return self.token_ids[request.row, : max(request.num_tokens, self.num_tokens[request.row])]
 
     def input_tokens(self, inputs: ModelInputs) -> NDArray[np.int64]:
         """Return what each row of logits had as its input: [num_logits]."""

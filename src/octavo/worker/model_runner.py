@@ -74,9 +74,10 @@ class ModelRunner:
 
     def _execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         self.kv_cache.copy(scheduled.copies)
+        self.drafting.finish(scheduled.finished_req_ids)
+        self.drafting.forget(scheduled.preempted_req_ids)
         self.batch.update(scheduled)
         self._pooler.forget(scheduled.finished_req_ids)
-        self.drafting.forget((*scheduled.finished_req_ids, *scheduled.preempted_req_ids))
         if not scheduled.num_scheduled_tokens:
             return ModelOutput(scheduled.step, {})
         inputs = self.batch.prepare_inputs(scheduled)

@@ -227,7 +227,8 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
     prompt = NewRequestData(_WARM_UP, [0] * count, count, SamplingParams(), 0, 0, frozenset(), blocks, 0)
     empty = CachedRequestData.make_empty()
     runner.execute(SchedulerOutput(0, [prompt], empty, {_WARM_UP: count}, count))
-    runner.execute(SchedulerOutput(0, [], empty, {}, 0, finished_req_ids={_WARM_UP}))
+    # As one that was preempted: what an ended one wrote may be kept for others.
+    runner.execute(SchedulerOutput(0, [], empty, {}, 0, preempted_req_ids={_WARM_UP}))
 
 
 class LocalExecutor:

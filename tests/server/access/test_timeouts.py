@@ -13,7 +13,7 @@ import pytest
 from running import run_server, wait_until
 from test_limits import COMPLETIONS, connect, head, read_all
 
-from octavo.server.access import cutting
+from octavo.server.access import timeouts as timeouts_module
 from octavo.server.access.timeouts import Timeout, TimeoutQueue
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def test_who_ends_before_its_turn_is_not_cut_and_takes_none() -> None:
         first = timeouts.call_later(0.0, end_all)
         waiting += [timeouts.call_later(0.0, lambda: acted.append("ended")) for _ in range(5000)]
         timeouts.call_later(0.05, is_over.set)
-        async with asyncio.timeout(len(waiting) * cutting.SPACING_S / 2):
+        async with asyncio.timeout(len(waiting) * timeouts_module.SPACING_S / 2):
             await is_over.wait()
         first.cancel()  # once more, and in vain
         timeouts.call_later(0.0, lambda: acted.append("never")).cancel()
@@ -108,7 +108,7 @@ def test_connections_that_are_cut_off_in_one_moment_are_so_in_turns(
         times.append(time.monotonic())
         act(cut)
 
-    monkeypatch.setattr(cutting, "SPACING_S", 0.1)
+    monkeypatch.setattr(timeouts_module, "SPACING_S", 0.1)
     monkeypatch.setattr(Timeout, "act", watched)
     with run_server(body_timeout_s=0.5, keep_alive_timeout_s=0.5) as running, contextlib.ExitStack() as stack:
         socks = [stack.enter_context(connect(running)) for _ in range(15)]

@@ -10,6 +10,7 @@ import pytest
 from fakes import make_engine
 
 from octavo.data.events import (
+    DraftsVerified,
     RequestAdmitted,
     RequestFinished,
     RequestPreempted,

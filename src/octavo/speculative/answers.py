@@ -1,0 +1,74 @@
+"""Answers of requests that ended, kept for what is asked for next under the same cache salt."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from typing import TYPE_CHECKING
+
+from octavo.speculative.suffix_index import BYTES_PER_TOKEN, SuffixIndex
+
+if TYPE_CHECKING:
+    from array import array
+
+BYTES_PER_ANSWER = 400  # where it ends, and its salt with its number: a bound, as measured
+
+
+class Answers:
+    """At most so many, in a ring of so many bytes; the oldest are overwritten, whoever they belong to.
+
+    Each distinct salt has a number, its owner's in the index, as long as one of its answers is there.
+    """
+
+    def __init__(self, max_bytes: int, max_answers: int) -> None:
+        self._index = SuffixIndex(max_bytes // BYTES_PER_TOKEN)
+        self._max_answers = max_answers
+        self._ends: deque[tuple[int, bytes]] = deque()  # the position behind an answer, and its salt's digest
+        self._owners: dict[bytes, list[int]] = {}  # by the salt's digest: its number, and how many answers it has
+        self._free: list[int] = []
+
+    @staticmethod
+    def bytes_of(max_bytes: int, max_answers: int) -> int:
+        """Return what such answers take at most."""
+        return max_bytes + max_answers * BYTES_PER_ANSWER
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def add(self, token_ids: list[int], cache_salt: str | None) -> None:
+        """Keep an answer, with whatever stands before it to be recognised by."""
+        while len(self._ends) >= self._max_answers:
+            self._index.drop(self._ends[0][0])
+            self._release_oldest()
+        digest = _digest(cache_salt)
+        # A new number is one above all others, unless one is free: then nothing is left of its owner's answers.
+        number = self._free.pop() if self._free and digest not in self._owners else len(self._owners)
+        owner = self._owners.setdefault(digest, [number, 0])
+        owner[1] += 1
+        self._index.extend(token_ids, owner[0])
+        self._index.close()
+        self._ends.append((self._index.num_tokens, digest))
+        while self._ends[0][0] <= self._index.oldest:
+            self._release_oldest()
+
+    def propose(
+        self, suffix: array[int], most: int, cache_salt: str | None, *, factor: float, min_probability: float
+    ) -> tuple[list[int], float]:
+        """Return what followed the suffix in answers of that salt, and its score: see `SuffixIndex.propose`."""
+        owner = self._owners.get(_digest(cache_salt))
+        if owner is None:
+            return [], 0.0
+        return self._index.propose(suffix, most, owner=owner[0], factor=factor, min_probability=min_probability)
+
+    def _release_oldest(self) -> None:
+        _, digest = self._ends.popleft()
+        owner = self._owners[digest]
+        owner[1] -= 1
+        if not owner[1]:
+            del self._owners[digest]
+            self._free.append(owner[0])
+
+
+def _digest(cache_salt: str | None) -> bytes:
+    """Return what stands for a salt, which may be long; no salt is empty."""
+    return b"" if cache_salt is None else hashlib.sha256(cache_salt.encode()).digest()

@@ -1,0 +1,164 @@
+"""Texts of tokens, and where in them the newest tokens of another text stood: what followed there is a draft.
+
+After SuffixDecoding (Oliaro et al., arXiv 2411.04975): of several continuations the most frequent, and a longer match
+drafts more. In place of a suffix tree there is an index of n-grams over a ring of tokens: a bound of bytes that holds
+whatever the texts are, and the oldest tokens are overwritten. A hit is compared token by token, so that no hash can
+draft what nobody wrote.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    Hit = tuple[int, int]  # the position behind a match, and how many tokens match
+
+NGRAM = 3  # tokens that have to match
+MAX_MATCH = 32  # tokens of a match that count
+MIN_CAPACITY = 2 * NGRAM
+BYTES_PER_TOKEN = 2 * array("i").itemsize + 2 * array("q").itemsize
+_BOUNDARY = -1
+_MAX_HITS = 8  # the newest ones, which are counted
+_MAX_STEPS = 64  # hits and n-grams of the same hash
+_MAX_LENGTHS = 3  # of matches, from the longest on, whose drafts are compared
+
+
+class SuffixIndex:
+    """The newest `capacity` tokens of texts that each have an owner.
+
+    Positions count all tokens that were ever written. A hash of an owner and NGRAM tokens leads to where these stood
+    last, and each such place to the one before it.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = max(capacity, MIN_CAPACITY)
+        self.num_tokens = 0  # ever written, ends of texts included
+        self._oldest = 0
+        self._tokens = array("i", [_BOUNDARY]) * self.capacity
+        self._owners = array("i", [0]) * self.capacity
+        self._previous = array("q", [-1]) * self.capacity
+        self._heads = array("q", [-1]) * self.capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays, which are all allocated at once."""
+        arrays = (self._tokens, self._owners, self._previous, self._heads)
+        return sum(len(each) * each.itemsize for each in arrays)
+
+    @property
+    def oldest(self) -> int:
+        """The first position that is still there."""
+        return max(self._oldest, self.num_tokens - self.capacity)
+
+    def extend(self, token_ids: Iterable[int], owner: int = 0) -> None:
+        """Append tokens to the newest text, whose owner never changes."""
+        capacity, tokens, owners = self.capacity, self._tokens, self._owners
+        previous, heads = self._previous, self._heads
+        end = self.num_tokens
+        place = end % capacity
+        first = tokens[place - 2] if end > 1 else _BOUNDARY
+        second = tokens[place - 1] if end else _BOUNDARY
+        for third in token_ids:
+            tokens[place] = third
+            owners[place] = owner
+            if first >= 0 and second >= 0:
+                slot = hash((owner, first, second, third)) % capacity
+                previous[place] = heads[slot]
+                heads[slot] = end
+            first, second = second, third
+            end += 1
+            place += 1
+            if place == capacity:
+                place = 0
+        self.num_tokens = end
+
+    def close(self) -> None:
+        """End the newest text: no match and no draft reaches from it into the next one."""
+        self._tokens[self.num_tokens % self.capacity] = _BOUNDARY
+        self.num_tokens += 1
+
+    def drop(self, position: int) -> None:
+        """Forget what stands before a position."""
+        self._oldest = max(self._oldest, position)
+
+    def propose(
+        self, suffix: array[int], most: int, *, owner: int = 0, factor: float = 1.0, min_probability: float = 0.0
+    ) -> tuple[list[int], float]:
+        """Return what followed the suffix in the owner's texts, and how many tokens of it are expected to come true.
+
+        At most factor times as many tokens as match. At each place the token that most hits went on with, the newest of
+        them where several did as often; its probability is their share of all hits, times that of the token before it,
+        and there is none below min_probability. Drafts of longer and of shorter matches are compared by the sum of
+        these (section 4 of the paper).
+        Where the newest text is not closed, the suffix is its end, and what repeats there goes on repeating.
+        """
+        hits = self._find(suffix, owner)
+        best: list[int] = []
+        best_score = 0.0
+        for length in sorted({length for _, length in hits}, reverse=True)[:_MAX_LENGTHS]:
+            positions = [position for position, matched in hits if matched >= length]
+            draft, score = self._follow(positions, min(most, int(factor * length)), min_probability)
+            if score > best_score:
+                best, best_score = draft, score
+        return best, best_score
+
+    def _find(self, suffix: array[int], owner: int) -> list[Hit]:
+        """Return where the suffix stood, the newest first."""
+        if len(suffix) < NGRAM:
+            return []
+        suffix = suffix[-MAX_MATCH:]
+        capacity, tokens, oldest = self.capacity, self._tokens, self.oldest
+        first, second, third = suffix[-3:]
+        position = self._heads[hash((owner, first, second, third)) % capacity]
+        hits: list[Hit] = []
+        for _ in range(_MAX_STEPS):
+            if position - NGRAM + 1 < oldest or len(hits) == _MAX_HITS:
+                break
+            place = position % capacity
+            if (
+                tokens[place] == third
+                and tokens[place - 1] == second
+                and tokens[place - 2] == first
+                and self._owners[place] == owner
+                and position + 1 < self.num_tokens
+            ):
+                hits.append((position + 1, self._match(suffix, place, position + 1 - oldest)))
+            position = self._previous[place]
+        return hits
+
+    def _match(self, suffix: array[int], place: int, most: int) -> int:
+        """Return how many of the tokens up to a place are the suffix's last ones; NGRAM are known to be."""
+        tokens, longest = self._tokens, min(len(suffix), most)
+        if place + 1 >= longest == len(suffix) and tokens[place + 1 - longest : place + 1] == suffix:
+            return longest
+        length = NGRAM
+        while length < longest and tokens[place - length] == suffix[-1 - length]:
+            length += 1
+        return length
+
+    def _follow(self, positions: list[int], most: int, min_probability: float) -> tuple[list[int], float]:
+        """Return what most often follows, from these positions on, and its score."""
+        capacity, tokens, end = self.capacity, self._tokens, self.num_tokens
+        runs = [tokens[each % capacity : each % capacity + most] for each in positions]
+        if len(runs[0]) == most and max(positions) + most <= end and all(run == runs[0] for run in runs):
+            draft = runs[0].tolist()  # what the loop would find one by one
+            if min(draft, default=0) >= 0:
+                return draft, float(most)
+        draft = []
+        score, probability = 0.0, 1.0
+        while len(draft) < most:
+            found = [tokens[each % capacity] if each < end else draft[each - end] for each in positions]
+            token_id, count = found[0], found.count(found[0])
+            if 2 * count < len(found):
+                token_id = max(found, key=found.count)
+                count = found.count(token_id)
+            probability *= count / len(found)
+            if token_id < 0 or probability < min_probability:
+                break
+            draft.append(token_id)
+            score += probability
+            positions = [each + 1 for each, token in zip(positions, found, strict=True) if token == token_id]
+        return draft, score

@@ -1,0 +1,231 @@
+"""Drafts from a request's own tokens and from answers before: whose they are, and what they take."""
+
+from __future__ import annotations
+
+import tracemalloc
+from array import array
+
+import numpy as np
+import pytest
+
+from octavo.config import SpeculativeConfig
+from octavo.errors import ConfigError
+from octavo.speculative import answers, create_proposer, suffix
+from octavo.speculative.answers import BYTES_PER_ANSWER, Answers
+from octavo.speculative.interface import DraftTask, EndedRequest
+from octavo.speculative.suffix import SuffixProposer
+from octavo.speculative.suffix_index import BYTES_PER_TOKEN, MAX_MATCH
+
+ANSWER = [50, 51, 52, 53, 54, 55, 56]
+PROMPT = [1, 2, 3, 4]
+
+
+def make_proposer(max_model_len: int = 1 << 12, max_num_seqs: int = 16, **options) -> SuffixProposer:
+    defaults = {"num_speculative_tokens": 8, "suffix_decoding_max_cached_bytes": 1 << 20}
+    config = SpeculativeConfig(method="suffix", **{**defaults, **options})
+    return SuffixProposer(config, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+
+
+def propose(proposer, token_ids, name="a", salt=None, max_drafts=99) -> list[int]:
+    (drafts,) = proposer.propose([DraftTask(name, np.array(token_ids, dtype=np.int32), max_drafts, salt)])
+    return drafts
+
+
+def finish(proposer, token_ids, num_prompt_tokens=4, name="a", salt=None) -> None:
+    proposer.finish([EndedRequest(name, np.array(token_ids, dtype=np.int32), num_prompt_tokens, salt)])
+
+
+def test_a_request_is_drafted_from_itself_as_it_grows():
+    proposer = make_proposer()
+    text = [*ANSWER, 9, 8]
+    assert propose(proposer, text) == []
+    assert propose(proposer, [*text, 50, 51, 52]) == [53, 54, 55], "as many as match"
+    assert propose(proposer, [*text, 50, 51, 52, 53]) == [54, 55, 56, 9]
+    assert propose(proposer, [*text, 50, 51, 52, 53, 54], max_drafts=2) == [55, 56]
+    assert propose(proposer, [50, 51, 52], "b") == [], "not from another one that runs"
+
+
+def test_an_answer_is_drafted_once_its_request_has_ended():
+    proposer = make_proposer()
+    propose(proposer, [*PROMPT, *ANSWER])
+    assert propose(proposer, PROMPT, "b") == []
+    finish(proposer, [*PROMPT, *ANSWER])
+    assert propose(proposer, PROMPT, "b") == ANSWER[:4], "from its first token on, by the end of the prompt"
+    assert propose(proposer, [7, 50, 51, 52], "c") == [53, 54, 55]
+
+
+def test_what_was_asked_is_kept_only_to_recognise_an_answer_by():
+    proposer = make_proposer()
+    prompt = list(range(1000, 1100))
+    finish(proposer, [*prompt, *ANSWER], len(prompt))
+    finish(proposer, list(range(2000, 2100)), 100)  # ended before it had a token
+    assert propose(proposer, prompt[:50], "b") == []
+    assert propose(proposer, prompt[-40:], "b") == ANSWER
+    assert propose(proposer, [2050, 2051, 2052], "c") == []
+    assert len(proposer._answers) == 1
+
+
+@pytest.mark.parametrize("salts", [("alice", "bob"), ("alice", None), (None, "alice"), ("", "x")])
+def test_what_one_tenant_wrote_is_never_drafted_for_another(salts):
+    """Neither an answer nor a prompt, whether by the answer's middle or by the prompt's end."""
+    owner, other = salts
+    proposer = make_proposer()
+    finish(proposer, [*PROMPT, *ANSWER], salt=owner)
+    for text in (PROMPT, [*PROMPT, 50, 51, 52], [50, 51, 52]):
+        assert propose(proposer, text, "b", other) == []
+        assert propose(proposer, text, "c", owner) != []
+        proposer.forget(["b", "c"])
+    finish(proposer, [*PROMPT, 60, 61, 62], salt=other)
+    assert propose(proposer, PROMPT, "b", other) == [60, 61, 62]
+    assert propose(proposer, PROMPT, "c", owner) == ANSWER[:4]
+
+
+def test_a_preempted_request_neither_loses_its_answer_nor_counts_twice():
+    proposer = make_proposer()
+    propose(proposer, [*PROMPT, *ANSWER[:4]])
+    proposer.forget(["a", "never heard of"])
+    assert propose(proposer, PROMPT, "b") == [], "it has not ended"
+    propose(proposer, [*PROMPT, *ANSWER[:5]])
+    finish(proposer, [*PROMPT, *ANSWER])
+    assert len(proposer._answers) == 1
+    assert propose(proposer, PROMPT, "c") == ANSWER[:4]
+    assert not proposer._num_tokens - sum(each.capacity for each in proposer._indices.values())
+
+
+def test_the_better_of_both_is_drafted():
+    proposer = make_proposer()
+    finish(proposer, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], 0)
+    own = [5, 6, 7, 0, 0]
+    assert propose(proposer, [*own, 3, 4, 5, 6, 7], "b") == [8, 9, 10, 11, 12], "more of them match"
+    assert propose(proposer, [5, 6, 7, 1, 1, 5, 6, 7], "c") == [1, 1, 5]
+    for _ in range(4):
+        finish(proposer, [5, 6, 7, 9, 9, 9, 9], 0)
+    assert propose(proposer, [1, 5, 6, 7], "d") == [9, 9, 9], "what followed most often"
+
+
+def test_probability_and_number_are_bounded_as_asked():
+    proposer = make_proposer(suffix_decoding_min_token_prob=0.6, suffix_decoding_max_spec_factor=2.0)
+    finish(proposer, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 0)
+    assert propose(proposer, [1, 2, 3]) == [4, 5, 6, 7, 8, 9]
+    finish(proposer, [1, 2, 3, 4, 0], 0)
+    assert propose(proposer, [1, 2, 3], "b") == [4]
+
+
+def test_no_answers_are_kept_where_none_are_asked_for():
+    proposer = make_proposer(20, 5, suffix_decoding_max_cached_requests=0)
+    finish(proposer, [*PROMPT, *ANSWER])
+    assert propose(proposer, PROMPT, "b") == []
+    assert proposer.num_bytes == 100 * BYTES_PER_TOKEN
+    assert propose(proposer, [*ANSWER, *ANSWER[:3]], "c") == [53, 54, 55]
+
+
+def test_own_indices_have_room_for_so_many_tokens(monkeypatch):
+    """A request that has outgrown it keeps its newest tokens; who comes when it is full has none."""
+    monkeypatch.setattr(suffix, "_LEAST_ROOM", 4)
+    proposer = make_proposer(30, 1)
+    text = list(range(20))
+    for count in range(3, 20):
+        propose(proposer, text[:count])
+    assert proposer._num_tokens <= 30
+    assert propose(proposer, [*text, 3, 4, 5]) == [6, 7, 8]
+    assert propose(proposer, [*text, 3, 4, 5, *range(100, 120), 3, 4, 5]) == [100, 101, 102], "of the newer ones"
+    assert propose(proposer, [*text, 3, 4, 5, *range(100, 120), 3, 4, 5, 15, 16, 17]) == []
+    assert propose(proposer, [7, 8, 9, 7, 8, 9], "b") == []
+    proposer.forget(["a"])
+    assert propose(proposer, [7, 8, 9, 7, 8, 9], "b") == [7, 8, 9]
+
+
+def test_the_oldest_answers_make_way_by_number_and_by_bytes():
+    kept = Answers(BYTES_PER_TOKEN * 100, 3)
+
+    def drafts(salt, first):
+        return kept.propose(three_from(first), 3, salt, factor=1.0, min_probability=0.0)[0]
+
+    for number in range(5):
+        kept.add([number * 10 + i for i in range(9)], f"salt {number % 4}")
+    assert len(kept) == len(kept._owners) == 3
+    assert drafts("salt 0", 0) == drafts("salt 1", 10) == [], "salt 0 has another one since"
+    assert (drafts("salt 2", 20), drafts("salt 3", 30), drafts("salt 0", 40)) == (
+        [23, 24, 25],
+        [33, 34, 35],
+        [43, 44, 45],
+    )
+    kept.add(list(range(500, 599)), "salt 1")
+    assert len(kept) == len(kept._owners) == 1
+    assert drafts("salt 0", 40) == []
+    assert drafts("salt 1", 550) == [553, 554, 555]
+
+
+def test_a_number_that_is_free_again_shows_nothing_of_who_had_it():
+    kept = Answers(BYTES_PER_TOKEN * 1000, 1)
+    for number in range(100):
+        kept.add([1, 2, 3, 1000 + number], f"salt {number}")
+        for other in (number - 1, number + 1):
+            assert kept.propose(three_from(1), 3, f"salt {other}", factor=1.0, min_probability=0.0)[0] == []
+        found = kept.propose(three_from(1), 3, f"salt {number}", factor=1.0, min_probability=0.0)[0]
+        assert found == [1000 + number]
+    assert kept._owners.keys() == {answers._digest("salt 99")}
+    assert len(kept._free) <= 1
+
+
+def three_from(first: int) -> array[int]:
+    return array("i", [first, first + 1, first + 2])
+
+
+def test_the_bytes_said_are_not_exceeded():
+    """A salt for each answer, so many requests that run that there is no more room."""
+    num_answers, max_bytes = 2000, 1 << 20
+    proposer = make_proposer(
+        1000,
+        20,
+        suffix_decoding_max_cached_requests=num_answers,
+        suffix_decoding_max_cached_bytes=max_bytes,
+    )
+    assert proposer.num_bytes == 20_000 * BYTES_PER_TOKEN + max_bytes + num_answers * BYTES_PER_ANSWER
+    rng = np.random.default_rng(0)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for number in range(3 * num_answers):
+        tokens = rng.integers(0, 150_000, 12).astype(np.int32)
+        proposer.finish([EndedRequest(str(number), tokens, 4, f"{'a long salt ' * 80} {number}")])
+    of_answers = tracemalloc.get_traced_memory()[0] - before
+    for number in range(40):
+        proposer.propose([DraftTask(str(number), rng.integers(0, 150_000, 700).astype(np.int32), 8, None)])
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert len(proposer._answers) == num_answers
+    assert 0.5 < (of_answers - max_bytes) / (num_answers * BYTES_PER_ANSWER) < 1
+    assert 0.8 * proposer.num_bytes < held < proposer.num_bytes
+
+
+def test_which_proposer_is_made_and_that_nothing_is_taken_before_it_is_needed():
+    tracemalloc.start()
+    proposer = create_proposer(SpeculativeConfig(method="suffix"), max_num_seqs=2, max_model_len=100)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert isinstance(proposer, SuffixProposer)
+    assert proposer.num_bytes == 200 * BYTES_PER_TOKEN + (32 << 20) + 10_000 * BYTES_PER_ANSWER
+    assert held < 1 << 20
+    assert proposer.num_speculative_tokens <= MAX_MATCH
+
+
+NONSENSE = [
+    ({"suffix_decoding_max_cached_requests": -1}, "max_cached_requests must be an integer from 0 to 1000000, got -1"),
+    (
+        {"suffix_decoding_max_cached_bytes": 100},
+        "max_cached_bytes must be an integer from 65536 to 17179869184, got 100",
+    ),
+    ({"suffix_decoding_max_spec_factor": -1}, "max_spec_factor must be a number of 0 or more, got -1"),
+    ({"suffix_decoding_max_spec_factor": 1e308}, "max_spec_factor must be at most 32, got 1e"),
+    ({"suffix_decoding_max_spec_factor": "1"}, "max_spec_factor must be a number of 0 or more, got '1'"),
+    ({"suffix_decoding_min_token_prob": 1.1}, "min_token_prob must be at most 1, got 1.1"),
+    ({"prompt_lookup_min": 2}, "prompt_lookup_min is a field of method ngram, which method suffix has no use for"),
+    ({"method": "ngram", "suffix_decoding_max_cached_requests": 5}, "is a field of method suffix, which method ngram"),
+    ({"num_speculative_tokens": 0}, "num_speculative_tokens must be an integer from 1 to 32, got 0"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), NONSENSE)
+def test_nonsense_is_told_at_once(given, message):
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig.parse({"method": "suffix", **given})
