@@ -161,14 +161,16 @@ class FakeExecutor:
     """Recites `TEXT`. Checks what it is sent as a worker would have to.
 
     step_s: how long a step takes. answer: what is recited instead of `TEXT`, always from its beginning.
+    guesses: whether each token that it guesses behind a step's is right; none are guessed by default.
     `fail_next` makes the next step that computes a token fail (behind an ended request the engine takes one
     that computes none, and a test cannot know when), `die` kills the engine's thread.
     `gate`, while cleared, holds the next step back.
     """
 
-    def __init__(self, step_s: float = 0.0, answer: str | None = None) -> None:
+    def __init__(self, step_s: float = 0.0, answer: str | None = None, guesses: tuple[bool, ...] = ()) -> None:
         self.step_s = step_s
         self.answer = answer
+        self.guesses = guesses
         self.fail_next = False
         self.die = False
         self.gate = threading.Event()
@@ -199,9 +201,10 @@ class FakeExecutor:
         self._num_tokens = sum(scheduled.num_scheduled_tokens.values())
         self.num_computing_steps += self._num_tokens > 0
         for request_id, count in scheduled.num_scheduled_tokens.items():
-            self._advance(request_id, self._rows[request_id], count, self._result)
+            drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, [])
+            self._advance(request_id, self._rows[request_id], count - len(drafts), drafts, self._result)
 
-    def _advance(self, request_id: str, row: _Row, count: int, result: ModelOutput) -> None:
+    def _advance(self, request_id: str, row: _Row, count: int, drafts: list[int], result: ModelOutput) -> None:
         start, end = row.num_computed_tokens, row.num_computed_tokens + count
         if end > len(row.token_ids):
             raise AssertionError("more was scheduled than there is")
@@ -210,15 +213,23 @@ class FakeExecutor:
             scored = row.token_ids[start + 1 : min(end + 1, num_prompt)]
             result.prompt_logprobs[request_id] = [_logprobs(token, params.prompt_logprobs) for token in scored]
         if end == len(row.token_ids):
-            token = self._token(num_prompt, row.data.sample_index, len(row.token_ids) - num_prompt)
-            result.sampled_token_ids[request_id] = [token]
+            ahead = [
+                self._token(num_prompt, row.data.sample_index, len(row.token_ids) - num_prompt + index)
+                for index in range(len(drafts) + len(self.guesses) + 1)
+            ]
+            num_right = next((i for i, draft in enumerate(drafts) if draft != ahead[i]), len(drafts))
+            sampled = result.sampled_token_ids[request_id] = ahead[: num_right + 1]
             if params.logprobs is not None:
-                result.logprobs[request_id] = [_logprobs(token, params.logprobs)]
+                result.logprobs[request_id] = [_logprobs(token, params.logprobs) for token in sampled]
+            if self.guesses:
+                behind = zip(ahead[num_right + 1 :], self.guesses, strict=False)
+                result.draft_token_ids[request_id] = [token if is_right else token ^ 1 for token, is_right in behind]
 
     def _token(self, num_prompt_tokens: int, sample_index: int, num_output_tokens: int) -> int:
         if self.answer is None:
             return answer_token(num_prompt_tokens, sample_index, num_output_tokens)
-        return [*self.answer.encode(), EOS][num_output_tokens]
+        answer = [*self.answer.encode(), EOS]
+        return answer[min(num_output_tokens, len(answer) - 1)]
 
     def collect(self) -> ModelOutput:
         if not self.gate.wait(timeout=30):

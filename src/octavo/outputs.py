@@ -52,6 +52,8 @@ class RequestMetrics:
     num_computed_tokens: positions that the model computed for it, over all n outputs. num_recomputed_tokens: of them
     those that a preemption had lost, and drafts in vain. num_wasted_tokens: generated, but behind a stop string and cut
     off.
+    num_draft_tokens: guessed and verified, over all n outputs. num_accepted_tokens: of them those that are part of the
+    answer.
     """
 
     arrival_time: float
@@ -61,6 +63,8 @@ class RequestMetrics:
     num_computed_tokens: int = 0
     num_recomputed_tokens: int = 0
     num_wasted_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -105,6 +109,7 @@ class EngineCoreOutput:
     """News of one stream from the core: new tokens, and the reason when it ended. A request ends in exactly one.
 
     admitted_time: when it left the queue for the first time, in seconds of the engine's clock.
+    num_draft_tokens, num_accepted_tokens: guessed for the step, and right.
     """
 
     request_id: str
@@ -118,3 +123,5 @@ class EngineCoreOutput:
     admitted_time: float | None = None
     error: str | None = None
     pooled: bytes | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0

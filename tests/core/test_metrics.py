@@ -8,7 +8,9 @@ import pytest
 
 from octavo.config import PreemptionMode
 from octavo.data import events
+from octavo.data.draft_stats import DraftStats
 from octavo.data.metrics import EngineMetrics, Histogram
+from octavo.data.model_output import ModelOutput
 from octavo.data.request import RequestStatus
 
 
@@ -120,3 +122,37 @@ def test_figures_agree_with_the_scheduler_and_with_themselves(make_core, seed):
         sum(1 for count in event.num_new_tokens.values() if count) for event in core.log.of_type(events.StepCompleted)
     )
     assert set(stats.tenant_tokens) == set("xyz")
+
+
+def test_drafts_are_counted_by_their_places():
+    metrics = EngineMetrics()
+    for num_drafted, num_accepted in ((2, 1), (4, 4), (1, 0), (3, 1)):
+        metrics.emit(events.DraftsVerified(1, 0.0, "r", num_drafted, num_accepted))
+    drafts = metrics.stats.drafts
+    assert (drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_tokens) == (4, 10, 6)
+    assert drafts.num_draft_tokens_per_pos == [4, 3, 2, 1]
+    assert drafts.num_accepted_tokens_per_pos == [3, 1, 1, 1]
+    assert drafts.acceptance_rate == 0.6
+    assert drafts.acceptance_rate_per_pos == [3 / 4, 1 / 3, 1 / 2, 1]
+    assert (drafts.mean_accepted_length, drafts.tokens_per_step) == (1.5, 2.5)
+
+
+def test_without_drafts_there_is_no_rate():
+    drafts = DraftStats()
+    assert (drafts.acceptance_rate, drafts.acceptance_rate_per_pos) == (0.0, [])
+    assert (drafts.mean_accepted_length, drafts.tokens_per_step) == (0.0, 1.0)
+
+
+def test_figures_of_drafts_are_those_of_the_steps(make_core):
+    core = make_core(clock=lambda: 0.0)
+    core.add("r", 4, max_tokens=50)
+    core.step()
+    for drafts, sampled in (([1, 2, 3], [1, 2, 9]), ([4], [4, 5])):
+        core.scheduler.update_draft_token_ids({"r": drafts})
+        scheduled = core.scheduler.schedule()
+        [output] = core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {"r": sampled}))
+        assert (output.num_draft_tokens, output.num_accepted_tokens) == (len(drafts), len(sampled) - 1)
+    core.step()
+    stats = stats_of(core)
+    assert (stats.drafts.num_drafts, stats.drafts.num_draft_tokens, stats.drafts.num_accepted_tokens) == (2, 4, 3)
+    assert stats.generation_tokens == 1 + 3 + 2 + 1

@@ -12,6 +12,7 @@ from kernels_available import COMPILED
 
 from octavo import CacheConfig, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import EngineConfig, kernels_required
+from octavo.core.draft_policy import DraftPolicy
 from octavo.data.events import RequestQueued, StepScheduled
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import RequestStatus
@@ -125,6 +126,28 @@ def compute(core, scheduled, rng):
         request_id = next(iter(result.sampled_token_ids))
         return ModelOutput(result.step, result.sampled_token_ids, errors={request_id: "NaN"})
     return result
+
+
+def test_how_many_drafts_are_verified_is_decided_the_same_again(make_core, tmp_path, monkeypatch):
+    """It hangs on how long steps took, and nothing else in a journal does so here."""
+    rng = random.Random(5)
+    times = itertools.accumulate(rng.choice([0.001, 0.02, 0.5]) for _ in itertools.count())
+    recorded = Recorded(make_core, tmp_path / "run.journal", clock=lambda: next(times))
+    core, num_guessed, num_verified = recorded.core, 0, 0
+    for step in range(300):
+        if step % 60 < 5:
+            core.add(f"r{step}", 5, max_tokens=60)
+        core.scheduler.update_draft_token_ids({r.request_id: [9, 9, 9] for r in core.scheduler.running})
+        scheduled = core.scheduler.schedule()
+        num_guessed += 3 * len(scheduled.num_scheduled_tokens)
+        num_verified += sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
+        core.scheduler.update_from_output(scheduled, compute(core, scheduled, rng))
+    assert 0.1 * num_guessed < num_verified < 0.9 * num_guessed
+    done = recorded.close()
+    assert done.mismatches == []
+    assert done.log.events == core.log.events
+    monkeypatch.setattr(DraftPolicy, "learn", lambda *_args: None)
+    assert replay(recorded.path).mismatches
 
 
 def test_a_journal_of_a_later_version_is_refused(make_core, tmp_path):
@@ -319,6 +342,23 @@ def test_explains_the_time_before_the_queue(make_core):
     assert result.seconds["on its way to the queue"] == queued.time - 7.5 > 0
     assert result.wall_s == last - 7.5
     assert intervals(log, last)["late"] == result.intervals
+
+
+def test_explains_how_guesses_went(make_core):
+    core = make_core(clock=lambda: 0.0)
+    core.add("guessed", 4, max_tokens=8)
+    core.add("plain", 4, max_tokens=8)
+    core.step()
+    for drafts, num_right in (([7, 7, 8], 2), ([8], 0)):
+        core.scheduler.update_draft_token_ids({"guessed": drafts})
+        scheduled = core.scheduler.schedule()
+        sampled = {"guessed": [7] * (num_right + 1), "plain": [7]}
+        core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, sampled))
+    core.run()
+    text = explained(core, "guessed")
+    assert "2 of 4 guessed tokens were right (by their place in the guess: 50 %, 100 %, 0 %)" in text
+    assert "it got 2.00 tokens of a step in which some were verified" in text
+    assert "guessed tokens" not in explained(core, "plain")
 
 
 def test_explains_that_all_seats_were_taken(make_core):

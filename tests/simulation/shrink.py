@@ -34,7 +34,7 @@ def simpler(config: WorldConfig) -> Iterator[WorldConfig]:
             yield replace(config, **{each.name: getattr(plain, each.name)})
         elif each.name in {"hash_bits", "max_num_waiting", "max_batch_total_tokens"} and value is not None:
             yield replace(config, **{each.name: None})
-        elif each.name in {"max_open", "num_host_blocks", "max_num_seqs"} and value > 1:
+        elif each.name in {"max_drafts", "max_open", "num_host_blocks", "max_num_seqs"} and value > 1:
             yield replace(config, **{each.name: value - 1})
 
 

@@ -89,6 +89,9 @@ class WorldConfig:
     freeze_rate: float = 0.005
     draft_rate: float = 0.5
     draft_error: float = 0.3
+    max_drafts: int = 4
+    step_base_s: float = 0.0
+    lost_sample_rate: float = 0.005
     remote_rate: float = 0.2
     deadline_rate: float = 0.05
     longest_prompt: int = 24
@@ -127,7 +130,9 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         max_open=rng.choice([2, 6, 12]),
         arrival_rate=rng.choice([0.1, 0.4, 0.8]),
         draft_rate=rng.choice([0.0, 0.5, 1.0]),
-        draft_error=rng.choice([0.0, 0.3, 0.9]),
+        draft_error=rng.choice([0.0, 0.05, 0.5, 1.0]),
+        max_drafts=rng.randint(0, 8),
+        step_base_s=rng.choice([0.0, 0.05, 1.0]),
         remote_rate=rng.choice([0.0, 0.3, 0.8]),
         preempt_rate=rng.choice([0.0, 0.05, 0.2]),
         eviction_rate=rng.choice([0.0, 0.02, 0.2]),
@@ -171,6 +176,9 @@ class Totals:
     evictions: int = 0
     hits: int = 0
     copies: int = 0
+    withheld: int = 0
+    drafted: int = 0
+    accepted: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     combinations: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
@@ -209,6 +217,7 @@ class World:
         self.worker = HashWorker(config.num_blocks, config.block_size, config.num_host_blocks)
         self.shared = Sharing(0, may_be=False, must_be=False, is_short=False)
         self.store = SimulatedStore(self.worker, random.Random(seed + "store"), config.remote_rate)
+        self.sample_rng = random.Random(seed + "samples")
         self.forced: set[str] = set()
         self.admission_step = self.preemption_step = -1
         self.num_stalled = 0
@@ -333,7 +342,7 @@ class World:
         self.step_start = self.now
         scheduled = scheduler.schedule()
         if self.config.mixed_step_ms:  # time passes while the worker computes
-            self.now += STEP_S * scheduled.total_num_scheduled_tokens
+            self.now += self.config.step_base_s + STEP_S * scheduled.total_num_scheduled_tokens
         self.forced.clear()
         self._check_output(scheduled)
         self._check_order(scheduled)
@@ -365,7 +374,10 @@ class World:
         if result.sampled_token_ids and not self.healed and self.rng.random() < self.config.error_rate:
             self._count("logits that are no numbers")
             result.errors[self.rng.choice(list(result.sampled_token_ids))] = "injected"
-        self._take(self.scheduler.update_from_output(scheduled, result))
+        miscounted = self._miscount(scheduled, result)
+        outputs = self.scheduler.update_from_output(scheduled, result)
+        self._check_miscounted(miscounted, outputs)
+        self._take(outputs)
         self._check_learned(self.now - self.step_start)
         if not self.healed and self.rng.random() < self.config.stale_result_rate:
             self._count("double result")
@@ -374,6 +386,33 @@ class World:
             self._expect_limit(limit, limit, "after a result that came twice")
         self.last = scheduled, replace(result, kv_loads=[])
         self._draft()
+
+    def _miscount(self, scheduled: SchedulerOutput, result: ModelOutput) -> str | None:
+        """Let a request, one with drafts if there is any, get no token, or one more than it has rows; return its id."""
+        drafts, sampled, rng = scheduled.scheduled_spec_decode_tokens, result.sampled_token_ids, self.sample_rng
+        due = [
+            request.request_id
+            for request in self.scheduler.running
+            if request.request_id in sampled and request.request_id not in result.errors
+        ]
+        due = [request_id for request_id in due if request_id in drafts] or due
+        if self.healed or not due or rng.random() >= self.config.lost_sample_rate:
+            return None
+        request_id = rng.choice(due)
+        what = "a request with drafts" if request_id in drafts else "a request"
+        if rng.random() < 0.5:
+            self._count(f"no token for {what}")
+            del sampled[request_id]
+        else:
+            self._count(f"a token too many for {what}")
+            sampled[request_id] = [0] * (len(drafts.get(request_id, ())) + 2)
+        return request_id
+
+    def _check_miscounted(self, request_id: str | None, outputs: list[EngineCoreOutput]) -> None:
+        """It ends at once, and believes none of the tokens."""
+        told = [output for output in outputs if output.request_id == request_id]
+        if request_id is not None and [(each.finish_reason, each.new_token_ids) for each in told] != [("error", [])]:
+            raise SimulationError(f"{request_id}: a wrong number of tokens is no error: {told}")
 
     def _fail_step(self, scheduled: SchedulerOutput) -> None:
         """The worker fails before it did anything, or after everything; what it was fetching is lost."""
@@ -533,13 +572,19 @@ class World:
 
     def _draft(self) -> None:
         config, rng = self.config, self.rng
-        if rng.random() >= config.draft_rate:
+        if not config.max_drafts or rng.random() >= config.draft_rate:
             return
         drafts = {}
         for request in self.scheduler.running:
             oracle = self.tracked[request.request_id].oracle
-            drafts[request.request_id] = oracle.guess(rng.randint(1, 4), config.draft_error, rng)
+            drafts[request.request_id] = oracle.guess(rng.randint(1, config.max_drafts), config.draft_error, rng)
+        before = {request.request_id: request.spec_token_ids for request in self.scheduler.running}
         self.scheduler.update_draft_token_ids(drafts)
+        for request in self.scheduler.running:
+            kept, guessed = request.spec_token_ids, drafts[request.request_id]
+            if kept not in (guessed[: len(kept)], before[request.request_id]):
+                raise SimulationError(f"{request.request_id} has drafts that nobody guessed: {kept}, not {guessed}")
+            self.totals.withheld += len(guessed) - len(kept)
 
     # --- watching -----------------------------------------------------------------------------------------------------
 
@@ -579,8 +624,13 @@ class World:
 
     def _check_drafts(self, event: events.DraftsVerified) -> None:
         self.tracked[event.request_id].features.add("speculation")
-        if not 0 <= event.num_accepted <= event.num_drafted:
-            raise SimulationError(f"more drafts were accepted than there were: {event}")
+        self.totals.drafted += event.num_drafted
+        self.totals.accepted += event.num_accepted
+        # A guess that is never wrong is accepted whole, and one that always is, not at all.
+        least = event.num_drafted if self.config.draft_error == 0 else 0
+        most = 0 if self.config.draft_error == 1 else event.num_drafted
+        if not least <= event.num_accepted <= most:
+            raise SimulationError(f"{least} to {most} drafts were to be accepted: {event}")
 
     def _check_victim(self, request_id: str) -> None:
         """16: the least important falls, never the most important, nobody more often than agreed."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from octavo.core.policy import is_decode
 from octavo.core.stop import check_stop
 from octavo.data import events
 from octavo.data.request import RequestStatus
 from octavo.outputs import EngineCoreOutput
 
 if TYPE_CHECKING:
+    from octavo.core.draft_policy import DraftPolicy
     from octavo.core.event_emitter import EventEmitter
     from octavo.core.fair_share import ServiceCounters
     from octavo.core.kv_cache_manager import KVCacheManager
@@ -33,12 +35,14 @@ class ResultProcessor:
         kv_cache_manager: KVCacheManager,
         transfers: KVTransfers,
         counters: ServiceCounters,
+        draft_policy: DraftPolicy,
         emitter: EventEmitter,
     ) -> None:
         self._lifecycle = lifecycle
         self._manager = kv_cache_manager
         self._transfers = transfers
         self._counters = counters
+        self._draft_policy = draft_policy
         self._emitter = emitter
 
     def process(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
@@ -96,6 +100,7 @@ class ResultProcessor:
             return self._lifecycle.fail(request, f"the worker sampled {num_sampled} tokens; {due}")
         if num_drafts:
             num_rejected = num_drafts + 1 - num_sampled
+            self._draft_policy.verified(request, num_drafts, num_sampled - 1)
             self._emitter.emit(events.DraftsVerified, request_id, num_drafts, num_sampled - 1)
         prompt_logprobs = _new_prompt_logprobs(request, result) if result.prompt_logprobs else []
         request.num_computed_tokens += count - num_rejected
@@ -121,6 +126,8 @@ class ResultProcessor:
             request.num_computed_in_all,
             request.admitted_time,
             pooled=result.pooled.get(request_id) if result.pooled else None,
+            num_draft_tokens=num_drafts,
+            num_accepted_tokens=num_drafts - num_rejected,
         )
 
     def fail(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
@@ -139,15 +146,20 @@ class ResultProcessor:
         return outputs
 
     def update_drafts(self, drafts: dict[str, list[int]]) -> None:
-        """Set what a proposer guesses to follow; drafts of requests that do not decode are dropped."""
+        """Set what a proposer guesses to follow, as far as it is worth a row of a step.
+
+        Drafts of requests that do not decode are dropped.
+        """
+        wanted: list[tuple[Request, int]] = []
         for request_id, token_ids in drafts.items():
             request = self._lifecycle.requests.get(request_id)
-            if request is None or request.status is not RequestStatus.RUNNING:
+            if request is None or request.status is not RequestStatus.RUNNING or not is_decode(request):
                 continue
-            sequence = request.sequence
-            if request.num_computed_tokens == len(sequence.token_ids) - 1:
-                room = request.max_total_tokens - len(sequence.token_ids) - 1
-                request.spec_token_ids = token_ids[: max(room, 0)]
+            room = request.max_total_tokens - len(request.sequence.token_ids) - 1
+            wanted.append((request, min(room, len(token_ids))))
+        num_decoding = sum(map(is_decode, self._lifecycle.running))
+        for (request, _), count in zip(wanted, self._draft_policy.allot(wanted, num_decoding), strict=True):
+            request.spec_token_ids = drafts[request.request_id][:count]
 
 
 def _new_prompt_logprobs(request: Request, result: ModelOutput) -> list[TokenLogprobs]:

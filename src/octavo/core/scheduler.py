@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from octavo.core import invariants
 from octavo.core.admission import create_admission
+from octavo.core.draft_policy import DraftPolicy
 from octavo.core.event_emitter import EventEmitter
 from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
 from octavo.core.kv_connector import KVConnector, NullConnector
@@ -104,7 +105,10 @@ class Scheduler:
         self._builder = OutputBuilder(manager, self.transfers)
         self._lifecycle = RequestLifecycle(self.policy, self.admission, manager, self.transfers, self._builder, emitter)
         self.requests, self.running, self.room = self._lifecycle.requests, self._lifecycle.running, self._lifecycle.room
-        self._results = ResultProcessor(self._lifecycle, manager, self.transfers, self.policy.counters, emitter)
+        self._draft_policy = DraftPolicy()
+        self._results = ResultProcessor(
+            self._lifecycle, manager, self.transfers, self.policy.counters, self._draft_policy, emitter
+        )
 
     @property
     def waiting(self) -> RequestQueue:
@@ -399,6 +403,7 @@ class Scheduler:
             return []
         self._open_step = None
         self._batching.learn(now - self._step_start)
+        self._draft_policy.learn(scheduled, now - self._step_start)
         return self._take_news() + self._results.process(scheduled, result)
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from octavo.data import events
+from octavo.data.draft_stats import DraftStats
 from octavo.data.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -99,12 +100,11 @@ class EngineStats:
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
     recomputed_tokens: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
     num_failed_steps: int = 0
     num_quarantined_blocks: int = 0
     request_success: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REASONS, 0))
     tenant_tokens: dict[str, list[int]] = field(default_factory=dict)
+    drafts: DraftStats = field(default_factory=DraftStats)
     iteration_tokens: Histogram = field(default_factory=partial(Histogram, _STEP_TOKEN_BOUNDS))
     time_to_first_token: Histogram = field(default_factory=partial(Histogram, _TTFT_BOUNDS))
     inter_token_latency: Histogram = field(default_factory=partial(Histogram, _ITL_BOUNDS))
@@ -175,8 +175,7 @@ class EngineMetrics:
                 stats.prefix_cache_queries += event.num_query_tokens
                 stats.prefix_cache_hits += event.num_hit_tokens
             case events.DraftsVerified():
-                stats.draft_tokens += event.num_drafted
-                stats.accepted_tokens += event.num_accepted
+                stats.drafts.add(event)
             case events.BlocksQuarantined():
                 stats.num_quarantined_blocks += len(event.block_ids)
             case events.StepFailed():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from octavo.errors import RequestError
 
 if TYPE_CHECKING:
+    from octavo.data.draft_stats import AcceptanceRates
     from octavo.sampling_params import SamplingParams
 
 MAX_CACHE_SALT_CHARS = 1024
@@ -90,9 +91,11 @@ class Request:
     tenant: whose request it is, for fair share; one of tenant_weight 2 gets twice the share of one of 1.
     adapter: identity of weights laid over the model's, part of the KV's.
     deadline: time on the engine's clock at which it is of no more use and ends with an error.
+    acceptance: how often its drafts came true; None before any was verified.
     """
 
     __slots__ = (
+        "acceptance",
         "adapter",
         "admitted_time",
         "arrival_index",
@@ -159,6 +162,7 @@ class Request:
         self.num_preemptions = 0
         self.num_prompt_logprobs = 0
         self.spec_token_ids: list[int] = []
+        self.acceptance: AcceptanceRates | None = None
         self.reads_prefix_cache = sampling_params.prompt_logprobs is None and sampling_params.pooling != "mean"
 
     @property

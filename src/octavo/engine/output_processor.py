@@ -248,7 +248,11 @@ class OutputProcessor:
             state.metrics.first_scheduled_time = news.admitted_time
         if news.new_token_ids and state.metrics.first_token_time is None:
             state.metrics.first_token_time = now
+        num_before = len(stream.token_ids)
         stop_found = self._append(state, stream, news)
+        if news.num_draft_tokens:
+            state.metrics.num_draft_tokens += news.num_draft_tokens
+            state.metrics.num_accepted_tokens += min(news.num_accepted_tokens, len(stream.token_ids) - num_before)
         if stop_found:
             self._owner.pop(news.request_id)
             return news.finish_reason is None

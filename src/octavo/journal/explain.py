@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octavo.data import events
+from octavo.data.draft_stats import DraftStats
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class _Teller:
         self.has_output = False
         self.num_steps = self.num_chunks = self.num_tokens = self.num_stalled = self.num_outranked = 0
         self.shared: Counter[str] = Counter()
+        self.drafts = DraftStats()
         self.rivals: list[str] = []
         self.held_up: dict[events.WaitReason, float] = defaultdict(float)
         self.blocked: tuple[events.RequestBlocked, float] | None = None
@@ -138,6 +140,8 @@ class _Teller:
             self.note_tokens(event)
         elif isinstance(event, events.RequestQueued):
             self.queued[event.request_id] = event
+        elif isinstance(event, events.DraftsVerified) and event.request_id == self.request_id:
+            self.drafts.add(event)
         if isinstance(event, events.RequestEvent) and event.request_id == self.request_id:
             self.note_own(event)
 
@@ -156,6 +160,8 @@ class _Teller:
             result.reasons.append(f"its prompt was computed in {self.num_chunks} chunks beside other requests")
         if self.num_tokens:
             result.reasons.append(f"it took part in {self.num_steps} steps and generated {self.num_tokens} tokens")
+        if self.drafts.num_drafts:
+            result.reasons.append(_how_drafts_went(self.drafts))
         others = [f"{name} ({count} tokens)" for name, count in self.shared.most_common(3)]
         if others:
             result.reasons.append(f"its steps were shared most with {', '.join(others)}")
@@ -267,6 +273,14 @@ class _Teller:
             )
             if others:
                 yield f"while it queued, {others} of {total} computed tokens went to other tenants"
+
+
+def _how_drafts_went(drafts: DraftStats) -> str:
+    rates = ", ".join(f"{100 * rate:.0f} %" for rate in drafts.acceptance_rate_per_pos)
+    return (
+        f"{drafts.num_accepted_tokens} of {drafts.num_draft_tokens} guessed tokens were right (by their place in the "
+        f"guess: {rates}); it got {drafts.tokens_per_step:.2f} tokens of a step in which some were verified"
+    )
 
 
 def _why_missed(event: events.PrefixCacheQueried) -> str:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -435,6 +435,53 @@ def test_metrics_are_what_prometheus_reads(shared: Running) -> None:
     assert "/made/up/path" not in handlers
     assert "MADEUP" not in {sample.labels["method"] for sample in families["http_requests"].samples}
     assert value("http_requests", "http_requests_total", handler="none", status="404") >= 1
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (COMPLETIONS, {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+def test_guesses_are_told_in_the_usage_and_in_the_metrics(path: str, asked: dict[str, Any]) -> None:
+    """At least the first guesses of both choices are verified; how many behind them hangs on how long steps take."""
+    body = {**asked, "model": "fake", "max_tokens": 8, "ignore_eos": True, "n": 2}
+    with run_server(FakeExecutor(guesses=(True, True, False))) as running, running.http() as http:
+        usage = http.post(path, json=body).json()["usage"]
+        drafts, text = running.engine.core.metrics.stats.drafts, http.get("/metrics").text
+        figures, places = astuple(drafts)[:3], list(drafts.num_accepted_tokens_per_pos)
+        streamed = http.post(path, json={**body, "stream": True, "stream_options": {"include_usage": True}}).text
+    num_drafts, num_drafted, num_accepted = figures
+    assert num_drafts >= 2
+    assert places[0] >= 2
+    assert places[2] == 0
+    assert usage["completion_tokens"] == 16
+    assert usage["completion_tokens_details"] == {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": num_accepted,
+        "rejected_prediction_tokens": num_drafted - num_accepted,
+    }
+    assert '"accepted_prediction_tokens":' in streamed
+    for name, count in (
+        ("num_drafts_total{", num_drafts),
+        ("num_draft_tokens_total{", num_drafted),
+        ("num_accepted_tokens_total{", num_accepted),
+        ('num_accepted_tokens_per_pos_total{model_name="fake",position="0"', places[0]),
+        ('num_accepted_tokens_per_pos_total{model_name="fake",position="2"', 0),
+    ):
+        [line] = [each for each in text.splitlines() if each.startswith(f"octavo:spec_decode_{name}")]
+        assert line.endswith(f" {float(count)}"), line
+
+
+def test_guesses_behind_a_stop_string_are_none_of_the_answer() -> None:
+    body = {"prompt": "x", "max_tokens": 30, "stop": "c"}
+    with run_server(FakeExecutor(answer="abcdefg", guesses=(True, True, True))) as running, running.http() as http:
+        usage = http.post(COMPLETIONS, json=body).json()["usage"]
+    assert usage["completion_tokens"] == 3  # a, then b, c and what is behind it
+    details = {"reasoning_tokens": 0, "accepted_prediction_tokens": 2, "rejected_prediction_tokens": 1}
+    assert usage["completion_tokens_details"] == details
+    assert usage["receipt"]["wasted_tokens"] == 2
 
 
 def test_refusals_are_counted() -> None:

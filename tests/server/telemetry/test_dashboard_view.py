@@ -10,6 +10,7 @@ import pytest
 from fakes import make_engine
 
 from octavo.data.events import (
+    DraftsVerified,
     RequestAdmitted,
     RequestFinished,
     RequestPreempted,
@@ -73,7 +74,7 @@ class Watched:
         self.events: list[Any] = []
 
     def look(self) -> None:
-        for snapshot in self.snapshot_feed.look():
+        for snapshot in self.feed.look():
             self.events += snapshot.events
             self.view.take(snapshot)
 
@@ -149,6 +150,24 @@ def test_parts_of_prompts_are_told_from_generated_tokens() -> None:
     watched.look()
     parts = [part for step in watched.view.steps for part in step.parts]
     assert parts == [(1, 30, True), (1, 1, False), (1, 1, False), (1, 1, False)]
+
+
+def test_a_step_tells_which_guesses_were_right() -> None:
+    watched = Watched(0)
+    watched.engine.core.executor.guesses = (True, True, False)  # type: ignore[attr-defined]
+    watched.engine.add_request("one", "x" * 30, SamplingParams(max_tokens=8, ignore_eos=True))
+    while watched.engine.has_unfinished_requests():
+        watched.engine.step()
+    watched.look()
+    watched.page.take(watched.cursor.frame())
+    steps = watched.page.steps
+    assert [step[3:] for step in steps[:2]] == [[[(1, 30, True)], []], [[(1, 4, False)], [(1, 3, 2)]]]
+    verified = {
+        each.step: (1, each.num_drafted, each.num_accepted)
+        for each in watched.events
+        if isinstance(each, DraftsVerified)
+    }
+    assert {step[0]: step[4][0] for step in steps if step[4]} == verified
 
 
 def test_a_watcher_who_comes_back_late_gets_what_is_kept() -> None:

@@ -23,7 +23,7 @@ from octavo.runtime.faults import error_for, is_fault, request_failed
 from octavo.runtime.text_work import beside
 from octavo.sampling_params import RequestOutputKind
 from octavo.server.answers.answer_size import LogprobLimit, num_entries
-from octavo.server.api.openai.replies import PromptTokensDetails, Receipt, Usage
+from octavo.server.api.openai.replies import CompletionTokensDetails, PromptTokensDetails, Receipt, Usage
 from octavo.server.errors import note_error, to_http
 
 if TYPE_CHECKING:
@@ -232,6 +232,10 @@ class UsageCounter:
         usage = Usage(num_prompt_tokens, self._num_completion_tokens, total, PromptTokensDetails(num_cached_tokens))
         if self._ended:
             usage.receipt = self._receipt
+        num_drafted = sum(each.num_draft_tokens for each in self.metrics)
+        if num_drafted:
+            num_accepted = sum(each.num_accepted_tokens for each in self.metrics)
+            usage.completion_tokens_details = CompletionTokensDetails(0, num_accepted, num_drafted - num_accepted)
         return usage
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from octavo.data.capacity import EngineCapacity
+    from octavo.data.draft_stats import DraftStats
     from octavo.data.metrics import Histogram
     from octavo.server.service import Service
 
@@ -41,8 +42,6 @@ _COUNTERS = (
     ("prefix_cache_hits", "prefix_cache_hits", "Tokens that were found in the prefix cache."),
     ("num_preemptions", "num_preemptions", "Requests that gave their blocks to others."),
     ("recomputed_tokens", "recomputed_tokens", "Tokens that a preemption left to be computed again."),
-    ("draft_tokens", "spec_decode_num_draft_tokens", "Tokens that were guessed."),
-    ("accepted_tokens", "spec_decode_num_accepted_tokens", "Guessed tokens that were right."),
     ("num_steps", "engine_steps", "Steps that computed something."),
     ("num_failed_steps", "engine_failed_steps", "Steps that the worker could not do."),
     (
@@ -50,6 +49,16 @@ _COUNTERS = (
         "quarantined_blocks",
         "KV blocks that are not used any more, as their books were wrong.",
     ),
+)
+# (attribute of DraftStats, what it says); names are spec_decode_ and the attribute
+_DRAFT_COUNTERS = (
+    ("num_drafts", "Guesses that were verified, each of one request in one step."),
+    ("num_draft_tokens", "Tokens that were guessed."),
+    ("num_accepted_tokens", "Guessed tokens that were right."),
+)
+_DRAFT_POSITIONS = (
+    ("num_draft_tokens_per_pos", "Tokens that were guessed, by their place in the guess."),
+    ("num_accepted_tokens_per_pos", "Guessed tokens that were right, by their place in the guess."),
 )
 _HISTOGRAMS = (
     ("iteration_tokens", "iteration_tokens_total", "Tokens of a step."),
@@ -115,6 +124,7 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"octavo:{name}", text, labels=["model_name"])
             counter.add_metric(model, getattr(stats, attribute))
             yield counter
+        yield from _drafts(stats.drafts, model)
         for attribute, name, text in _HISTOGRAMS:
             yield _histogram(name, text, model, getattr(stats, attribute))
         endings = CounterMetricFamily(
@@ -150,6 +160,19 @@ def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
     config = GaugeMetricFamily("octavo:cache_config_info", "The KV cache, in labels; always 1.", labels=labels)
     config.add_metric([*model, *(str(getattr(capacity, name)) for name in _CACHE_CONFIG)], 1)
     yield config
+
+
+def _drafts(drafts: DraftStats, model: list[str]) -> Iterator[Metric]:
+    """How often guesses come true; the rate of a place is its accepted tokens by its draft tokens."""
+    for attribute, text in _DRAFT_COUNTERS:
+        counter = CounterMetricFamily(f"octavo:spec_decode_{attribute}", text, labels=["model_name"])
+        counter.add_metric(model, getattr(drafts, attribute))
+        yield counter
+    for attribute, text in _DRAFT_POSITIONS:
+        counter = CounterMetricFamily(f"octavo:spec_decode_{attribute}", text, labels=["model_name", "position"])
+        for position, count in enumerate(list(getattr(drafts, attribute))):
+            counter.add_metric([*model, str(position)], count)
+        yield counter
 
 
 def _histogram(name: str, text: str, model: list[str], histogram: Histogram) -> Metric:

@@ -192,7 +192,8 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         """Add how many of the tokens were reasoning."""
         if self._form.has_reasoning:
             num_tokens = sum(answer.reader.num_reasoning_tokens for answer in self._answers.values())
-            usage.completion_tokens_details = CompletionTokensDetails(num_tokens)
+            usage.completion_tokens_details = usage.completion_tokens_details or CompletionTokensDetails()
+            usage.completion_tokens_details.reasoning_tokens = num_tokens
         return usage
 
     def _event(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatCompletionChunk:

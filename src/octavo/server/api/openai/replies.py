@@ -17,9 +17,14 @@ class PromptTokensDetails(Struct):
 
 
 class CompletionTokensDetails(Struct):
-    """Of the generated tokens, those of the reasoning."""
+    """Of the generated tokens, those of the reasoning, and those that were guessed before.
+
+    rejected_prediction_tokens: guessed in vain, which are none of the generated ones.
+    """
 
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Receipt(Struct):

@@ -81,16 +81,20 @@ class Second:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that ended. parts: (request's number, its tokens, whether they are of its prompt), as in the batch."""
+    """A step that ended. parts: (request's number, its tokens, whether they are of its prompt), as in the batch.
+
+    drafts: (request's number, how many of its tokens were guessed, how many of these were right).
+    """
 
     number: int
     start: float
     seconds: float
     parts: list[tuple[int, int, bool]]
+    drafts: list[tuple[int, int, int]]
 
     def row(self) -> list[Any]:
         """Return it as the page reads it."""
-        return [self.number, round(self.start, 4), round(self.seconds, 5), self.parts]
+        return [self.number, round(self.start, 4), round(self.seconds, 5), self.parts, self.drafts]
 
 
 @dataclass(slots=True)
@@ -153,6 +157,7 @@ class LiveView:
         self._ended: deque[str] = deque()
         self._num_requests = 0
         self._step: tuple[events.StepScheduled, list[tuple[int, int, bool]]] | None = None
+        self._drafts: list[tuple[int, int, int]] = []
 
     def take(self, snapshot: Snapshot) -> None:
         """Follow what happened."""
@@ -295,6 +300,8 @@ class LiveView:
                 self._move(shown, PREEMPTED)
                 shown.num_preemptions += 1
                 self.num_preemptions += 1
+            case events.DraftsVerified():
+                self._drafts.append((shown.number, event.num_drafted, event.num_accepted))
             case events.RequestFinished():
                 self._move(shown, event.reason)
                 shown.ended, shown.num_generated = event.time, event.num_output_tokens
@@ -328,9 +335,10 @@ class LiveView:
     def _close_step(self, time: float) -> None:
         if self._step is not None:
             event, parts = self._step
-            self.steps.append(Step(event.step, event.time, time - event.time, parts))
+            self.steps.append(Step(event.step, event.time, time - event.time, parts, self._drafts))
             self.num_steps += 1
             self._step = None
+        self._drafts = []
 
     def _take_tokens(self, event: events.StepCompleted) -> None:
         second, now = self._second(event.time), event.time

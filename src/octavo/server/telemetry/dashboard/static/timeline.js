@@ -25,7 +25,10 @@ export class Timeline {
     this.lanes = new Map();
   }
 
-  /** steps: [number, start, seconds, [[request, tokens, is of a prompt], ...]]; before them so many were left out. */
+  /**
+   * steps: [number, start, seconds, [[request, tokens, is of a prompt], ...], [[request, guessed, right], ...]];
+   * before them so many were left out.
+   */
   add(steps, numLeftOut) {
     if (steps.length) this.leftOut.set(steps[0][0], numLeftOut);
     this.steps.push(...steps);
@@ -63,6 +66,7 @@ export class Timeline {
     const left = width - steps.length * COLUMN;
     steps.forEach((step, i) => {
       const x = left + i * COLUMN;
+      const numRight = new Map(step[4].map((draft) => [draft[0], draft[2]]));
       let tokens = 0;
       for (const [number, count, isPrompt] of step[3]) {
         tokens += count;
@@ -70,7 +74,10 @@ export class Timeline {
         const thick = Math.max(lane - 1, 1);
         context.fillStyle = requestColor(number);
         if (isPrompt) context.fillRect(x, y, COLUMN - 1, thick);
-        else context.fillRect(x, y + thick * 0.35, COLUMN - 1, Math.max(thick * 0.4, 1));
+        else {
+          const tall = Math.min(0.4 + 0.1 * (numRight.get(number) ?? 0), 1); // thicker with each guess that was right
+          context.fillRect(x, y + thick * (1 - tall) * 0.6, COLUMN - 1, Math.max(thick * tall, 1));
+        }
       }
       context.fillStyle = color("cached");
       const tall = Math.max((tokens / most) * (FOOT - 18), 1);
@@ -102,7 +109,9 @@ export class Timeline {
     const about = `step ${step[0]}: ${total} tokens for ${step[3].length} requests in ${duration(step[2])}`;
     const part = y < room && step[3].find((each) => this.lanes.get(each[0]) === Math.floor(y / lane));
     if (!part) return about;
-    const what = part[2] ? "of its prompt" : part[1] > 1 ? "with guessed ones" : "generated";
+    const draft = step[4].find((each) => each[0] === part[0]);
+    const guessed = draft ? `, ${draft[2]} of ${draft[1]} guessed ones right` : "";
+    const what = part[2] ? "of its prompt" : `generated${guessed}`;
     return `${this.name(part[0])}: ${part[1]} ${part[1] > 1 ? "tokens" : "token"} ${what}\n${about}`;
   }
 }
