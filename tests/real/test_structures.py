@@ -286,7 +286,8 @@ def test_answers_have_the_form_that_was_asked_for(name, checkpoint, sampled, rea
                 return "streamed otherwise", answer
             return fault(kind, answer, is_short=is_short) or answer.finish_reason, answer
 
-        kinds, seeds = MODELS[name], ((0, 1), range(6))
+        kinds = MODELS[name]
+        seeds = (0, 1), range(-(-32 // len(kinds)))  # temperatures, and as many seeds as give each model 500 answers
         chosen = sampled(
             [
                 *product(kinds, THINKING, *seeds, ("plain", "likely")),
