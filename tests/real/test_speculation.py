@@ -24,6 +24,7 @@ def test_answers_are_the_same_with_and_without(real_model):
         config = None if method is None else {"method": method, "num_speculative_tokens": 6}
         options = {"kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 8}
         llm = LLM(str(real_model("smollm2")), speculative_config=config, **options)
+        verify_all(llm.llm_engine)
         outputs = [output.outputs[0] for output in llm.chat(CHATS, params, use_tqdm=False)]
         answers.append([(each.token_ids, each.logprobs, each.text) for each in outputs])
         assert answers[-1] == answers[0]
