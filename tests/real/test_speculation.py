@@ -1,5 +1,7 @@
 """Answers of a real model are the same with speculation: SmolLM2-135M-Instruct, copying and telling."""
 
+from scripted_drafts import verify_all
+
 from octavo import LLM, SamplingParams
 from octavo.data.events import DraftsVerified
 
