@@ -79,21 +79,25 @@ def measure_streams(arguments: argparse.Namespace) -> None:
     llms = {method: load(arguments, method) for method in METHODS}
     params = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens, ignore_eos=True)
     rates: dict[str, list[float]] = {f"{method}{again}": [] for method in METHODS for again in ("", ", asked again")}
+    num_steps = dict.fromkeys(rates, 0)
     for turn in range(arguments.repeat):
         answers = []
         for method, llm in llms.items():
             for again in ("", ", asked again"):
                 llm.reset_prefix_cache()
+                before = llm.llm_engine.core.scheduler.get_stats().num_steps
                 rate, tokens = run(llm, turn, params)
+                num_steps[f"{method}{again}"] += llm.llm_engine.core.scheduler.get_stats().num_steps - before
                 rates[f"{method}{again}"].append(rate)
                 answers.append(tokens)
         if any(tokens != answers[0] for tokens in answers):
             raise SystemExit("tokens differ")
-    print("| method | tok/s | ratio to none |\n|---|---|---|")
+    num_tokens = arguments.repeat * len(NAMES) * arguments.max_tokens
+    print("| method | tok/s | ratio to none | tokens a step |\n|---|---|---|---|")
     for name, found in rates.items():
         base = rates["none" + name.removeprefix(name.partition(",")[0])]
         ratio = statistics.median(rate / none for rate, none in zip(found, base, strict=True))
-        print(f"| {name} | {statistics.median(found):.1f} | {ratio:.2f} |")
+        print(f"| {name} | {statistics.median(found):.1f} | {ratio:.2f} | {num_tokens / num_steps[name]:.2f} |")
 
 
 def load(arguments: argparse.Namespace, method: str) -> LLM:

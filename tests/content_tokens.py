@@ -100,11 +100,13 @@ def check_answer(writer: Writer, prompt: list[int], draw: random.Random) -> None
     else:
         ids.append(writer.tokenizer.eos_token_id or 0)
     told = _told(writer, prompt, ids, "length" if is_cut else "stop", draw)
-    if not is_cut:
-        assert [message for message, _ in told] == [content for _, content in contents], text
+    if not is_cut and [message for message, _ in told] != [content for _, content in contents]:
+        raise AssertionError((text, told, contents))
     for (start, content), (message, tokens) in zip(contents, told, strict=False):
-        assert content.startswith(message.rstrip().rstrip("\ufffd")), (text, message)
-        assert tokens == _covering(writer, text, ids, start, start + len(message)), (text, message, ids)
+        if not content.startswith(message.rstrip().rstrip("\ufffd")):
+            raise AssertionError((text, message))
+        if tokens != (covering := _covering(writer, text, ids, start, start + len(message))):
+            raise AssertionError((text, message, ids, tokens, covering))
 
 
 def _covering(writer: Writer, text: str, ids: list[int], start: int, end: int) -> list[int]:
@@ -143,7 +145,8 @@ def _told(
             for part in reader.read(output.outputs[0]):
                 tokens = [int(-entry.logprob) for entry in logprobs.take(part)]
                 if part.kind != "content":
-                    assert not tokens
+                    if tokens:
+                        raise AssertionError((part, tokens))
                 elif kind == "content":
                     told[-1] = told[-1][0] + part.text, told[-1][1] + tokens
                 else:

@@ -220,6 +220,11 @@ def test_vllms_other_arguments(checkpoint):
             ConfigError,
             "one of ngram, suffix, got 'x'",
         ),
+        (
+            {"model": "/no/such/path", "speculative_config": {"method": "suffix", "prompt_lookup_max": 3}},
+            ConfigError,
+            "prompt_lookup_max is a field of method ngram",
+        ),
     ],
 )
 def test_bad_configurations_say_what_is_wrong(checkpoint, arguments, error, words):

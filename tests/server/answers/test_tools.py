@@ -10,7 +10,7 @@ import pytest
 from fakes import FakeChatTemplate, FakeExecutor, make_engine
 from running import DEADLINE_S, run_server, wait_until
 
-from octavo.config import TOOL_CALL_PARSERS
+from octavo.config.server import TOOL_CALL_PARSERS
 from octavo.server.answers.answer_form import AnswerStyle
 from octavo.server.answers.parts import PlainParser
 from octavo.server.answers.tool_formats import TOOL_FORMATS, HermesFormat, LlamaFormat, NamedMistralFormat

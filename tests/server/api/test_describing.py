@@ -122,5 +122,5 @@ def test_llama_cpp_s_form_of_tokenizing(shared: Running) -> None:
         assert http.post("/tokenize", json={"content": "hi"}).json() == {"tokens": [104, 105]}
         assert http.post("/tokenize", json={"content": "", "add_special": True}).json() == {"tokens": []}
         assert http.post("/detokenize", json={"tokens": [104, 105]}).json()["content"] == "hi"
-        for refused in ({"parse_special": False}, {"with_pieces": True}, {"prompt": "hi"}):
+        for refused in ({"parse_special": False}, {"prompt": "hi"}):
             assert http.post("/tokenize", json={"content": "hi", **refused}).status_code == 400
