@@ -1,5 +1,7 @@
 """Answers of a real model are the same with speculation: SmolLM2-135M-Instruct, copying and telling."""
 
+from scripted_drafts import verify_all
+
 from octavo import LLM, SamplingParams
 from octavo.data.events import DraftsVerified
 
@@ -24,6 +26,7 @@ def test_answers_are_the_same_with_and_without(real_model):
         config = None if method is None else {"method": method, "num_speculative_tokens": 6}
         options = {"kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 8}
         llm = LLM(str(real_model("smollm2")), speculative_config=config, **options)
+        verify_all(llm.llm_engine)
         outputs = [output.outputs[0] for output in llm.chat(CHATS, params, use_tqdm=False)]
         answers.append([(each.token_ids, each.logprobs, each.text) for each in outputs])
         assert answers[-1] == answers[0]
