@@ -487,11 +487,8 @@ class Scheduler:
 
     def block_map(self) -> BlockMap:
         """Who holds which block now; transfers hold some, too, for nobody or beside a request."""
-        holders = {
-            request_id: list(request.sequence.block_table)
-            for request_id, request in self.requests.items()
-            if request.sequence.block_table
-        }
+        tables = ((request_id, request.sequence.block_table) for request_id, request in self.requests.items())
+        holders = {request_id: list(table) for request_id, table in tables if table}
         manager = self.kv_cache_manager
         return BlockMap(manager.block_size, manager.pool.states(), holders)
 
