@@ -256,7 +256,7 @@ REPLIES: dict[str, tuple[type, dict[str, Any], str]] = {  # path -> its replies,
     "/v1/embeddings": (embeddings.EmbeddingReply, {"input": VICTIM}, "embd-"),
 }
 WHOLE_REPLIES = [(path, "whole") for path in REPLIES if path != "/generate_stream"]
-STREAMED_REPLIES = product([path for path in REPLIES if path not in {"/generate", "/v1/embeddings"}], ["news", "end"])
+STREAMED_REPLIES = product([path for path in REPLIES if path not in {"/generate", "/v1/embeddings"}], ["update", "end"])
 
 
 def told_last(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from scripted_drafts import verify_all
 
 from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.structured_output.grammars import Matcher
@@ -36,7 +37,9 @@ class Told:
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(max_num_seqs=4, num_gpu_blocks_override=64)
+    llm = LLM(max_num_seqs=4, num_gpu_blocks_override=64)
+    verify_all(llm.llm_engine)
+    return llm
 
 
 def start(llm, drafts: list[int], **asked) -> tuple[Told, list[list[int]]]:

@@ -162,7 +162,7 @@ def test_steps_that_come_together_have_an_event_for_each_token() -> None:
         logprobs = [{token_id: Logprob(-token_id, 1)} for token_id in token_ids]
         completion = CompletionOutput(0, text, token_ids, logprobs=logprobs, finish_reason=finish_reason)
         output = RequestOutput("0", None, [1, 2], [completion], finished=completion.finished)
-        events = reply.news(ChoiceUpdate(0, is_first=False, completion=completion, output=output), None).decode()
+        events = reply.update(ChoiceUpdate(0, is_first=False, completion=completion, output=output), None).decode()
         return [json.loads(line.removeprefix("data: ")) for line in events.split("\n\n") if line]
 
     events = [*told("ab", [7]), *told("cde", [8, 9, 10]), *told("f", [11, EOS], "stop")]
