@@ -213,6 +213,9 @@ def test_steps_with_prompts_tell_nothing_of_a_row(counts, drafts, is_new, is_tol
         total_num_scheduled_tokens = sum(counts.values())
 
     policy.learn(Scheduled(), 2.0)
+    assert policy.step_cost.seconds(100) == 0.0  # nobody drafts
+    policy.allot([(make_request("a"), 1)], 1)
+    policy.learn(Scheduled(), 2.0)
     assert (policy.step_cost.seconds(100) == 2.0) is is_told
     assert (policy.step_cost.seconds(100) == 0.0) is not is_told
 

@@ -90,6 +90,7 @@ class DraftPolicy:
     def __init__(self) -> None:
         self.step_cost = StepCost()
         self._everyone = AcceptanceRates(decay=0.98)
+        self._has_drafts = False  # a proposer is there; else steps cost nothing here
 
     def verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Take in how many drafts of a request came true."""
@@ -99,6 +100,8 @@ class DraftPolicy:
 
     def learn(self, scheduled: SchedulerOutput, seconds: float) -> None:
         """Take in how long a step took, unless prompts shared it: their rows cost other than those of answers."""
+        if not self._has_drafts:
+            return
         counts, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
         num_rows = len(counts) + sum(map(len, drafts.values()))
         if counts and not scheduled.scheduled_new_reqs and num_rows == scheduled.total_num_scheduled_tokens:
@@ -111,6 +114,7 @@ class DraftPolicy:
         """
         if not wanted:
             return []
+        self._has_drafts = True
         longest = max(count for _, count in wanted)
         priors = self._everyone.rates([_FIRST_RATE] * longest)
         candidates: list[tuple[float, int]] = []

@@ -1,4 +1,4 @@
-"""The seams through which the engine reaches the world: who computes a step, and what time it is."""
+"""The seam through which the engine reaches who computes a step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,6 @@ if TYPE_CHECKING:
     from octavo.data.model_output import ModelOutput
     from octavo.data.scheduler_output import SchedulerOutput
     from octavo.sampling_params import SamplingParams
-
-
-class Clock(Protocol):
-    """Seconds that never go backwards; `time.monotonic` in production, a virtual one in tests."""
-
-    def __call__(self) -> float:
-        """Return the time now."""
-        ...
 
 
 class Executor(Protocol):
