@@ -354,6 +354,8 @@ def test_who_gets_no_token_of_the_step_or_has_no_room_is_not_asked():
     prompt.num_computed_tokens = 4
     last.max_total_tokens = 8
     assert bounds(policy, prompt, last, short) == {"prompt": 0, "last": 0, "short": 0}
+    last.max_total_tokens, policy.pass_cost = 6, measured((1, 0.01), (2, 9.0))
+    assert bounds(policy, last, short) == {}, "nobody shares a pass with it"
     assert policy.bound({}, {}) == {}
 
 
@@ -369,6 +371,9 @@ def test_what_a_guess_took_is_no_part_of_the_step_and_is_shared_by_its_passes():
     assert policy.pass_cost._measured[2].seconds == pytest.approx(0.3)
     policy.learn(Scheduled("c"), guessed(9.0, 3), 8.0)  # clocks differ
     assert policy.step_cost.seconds(1) == 0.0
+    other = DraftPolicy()
+    other.learn(Scheduled("a", {"a": 0}), guessed(0.5, 1), 2.0)
+    assert other.pass_cost._measured.keys() == {1}
 
 
 def test_what_a_pass_takes_is_measured_again_after_long():

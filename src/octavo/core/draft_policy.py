@@ -78,8 +78,8 @@ class StepCost:
         self._curve = [(each.rows, most) for each, most in zip(self._measured.values(), slowest, strict=True)]
 
     def is_measured(self, rows: int) -> bool:
-        """Whether steps of so many rows, or of fewer, were measured."""
-        return bool(self._curve) and self._curve[0][0] <= rows
+        """Whether steps of so many rows, or of fewer, are among those that were measured."""
+        return self._curve[0][0] <= rows
 
     def seconds(self, rows: int) -> float:
         """Return how long a step takes; 0 where nothing is known."""
