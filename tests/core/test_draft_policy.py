@@ -310,8 +310,22 @@ def policy_of_model(step_costs, pass_costs, most=4):
 def test_nobody_is_bound_where_guesses_are_looked_up():
     policy = policy_with((1, 1.0), (2, 9.0))
     assert bounds(policy, make_request()) == {}
-    policy.learn(Scheduled("r"), guessed(0.5, 0), 1.0)
-    assert bounds(policy, make_request()) == {}
+    policy.learn(Scheduled("r"), guessed(0.014, 0), 1.014)
+    assert bounds(policy, make_request()) == {}, "a credit, and a small share of the step"
+
+
+def test_looking_up_is_seldom_tried_where_it_takes_more_than_it_gains():
+    policy, request = DraftPolicy(), make_request()
+
+    def guesses(drafts=(), num_accepted=0):
+        if drafts:
+            policy.verified(request, len(drafts), num_accepted)
+        policy.learn(Scheduled("r", drafts={"r": drafts} if drafts else {}), guessed(0.1, 0), 1.1)
+        return bounds(policy, request) == {}
+
+    assert [guesses() for _ in range(48)] == 3 * [*[False] * 15, True]
+    assert guesses([5, 6], 2), "two tokens were had for nothing"
+    assert all(guesses([5], 1) for _ in range(30))
 
 
 def test_nobody_is_bound_before_a_model_was_measured():
