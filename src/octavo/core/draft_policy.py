@@ -169,7 +169,8 @@ class DraftPolicy:
             self._spent_s = _OLDER_GUESSES * self._spent_s + spent_s
             self._gained_s *= _OLDER_GUESSES
             self._steps_s = _OLDER_GUESSES * self._steps_s + step_s
-        self._gained_s += num_accepted / num_requests * without_s - (self.step_cost.seconds(num_rows) - without_s)
+        gained_s = num_accepted / num_requests * without_s - (self.step_cost.seconds(num_rows) - without_s)
+        self._gained_s += max(gained_s, 0.0)  # rows in vain are none of the guess's cost: who verified them decides
 
     def _skips_guess(self) -> bool:
         """Whether looking up costs more than it gained of late, and more than a step's noise; seldom it is tried."""
