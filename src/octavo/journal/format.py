@@ -9,7 +9,8 @@ agree in tokens, and nothing else can be read from them. A cache salt stands as 
     ["f", t, [numbers], status]                                     requests were ended from outside
     ["s", t, checksum]                                              a step was decided
     ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, arrived], ...]]   its result; a request that
-                                                                    was due one token and got it is left out
+                                                                    was due one token and got it is left out; one whose
+                                                                    token is postponed has none, and no error
     ["x", t, message]                                               the step failed
     ["d", {number: count}]                                          drafts were proposed
     ["p", [numbers]], ["r"]                                         preempt these; forget the prefix cache

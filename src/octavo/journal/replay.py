@@ -101,6 +101,7 @@ class _Player:
         exceptions = {self.names[number]: (sampled, *rest) for number, sampled, *rest in told}
         sampled_ids: dict[str, list[int]] = {}
         errors: dict[str, str] = {}
+        postponed: set[str] = set()
         for name, count in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests.get(name)
             if request is None:
@@ -111,8 +112,11 @@ class _Player:
                 errors[name] = error
             elif num_sampled:
                 sampled_ids[name] = self._tokens(request, num_sampled, num_accepted, reason)
+            elif is_due:
+                postponed.add(name)
         self.scheduler.update_from_output(
-            scheduled, ModelOutput(scheduled.step, sampled_ids, errors=errors, kv_loads=kv_loads)
+            scheduled,
+            ModelOutput(scheduled.step, sampled_ids, errors=errors, postponed=postponed, kv_loads=kv_loads),
         )
 
     def _tokens(self, request: Request, num_sampled: int, num_accepted: int, reason: str | None) -> list[int]:
