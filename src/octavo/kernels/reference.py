@@ -224,7 +224,7 @@ def _sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     greedy = temperature == 0
     scaled = logits / torch.where(greedy, 1.0, temperature).unsqueeze(1)
     noise = gumbel_noise(seed, position, sample_index, logits.shape[1])
-    keys = torch.where(_kept(scaled, rows), scaled + noise, -torch.inf)
+    keys = torch.where(kept_tokens(scaled, rows), scaled + noise, -torch.inf)
     keys = torch.where(greedy.unsqueeze(1), logits, keys)
     largest = keys.amax(dim=1, keepdim=True)
     ids = torch.arange(logits.shape[1], device=logits.device)
@@ -257,8 +257,8 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: f
     return torch.einsum("nkgs,skd->nkgd", scores.softmax(dim=-1), values).reshape(num_rows, num_heads * head_dim)
 
 
-def _kept(scaled: Tensor, rows: SamplingRows) -> Tensor:
-    """Which tokens min_p, then top_k, then top_p leave: bool [n, vocab].
+def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
+    """Return which tokens min_p, then top_k, then top_p leave: logits / temperature [n, vocab] -> bool [n, vocab].
 
     min_p keeps value >= max + ln(min_p). top_k and top_p keep a prefix of the order (value descending, id ascending);
     top_p the shortest whose probability, a float64 sum in that order, reaches it.
