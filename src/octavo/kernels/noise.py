@@ -8,8 +8,8 @@ Random words: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as
     counter = (c, position, sample_index, stream)   c    = (t >> 6) * 16 + (t & 15)   for token id t
     word w of t = word number (t >> 4) & 3          (sixteen lanes of one call serve 64 consecutive ids)
 
-The Gumbel noise of a choice has stream 0. From word to noise, in IEEE float32. Every operation below rounds once, to nearest even; nothing is fused. With
-x = (w + 0.5) / 2^32, a point of (0, 1), the noise is G = -ln(E), E = -ln(1 - x):
+The Gumbel noise of a choice has stream 0. From word to noise, in IEEE float32. Every operation below rounds once, to
+nearest even; nothing is fused. With x = (w + 0.5) / 2^32, a point of (0, 1), the noise is G = -ln(E), E = -ln(1 - x):
 
     u = w if w < 2^31 else 2^32 - 1 - w          distance to the nearer end, so that both tails keep full precision
     t = (float(u) + 0.5) * 2^-32
@@ -24,7 +24,7 @@ x = (w + 0.5) / 2^32, a point of (0, 1), the noise is G = -ln(E), E = -ln(1 - x)
 
 G lies in (-3.14, 22.88).
 
-A uniform number of another stream is ((w of t = 0) * 2^20 + (w of t = 1 >> 12) + 0.5) / 2^52, which is exact in float64.
+A uniform number takes words 0 and 1 of c = 0: (word 0 * 2^20 + (word 1 >> 12) + 0.5) / 2^52, which is exact in float64.
 """
 
 from __future__ import annotations
@@ -66,26 +66,33 @@ def gumbel_noise(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_siz
 
 def uniform_noise(seed: Tensor, position: Tensor, sample_index: Tensor, stream: Stream) -> Tensor:
     """Return a number of (0, 1) for each place: integer tensors [n] -> float64 [n]."""
-    high, low = philox_words(seed, position, sample_index, 2, stream).unbind(dim=1)
-    return ((high << 20 | low >> 12).to(torch.float64) + 0.5) * 2.0**-52
+    counter = torch.zeros(1, dtype=torch.int64, device=seed.device)
+    high, low, _, _ = _philox(counter, seed, position, sample_index, stream)
+    return ((high << 20 | low >> 12).to(torch.float64).squeeze(1) + 0.5) * 2.0**-52
 
 
-def philox_words(
-    seed: Tensor, position: Tensor, sample_index: Tensor, vocab_size: int, stream: Stream = Stream.CHOICE
-) -> Tensor:
+def philox_words(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_size: int) -> Tensor:
     """Return the random 32-bit words of token ids 0 .. vocab_size - 1, as int64 [n, vocab_size]."""
     num_rows, num_blocks = seed.numel(), -(-vocab_size // (_LANES * _WORDS))
+    counter = torch.arange(num_blocks * _LANES, dtype=torch.int64, device=seed.device)
+    words = _philox(counter, seed, position, sample_index, Stream.CHOICE)
+    by_lane = [word.reshape(num_rows, num_blocks, _LANES) for word in words]
+    return torch.stack(by_lane, dim=2).flatten(1)[:, :vocab_size]
+
+
+def _philox(
+    counter: Tensor, seed: Tensor, position: Tensor, sample_index: Tensor, stream: Stream
+) -> tuple[Tensor, ...]:
+    """Return the four words of each counter, as int64 [n, num_counters]."""
     seed, position, sample_index = (column.to(torch.int64).reshape(-1, 1) for column in (seed, position, sample_index))
     keys = [seed & _LOW_32, (seed >> 32) & _LOW_32]
-    counter = torch.arange(num_blocks * _LANES, dtype=torch.int64, device=seed.device).expand(num_rows, -1)
     words = [counter, position & _LOW_32, sample_index & _LOW_32, torch.full_like(seed, stream)]
     for _ in range(_ROUNDS):
         high_0, low_0 = _multiply_wide(words[0], _MULTIPLIERS[0])
         high_1, low_1 = _multiply_wide(words[2], _MULTIPLIERS[1])
         words = [high_1 ^ words[1] ^ keys[0], low_1, high_0 ^ words[3] ^ keys[1], low_0]
         keys = [(key + step) & _LOW_32 for key, step in zip(keys, _KEY_STEPS, strict=True)]
-    by_lane = [word.expand(num_rows, -1).reshape(num_rows, num_blocks, _LANES) for word in words]
-    return torch.stack(by_lane, dim=2).reshape(num_rows, -1)[:, :vocab_size]
+    return tuple(word.expand(seed.shape[0], len(counter)) for word in words)
 
 
 def _multiply_wide(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:

@@ -180,8 +180,8 @@ class ReferenceKernels:
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Return one token id per row, a few rows at a time."""
-        parts = range(0, logits.shape[0], _SAMPLE_ROWS)
-        return torch.cat([_sample(logits[i : i + _SAMPLE_ROWS], _rows_of(rows, i)) for i in parts])
+        parts = (slice(i, i + _SAMPLE_ROWS) for i in range(0, logits.shape[0], _SAMPLE_ROWS))
+        return torch.cat([_sample(logits[part], rows.take(part)) for part in parts])
 
     def rejection_sample(
         self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
@@ -201,19 +201,6 @@ class ReferenceKernels:
         """Return the k largest values and their ids."""
         largest, ids = values.nan_to_num(-torch.inf, torch.inf, -torch.inf).sort(dim=1, descending=True, stable=True)
         return largest[:, :k], ids[:, :k]
-
-
-def _rows_of(rows: SamplingRows, first: int) -> SamplingRows:
-    last = first + _SAMPLE_ROWS
-    return SamplingRows(
-        temperature=rows.temperature[first:last],
-        top_k=rows.top_k[first:last],
-        top_p=rows.top_p[first:last],
-        min_p=rows.min_p[first:last],
-        seed=rows.seed[first:last],
-        sample_index=rows.sample_index[first:last],
-        position=rows.position[first:last],
-    )
 
 
 def _sample(logits: Tensor, rows: SamplingRows) -> Tensor:

@@ -66,9 +66,9 @@ def rejection_sampling_batched(
 ) -> tuple[Tensor, Tensor]:
     """Return the tokens of each request that stand: the drafts that are accepted, and one token behind.
 
-    target_sampled, draft_ids, cu_num_logits, num_speculative_steps and the result: see `Kernels.rejection_sample`, whose
-    rows are those here. target_sampled is looked at in the last row of each request alone: the choice from p where all
-    drafts are accepted.
+    target_sampled, draft_ids, cu_num_logits, num_speculative_steps and the result are those of
+    `Kernels.rejection_sample`. Of target_sampled the last row of each request is looked at alone: the choice from p
+    where all drafts are accepted.
     target_probs [num_logits, vocab]: p of each row, as `filtered_probs` gives it. draft_probs [num_logits, vocab]: q
     of the draft that stands behind each row, which is the next row's input; any numbers in a request's last row. None
     where drafts were not drawn but found: all of q is on the draft. rows: whose noise it is.

@@ -16,9 +16,10 @@ import torch
 
 from octavo.kernels.noise import Stream, uniform_noise
 from octavo.kernels.rejection_sampling import draw, filtered_probs, rejection_sampling_batched
+from octavo.sampling_params import MAX_DRAFTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -47,10 +48,10 @@ class DraftedRows:
 
 
 class Verification(Protocol):
-    """One way of it. num_bytes(num_rows, vocab_size): what it takes besides logits of so many rows at once."""
+    """One way of it."""
 
-    def num_bytes(self, num_rows: int, vocab_size: int) -> int:
-        """See above."""
+    def num_bytes(self, num_drafts: int, vocab_size: int) -> int:
+        """Return what it takes at most for so many drafts in a step, besides their rows of logits."""
         ...
 
     def choose(self, logits: Tensor, rows: SamplingRows, drafted: DraftedRows) -> Tensor:
@@ -70,14 +71,14 @@ class Verification(Protocol):
 
 
 class ExactVerification:
-    """The choice is that of the sampling kernel, which knows of no draft. A drafting model draws with the same noise."""
+    """The choice is that of the sampling kernel, which knows of no draft; a drafting model's is made with its noise."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def num_bytes(self, num_rows: int, vocab_size: int) -> int:
+    def num_bytes(self, num_drafts: int, vocab_size: int) -> int:
         """Return 0."""
-        del num_rows, vocab_size
+        del num_drafts, vocab_size
         return 0
 
     def choose(self, logits: Tensor, rows: SamplingRows, drafted: DraftedRows) -> Tensor:
@@ -99,42 +100,77 @@ class RejectionVerification:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def num_bytes(self, num_rows: int, vocab_size: int) -> int:
-        """Return bytes of the distributions that drafts were drawn from, and of a slice of rows."""
-        return num_rows * vocab_size * 4 + max(_SLICE_LOGITS, 33 * vocab_size) * _BYTES_PER_LOGIT
+    def num_bytes(self, num_drafts: int, vocab_size: int) -> int:
+        """Return bytes of the distributions that drafts were drawn from, and of what is verified at a time."""
+        at_once = max(_SLICE_LOGITS, (MAX_DRAFTS + 1) * vocab_size)
+        return num_drafts * vocab_size * 4 + at_once * _BYTES_PER_LOGIT
 
     def choose(self, logits: Tensor, rows: SamplingRows, drafted: DraftedRows) -> Tensor:
         """Return the drafts that are accepted, and what stands behind them."""
         chosen = self._kernels.sample(logits, rows)
         first, num_rows = drafted.cu_num_logits[:-1], np.diff(drafted.cu_num_logits)
         draft_ids = torch.from_numpy(drafted.draft_ids).to(logits.device)
-        for part in self._parts(drafted, logits.shape[1]):
-            counts, most = num_rows[part], int(num_rows[part].max())
-            steps = np.arange(most)
-            in_use = steps < counts[:, None]
-            indices = torch.from_numpy((first[part, None] + steps)[in_use].astype(np.int64)).to(logits.device)
-            of_part = rows.take(indices)
-            sampled, num_sampled = rejection_sampling_batched(
+        for part in _parts(drafted, max(_SLICE_LOGITS // logits.shape[1], 1)):
+            counts = num_rows[part]
+            steps = np.arange(counts.max())
+            is_row = steps < counts[:, None]
+            indices = torch.from_numpy((first[part, None] + steps)[is_row].astype(np.int64)).to(logits.device)
+            rows_of_part = rows.take(indices)
+            sampled, _ = rejection_sampling_batched(
                 chosen[indices],
                 draft_ids[indices],
                 torch.from_numpy(np.append(0, counts.cumsum()).astype(np.int32)).to(logits.device),
-                most - 1,
-                target_probs=filtered_probs(logits[indices], of_part),
-                draft_probs=_stacked([drafted.draft_probs[i] for i in part], counts.tolist()),
-                rows=of_part,
+                len(steps) - 1,
+                target_probs=filtered_probs(logits[indices], rows_of_part),
+                draft_probs=_draft_probs(drafted, part, counts),
+                rows=rows_of_part,
             )
-            tokens = sampled[torch.from_numpy(in_use)]  # of each of the part's rows; -1 also behind those that stand
-            ends = torch.from_numpy(steps)[None] < num_sampled.cpu()[:, None]
-            stand = ends[torch.from_numpy(in_use)]
-            chosen[indices[stand]] = tokens[stand]
+            tokens = sampled[torch.from_numpy(is_row).to(logits.device)]
+            chosen[indices] = torch.where(tokens < 0, chosen[indices], tokens)
         return chosen
 
     def draw_drafts(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         """Draw from what the sampling kernel draws from, in a stream of its own."""
-        ids, probs = [], torch.empty_like(logits)
-        for some in torch.arange(len(logits), device=logits.device).split(max(_SLICE_LOGITS // logits.shape[1], 1)):
-            of_part = rows.take(some)
-            probs[some] = filtered_probs(logits[some], of_part).float()
-            place = (each.to(logits.device) for each in (of_part.seed, of_part.position, of_part.sample_index))
-            ids.append(draw(probs[some], uniform_noise(*place, Stream.DRAFT)))
-        return torch.cat(ids), probs
+        probs, ids = torch.empty_like(logits), torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        uniform = uniform_noise(rows.seed, rows.position, rows.sample_index, Stream.DRAFT).to(logits.device)
+        max_rows = max(_SLICE_LOGITS // logits.shape[1], 1)
+        for part in (slice(i, i + max_rows) for i in range(0, len(logits), max_rows)):
+            probs[part] = filtered_probs(logits[part], rows.take(part))
+            ids[part] = draw(probs[part], uniform[part])
+        return ids, probs
+
+
+def create_verification(config: SpeculativeConfig | None, kernels: Kernels) -> Verification:
+    """Return the one that was asked for."""
+    if config is not None and config.verification == "rejection":
+        return RejectionVerification(kernels)
+    return ExactVerification(kernels)
+
+
+def _parts(drafted: DraftedRows, max_rows: int) -> Iterator[list[int]]:
+    """Divide the requests that are sampled and have drafts: at most so many rows together, drawn drafts or none."""
+    num_rows = np.diff(drafted.cu_num_logits).tolist()
+    for is_drawn in (False, True):
+        part: list[int] = []
+        rows_of_part = 0
+        for index, count in enumerate(num_rows):
+            if count < 2 or drafted.is_greedy[index] or (drafted.draft_probs[index] is not None) != is_drawn:
+                continue
+            if part and rows_of_part + count > max_rows:
+                yield part
+                part, rows_of_part = [], 0
+            part.append(index)
+            rows_of_part += count
+        if part:
+            yield part
+
+
+def _draft_probs(drafted: DraftedRows, part: Sequence[int], num_rows: NDArray[np.int32]) -> Tensor | None:
+    """Return the distributions of the drafts of a part row by row, and anything in each request's last row."""
+    probs: list[Tensor] = []
+    for index, count in zip(part, num_rows.tolist(), strict=True):
+        of_request = drafted.draft_probs[index]
+        if of_request is None:
+            return None
+        probs += [of_request[: count - 1], of_request[:1]]
+    return torch.cat(probs)
