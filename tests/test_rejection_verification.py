@@ -71,7 +71,7 @@ class Drawing:
 
 
 def make(method: str | None) -> LLM:
-    config = None
+    config = {"method": "none"}
     if method:
         config = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3, "verification": "rejection"}
     llm = LLM(max_num_seqs=192, num_gpu_blocks_override=2048, speculative_config=config)
