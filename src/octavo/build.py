@@ -16,7 +16,7 @@ from octavo.engine.engine_core import EngineCore
 from octavo.engine.llm_engine import Engine
 from octavo.errors import ConfigError
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
-from octavo.kernels import attention_slowness, instruction_sets
+from octavo.kernels import are_exact, attention_slowness, instruction_sets
 from octavo.startup.launch import Checkpoint, make_grammars, make_processors
 from octavo.worker.worker import LocalExecutor, Worker, resolve_device
 
@@ -68,6 +68,8 @@ def build_core(
     dtype = architecture.dtype if model_config.dtype == "auto" else model_config.dtype
     isa = _instruction_set(device_config, dtype)
     scheduler_config = resolve_scheduler(config.scheduler, architecture, model_config.quantization, isa)
+    is_exact = are_exact(resolve_device(device_config.device), device_config.kernels)
+    speculative_config = config.speculative.resolved(is_exact=is_exact)
     grammars = make_grammars(model_config, checkpoint)
     reading = grammars.read_ahead() if reads_ahead and grammars is not None else None
     worker = Worker(
@@ -85,7 +87,7 @@ def build_core(
         seed=model_config.seed,
         progress=progress,
         grammars=grammars,
-        speculative_config=config.speculative,
+        speculative_config=speculative_config,
     )
     if reading is not None:
         reading.result()
@@ -97,8 +99,11 @@ def build_core(
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
         kv_cache_dtype=worker.kv_dtype,
+        speculative=speculative_config,
     )
     logger.info("KV cache: %d blocks, %d bytes; %s", num_blocks, worker.kv_cache.num_bytes, capacity.summary)
+    method, num_drafts = capacity.speculative_method, capacity.num_speculative_tokens
+    logger.info("speculation: %s", f"{method}, up to {num_drafts} tokens a step" if num_drafts else method)
     clock = RecordedClock(time.monotonic)
     metrics, recent = EngineMetrics(), RecentEvents()
     identity = f"model:{checkpoint.directory.resolve()}"

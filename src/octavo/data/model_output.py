@@ -29,6 +29,8 @@ class ModelOutput:
     postponed: requests that get none of their tokens in this step, as what the choice depends on is still computed.
     kv_loads: transfers that ended, by id, and whether all of their KV arrived.
     draft_token_ids: what is guessed to follow, to be verified in the next step.
+    drafting_s: what guessing took of the step. num_drafting_passes: forward passes of a model that it took; 0 for what
+    is looked up.
     """
 
     step: int
@@ -40,3 +42,5 @@ class ModelOutput:
     postponed: set[str] = field(default_factory=set)
     kv_loads: list[tuple[int, bool]] = field(default_factory=list)
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    drafting_s: float = 0.0
+    num_drafting_passes: int = 0

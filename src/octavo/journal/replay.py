@@ -95,7 +95,13 @@ class _Player:
         if checksum(self.scheduled) != recorded:
             self.mismatches.append(Mismatch(self.scheduled.step, self.scheduled.num_scheduled_tokens))
 
-    def _play_u(self, told: list[list[Any]], kv_loads: list[tuple[int, bool]]) -> None:
+    def _play_u(
+        self,
+        told: list[list[Any]],
+        kv_loads: list[tuple[int, bool]],
+        drafting_s: float = 0.0,
+        num_drafting_passes: int = 0,
+    ) -> None:
         scheduled = self.scheduled
         assert scheduled is not None
         exceptions = {self.names[number]: (sampled, *rest) for number, sampled, *rest in told}
@@ -114,10 +120,16 @@ class _Player:
                 sampled_ids[name] = self._tokens(request, num_sampled, num_accepted, reason)
             elif is_due:
                 postponed.add(name)
-        self.scheduler.update_from_output(
-            scheduled,
-            ModelOutput(scheduled.step, sampled_ids, errors=errors, postponed=postponed, kv_loads=kv_loads),
+        result = ModelOutput(
+            scheduled.step,
+            sampled_ids,
+            errors=errors,
+            postponed=postponed,
+            kv_loads=kv_loads,
+            drafting_s=drafting_s,
+            num_drafting_passes=num_drafting_passes,
         )
+        self.scheduler.update_from_output(scheduled, result)
 
     def _tokens(self, request: Request, num_sampled: int, num_accepted: int, reason: str | None) -> list[int]:
         start = request.sequence.num_output_tokens
