@@ -28,7 +28,8 @@ from octavo.sampling_params import StructuredOutputsParams
 from octavo.server.access import audit
 from octavo.server.access.limiter import Permit
 from octavo.server.answers.answer_form import AnswerReader
-from octavo.server.answers.answering import UsageCounter, merge
+from octavo.server.answers.answering import merge
+from octavo.server.answers.usage import UsageCounter
 from octavo.server.api import tgi
 from octavo.server.api.anthropic import messages
 from octavo.server.api.openai import chat, completions, embeddings, responses

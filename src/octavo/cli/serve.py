@@ -34,9 +34,9 @@ from octavo.config import (
     forget_service_link,
 )
 from octavo.errors import ConfigError, EngineDeadError
-from octavo.models.process_memory import returning_free_memory
 from octavo.runtime import logs
 from octavo.runtime.garbage import permanent_generation
+from octavo.runtime.process_memory import returning_free_memory
 
 logger = logging.getLogger(__name__)
 _PANEL = "Server"

@@ -26,7 +26,7 @@ from octavo.errors import ConfigError
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.runtime import logs
 from octavo.server.access.tenants import Tenant, add_key
-from octavo.server.answers.answering import UsageCounter
+from octavo.server.answers.usage import UsageCounter
 from octavo.server.app import create_app
 from octavo.server.errors import CLIENT_LEFT
 from octavo.server.service import Service

@@ -17,12 +17,12 @@ from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader
 from octavo.server.answers.answering import ChoiceUpdate, Job, answer, encoder
 from octavo.server.answers.tools import Choice, Toolbox, read_function
+from octavo.server.answers.usage import PromptTokensDetails, Receipt, Usage
 from octavo.server.api.anthropic.message_blocks import read_conversation
 from octavo.server.api.block_types import LABEL, BlockTypes, fields
 from octavo.server.api.conversation import effort_options, extra_template_options
 from octavo.server.api.extra_fields import ANTHROPIC_HARMLESS, UNSUPPORTED_OR_ALIAS
 from octavo.server.api.openai.chat import render
-from octavo.server.api.openai.replies import PromptTokensDetails, Receipt, Usage
 from octavo.server.api.openai.requests import Strings  # noqa: TC001 - pydantic reads the types of fields
 from octavo.server.api.request_types import (
     AnthropicChoice,
