@@ -13,16 +13,6 @@ from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 
 
-class Clock:
-    """Shows the time it is set to."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 class Store:
     """Offers 8 tokens to those whose names begin with "loads"."""
 
@@ -218,10 +208,10 @@ def test_who_waited_for_a_block_in_between_is_told_of_again(make_core):
 
 
 def test_an_ending_from_outside_has_its_own_time(make_core):
-    clock = Clock()
-    core = make_core(clock=clock)
+    now = [0.0]
+    core = make_core(clock=lambda: now[0])
     core.add("a", 3)
-    clock.now = 5.0
+    now[0] = 5.0
     core.scheduler.abort_request("a")
     assert core.log.of_type(events.RequestFinished)[0].time == 5.0
 
@@ -252,14 +242,14 @@ def test_who_waited_in_vain_and_ended_is_forgotten(make_core):
 
 @pytest.mark.parametrize(("threshold", "limit"), [(0, 25), (10, 20)])
 def test_a_step_is_short_where_a_newcomer_gets_less_than_it_may(make_core, threshold, limit):
-    clock = Clock()
+    now = [0.0]
     core = make_core(
-        clock=clock, max_num_batched_tokens=160, mixed_step_ms=100.0, long_prefill_token_threshold=threshold
+        clock=lambda: now[0], max_num_batched_tokens=160, mixed_step_ms=100.0, long_prefill_token_threshold=threshold
     )
     core.add("answer", 3, max_tokens=99)
     core.step()
     core.add("prompt", 900)
     scheduled = core.scheduler.schedule()
-    clock.now += 0.001
+    now[0] += 0.001
     core.scheduler.update_from_output(scheduled, core.compute(scheduled))
     assert core.scheduler.get_stats().prefill_limit == limit

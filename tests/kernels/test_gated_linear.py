@@ -1,4 +1,4 @@
-"""gated_linear: the bits of silu_and_mul of linear, whoever makes them and however many rows there are."""
+"""gated_linear: the bits of silu_and_mul of linear, whichever kernel makes them and however many rows there are."""
 
 import pytest
 import torch

@@ -54,7 +54,7 @@ def test_bytes_computed_are_bytes_allocated(name, tied, dtype, quantization, tmp
     norm_dtype = "float32" if dtype == "float16" else dtype
     architecture = model.architecture
     assert packed_bytes(model) == architecture.weight_bytes(dtype, norm_dtype, quantization)
-    assert model.cos_sin.nbytes == architecture.rope_bytes(64)
+    assert model.cos_sin.nbytes == 64 * architecture.head_dim * 4
     assert model.dtype == activation_dtype(dtype, CPU)
 
 

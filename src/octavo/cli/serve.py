@@ -43,7 +43,7 @@ _PANEL = "Server"
 _ACCESS = "Access"
 _PACKAGES = ("zmq", "msgspec", "fastapi", "uvicorn", "httptools", "prometheus_client")  # that only a server needs
 # So long may one thread keep the interpreter while others wait for it. A request changes threads several times, and
-# would wait each time for whoever reads a large one: Python's own 5 ms are made for throughput.
+# would wait each time for the thread that reads a large one: Python's own 5 ms are made for throughput.
 SWITCH_INTERVAL_S = 0.0005
 
 

@@ -554,7 +554,7 @@ def test_what_ended_is_counted_once() -> None:
 
 
 def test_each_refusal_is_counted_once_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever refuses: connection, origins, keys, door, body, route, engine. The audit log says the same."""
+    """Each that refuses: connection, origins, keys, door, body, route, engine. The audit log says the same."""
     caplog.set_level(logging.INFO, logger="octavo.audit")
     path = tmp_path / "keys.toml"
     key = bearer(add_key(path, Tenant(name="bob")))
