@@ -82,6 +82,29 @@ def test_who_stalls_beside_others_waits_for_them_and_nobody_overtakes_it(make_co
     assert first.sequence.num_output_tokens == 2
 
 
+def test_behind_one_that_stalls_each_gets_a_token_as_long_as_there_are_any(make_core):
+    core = make_core(
+        policy="priority", ageing_s=None, mixed_step_ms=None, max_num_batched_tokens=12, long_prefill_token_threshold=3
+    )
+    answers = [core.add(f"answer{number}", 3, priority=9) for number in range(4)]
+    core.step()
+    core.add("stalled", 24, priority=4)
+    for _ in range(3):
+        core.step()
+    core.add("next", 24, priority=5)
+    core.add("last", 24, priority=6)
+    core.step()
+    core.add("user", 24, priority=0)
+    for request in core.scheduler.running:
+        request.num_preemptions = 99
+    for request, num_drafts in zip(answers, [2, 2, 2, 1], strict=True):
+        request.spec_token_ids = [7] * num_drafts
+    pool = core.scheduler.kv_cache_manager.pool
+    pool.take(pool.num_free_blocks - 4)
+    counts = core.scheduler.schedule().num_scheduled_tokens
+    assert counts == {"answer0": 3, "answer1": 3, "answer2": 3, "answer3": 2, "next": 1}
+
+
 # --- who falls --------------------------------------------------------------------------------------------------------
 
 
