@@ -723,7 +723,7 @@ class World:
                 decodes += 1  # one that resumes with all but one token saved is as good as either
         if config.batching == "prefill_first" and prefills and decodes:
             raise SimulationError("a step mixes prompts and answers")
-        if scheduled.step != self.preemption_step:  # whoever fell had tokens of the budget
+        if scheduled.step != self.preemption_step:  # a victim had tokens of the budget
             self._check_cost(scheduled)
 
     def _check_cost(self, scheduled: SchedulerOutput) -> None:

@@ -162,8 +162,8 @@ class ResultProcessor:
         wanted: list[tuple[Request, int]] = []
         for request_id, token_ids in drafts.items():
             request = self._lifecycle.requests.get(request_id)
-            if request is None or request.status is not RequestStatus.RUNNING or not is_decode(request):
-                continue
+            if request is None or not is_decode(request):
+                continue  # who does not run is no decode: nothing is computed of it
             room = request.max_total_tokens - len(request.sequence.token_ids) - 1
             wanted.append((request, min(room, len(token_ids))))
         num_decoding = sum(map(is_decode, self._lifecycle.running))

@@ -148,7 +148,7 @@ class _Compiled:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary, and keeps those used last, and of whoever waits or runs.
+    """Compiles grammars for one vocabulary, and keeps those used last, and those of requests that wait or run.
 
     read_vocabulary: is called for the first grammar, or by `read_ahead`: a vocabulary of 150,000 takes llguidance a
     second or two, in which no other thread runs, and 110 MB. vocab_size: rows of the model; what has no row is never
