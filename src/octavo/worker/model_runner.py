@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,16 +20,18 @@ from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
 from octavo.worker.pooler import Pooler
 from octavo.worker.sample_tasks import SampleTasks, Trouble
 from octavo.worker.sampler import Sampler
+from octavo.worker.verification import DraftedRows, ExactVerification
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
     from octavo.data.scheduler_output import SchedulerOutput
-    from octavo.kernels.interface import AttentionBatch, Kernels
+    from octavo.kernels.interface import AttentionBatch, Kernels, SamplingRows
     from octavo.models.layers import CausalLM
     from octavo.speculative.interface import Proposer
     from octavo.structured_output.grammars import GrammarCompiler
     from octavo.worker.kv_cache import PagedKVCache
+    from octavo.worker.verification import Verification
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class ModelRunner:
         max_model_len: int,
         grammars: GrammarCompiler | None = None,
         proposer: Proposer | None = None,
+        verification: Verification | None = None,
     ) -> None:
         self.model = model
         self.kernels = kernels
@@ -56,6 +60,7 @@ class ModelRunner:
         self._is_recorded = False
         self.kv_cache = kv_cache
         self.sampler = Sampler(kernels)
+        self.verification = verification or ExactVerification(kernels)
         self._logits = torch.empty(0)
         self._pooler = Pooler()
         self.batch = InputBatch(
@@ -81,6 +86,7 @@ class ModelRunner:
         if not scheduled.num_scheduled_tokens:
             return ModelOutput(scheduled.step, {})
         inputs = self.batch.prepare_inputs(scheduled)
+        self._tasks.begin(inputs)
         hidden = self.forward(inputs)
         assert hidden.shape[0] == inputs.output_start[-1]
         prompt_logprobs, errors = self._prompt_logprobs(inputs, hidden)
@@ -127,8 +133,8 @@ class ModelRunner:
     ) -> ModelOutput:
         """Choose tokens for every request whose known tokens are all computed now: one, and one behind each draft.
 
-        As long as a draft is what is chosen, the choice behind it stands as well: the same token, by the same logits
-        and the same noise, as if it had been fed back.
+        As long as a draft is what is chosen, the choice behind it stands as well: by the same logits as if it had been
+        fed back, and by the same noise, unless drafts are verified by rejection sampling.
 
         errors: of requests that failed in this step already.
         """
@@ -136,11 +142,11 @@ class ModelRunner:
         if not inputs.sampled:
             return ModelOutput(step, {}, prompt_logprobs=prompt_logprobs or {}, errors=errors)
         requests = [inputs.requests[index] for index in inputs.sampled]
-        troubles = dict[int, Trouble]()
-        tasks = self._tasks.make(inputs, requests, troubles)
+        troubles, postponed = dict[int, Trouble](), set[str]()
+        tasks = self._tasks.make(inputs, troubles, postponed)
         logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
         rows = self.batch.sampling.gather(inputs.sampled_rows, inputs.num_known)
-        sampled = self.sampler.sample(logits, rows, tasks)
+        sampled = self.sampler.sample(logits, rows, tasks, self._chooser(inputs, requests))
         for row, error in sampled.faults.items():
             if not is_fault(error):
                 raise error
@@ -149,7 +155,7 @@ class ModelRunner:
         standing = self._verify(inputs, sampled.token_ids)
         for request, first, token_ids in zip(requests, inputs.cu_num_logits.tolist(), standing, strict=False):
             name = request.request_id
-            if name in errors:
+            if name in errors or name in postponed:
                 continue
             num_good = _num_good(first, token_ids, troubles)
             if not num_good:
@@ -160,7 +166,21 @@ class ModelRunner:
             tokens[name] = token_ids[:num_good]
             if first in sampled.logprobs:
                 logprobs[name] = [sampled.logprobs[first + i] for i in range(len(tokens[name]))]
-        return ModelOutput(step, tokens, logprobs, prompt_logprobs or {}, errors)
+        return ModelOutput(step, tokens, logprobs, prompt_logprobs or {}, errors, postponed=postponed)
+
+    def _chooser(
+        self, inputs: ModelInputs, requests: list[RequestRow]
+    ) -> Callable[[torch.Tensor, SamplingRows], torch.Tensor]:
+        """Return what makes the choices of a step: the sampling kernel, or the verification of its drafts."""
+        if len(inputs.num_known) == len(requests):
+            return self.kernels.sample
+        drafted = DraftedRows(
+            is_greedy=[request.sampling_params.is_greedy for request in requests],
+            cu_num_logits=inputs.cu_num_logits,
+            draft_ids=self.batch.input_tokens(inputs),
+            draft_probs=[self.drafting.draft_probs.get(request.request_id) for request in requests],
+        )
+        return partial(self.verification.choose, drafted=drafted)
 
     def _verify(self, inputs: ModelInputs, chosen: list[int]) -> list[list[int]]:
         """Return the choices that stand of each request that is sampled: those that its drafts are, and one."""
