@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from octavo.config import DeviceConfig, SchedulerConfig
+    from octavo.config import DeviceConfig, SchedulerConfig, SpeculativeConfig
     from octavo.data.events import EventSink
     from octavo.models.architecture import Architecture
 
@@ -68,8 +68,7 @@ def build_core(
     dtype = architecture.dtype if model_config.dtype == "auto" else model_config.dtype
     isa = _instruction_set(device_config, dtype)
     scheduler_config = resolve_scheduler(config.scheduler, architecture, model_config.quantization, isa)
-    is_exact = are_exact(resolve_device(device_config.device), device_config.kernels)
-    speculative_config = config.speculative.resolved(is_exact=is_exact)
+    speculative_config = _speculative_config(config, device_config)
     grammars = make_grammars(model_config, checkpoint)
     reading = grammars.read_ahead() if reads_ahead and grammars is not None else None
     worker = Worker(
@@ -102,8 +101,7 @@ def build_core(
         speculative=speculative_config,
     )
     logger.info("KV cache: %d blocks, %d bytes; %s", num_blocks, worker.kv_cache.num_bytes, capacity.summary)
-    method, num_drafts = capacity.speculative_method, capacity.num_speculative_tokens
-    logger.info("speculation: %s", f"{method}, up to {num_drafts} tokens a step" if num_drafts else method)
+    logger.info("speculation: %s, up to %d tokens a step", capacity.speculative_method, capacity.num_speculative_tokens)
     clock = RecordedClock(time.monotonic)
     metrics, recent = EngineMetrics(), RecentEvents()
     identity = f"model:{checkpoint.directory.resolve()}"
@@ -123,6 +121,11 @@ def build_core(
         ),
     )
     return EngineCore(_recorded(scheduler, clock, config.record), LocalExecutor(worker), metrics, recent, capacity)
+
+
+def _speculative_config(config: EngineConfig, device: DeviceConfig) -> SpeculativeConfig | None:
+    """Choose what is left open of how tokens are guessed; None where none are."""
+    return config.speculative.resolved(is_exact=are_exact(resolve_device(device.device), device.kernels))
 
 
 def _recorded(scheduler: Scheduler, clock: RecordedClock, path: Path | None) -> Scheduler | RecordingScheduler:
