@@ -156,16 +156,7 @@ class Sampler:
         """
         with_logprobs = [row for row, task in tasks.items() if task.sampling_params.logprobs is not None]
         raw_logprobs = torch.log_softmax(logits[with_logprobs], dim=-1) if with_logprobs else None
-        faults: dict[int, BaseException] = {}
-        for row, task in tasks.items():
-            try:
-                if task.adjusts_logits:
-                    _adjust(logits[row], task)
-                if task.sampling_params.typical_p < 1.0:
-                    keep_typical(logits[row], task.sampling_params, self._kernels)
-            except BaseException as error:  # noqa: BLE001 - it is one request's, which is named where it is known
-                faults[row] = error
-        token_ids: list[int] = self._kernels.sample(logits, rows).tolist()
+        token_ids, faults = self.choose(logits, rows, tasks)
         if raw_logprobs is None:
             return Sampled(token_ids, {}, faults)
         chosen = [max(token_ids[row], 0) for row in with_logprobs]
@@ -178,6 +169,21 @@ class Sampler:
             # Whose fault it is shows row by row.
             return Sampled(token_ids, self._logprobs_alone(raw_logprobs, with_logprobs, chosen, counts, faults), faults)
         return Sampled(token_ids, dict(zip(with_logprobs, entries, strict=True)), faults)
+
+    def choose(
+        self, logits: Tensor, rows: SamplingRows, tasks: Mapping[int, SampleTask]
+    ) -> tuple[list[int], dict[int, BaseException]]:
+        """Return the tokens and faults of `sample`, and look at no log probability."""
+        faults: dict[int, BaseException] = {}
+        for row, task in tasks.items():
+            try:
+                if task.adjusts_logits:
+                    _adjust(logits[row], task)
+                if task.sampling_params.typical_p < 1.0:
+                    keep_typical(logits[row], task.sampling_params, self._kernels)
+            except BaseException as error:  # noqa: BLE001 - it is one request's, which is named where it is known
+                faults[row] = error
+        return self._kernels.sample(logits, rows).tolist(), faults
 
     def _logprobs_alone(
         self,
