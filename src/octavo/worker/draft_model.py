@@ -34,11 +34,13 @@ if TYPE_CHECKING:
 class DraftModel:
     """A model that is loaded to draft, and the memory that this takes besides its weights.
 
-    kv_dtype: of the keys and values that it reads. num_speculative_tokens: of a request in a step at most.
+    dtype: of its weights, where these are not rounded. kv_dtype: of the keys and values that it reads.
+    num_speculative_tokens: of a request in a step at most.
     """
 
     checkpoint: DraftCheckpoint
     model: CausalLM
+    dtype: str
     kv_dtype: str
     block_size: int
     max_num_seqs: int
@@ -58,6 +60,20 @@ class DraftModel:
         """What each block of the KV cache takes besides, for the drafting model's own keys and values."""
         return 0 if self.checkpoint.shares_kv else self._block_bytes
 
+    @property
+    def _scratch_bytes(self) -> int:
+        return self.max_num_seqs * self.num_scratch_blocks * self._block_bytes
+
+    def summary(self, num_blocks: int) -> str:
+        """Return one line for the log, of what it takes beside a KV cache of so many blocks."""
+        checkpoint, dtype = self.checkpoint, str(self.model.dtype).removeprefix("torch.")
+        weights = checkpoint.architecture.weight_bytes(self.dtype, dtype, checkpoint.quantization)
+        kv = self._scratch_bytes + num_blocks * self.bytes_per_block
+        return (
+            f"{checkpoint.name}: {checkpoint.architecture.num_parameters:,} parameters in {weights:,} bytes, {kv:,} "
+            f"bytes of keys and values, up to {self.num_speculative_tokens} tokens a step"
+        )
+
     def num_bytes(self, num_tokens: int, kernels: Kernels) -> int:
         """Return what passes of up to so many tokens take, and the scratch blocks."""
         architecture = self.model.architecture
@@ -71,7 +87,7 @@ class DraftModel:
         )
         dtype = str(self.model.dtype).removeprefix("torch.")
         step = activation_bytes(architecture, num_tokens, min(num_tokens, self.max_num_seqs), dtype)
-        return scratch + step + self.max_num_seqs * self.num_scratch_blocks * self._block_bytes
+        return scratch + step + self._scratch_bytes
 
 
 class DraftRunner:

@@ -136,7 +136,7 @@ class Worker:
             touching = Prefault(self.kv_cache.blocks)
             weakref.finalize(self, touching.stop)
 
-    def _load_draft(self, checkpoint: DraftCheckpoint, load: Callable[..., CausalLM]) -> DraftModel:
+    def _load_draft(self, checkpoint: DraftCheckpoint, load: partial[CausalLM]) -> DraftModel:
         model = load(
             checkpoint.directory,
             checkpoint.architecture,
@@ -147,6 +147,7 @@ class Worker:
         return DraftModel(
             checkpoint=checkpoint,
             model=model,
+            dtype=load.keywords["dtype"],
             kv_dtype=self.kv_dtype if checkpoint.shares_kv else own_kv_dtype,
             block_size=self.cache_config.block_size,
             max_num_seqs=self.scheduler_config.max_num_seqs,
