@@ -283,15 +283,15 @@ def test_a_grammar_stands_where_it_stood_whatever_becomes_of_drafts(monkeypatch)
     watched.add("a", [5, 6, 7], **asked)
     expected = watched.finish()
     assert watched.accepted == watched.drafted > 10
-    sample, calls = watched.runner.sampler.choose, []
+    draw, calls = watched.runner.verification.draw_drafts, []
 
-    def fail(logits, rows, tasks):
-        calls.append(len(tasks))
+    def fail(logits, rows):
+        calls.append(len(logits))
         if len(calls) % 3 == 0:
             raise RuntimeError("on purpose")
-        return sample(logits, rows, tasks)
+        return draw(logits, rows)
 
-    monkeypatch.setattr(watched.drafts, "_sampler", type("Failing", (), {"choose": staticmethod(fail)}))
+    monkeypatch.setattr(watched.runner.verification, "draw_drafts", fail)
     watched.add("a", [5, 6, 7], **asked)
     assert watched.finish() == expected
     assert len(calls) > 6

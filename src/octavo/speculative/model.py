@@ -1,7 +1,7 @@
 """Drafts of a model: a smaller one of the same vocabulary, or the target itself with its weights rounded.
 
-After speculative decoding (Leviathan et al., arXiv 2211.17192). The drafting model chooses with the noise that the
-target will choose with, so that sampled drafts agree as often as their distributions allow.
+After speculative decoding (Leviathan et al., arXiv 2211.17192). Where drafts are verified exactly, the drafting model
+chooses with the noise that the target will choose with, so that sampled drafts agree often, too.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class DraftingModel(Protocol):
         """Take up these requests; what follows is about them, by their index."""
         ...
 
-    def choose_next(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    def choose_next(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Choose a token for each of these requests by one forward pass of all of them; it counts as theirs from now.
 
-        -1 where there is none to be guessed: the request would end, or the model has not caught up with its tokens.
+        -1 where there is none, as the model has not caught up with the request's tokens. The second: whether something
+        can follow.
         """
         ...
 
@@ -83,8 +84,8 @@ class ModelProposer:
         indices = np.arange(len(most))
         for place in range(longest):
             self.num_passes += 1
-            chosen[indices, place] = token_ids = self._model.choose_next(indices)
-            indices = indices[(token_ids >= 0) & (most[indices] > place + 1)]
+            chosen[indices, place], goes_on = self._model.choose_next(indices)
+            indices = indices[goes_on & (most[indices] > place + 1)]
             if not len(indices):
                 break
         counts = (chosen >= 0).sum(axis=1).tolist()

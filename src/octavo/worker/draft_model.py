@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from octavo.runtime.faults import is_fault
 from octavo.worker.draft_kv import OwnDraftKV, SharedDraftKV
-from octavo.worker.forward_pass import ForwardPass
 from octavo.worker.memory import activation_bytes, block_bytes
 from octavo.worker.sample_tasks import Trouble
 
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from octavo.models.draft_checkpoint import DraftCheckpoint
     from octavo.models.layers import CausalLM
     from octavo.worker.draft_kv import DraftKV
+    from octavo.worker.forward_pass import ForwardPass
     from octavo.worker.input_batch import InputBatch, RequestRow
-    from octavo.worker.kv_cache import PagedKVCache
     from octavo.worker.sample_tasks import SampleTasks
     from octavo.worker.sampler import Sampler
+    from octavo.worker.verification import Verification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,33 +94,37 @@ class DraftModel:
 class DraftRunner:
     """Runs it: an `octavo.speculative.model.DraftingModel`.
 
-    cache: of the target, where it is shared, or of the drafting model.
+    forward_pass: over the target's KV cache where it is shared, or over that of the drafting model.
+    draft_probs: what drafts were drawn from goes there, where those who verify them have to know.
     """
 
     def __init__(
         self,
         draft: DraftModel,
-        kernels: Kernels,
-        cache: PagedKVCache,
+        forward_pass: ForwardPass,
         batch: InputBatch,
         sampler: Sampler,
         tasks: SampleTasks,
-        *,
-        max_num_batched_tokens: int,
+        verification: Verification,
+        draft_probs: dict[str, Tensor],
     ) -> None:
+        cache = forward_pass.kv_cache
         self.max_model_len = draft.checkpoint.max_model_len
         self.kv: DraftKV = SharedDraftKV(cache)
         if not draft.checkpoint.shares_kv:
             self.kv = OwnDraftKV(cache, batch, draft.num_speculative_tokens)
-        self.forward_pass = ForwardPass(draft.model, kernels, cache, max_num_batched_tokens)
+        self.forward_pass = forward_pass
         self._max_num_seqs = draft.max_num_seqs
         self._batch = batch
         self._sampler = sampler
         self._tasks = tasks
+        self._verification = verification
+        self._draft_probs = draft_probs
         scratch = np.arange(draft.max_num_seqs * draft.num_scratch_blocks, dtype=np.int32)
         self._scratch_blocks = cache.num_blocks + scratch.reshape(draft.max_num_seqs, -1)
         self._requests: list[RequestRow] = []
         self._rows = self._num_known = self._num_tokens = self._num_computed = np.empty(0, dtype=np.int64)
+        self._drawn_from: list[list[Tensor]] = []
 
     def update(self, scheduled: SchedulerOutput) -> None:
         """Follow the scheduler's words, once the batch did."""
@@ -128,13 +133,14 @@ class DraftRunner:
     def begin(self, request_ids: Sequence[str]) -> None:
         """Take up requests."""
         self._requests = requests = [self._batch.requests[request_id] for request_id in request_ids]
+        self._drawn_from = [[] for _ in requests]
         self._rows = rows = np.array([request.row for request in requests])
         self._num_known = np.array([request.num_tokens for request in requests])
         self._num_tokens = self._num_known.copy()  # with what is guessed
         self._num_computed = self.kv.begin(rows, self._num_known)
         self._batch.write_scratch_blocks(rows, self._scratch_blocks[rows])
 
-    def choose_next(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    def choose_next(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Choose a token for each request that has caught up; the others do so as far as a pass has room for them."""
         rows, first, num_tokens = self._rows[indices], self._num_computed[indices], self._num_tokens[indices]
         counts = num_tokens - first
@@ -150,36 +156,45 @@ class DraftRunner:
             self.kv.note_known(rows, ends)
         else:
             self.kv.note_guess(rows, ends)
-        chosen = np.full(len(indices), -1, dtype=np.int64)
+        chosen, goes_on = np.full(len(indices), -1, dtype=np.int64), np.zeros(len(indices), dtype=bool)
         if len(hidden):
-            chosen[is_due] = self._choose(indices[is_due], hidden)
-        return chosen
+            chosen[is_due], goes_on[is_due] = self._choose(indices[is_due], hidden)
+        return chosen, goes_on
 
-    def _choose(self, indices: NDArray[np.int64], hidden: Tensor) -> NDArray[np.int64]:
-        """Return the choices behind hidden states of requests, as the target would make them; they count as tokens."""
+    def _choose(self, indices: NDArray[np.int64], hidden: Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the choices behind hidden states of requests, and whether more follows; they count as tokens now."""
         requests = [self._requests[index] for index in indices.tolist()]
         rows, num_tokens = self._rows[indices], self._num_tokens[indices]
         troubles = dict[int, Trouble]()
         tasks = self._tasks.make_for_drafts(requests, rows, num_tokens, troubles)
         logits = self.forward_pass.compute_logits(hidden, self._max_num_seqs)
-        token_ids, faults = self._sampler.choose(logits, self._batch.sampling.gather(rows, num_tokens), tasks)
+        faults = self._sampler.adjust(logits, tasks)
         for error in faults.values():
             if not is_fault(error):
                 raise error
-        for row, (token_id, request) in enumerate(zip(token_ids, requests, strict=True)):
-            if row in troubles or row in faults or token_id in request.stop_token_ids:
-                token_ids[row] = -1
-        chosen = np.array(token_ids)
+        drawn, probs = self._verification.draw_drafts(logits, self._batch.sampling.gather(rows, num_tokens))
+        chosen: NDArray[np.int64] = drawn.cpu().numpy()
+        chosen[[*troubles, *faults]] = -1
+        if probs is not None:
+            for index, of_request in zip(indices.tolist(), probs, strict=True):
+                self._drawn_from[index].append(of_request)
         self._batch.token_ids[rows, num_tokens] = np.maximum(chosen, 0)
         self._num_computed[indices] = num_tokens
         self._num_tokens[indices] = num_tokens + 1
-        return chosen
+        goes_on = [
+            token_id >= 0 and token_id not in request.stop_token_ids
+            for token_id, request in zip(chosen.tolist(), requests, strict=True)
+        ]
+        return chosen, np.array(goes_on)
 
     def end(self) -> None:
-        """Let grammars stand where the known tokens end."""
+        """Let grammars stand where the known tokens end, and tell what was drawn from what."""
         requests, self._requests = self._requests, []
-        for request, num_known in zip(requests, self._num_known.tolist(), strict=False):
+        for request, num_known, probs in zip(requests, self._num_known.tolist(), self._drawn_from, strict=False):
             self._tasks.forget_drafts(request, num_known)
+            if probs:
+                self._draft_probs[request.request_id] = torch.stack(probs)
+        self._drawn_from = []
 
 
 def _within(budget: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:

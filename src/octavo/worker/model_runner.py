@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,17 +23,19 @@ from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
 from octavo.worker.pooler import Pooler
 from octavo.worker.sample_tasks import SampleTasks, Trouble
 from octavo.worker.sampler import Sampler
+from octavo.worker.verification import DraftedRows, ExactVerification
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Callable, Container
 
     from octavo.data.scheduler_output import SchedulerOutput
-    from octavo.kernels.interface import Kernels
+    from octavo.kernels.interface import Kernels, SamplingRows
     from octavo.models.layers import CausalLM
     from octavo.speculative.interface import Proposer
     from octavo.structured_output.grammars import GrammarCompiler
     from octavo.worker.draft_model import DraftModel
     from octavo.worker.kv_cache import PagedKVCache
+    from octavo.worker.verification import Verification
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,7 @@ class ModelRunner:
         proposer: Proposer | None = None,
         draft: DraftModel | None = None,
         draft_cache: PagedKVCache | None = None,
+        verification: Verification | None = None,
     ) -> None:
         self.model = model
         self.kernels = kernels
@@ -65,6 +69,7 @@ class ModelRunner:
         self.forward_pass = ForwardPass(model, kernels, kv_cache, max_num_batched_tokens)
         self.kv_cache = kv_cache
         self.sampler = Sampler(kernels)
+        self.verification = verification or ExactVerification(kernels)
         self._pooler = Pooler()
         self.batch = InputBatch(
             max_num_seqs=max_num_seqs,
@@ -74,20 +79,22 @@ class ModelRunner:
             num_scratch_blocks=0 if draft is None else draft.num_scratch_blocks,
         )
         self._tasks = SampleTasks(self.batch, grammars)
+        self.drafting = Drafting(proposer or NoProposer(), self.batch, self._tasks)
         self.draft_runner: DraftRunner | None = None
-        proposer = proposer or NoProposer()
         if draft is not None:
+            passes = ForwardPass(draft.model, kernels, draft_cache or kv_cache, max_num_batched_tokens)
             self.draft_runner = DraftRunner(
                 draft,
-                kernels,
-                draft_cache or kv_cache,
+                passes,
                 self.batch,
                 self.sampler,
                 self._tasks,
-                max_num_batched_tokens=max_num_batched_tokens,
+                self.verification,
+                self.drafting.draft_probs,
             )
-            proposer = ModelProposer(self.draft_runner, draft.num_speculative_tokens, proposer)
-        self.drafting = Drafting(proposer, self.batch, self._tasks)
+            self.drafting.proposer = ModelProposer(
+                self.draft_runner, draft.num_speculative_tokens, self.drafting.proposer
+            )
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Compute a step: every scheduled token in one batched forward, tokens for whoever is due some."""
@@ -136,8 +143,8 @@ class ModelRunner:
     ) -> ModelOutput:
         """Choose tokens for every request whose known tokens are all computed now: one, and one behind each draft.
 
-        As long as a draft is what is chosen, the choice behind it stands as well: the same token, by the same logits
-        and the same noise, as if it had been fed back.
+        As long as a draft is what is chosen, the choice behind it stands as well: by the same logits as if it had been
+        fed back, and by the same noise, unless drafts are verified by rejection sampling.
 
         errors: of requests that failed in this step already.
         """
@@ -149,7 +156,7 @@ class ModelRunner:
         tasks = self._tasks.make(inputs, requests, troubles)
         logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
         rows = self.batch.sampling.gather(inputs.sampled_rows, inputs.num_known)
-        sampled = self.sampler.sample(logits, rows, tasks)
+        sampled = self.sampler.sample(logits, rows, tasks, self._chooser(inputs, requests))
         for row, error in sampled.faults.items():
             if not is_fault(error):
                 raise error
@@ -170,6 +177,20 @@ class ModelRunner:
             if first in sampled.logprobs:
                 logprobs[name] = [sampled.logprobs[first + i] for i in range(len(tokens[name]))]
         return ModelOutput(step, tokens, logprobs, prompt_logprobs or {}, errors)
+
+    def _chooser(
+        self, inputs: ModelInputs, requests: list[RequestRow]
+    ) -> Callable[[torch.Tensor, SamplingRows], torch.Tensor]:
+        """Return what makes the choices of a step: the sampling kernel, or the verification of its drafts."""
+        if len(inputs.num_known) == len(requests):
+            return self.kernels.sample
+        drafted = DraftedRows(
+            is_greedy=[request.sampling_params.is_greedy for request in requests],
+            cu_num_logits=inputs.cu_num_logits,
+            draft_ids=self.batch.input_tokens(inputs),
+            draft_probs=[self.drafting.draft_probs.get(request.request_id) for request in requests],
+        )
+        return partial(self.verification.choose, drafted=drafted)
 
     def _verify(self, inputs: ModelInputs, chosen: list[int]) -> list[list[int]]:
         """Return the choices that stand of each request that is sampled: those that its drafts are, and one."""

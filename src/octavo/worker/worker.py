@@ -26,6 +26,7 @@ from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.memory import decide_num_blocks, decide_num_host_blocks, largest_batch
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.prefault import Prefault
+from octavo.worker.verification import create_verification
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,6 +113,7 @@ class Worker:
         self.num_speculative_tokens = 0 if speculative_config is None else speculative_config.num_speculative_tokens
         self.draft = None if draft_checkpoint is None else self._load_draft(draft_checkpoint, load)
         draft_block_bytes = 0 if self.draft is None else self.draft.bytes_per_block
+        self.verification = create_verification(speculative_config, self.kernels)
         self._take_steps_that_fit()
         num_blocks = decide_num_blocks(
             architecture,
@@ -174,6 +176,7 @@ class Worker:
             proposer=self.proposer,
             draft=draft,
             draft_cache=draft_cache,
+            verification=self.verification,
         )
 
     def _make_cache(self, architecture: Architecture, kv_dtype: str, **num_blocks: int) -> PagedKVCache:
@@ -189,12 +192,13 @@ class Worker:
         )
 
     def _scratch_bytes(self, num_tokens: int) -> int:
-        """Return what the kernels allocate for themselves in a step of so many tokens, and what guessing takes."""
+        """Return what the kernels allocate for themselves in a step of so many tokens, and what drafts take."""
         architecture = self.model.architecture
-        drafting = self.proposer.num_bytes
+        max_drafts = min(num_tokens, self.scheduler_config.max_num_seqs * self.num_speculative_tokens)
+        of_drafts = self.proposer.num_bytes + self.verification.num_bytes(max_drafts, architecture.vocab_size)
         if self.draft is not None:
-            drafting += self.draft.num_bytes(num_tokens, self.kernels)
-        return drafting + self.kernels.scratch_bytes(
+            of_drafts += self.draft.num_bytes(num_tokens, self.kernels)
+        return of_drafts + self.kernels.scratch_bytes(
             num_heads=architecture.num_heads,
             num_kv_heads=architecture.num_kv_heads,
             head_dim=architecture.head_dim,
