@@ -102,8 +102,6 @@ def build_core(
         kv_cache_dtype=worker.kv_dtype,
     )
     logger.info("KV cache: %d blocks, %d bytes; %s", num_blocks, worker.kv_cache.num_bytes, capacity.summary)
-    if worker.draft is not None:
-        logger.info("the engine drafts with %s", worker.draft.summary(num_blocks))
     clock = RecordedClock(time.monotonic)
     metrics, recent = EngineMetrics(), RecentEvents()
     identity = f"model:{checkpoint.directory.resolve()}"
