@@ -225,6 +225,18 @@ def test_passes_and_their_time_are_told(monkeypatch):
     assert results[0].drafting_s > 0
 
 
+@pytest.mark.parametrize(("speculative", "least"), [(QUANTIZED, 0.8), (SMALLER, 0.6)], ids=["quantized", "draft_model"])
+def test_what_the_built_in_models_guess_mostly_comes_true(monkeypatch, speculative, least):
+    watched = Watched(monkeypatch, speculative)
+    for topic in ("a fox and a lighthouse", "a boat", "the sea"):
+        message = {"role": "user", "content": f"Tell me a story about {topic}."}
+        prompt = watched.engine.input_processor.chat_prompt([message])
+        watched.engine.add_request(topic, prompt, SamplingParams(temperature=0.0, max_tokens=60))
+    watched.finish()
+    assert watched.drafted > 60
+    assert watched.accepted > least * watched.drafted
+
+
 def test_drafts_that_reach_over_a_requests_blocks_harm_nobody(monkeypatch):
     """Blocks of two tokens: most drafts stand in blocks of nobody, behind those that requests have."""
     alone = [PROMPT[i : i + 3] for i in range(4)]
