@@ -34,8 +34,10 @@ class DraftKV(Protocol):
         """Note that the KV of known tokens was computed, up to these positions."""
         ...
 
-    def note_guess(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Note that the KV of a guessed token was computed, the last one before these positions."""
+    def note_guesses(
+        self, rows: NDArray[np.int64], num_known: NDArray[np.int64], num_computed: NDArray[np.int64]
+    ) -> None:
+        """Note that the KV of the guesses behind known tokens was computed, up to these positions."""
         ...
 
 
@@ -59,7 +61,9 @@ class SharedDraftKV:
     def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
         """Nothing is kept."""
 
-    def note_guess(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+    def note_guesses(
+        self, rows: NDArray[np.int64], num_known: NDArray[np.int64], num_computed: NDArray[np.int64]
+    ) -> None:
         """Nothing is kept."""
 
 
@@ -148,8 +152,11 @@ class OwnDraftKV:
         for row, start, stop in zip(rows[several], first[several] // size, last[several], strict=True):
             self._filled[tables[row, start:stop]] = size
 
-    def note_guess(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Note which token it is, unless it stands behind the blocks that the rows have."""
-        is_kept = ends <= self._batch.num_blocks[rows] * self.cache.block_size
-        rows, positions = rows[is_kept], ends[is_kept] - 1
-        self._guesses[rows, positions - self._num_noted[rows]] = self._batch.token_ids[rows, positions]
+    def note_guesses(
+        self, rows: NDArray[np.int64], num_known: NDArray[np.int64], num_computed: NDArray[np.int64]
+    ) -> None:
+        """Note which tokens they are, unless they stand behind the blocks that the rows have."""
+        ends = np.minimum(num_computed, self._batch.num_blocks[rows] * self.cache.block_size)[:, None]
+        positions = num_known[:, None] + np.arange(self._guesses.shape[1])
+        tokens = self._batch.token_ids[rows[:, None], np.minimum(positions, num_computed[:, None] - 1)]
+        self._guesses[rows] = np.where(positions < ends, tokens, -1)

@@ -125,6 +125,7 @@ class DraftRunner:
         self._requests: list[RequestRow] = []
         self._rows = self._num_known = self._num_tokens = self._num_computed = np.empty(0, dtype=np.int64)
         self._drawn_from: list[list[Tensor]] = []
+        self._has_noted = False  # a pass was made since `begin`
 
     def update(self, scheduled: SchedulerOutput) -> None:
         """Follow the scheduler's words, once the batch did."""
@@ -144,22 +145,36 @@ class DraftRunner:
         """Choose a token for each request that has caught up; the others do so as far as a pass has room for them."""
         rows, first, num_tokens = self._rows[indices], self._num_computed[indices], self._num_tokens[indices]
         counts = num_tokens - first
-        if counts.sum() > self.forward_pass.max_tokens:
-            counts = _within(self.forward_pass.max_tokens, counts)
-        ends = first + counts
-        is_due, is_part = ends == num_tokens, counts > 0
+        most = self.forward_pass.max_tokens
+        if counts.sum() > most:
+            return self._catch_up(indices, _within(most, counts))
+        token_ids, attention, _ = self._batch.gather(rows, first, counts, np.ones_like(counts))
+        hidden = self.forward_pass(token_ids, attention)
+        self._note_known(indices, num_tokens)
+        return self._choose(indices, hidden)
+
+    def _catch_up(
+        self, indices: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Compute so many tokens of each request; choose a token for those that have caught up by that."""
+        ends = self._num_computed[indices] + counts
+        is_due, is_part = ends == self._num_tokens[indices], counts > 0
+        part = indices[is_part]
         token_ids, attention, _ = self._batch.gather(
-            rows[is_part], first[is_part], counts[is_part], is_due[is_part].astype(np.int64)
+            self._rows[part], self._num_computed[part], counts[is_part], is_due[is_part].astype(np.int64)
         )
         hidden = self.forward_pass(token_ids, attention)
-        if (num_tokens == self._num_known[indices]).all():
-            self.kv.note_known(rows, ends)
-        else:
-            self.kv.note_guess(rows, ends)
+        self._note_known(indices, ends)
         chosen, goes_on = np.full(len(indices), -1, dtype=np.int64), np.zeros(len(indices), dtype=bool)
         if len(hidden):
             chosen[is_due], goes_on[is_due] = self._choose(indices[is_due], hidden)
         return chosen, goes_on
+
+    def _note_known(self, indices: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """Note what the first pass has computed: what is behind known tokens is noted when all passes are done."""
+        if not self._has_noted:
+            self._has_noted = True
+            self.kv.note_known(self._rows[indices], ends)
 
     def _choose(self, indices: NDArray[np.int64], hidden: Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return the choices behind hidden states of requests, and whether more follows; they count as tokens now."""
@@ -190,6 +205,9 @@ class DraftRunner:
     def end(self) -> None:
         """Let grammars stand where the known tokens end, and tell what was drawn from what."""
         requests, self._requests = self._requests, []
+        if self._has_noted:
+            self._has_noted = False
+            self.kv.note_guesses(self._rows, self._num_known, self._num_computed)
         for request, num_known, probs in zip(requests, self._num_known.tolist(), self._drawn_from, strict=False):
             self._tasks.forget_drafts(request, num_known)
             if probs:
