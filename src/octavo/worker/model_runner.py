@@ -96,6 +96,12 @@ class ModelRunner:
                 self.draft_runner, draft.num_speculative_tokens, self.drafting.proposer
             )
 
+    @property
+    def kv_caches(self) -> list[PagedKVCache]:
+        """The KV cache, and that of a draft model."""
+        draft = self.draft_runner
+        return [self.kv_cache] if draft is None or draft.kv.cache is self.kv_cache else [self.kv_cache, draft.kv.cache]
+
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Compute a step: every scheduled token in one batched forward, tokens for whoever is due some."""
         with torch.inference_mode():  # as a decorator it would enter twice as many functions, in every step

@@ -135,8 +135,8 @@ class Worker:
         num_tokens = min(WARM_UP_TOKENS, self.scheduler_config.max_num_batched_tokens, max_model_len)
         self._alone(lambda: warm_up(self.runner, num_tokens))
         if self.device.type == "cpu" and cache_config.asks_for_memory:
-            touching = Prefault(self.kv_cache.blocks)
-            weakref.finalize(self, touching.stop)
+            for cache in self.runner.kv_caches:
+                weakref.finalize(self, Prefault(cache.blocks).stop)
 
     def _load_draft(self, checkpoint: DraftCheckpoint, load: partial[CausalLM]) -> DraftModel:
         model = load(
