@@ -22,7 +22,7 @@ from octavo.worker.verification import ExactVerification
 A, B, C = 67, 68, 69  # "abc"
 PROMPT = {"prompt_token_ids": [A, B, C, A, B, C, A]}
 PROMPTS = [PROMPT, "Once upon a time there was a little fox who", "one two three one two three"]
-NUM_ANSWERS = 1000
+NUM_ANSWERS = 600
 LEAST_P = 1e-4
 WAYS: dict[str, dict[str, object]] = {
     "plain": {"allowed_token_ids": [A, B, C]},
