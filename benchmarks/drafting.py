@@ -106,10 +106,10 @@ def measure_streams(arguments: argparse.Namespace) -> None:
         print(f"| {name} | {statistics.median(found):.1f} | {ratio:.2f} | {num_tokens / num_steps[name]:.2f} |")
 
 
-def methods(arguments: argparse.Namespace) -> dict[str, dict[str, Any] | None]:
+def methods(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return the configuration of each method that is measured."""
-    found: dict[str, dict[str, Any] | None] = {
-        "none": None,
+    found: dict[str, dict[str, Any]] = {
+        "none": {"method": "none"},
         "ngram": {"method": "ngram"},
         "suffix": {"method": "suffix"},
     }
@@ -118,14 +118,13 @@ def methods(arguments: argparse.Namespace) -> dict[str, dict[str, Any] | None]:
     if arguments.draft is not None:
         found["draft_model"] = {"method": "draft_model", "model": arguments.draft}
         found["suffix and model"] = {"method": "suffix", "model": arguments.draft}
-    return {name: config for name, config in found.items() if config is None or name in (arguments.only or found)}
+    return {name: config for name, config in found.items() if name == "none" or name in (arguments.only or found)}
 
 
-def load(arguments: argparse.Namespace, config: dict[str, Any] | None) -> LLM:
+def load(arguments: argparse.Namespace, config: dict[str, Any]) -> LLM:
     """Return an engine of that method, warm."""
     options: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 8}
-    if config is not None:
-        options["speculative_config"] = {**config, "num_speculative_tokens": arguments.drafts}
+    options["speculative_config"] = {**config, "num_speculative_tokens": arguments.drafts}
     llm = LLM(arguments.model, quantization=arguments.quantization, **options)
     llm.generate("Once", SamplingParams(max_tokens=8), use_tqdm=False)
     return llm
