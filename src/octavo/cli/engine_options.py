@@ -97,6 +97,7 @@ class EngineOptions:
     scheduling_policy: SchedulingPolicy | None
     speculative_method: str | None
     num_speculative_tokens: int | None
+    speculative_model: str | None
 
     @property
     def chosen_model(self) -> str | None:
@@ -133,7 +134,7 @@ class EngineOptions:
     def _speculative(self) -> SpeculativeConfig:
         if self.speculative_config is None:
             return read_part(self, SpeculativeConfig)
-        for name in ("speculative_method", "num_speculative_tokens"):
+        for name in ("speculative_method", "num_speculative_tokens", "speculative_model"):
             if getattr(self, name) is not None:
                 option = f"--{name.replace('_', '-')}"
                 raise typer.BadParameter(f"{option} is a field of --speculative-config, too: name it in one of both")

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from octavo.config.fields import not_negative, one_of, option, within
+from octavo.config.fields import QUANTIZATIONS, not_negative, one_of, option, within
 from octavo.errors import ConfigError
 from octavo.sampling_params import MAX_DRAFTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_METHODS = ("auto", "none", "ngram", "suffix")
+_METHODS = ("auto", "none", "ngram", "suffix", "draft_model", "quantized")
+_METHODS_WITH_MODEL = ("draft_model", "suffix", "auto")
 _METHOD_OF_PREFIX = {"prompt_lookup_": "ngram", "suffix_decoding_": "suffix"}
 _VERIFICATIONS = ("exact", "rejection")
 _MAX_LOOKUP = 32
@@ -27,8 +28,12 @@ class SpeculativeConfig:
 
     method: "auto" is suffix where the kernels compute a row alike in any batch, else none; "none" guesses nothing.
     "ngram" proposes what followed the last time that the newest tokens stood in the request; "suffix" what followed
-    most often there or in answers given before under the same cache salt.
+    most often there or in answers given before under the same cache salt; "draft_model" what a smaller model of the
+    same vocabulary goes on with; "quantized" what the model itself does, with its weights rounded.
     num_speculative_tokens: at most so many are guessed behind the newest token.
+    model: that drafts: a directory in Hugging Face layout, a hub id, or "octavo-demo-draft" for the built-in model.
+    Beside "suffix" it is asked where that finds nothing.
+    quantization: how its weights are rounded, as in `ModelConfig`; None: not, and those of "quantized" to int4.
     verification (octavo's own): "exact" accepts a draft where it is the token that would have come without; "rejection"
     with the probability min(1, p / q) of classic rejection sampling, so that answers are distributed as without drafts
     and sampled ones hang on what was drafted.
@@ -43,8 +48,9 @@ class SpeculativeConfig:
     method: str = option(
         "auto",
         "How tokens are guessed, so that one step verifies several; no token depends on it. ngram: what followed the "
-        "last time in the request; suffix: most often there and in answers before; none: not at all. Default: suffix "
-        "with compiled kernels, else none.",
+        "last time in the request; suffix: most often there and in answers before; draft_model: what another model "
+        "goes on with; quantized: the model itself in int4; none: not at all. Default: suffix with compiled kernels, "
+        "else none.",
         choices=_METHODS,
         name="speculative_method",
         is_open=True,
@@ -52,6 +58,15 @@ class SpeculativeConfig:
     num_speculative_tokens: int = option(
         8, "So many tokens of a request are guessed in a step at most; as many as pay are. Default: 8.", is_open=True
     )
+    model: str | None = option(
+        None,
+        "A smaller model of the same vocabulary, of draft_model, or beside suffix where that finds nothing; "
+        "octavo-demo-draft is that of the built-in model. Default: none.",
+        unit="PATH_OR_ID",
+        name="speculative_model",
+        is_open=True,
+    )
+    quantization: str | None = None
     verification: str = "exact"
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
@@ -74,6 +89,7 @@ class SpeculativeConfig:
             if getattr(self, name) > most:
                 raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")
         self._check_fields_of_other_methods()
+        self._check_model()
         least, most = self.lookup_lengths
         if least > most:
             raise ConfigError(f"prompt_lookup_min ({least}) must be at most prompt_lookup_max ({most})")
@@ -86,6 +102,30 @@ class SpeculativeConfig:
                 raise ConfigError(
                     f"{each.name} is a field of method {method}, which method {self.method} has no use for"
                 )
+
+    def _check_model(self) -> None:
+        if self.method == "draft_model" and self.model is None:
+            raise ConfigError(
+                "method draft_model needs a model: a directory in Hugging Face layout, a hub id, or octavo-demo-draft "
+                "beside the built-in model"
+            )
+        if self.model is not None and not (isinstance(self.model, str) and self.model):
+            raise ConfigError(f"model of speculative_config must be a path or a hub id, got {self.model!r}")
+        if self.model is not None and self.method not in _METHODS_WITH_MODEL:
+            raise ConfigError(
+                f"model is a field of method {', '.join(_METHODS_WITH_MODEL)}, which method {self.method} has no "
+                "use for"
+            )
+        if self.quantization is None:
+            return
+        one_of("quantization of speculative_config", self.quantization, QUANTIZATIONS)
+        if not self.drafts_by_model:
+            raise ConfigError(f"quantization is that of a model, which method {self.method} has no use for")
+
+    @property
+    def drafts_by_model(self) -> bool:
+        """Whether a model is loaded to draft."""
+        return self.method == "quantized" or self.model is not None
 
     def resolved(self, *, is_exact: bool) -> SpeculativeConfig | None:
         """Return what is done; None where nothing is guessed. is_exact: a row is computed alike in any batch."""

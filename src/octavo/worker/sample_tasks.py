@@ -83,14 +83,22 @@ class SampleTasks:
                 if walked.error is not None and len(masks) < len(rows):
                     troubles[rows[len(masks)]] = Trouble(walked.error, "its grammar was walked")
             for row, allowed in zip(rows, masks, strict=False):
-                tasks[row] = SampleTask(
-                    sampling_params=request.sampling_params,
-                    stop_token_ids=request.stop_token_ids,
-                    known_tokens=known[: inputs.num_known[row]],
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    allowed=allowed,
-                )
+                tasks[row] = _task(request, known[: inputs.num_known[row]], allowed)
         return tasks
+
+    def make_for_drafts(
+        self, requests: Sequence[RequestRow], rows: NDArray[np.int64], num_known: NDArray[np.int64]
+    ) -> dict[int, SampleTask]:
+        """Return the tasks of a model that drafts one token of each request, by its index.
+
+        Their tokens so far count as known, drafts among them. Grammars are left out, whose walks would hold up the
+        step: what one forbids is cut before it is computed.
+        """
+        is_plain = self._batch.sampling.is_plain[rows]
+        return {
+            index: _task(requests[index], self._batch.token_ids[rows[index], : num_known[index]], None)
+            for index in np.flatnonzero(~is_plain).tolist()
+        }
 
     def num_allowed(self, request: RequestRow, known: NDArray[np.int32], drafts: list[int]) -> int:
         """Return how many drafts behind the known tokens could come true: up to one that the grammar forbids."""
@@ -157,3 +165,13 @@ class SampleTasks:
                 raise RequestError("this worker has no tokenizer to compile grammars for")
             request.matcher = self._grammars.compile(wanted)
         return request.matcher
+
+
+def _task(request: RequestRow, known: NDArray[np.int32], allowed: NDArray[np.bool_] | None) -> SampleTask:
+    return SampleTask(
+        sampling_params=request.sampling_params,
+        stop_token_ids=request.stop_token_ids,
+        known_tokens=known,
+        num_prompt_tokens=request.num_prompt_tokens,
+        allowed=allowed,
+    )
