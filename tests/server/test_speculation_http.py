@@ -1,4 +1,4 @@
-"""What a server answers is the same with speculation, whole and streamed: made-up requests, some with unlikely fields."""
+"""What a server answers is the same with speculation, whole and streamed: made-up requests, some of them unlikely."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def told(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     found = {name: told(each) for name, each in value.items() if name not in OF_THIS_ANSWER}
-    if "usage" in found and found["usage"]:
+    if found.get("usage"):
         found["usage"] = {name: each for name, each in found["usage"].items() if name in USAGE}
     return {name: each for name, each in found.items() if each not in (None, "", [], {})}
 
