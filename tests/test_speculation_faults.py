@@ -41,7 +41,7 @@ class Fault:
 
 def run_worlds() -> None:
     """Simulate with many drafts, half of them wrong."""
-    for index in range(40):
+    for index in range(20):
         config = draw_config(random.Random(f"drafts:{index}"), 100)
         config = replace(
             config, enable_prefix_caching=True, draft_rate=1.0, draft_error=0.5, max_drafts=8, stop_rate=0.5

@@ -56,9 +56,12 @@ CHOICES: dict[str, list[Any]] = {  # under the OpenAI API's completions and chat
     "n": [2, 3],
     "return_token_ids": [True],
     "include_stop_str_in_output": [True],
-    "structured_outputs": [{"regex": "([a-f]{2,3} ){3,9}"}, {"choice": ["yes and no", "yes"]}],
-    "response_format": [{"type": "json_object"}],
 }
+GRAMMARS: list[dict[str, Any]] = [
+    {"structured_outputs": {"regex": "([a-f]{2,3} ){3,9}"}},
+    {"structured_outputs": {"choice": ["the fox and the hen", "the fox and the cat"]}},
+    {"response_format": {"type": "json_object"}},
+]
 LOGPROBS: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [{"logprobs": 2}, {"logprobs": 0}],
     "/v1/chat/completions": [{"logprobs": True, "top_logprobs": 2}, {"logprobs": True}],
@@ -104,7 +107,9 @@ def make_request(rng: random.Random) -> tuple[str, dict[str, Any]]:
     body = {name: value for name, value in body.items() if name in fields}
     if rng.random() < 0.5:
         body |= rng.choice(LOGPROBS[route])
-    if rng.random() < 0.5 and "ignore_eos" in fields:
+    if "structured_outputs" in fields and rng.random() < 0.3:
+        body |= rng.choice(GRAMMARS)
+    elif "ignore_eos" in fields and rng.random() < 0.5:
         body["ignore_eos"] = True
     if rng.random() < 0.25:
         body[rng.choice(fields)] = rng.choice(VALUES)
