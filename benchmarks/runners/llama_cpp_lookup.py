@@ -1,8 +1,8 @@
 """llama.cpp with and without prompt lookup, in turns: `python llama_cpp_lookup.py MODEL.gguf < JOB`.
 
 Through llama-cpp-python, whose interpreter runs this. The job has of each name {"turns": [token ids of the prompts of
-each turn], "max_tokens", "num_drafts"}; printed are, of each name, {"none": [...], "lookup": [...]}: the mean seconds
-of an output token behind the first, of each turn.
+each turn], "max_tokens", "num_drafts"}. Printed are "figures", of each name {"none": [...], "lookup": [...]}, the mean
+seconds of an output token behind the first in each turn; and how many answers were the same both times.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ def main() -> None:
                 answers.append([tokens for _, tokens in told])
             num_same += sum(one == other for one, other in zip(*answers, strict=True))
             num_answers += len(prompts)
-    print(f"llama.cpp: {num_same} of {num_answers} answers are the same with prompt lookup", file=sys.stderr)
-    print(json.dumps(result))
+    print(json.dumps({"figures": result, "num_same": num_same, "num_answers": num_answers}))
 
 
 if __name__ == "__main__":
