@@ -19,6 +19,7 @@ class ScriptedProposer:
     """
 
     num_bytes = 0
+    num_passes = 0
 
     def __init__(self, sequences: Mapping[str, list[int]], num_speculative_tokens: int, share_right: float) -> None:
         self.num_speculative_tokens = num_speculative_tokens

@@ -6,6 +6,8 @@ import itertools
 import json
 import random
 import time
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from kernels_available import COMPILED
@@ -147,6 +149,32 @@ def test_how_many_drafts_are_verified_is_decided_the_same_again(make_core, tmp_p
     assert done.mismatches == []
     assert done.log.events == core.log.events
     monkeypatch.setattr(DraftPolicy, "learn", lambda *_args: None)
+    assert replay(recorded.path).mismatches
+
+
+def test_how_many_drafts_are_computed_is_decided_the_same_again(make_core, tmp_path, monkeypatch):
+    """It hangs on what a drafting model took, besides."""
+    rng = random.Random(6)
+    times = itertools.accumulate(rng.choice([0.01, 0.02, 0.03]) for _ in itertools.count())
+    recorded = Recorded(make_core, tmp_path / "run.journal", clock=lambda: next(times))
+    core, bounds = recorded.core, Counter()
+    for step in range(300):
+        if step % 60 < 5:
+            core.add(f"r{step}", 5, max_tokens=60)
+        scheduled = core.scheduler.schedule()
+        result = compute(core, scheduled, rng)
+        guesses = {name: [9, 9, 9][: scheduled.max_drafts.get(name, 3)] for name in result.sampled_token_ids}
+        bounds.update(map(len, guesses.values()))
+        if num_passes := max(map(len, guesses.values()), default=0):
+            drafting_s = rng.choice([0.0001, 0.002, 0.007]) * num_passes
+            result = replace(result, drafting_s=drafting_s, num_drafting_passes=num_passes)
+        core.scheduler.update_from_output(scheduled, result)
+        core.scheduler.update_draft_token_ids({name: drafts for name, drafts in guesses.items() if drafts})
+    assert min(bounds[count] for count in range(4)) > 0
+    done = recorded.close()
+    assert done.mismatches == []
+    assert done.log.events == core.log.events
+    monkeypatch.setattr(DraftPolicy, "_learn_passes", lambda *_args: None)
     assert replay(recorded.path).mismatches
 
 

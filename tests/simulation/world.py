@@ -90,6 +90,7 @@ class WorldConfig:
     draft_rate: float = 0.5
     draft_error: float = 0.3
     max_drafts: int = 4
+    pass_s: float | None = None
     step_base_s: float = 0.0
     lost_sample_rate: float = 0.005
     remote_rate: float = 0.2
@@ -146,6 +147,7 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         max_num_mixed_prefill_tokens=rng.choice([0, 0, rng.randint(1, 8)]) if chunked else 0,
         attention_cost_tokens=rng.choice([None, 60.0, 1000.0]) if chunked else None,
         mixed_step_ms=rng.choice([None, 0.0, 40.0, 200.0]) if chunked else None,
+        pass_s=rng.choice([None, 0.001, 0.02, 0.5]),
     )
 
 
@@ -179,6 +181,8 @@ class Totals:
     withheld: int = 0
     drafted: int = 0
     accepted: int = 0
+    passes: int = 0
+    bounded: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     combinations: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
@@ -375,6 +379,7 @@ class World:
             self._count("logits that are no numbers")
             result.errors[self.rng.choice(list(result.sampled_token_ids))] = "injected"
         miscounted = self._miscount(scheduled, result)
+        result = self._compute_drafts(scheduled, result)
         outputs = self.scheduler.update_from_output(scheduled, result)
         self._check_miscounted(miscounted, outputs)
         self._take(outputs)
@@ -385,7 +390,7 @@ class World:
             self._take(self.scheduler.update_from_output(scheduled, result))
             self._expect_limit(limit, limit, "after a result that came twice")
         self.last = scheduled, replace(result, kv_loads=[])
-        self._draft()
+        self._draft(scheduled)
 
     def _miscount(self, scheduled: SchedulerOutput, result: ModelOutput) -> str | None:
         """Let a request, one with drafts if there is any, get no token, or one more than it has rows; return its id."""
@@ -570,14 +575,33 @@ class World:
         request_id = self.rng.choice(list(self.scheduler.requests))
         self._take(self.scheduler.abort_request(request_id))
 
-    def _draft(self) -> None:
+    def _compute_drafts(self, scheduled: SchedulerOutput, result: ModelOutput) -> ModelOutput:
+        """Let time pass for the passes of a drafting model, as many as the scheduler thinks worth while."""
+        bounds, pass_s, most = scheduled.max_drafts, self.config.pass_s, self.config.max_drafts
+        if not bounds.keys() <= scheduled.num_scheduled_tokens.keys() or min(bounds.values(), default=0) < 0:
+            raise SimulationError(f"bounds of nobody, or below 0: {bounds}")
+        if bounds and pass_s is None:
+            raise SimulationError(f"bounds where nothing is computed: {bounds}")
+        self.totals.bounded += len(bounds)
+        num_passes = max((min(bounds.get(name, most), most) for name in result.sampled_token_ids), default=0)
+        if pass_s is None or not num_passes:
+            return result
+        self.totals.passes += num_passes
+        drafting_s = pass_s * num_passes
+        if self.config.mixed_step_ms:
+            self.now += drafting_s
+        return replace(result, drafting_s=drafting_s, num_drafting_passes=num_passes)
+
+    def _draft(self, scheduled: SchedulerOutput) -> None:
         config, rng = self.config, self.rng
         if not config.max_drafts or rng.random() >= config.draft_rate:
             return
         drafts = {}
         for request in self.scheduler.running:
             oracle = self.tracked[request.request_id].oracle
-            drafts[request.request_id] = oracle.guess(rng.randint(1, config.max_drafts), config.draft_error, rng)
+            most = scheduled.max_drafts.get(request.request_id, config.max_drafts)
+            count = min(rng.randint(1, config.max_drafts), most)
+            drafts[request.request_id] = oracle.guess(count, config.draft_error, rng)
         before = {request.request_id: request.spec_token_ids for request in self.scheduler.running}
         self.scheduler.update_draft_token_ids(drafts)
         for request in self.scheduler.running:

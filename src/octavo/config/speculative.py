@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.config.fields import not_negative, one_of, within
 from octavo.errors import ConfigError
+from octavo.sampling_params import MAX_DRAFTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _METHODS = ("ngram", "suffix")
 _METHOD_OF_PREFIX = {"prompt_lookup_": "ngram", "suffix_decoding_": "suffix"}
-_MAX_TOKENS = 32
 _MAX_LOOKUP = 32
 _DEFAULT_LOOKUP = (2, 4)
 _MAX_CACHED_REQUESTS = 1_000_000
@@ -46,13 +46,13 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         one_of("method of speculative_config", self.method, _METHODS)
-        within("num_speculative_tokens", self.num_speculative_tokens, 1, _MAX_TOKENS)
+        within("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS)
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             if getattr(self, name) is not None:
                 within(name, getattr(self, name), 1, _MAX_LOOKUP)
         within("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0, _MAX_CACHED_REQUESTS)
         within("suffix_decoding_max_cached_bytes", self.suffix_decoding_max_cached_bytes, *_CACHED_BYTES)
-        for name, most in (("suffix_decoding_max_spec_factor", _MAX_TOKENS), ("suffix_decoding_min_token_prob", 1)):
+        for name, most in (("suffix_decoding_max_spec_factor", MAX_DRAFTS), ("suffix_decoding_min_token_prob", 1)):
             not_negative(name, getattr(self, name))
             if getattr(self, name) > most:
                 raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")

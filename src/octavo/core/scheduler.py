@@ -183,7 +183,8 @@ class Scheduler:
         outranked = self._outranked()
         self._batching.fill(plan, list(self.running), outranked, self._grow_running, self._admit_waiting)
         self._record_outranked(plan, outranked)
-        output = self._builder.build(step, plan, self.requests)
+        max_drafts = self._draft_policy.bound(plan.num_tokens, self.requests)
+        output = self._builder.build(step, plan, self.requests, max_drafts)
         self._num_busy_steps += bool(plan.num_tokens)
         self._emit_step(output)
         return output
@@ -403,8 +404,11 @@ class Scheduler:
             return []
         self._open_step = None
         self._batching.learn(now - self._step_start)
-        self._draft_policy.learn(scheduled, now - self._step_start)
-        return self._take_news() + self._results.process(scheduled, result)
+        outputs = self._take_news() + self._results.process(scheduled, result)
+        timed = self._draft_policy.learn(scheduled, result, now - self._step_start)
+        if timed is not None:
+            self._emit(events.DraftsTimed, *timed)
+        return outputs
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
         """End every request of a step that the worker could not do; the others go on.

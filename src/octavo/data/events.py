@@ -110,6 +110,17 @@ class DraftsVerified(RequestEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class DraftsTimed(Event):
+    """What a step with drafts took, guessing them included, and what as many tokens take without; in seconds.
+
+    Told of steps in which nothing but answers went on, once it was measured what those without drafts take.
+    """
+
+    seconds: float
+    seconds_without: float
+
+
+@dataclass(frozen=True, slots=True)
 class RequestAdmitted(RequestEvent):
     """It left the queue and runs. num_cached_tokens were found in the prefix cache."""
 

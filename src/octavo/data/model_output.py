@@ -28,6 +28,8 @@ class ModelOutput:
     errors: requests whose logits were not numbers; they fail alone.
     kv_loads: transfers that ended, by id, and whether all of their KV arrived.
     draft_token_ids: what is guessed to follow, to be verified in the next step.
+    drafting_s: what guessing took of the step. num_drafting_passes: forward passes of a model that it took; 0 for what
+    is looked up.
     """
 
     step: int
@@ -38,3 +40,5 @@ class ModelOutput:
     pooled: dict[str, bytes] = field(default_factory=dict)
     kv_loads: list[tuple[int, bool]] = field(default_factory=list)
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    drafting_s: float = 0.0
+    num_drafting_passes: int = 0

@@ -108,6 +108,8 @@ class SchedulerOutput:
 
     num_scheduled_tokens is in the order in which the rows of the batch stand.
     kv_loads: transfers to start. kv_cancels: transfers to give up; nothing of them is written after this step.
+    max_drafts: how many tokens are worth guessing behind a request's newest one, 0 for none; one that is not named has
+    no bound but the proposer's.
     num_pending_loads: transfers under way, so that somebody must ask for their results.
     """
 
@@ -119,6 +121,7 @@ class SchedulerOutput:
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    max_drafts: dict[str, int] = field(default_factory=dict)
     copies: BlockCopies = field(default_factory=BlockCopies)
     kv_loads: list[KVLoad] = field(default_factory=list)
     kv_cancels: list[int] = field(default_factory=list)

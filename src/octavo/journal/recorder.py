@@ -152,7 +152,10 @@ class RecordingScheduler:
                 name = output.request_id
                 number = (self._replaced.get(name) or self._unfinished[name]).number
                 told.append([number, num_sampled, num_accepted, reason, output.error])
-        if told or result.kv_loads:
+        if result.drafting_s:
+            guessing = result.drafting_s, result.num_drafting_passes
+            self._write(["u", self._elapsed(), told, result.kv_loads, *guessing])
+        elif told or result.kv_loads:
             self._write(["u", self._elapsed(), told, result.kv_loads])
         else:
             self._write_line(f'["u",{self._elapsed()},[],[]]\n')

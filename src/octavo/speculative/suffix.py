@@ -37,6 +37,8 @@ class SuffixProposer:
     too large, it keeps the newest tokens, and a request that starts then has none until others have ended.
     """
 
+    num_passes = 0
+
     def __init__(self, config: SpeculativeConfig, *, max_num_seqs: int, max_model_len: int) -> None:
         self.num_speculative_tokens = config.num_speculative_tokens
         self._factor = config.suffix_decoding_max_spec_factor

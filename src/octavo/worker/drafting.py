@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from octavo.runtime.faults import is_fault
@@ -19,10 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 class Drafting:
-    """Asks a proposer, and cuts off what could not come true."""
+    """Asks a proposer, and cuts off what could not come true.
+
+    seconds, num_passes: what that took in the newest step.
+    """
 
     def __init__(self, proposer: Proposer, batch: InputBatch, tasks: SampleTasks) -> None:
         self.proposer = proposer
+        self.seconds = 0.0
+        self.num_passes = 0
         self._batch = batch
         self._tasks = tasks
 
@@ -49,19 +55,38 @@ class Drafting:
             logger.exception("what %d requests wrote is not kept for guesses", len(ended))
             self.forget(each.request_id for each in ended)
 
-    def propose(self, sampled_token_ids: Mapping[str, list[int]]) -> dict[str, list[int]]:
-        """Return the drafts of a step's requests; sampled_token_ids: what each got in it."""
+    def propose(
+        self, sampled_token_ids: Mapping[str, list[int]], max_drafts: Mapping[str, int]
+    ) -> dict[str, list[int]]:
+        """Return the drafts of a step's requests.
+
+        sampled_token_ids: what each got in it. max_drafts: how many are worth guessing; who is not named has no bound.
+        """
         if not self.proposer.num_speculative_tokens:
             return {}
+        start = time.perf_counter()
+        drafts = self._propose(sampled_token_ids, max_drafts)
+        self.seconds = time.perf_counter() - start
+        return drafts
+
+    def _propose(
+        self, sampled_token_ids: Mapping[str, list[int]], max_drafts: Mapping[str, int]
+    ) -> dict[str, list[int]]:
         tasks: list[DraftTask] = []
         for request_id, token_ids in sampled_token_ids.items():
             request = self._batch.requests[request_id]
             known = self._batch.write_sampled(request, token_ids)
-            max_drafts = self._max_drafts(request, len(known), token_ids)
-            if max_drafts > 0:
-                tasks.append(DraftTask(request_id, known, max_drafts, request.cache_salt))
+            most = self._max_drafts(request, len(known), token_ids)
+            if max_drafts:
+                most = min(most, max_drafts.get(request_id, most))
+            if most > 0:
+                tasks.append(DraftTask(request_id, known, most, request.cache_salt))
+        self.num_passes = 0
+        if not tasks:
+            return {}
         try:
             proposed = self.proposer.propose(tasks)
+            self.num_passes = self.proposer.num_passes
         except BaseException as error:
             if not is_fault(error):
                 raise
@@ -79,6 +104,8 @@ class Drafting:
         if params.pooling is not None or (may_end and not request.stop_token_ids.isdisjoint(token_ids)):
             return 0
         most = self.proposer.num_speculative_tokens
+        if params.num_speculative_tokens is not None:
+            most = min(most, params.num_speculative_tokens)
         return most if params.max_tokens is None else min(most, params.max_tokens - num_output - 1)
 
     def _cut(self, task: DraftTask, drafts: list[int]) -> list[int]:

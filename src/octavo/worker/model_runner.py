@@ -86,8 +86,17 @@ class ModelRunner:
         prompt_logprobs, errors = self._prompt_logprobs(inputs, hidden)
         pooled = self._pooler.pool(inputs, hidden, self.batch, errors)
         output = self.sample(scheduled.step, inputs, hidden, prompt_logprobs, errors)
-        drafts = self.drafting.propose(output.sampled_token_ids)
-        return replace(output, pooled=pooled, draft_token_ids=drafts) if pooled or drafts else output
+        drafting = self.drafting
+        drafts = drafting.propose(output.sampled_token_ids, scheduled.max_drafts)
+        if not (pooled or drafting.seconds):
+            return output
+        return replace(
+            output,
+            pooled=pooled,
+            draft_token_ids=drafts,
+            drafting_s=drafting.seconds,
+            num_drafting_passes=drafting.num_passes,
+        )
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         """Return hidden states [num_outputs, hidden]; writes this step's KV. They last until the next call.
