@@ -462,6 +462,7 @@ def test_figures_of_the_questions_are_those_of_the_worked_examples(page, worked)
     batching, shared, chunked = worked("static_and_continuous"), worked("shared_blocks"), worked("chunked_prefill")
     chunks, (busy, slots), five = chunked["chunks"], batching["busy_of_one_batch"], batching["steps_of_five"]
     mixed, budget, hits = worked("mixed_batch"), worked("token_budget"), worked("full_hit")
+    drafts = worked("speculation")
     expected = [
         f"{batching['static_occupancy'] * 100:.1f} %",
         f"{batching['continuous_occupancy'] * 100:.1f} %",
@@ -482,6 +483,8 @@ def test_figures_of_the_questions_are_those_of_the_worked_examples(page, worked)
         str(hits["blocks_of_16"]["from_cache"]),
         str(hits["blocks_of_16"]["copied"]),
         str(hits["blocks_of_256"]["from_cache"]),
+        " ".join(str(token) for token in drafts["exact"] if token >= 0),
+        f"{drafts['tokens_per_step']:.2f}",
     ]
     missing = [figure for figure in expected if not re.search(rf"(?<![\d.,]){re.escape(figure)}(?!\d)", text)]
     assert not missing

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _METHODS = ("ngram", "suffix")
 _METHOD_OF_PREFIX = {"prompt_lookup_": "ngram", "suffix_decoding_": "suffix"}
+_VERIFICATIONS = ("exact", "rejection")
 _MAX_LOOKUP = 32
 _DEFAULT_LOOKUP = (2, 4)
 _MAX_CACHED_REQUESTS = 1_000_000
@@ -22,11 +23,14 @@ _CACHED_BYTES = (1 << 16, 1 << 34)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are guessed, so that one step verifies several. No token depends on it; named as in vLLM.
+    """How tokens are guessed, so that one step verifies several; named as in vLLM. No token depends on it.
 
     method: "ngram" proposes what followed the last time that the newest tokens stood in the request; "suffix" what
     followed most often there or in answers given before under the same cache salt.
     num_speculative_tokens: at most so many are guessed behind the newest token.
+    verification (octavo's own): "exact" accepts a draft where it is the token that would have come without; "rejection"
+    with the probability min(1, p / q) of classic rejection sampling, so that answers are distributed as without drafts
+    and sampled ones hang on what was drafted.
     prompt_lookup_min, prompt_lookup_max: how many tokens have to be the same for that; the most are looked for first.
     None: 2 and 4, or what leaves the other one as it is.
     suffix_decoding_max_cached_requests: so many answers are kept, 0 for none.
@@ -37,6 +41,7 @@ class SpeculativeConfig:
 
     method: str
     num_speculative_tokens: int = 8
+    verification: str = "exact"
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     suffix_decoding_max_cached_requests: int = 10_000
@@ -46,6 +51,7 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         one_of("method of speculative_config", self.method, _METHODS)
+        one_of("verification of speculative_config", self.verification, _VERIFICATIONS)
         within("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS)
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             if getattr(self, name) is not None:

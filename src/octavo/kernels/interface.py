@@ -6,7 +6,7 @@ row's own absolute positions, never by how many rows stand beside it or how a pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.kernels.quantization import GROUP_MULTIPLE
@@ -97,6 +97,10 @@ class SamplingRows:
     seed: Tensor
     sample_index: Tensor
     position: Tensor
+
+    def take(self, rows: Tensor | slice) -> SamplingRows:
+        """Return the parameters of some of the rows."""
+        return SamplingRows(*(getattr(self, each.name)[rows] for each in fields(self)))
 
 
 class Kernels(Protocol):

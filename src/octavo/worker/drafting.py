@@ -12,6 +12,8 @@ from octavo.speculative.interface import DraftTask, EndedRequest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from torch import Tensor
+
     from octavo.speculative.interface import Proposer
     from octavo.worker.input_batch import InputBatch, RequestRow
     from octavo.worker.sample_tasks import SampleTasks
@@ -23,23 +25,35 @@ class Drafting:
     """Asks a proposer, and cuts off what could not come true.
 
     seconds, num_passes: what that took in the newest step.
+    draft_probs: of requests whose newest drafts were drawn by `Verification.draw_drafts` to be verified by rejection
+    sampling, the distribution of each draft, float32 [num_drafts, vocab]. Who draws them in `propose` writes it there;
+    it lasts until new ones are proposed.
     """
 
     def __init__(self, proposer: Proposer, batch: InputBatch, tasks: SampleTasks) -> None:
         self.proposer = proposer
         self.seconds = 0.0
         self.num_passes = 0
+        self.draft_probs: dict[str, Tensor] = {}
         self._batch = batch
         self._tasks = tasks
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop what is kept of requests that were preempted."""
+        request_ids = list(request_ids)
+        self._drop_probs(request_ids)
         self.proposer.forget(request_ids)
+
+    def _drop_probs(self, request_ids: Iterable[str]) -> None:
+        if self.draft_probs:
+            for request_id in request_ids:
+                self.draft_probs.pop(request_id, None)
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """Hand over what requests that ended have written, while the batch still has it; others are passed over."""
         if not self.proposer.num_speculative_tokens:
             return
+        self._drop_probs(request_ids)
         ended = [
             EndedRequest(each.request_id, self._batch.all_tokens(each), each.num_prompt_tokens, each.cache_salt)
             for request_id in request_ids
@@ -81,6 +95,7 @@ class Drafting:
                 most = min(most, max_drafts.get(request_id, most))
             if most > 0:
                 tasks.append(DraftTask(request_id, known, most, request.cache_salt))
+        self._drop_probs(sampled_token_ids)
         self.num_passes = 0
         if not tasks:
             return {}
@@ -112,12 +127,14 @@ class Drafting:
         """Drop the first draft that could not be of use, and those behind it.
 
         Behind one that ends the request nothing follows, and without it the choice in its place is made just as well.
+        One that was drawn to be verified by rejection sampling stays: that would be biased by what is not verified.
         """
         request = self._batch.requests[task.request_id]
         drafts = drafts[: task.max_drafts]
         end = next((i for i, token_id in enumerate(drafts) if token_id in request.stop_token_ids), len(drafts))
         try:
-            return drafts[: self._tasks.num_allowed(request, task.token_ids, drafts[:end])]
+            num_useful = self._tasks.num_allowed(request, task.token_ids, drafts[:end])
+            return drafts[: num_useful + (task.request_id in self.draft_probs)]
         except BaseException as error:
             if not is_fault(error):
                 raise

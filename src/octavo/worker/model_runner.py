@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,16 +20,18 @@ from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
 from octavo.worker.pooler import Pooler
 from octavo.worker.sample_tasks import SampleTasks, Trouble
 from octavo.worker.sampler import Sampler
+from octavo.worker.verification import DraftedRows, ExactVerification
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
     from octavo.data.scheduler_output import SchedulerOutput
-    from octavo.kernels.interface import AttentionBatch, Kernels
+    from octavo.kernels.interface import AttentionBatch, Kernels, SamplingRows
     from octavo.models.layers import CausalLM
     from octavo.speculative.interface import Proposer
     from octavo.structured_output.grammars import GrammarCompiler
     from octavo.worker.kv_cache import PagedKVCache
+    from octavo.worker.verification import Verification
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class ModelRunner:
         max_model_len: int,
         grammars: GrammarCompiler | None = None,
         proposer: Proposer | None = None,
+        verification: Verification | None = None,
     ) -> None:
         self.model = model
         self.kernels = kernels
@@ -56,6 +60,7 @@ class ModelRunner:
         self._is_recorded = False
         self.kv_cache = kv_cache
         self.sampler = Sampler(kernels)
+        self.verification = verification or ExactVerification(kernels)
         self._logits = torch.empty(0)
         self._pooler = Pooler()
         self.batch = InputBatch(
@@ -127,8 +132,8 @@ class ModelRunner:
     ) -> ModelOutput:
         """Choose tokens for every request whose known tokens are all computed now: one, and one behind each draft.
 
-        As long as a draft is what is chosen, the choice behind it stands as well: the same token, by the same logits
-        and the same noise, as if it had been fed back.
+        As long as a draft is what is chosen, the choice behind it stands as well: by the same logits as if it had been
+        fed back, and by the same noise, unless drafts are verified by rejection sampling.
 
         errors: of requests that failed in this step already.
         """
@@ -140,7 +145,7 @@ class ModelRunner:
         tasks = self._tasks.make(inputs, requests, troubles)
         logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
         rows = self.batch.sampling.gather(inputs.sampled_rows, inputs.num_known)
-        sampled = self.sampler.sample(logits, rows, tasks)
+        sampled = self.sampler.sample(logits, rows, tasks, self._chooser(inputs, requests))
         for row, error in sampled.faults.items():
             if not is_fault(error):
                 raise error
@@ -161,6 +166,20 @@ class ModelRunner:
             if first in sampled.logprobs:
                 logprobs[name] = [sampled.logprobs[first + i] for i in range(len(tokens[name]))]
         return ModelOutput(step, tokens, logprobs, prompt_logprobs or {}, errors)
+
+    def _chooser(
+        self, inputs: ModelInputs, requests: list[RequestRow]
+    ) -> Callable[[torch.Tensor, SamplingRows], torch.Tensor]:
+        """Return what makes the choices of a step: the sampling kernel, or the verification of its drafts."""
+        if len(inputs.num_known) == len(requests):
+            return self.kernels.sample
+        drafted = DraftedRows(
+            is_greedy=[request.sampling_params.is_greedy for request in requests],
+            cu_num_logits=inputs.cu_num_logits,
+            draft_ids=self.batch.input_tokens(inputs),
+            draft_probs=[self.drafting.draft_probs.get(request.request_id) for request in requests],
+        )
+        return partial(self.verification.choose, drafted=drafted)
 
     def _verify(self, inputs: ModelInputs, chosen: list[int]) -> list[list[int]]:
         """Return the choices that stand of each request that is sampled: those that its drafts are, and one."""

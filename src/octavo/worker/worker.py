@@ -24,6 +24,7 @@ from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.memory import decide_num_blocks, decide_num_host_blocks, largest_batch
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.prefault import Prefault
+from octavo.worker.verification import create_verification
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,6 +106,7 @@ class Worker:
         self.proposer = create_proposer(
             speculative_config, max_num_seqs=scheduler_config.max_num_seqs, max_model_len=max_model_len
         )
+        self.verification = create_verification(speculative_config, self.kernels)
         self._take_steps_that_fit()
         num_blocks = decide_num_blocks(
             architecture,
@@ -148,12 +150,15 @@ class Worker:
             max_model_len=self.max_model_len,
             grammars=self.grammars,
             proposer=self.proposer,
+            verification=self.verification,
         )
 
     def _scratch_bytes(self, num_tokens: int) -> int:
-        """Return what the kernels allocate for themselves in a step of so many tokens, and what the proposer keeps."""
+        """Return what the kernels allocate for themselves in a step of so many tokens, and what drafts take."""
         architecture = self.model.architecture
-        return self.proposer.num_bytes + self.kernels.scratch_bytes(
+        max_drafts = min(num_tokens, self.scheduler_config.max_num_seqs * self.proposer.num_speculative_tokens)
+        of_drafts = self.proposer.num_bytes + self.verification.num_bytes(max_drafts, architecture.vocab_size)
+        return of_drafts + self.kernels.scratch_bytes(
             num_heads=architecture.num_heads,
             num_kv_heads=architecture.num_kv_heads,
             head_dim=architecture.head_dim,
