@@ -12,6 +12,7 @@ from alone_and_crowd import needs_kernels
 from scripted_drafts import verify_all
 
 from octavo import LLM, SamplingParams
+from octavo.assets import BUILT_IN_DRAFT
 from octavo.config import SpeculativeConfig
 from octavo.errors import ConfigError
 from octavo.sampling_params import StructuredOutputsParams
@@ -72,7 +73,9 @@ class Drawing:
 
 def make(method: str | None) -> LLM:
     config = None
-    if method:
+    if method == "model":
+        config = {"method": "draft_model", "model": BUILT_IN_DRAFT, "verification": "rejection"}
+    elif method:
         config = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3, "verification": "rejection"}
     llm = LLM(max_num_seqs=192, num_gpu_blocks_override=2048, speculative_config=config)
     if method:
@@ -95,6 +98,12 @@ def found():
 @pytest.fixture(scope="module")
 def drawn():
     return make("drawn")
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Drafts drawn by a draft model."""
+    return make("model")
 
 
 def ask(llm: LLM, way: str, first_seed: int) -> tuple[Counter, float]:
@@ -129,7 +138,7 @@ def expected(plain):
 
 
 @pytest.mark.sweep(6)
-@pytest.mark.parametrize("drafts", ["found", "drawn"])
+@pytest.mark.parametrize("drafts", ["found", "drawn", "model"])
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_are_distributed_as_without_drafts(request, expected, drafts, way):
     counts, share = ask(request.getfixturevalue(drafts), way, 0)
@@ -153,7 +162,7 @@ def test_drafts_that_are_dropped_for_what_they_are_would_be_seen(drawn, expected
     assert p_value(ask(drawn, "stop", 0)[0], expected("stop")) < LEAST_P
 
 
-@pytest.mark.parametrize("drafts", ["found", "drawn"])
+@pytest.mark.parametrize("drafts", ["found", "drawn", "model"])
 def test_greedy_answers_are_those_without_drafts(request, plain, drafts):
     """And so are those of requests that are given no drafts, and what log probabilities tell of any answer."""
     llm = request.getfixturevalue(drafts)

@@ -17,6 +17,7 @@ from octavo.engine.llm_engine import Engine
 from octavo.errors import ConfigError
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
 from octavo.kernels import attention_slowness, instruction_sets
+from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.launch import Checkpoint, make_grammars, make_processors
 from octavo.worker.worker import LocalExecutor, Worker, resolve_device
 
@@ -64,6 +65,7 @@ def build_core(
     model_config = config.model
     checkpoint = checkpoint or Checkpoint.find(model_config)
     architecture = checkpoint.architecture
+    draft_checkpoint = find_draft_checkpoint(config, checkpoint)
     device_config = _device_config(config)
     dtype = architecture.dtype if model_config.dtype == "auto" else model_config.dtype
     isa = _instruction_set(device_config, dtype)
@@ -86,6 +88,7 @@ def build_core(
         progress=progress,
         grammars=grammars,
         speculative_config=config.speculative,
+        draft_checkpoint=draft_checkpoint,
     )
     if reading is not None:
         reading.result()

@@ -133,7 +133,10 @@ def test_lengths_that_are_left_open(given, lengths):
 
 
 NONSENSE = [
-    ({"method": "telepathy"}, "method of speculative_config must be one of ngram, suffix, got 'telepathy'"),
+    (
+        {"method": "telepathy"},
+        "method of speculative_config must be one of ngram, suffix, draft_model, quantized, got 'telepathy'",
+    ),
     ({"num_speculative_tokens": 4}, "an object that names a method"),
     ([], "an object that names a method"),
     ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be an integer from 1 to 32, got 0"),
@@ -143,7 +146,22 @@ NONSENSE = [
     ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min must be an integer from 1 to 32, got 0"),
     ({"method": "ngram", "prompt_lookup_max": 1.5}, "prompt_lookup_max must be an integer from 1 to 32, got 1.5"),
     ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, r"prompt_lookup_min \(5\) must be at most"),
-    ({"method": "ngram", "model": "owner/name"}, "a field of speculative_config must be one of method, .*got 'model'"),
+    ({"method": "ngram", "device": "gpu"}, "a field of speculative_config must be one of method, .*got 'device'"),
+    (
+        {"method": "ngram", "model": "owner/name"},
+        "model is a field of method draft_model and suffix, which method ngram",
+    ),
+    ({"method": "quantized", "model": "owner/name"}, "which method quantized has no use for"),
+    ({"method": "draft_model"}, "draft_model needs a model: a directory .* or octavo-demo-draft"),
+    ({"method": "draft_model", "model": 7}, "model of speculative_config must be a path or a hub id, got 7"),
+    ({"method": "draft_model", "model": ""}, "must be a path or a hub id, got ''"),
+    ({"method": "draft_model", "model": "a", "num_speculative_tokens": 1000}, "from 1 to 32, got 1000"),
+    ({"method": "draft_model", "model": "a", "num_speculative_tokens": 0}, "from 1 to 32, got 0"),
+    (
+        {"method": "draft_model", "model": "a", "quantization": "int3"},
+        "quantization of speculative_config must be one of",
+    ),
+    ({"method": "suffix", "quantization": "int4"}, "that of a model, which method suffix has no use for"),
 ]
 
 

@@ -83,7 +83,8 @@ class EngineOptions:
             parser=parse_speculative,
             rich_help_panel=_PANELS[SchedulerConfig],
             help="Guess tokens, so that one step verifies several; no token depends on it. An object with method "
-            "(ngram: what followed the last time in the request; suffix: most often there and in answers before) and "
+            "(ngram: what followed the last time in the request; suffix: most often there and in answers before; "
+            "draft_model: what another model goes on with; quantized: the model itself in int4) and "
             "num_speculative_tokens; docs/speculation.md names the others. "
             "Default: nothing is guessed.",
             show_default=False,

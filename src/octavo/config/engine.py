@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path  # noqa: TC003 - commands read the types of fields
 from typing import TYPE_CHECKING, Any
 
-from octavo.config.fields import at_least, check_choices, choice, not_negative, option
+from octavo.config.fields import QUANTIZATIONS, at_least, check_choices, choice, not_negative, option
 from octavo.config.speculative import SpeculativeConfig  # noqa: TC001 - as above
 from octavo.errors import ConfigError, RequestError
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
-QUANTIZATIONS = ("int8", "int4", "int4_all")
 KV_CACHE_DTYPES = ("auto", "int8")
 INSTRUCTION_SETS = ("auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
 DEFAULT_PACKED_CACHE_BYTES = 16 << 30

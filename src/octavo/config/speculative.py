@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from octavo.config.fields import not_negative, one_of, within
+from octavo.config.fields import QUANTIZATIONS, not_negative, one_of, within
 from octavo.errors import ConfigError
 from octavo.sampling_params import MAX_DRAFTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_METHODS = ("ngram", "suffix")
+_METHODS = ("ngram", "suffix", "draft_model", "quantized")
+_METHODS_WITH_MODEL = ("draft_model", "suffix")
 _METHOD_OF_PREFIX = {"prompt_lookup_": "ngram", "suffix_decoding_": "suffix"}
 _VERIFICATIONS = ("exact", "rejection")
 _MAX_LOOKUP = 32
@@ -26,8 +27,12 @@ class SpeculativeConfig:
     """How tokens are guessed, so that one step verifies several; named as in vLLM. No token depends on it.
 
     method: "ngram" proposes what followed the last time that the newest tokens stood in the request; "suffix" what
-    followed most often there or in answers given before under the same cache salt.
+    followed most often there or in answers given before under the same cache salt; "draft_model" what a smaller model
+    of the same vocabulary goes on with; "quantized" what the model itself does, with its weights rounded.
     num_speculative_tokens: at most so many are guessed behind the newest token.
+    model: that drafts: a directory in Hugging Face layout, a hub id, or "octavo-demo-draft" for the built-in model.
+    Beside "suffix" it is asked where nothing is found.
+    quantization: how its weights are rounded, as in `ModelConfig`; None: not, and those of "quantized" to int4.
     verification (octavo's own): "exact" accepts a draft where it is the token that would have come without; "rejection"
     with the probability min(1, p / q) of classic rejection sampling, so that answers are distributed as without drafts
     and sampled ones hang on what was drafted.
@@ -41,6 +46,8 @@ class SpeculativeConfig:
 
     method: str
     num_speculative_tokens: int = 8
+    model: str | None = None
+    quantization: str | None = None
     verification: str = "exact"
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
@@ -63,6 +70,7 @@ class SpeculativeConfig:
             if getattr(self, name) > most:
                 raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")
         self._check_fields_of_other_methods()
+        self._check_model()
         least, most = self.lookup_lengths
         if least > most:
             raise ConfigError(f"prompt_lookup_min ({least}) must be at most prompt_lookup_max ({most})")
@@ -74,6 +82,30 @@ class SpeculativeConfig:
                 raise ConfigError(
                     f"{each.name} is a field of method {method}, which method {self.method} has no use for"
                 )
+
+    def _check_model(self) -> None:
+        if self.method == "draft_model" and self.model is None:
+            raise ConfigError(
+                "method draft_model needs a model: a directory in Hugging Face layout, a hub id, or octavo-demo-draft "
+                "beside the built-in model"
+            )
+        if self.model is not None and not (isinstance(self.model, str) and self.model):
+            raise ConfigError(f"model of speculative_config must be a path or a hub id, got {self.model!r}")
+        if self.model is not None and self.method not in _METHODS_WITH_MODEL:
+            raise ConfigError(
+                f"model is a field of method {' and '.join(_METHODS_WITH_MODEL)}, which method {self.method} has no "
+                "use for"
+            )
+        if self.quantization is None:
+            return
+        one_of("quantization of speculative_config", self.quantization, QUANTIZATIONS)
+        if not self.drafts_by_model:
+            raise ConfigError(f"quantization is that of a model, which method {self.method} has no use for")
+
+    @property
+    def drafts_by_model(self) -> bool:
+        """Whether a model is loaded to draft."""
+        return self.method == "quantized" or self.model is not None
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:

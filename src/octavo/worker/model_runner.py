@@ -13,8 +13,11 @@ import torch
 from octavo.data.model_output import ModelOutput, TokenLogprobs
 from octavo.outputs import NOTHING_ALLOWED
 from octavo.runtime.faults import REQUEST_FAILED, is_fault, log_fault
+from octavo.speculative.model import ModelProposer
 from octavo.speculative.none import NoProposer
+from octavo.worker.draft_model import DraftRunner
 from octavo.worker.drafting import Drafting
+from octavo.worker.forward_pass import ForwardPass
 from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
 from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
 from octavo.worker.pooler import Pooler
@@ -26,10 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
     from octavo.data.scheduler_output import SchedulerOutput
-    from octavo.kernels.interface import AttentionBatch, Kernels, SamplingRows
+    from octavo.kernels.interface import Kernels, SamplingRows
     from octavo.models.layers import CausalLM
     from octavo.speculative.interface import Proposer
     from octavo.structured_output.grammars import GrammarCompiler
+    from octavo.worker.draft_model import DraftModel
     from octavo.worker.kv_cache import PagedKVCache
     from octavo.worker.verification import Verification
 
@@ -37,7 +41,11 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Runs steps on one device. The stages are methods, so that a reader or a test can walk through them."""
+    """Runs steps on one device. The stages are methods, so that a reader or a test can walk through them.
+
+    proposer: guesses what follows; then draft does, where there is one, and where the other has found nothing.
+    draft_cache: of its keys and values, with blocks of the same numbers; None where it reads those of the target.
+    """
 
     def __init__(
         self,
@@ -50,27 +58,49 @@ class ModelRunner:
         max_model_len: int,
         grammars: GrammarCompiler | None = None,
         proposer: Proposer | None = None,
+        draft: DraftModel | None = None,
+        draft_cache: PagedKVCache | None = None,
         verification: Verification | None = None,
     ) -> None:
         self.model = model
         self.kernels = kernels
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.recorded_forward: Callable[[torch.Tensor, AttentionBatch], torch.Tensor] | None = None
-        self._is_recorded = False
+        self.forward_pass = ForwardPass(model, kernels, kv_cache, max_num_batched_tokens)
         self.kv_cache = kv_cache
         self.sampler = Sampler(kernels)
         self.verification = verification or ExactVerification(kernels)
-        self._logits = torch.empty(0)
         self._pooler = Pooler()
         self.batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             block_size=kv_cache.block_size,
             device=kv_cache.blocks.device,
+            num_scratch_blocks=0 if draft is None else draft.num_scratch_blocks,
         )
         self._tasks = SampleTasks(self.batch, grammars)
         self.drafting = Drafting(proposer or NoProposer(), self.batch, self._tasks)
+        self.draft_runner: DraftRunner | None = None
+        if draft is not None:
+            passes = ForwardPass(draft.model, kernels, draft_cache or kv_cache, max_num_batched_tokens)
+            self.draft_runner = DraftRunner(
+                draft,
+                passes,
+                self.batch,
+                self.sampler,
+                self._tasks,
+                self.verification,
+                self.drafting.draft_probs,
+            )
+            self.drafting.proposer = ModelProposer(
+                self.draft_runner, draft.num_speculative_tokens, self.drafting.proposer
+            )
+
+    @property
+    def kv_caches(self) -> list[PagedKVCache]:
+        """The KV cache, and that of a draft model."""
+        draft = self.draft_runner
+        return [self.kv_cache] if draft is None or draft.kv.cache is self.kv_cache else [self.kv_cache, draft.kv.cache]
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Compute a step: every scheduled token in one batched forward, tokens for whoever is due some."""
@@ -82,6 +112,8 @@ class ModelRunner:
         self.drafting.finish(scheduled.finished_req_ids)
         self.drafting.forget(scheduled.preempted_req_ids)
         self.batch.update(scheduled)
+        if self.draft_runner is not None:
+            self.draft_runner.update(scheduled)
         self._pooler.forget(scheduled.finished_req_ids)
         if not scheduled.num_scheduled_tokens:
             return ModelOutput(scheduled.step, {})
@@ -104,23 +136,8 @@ class ModelRunner:
         )
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
-        """Return hidden states [num_outputs, hidden]; writes this step's KV. They last until the next call.
-
-        The first step, that of the warm-up, is recorded where the kernels can.
-        """
-        token_ids, batch = inputs.token_ids, inputs.attention
-        if self.recorded_forward is not None and token_ids.shape[0] <= self.max_num_batched_tokens:
-            return self.recorded_forward(token_ids, batch)
-        if self._is_recorded:
-            return self._plain_forward(token_ids, batch)
-        self._is_recorded = True
-        hidden, self.recorded_forward = self.kernels.record_forward(
-            self._plain_forward, token_ids, batch, max(self.max_num_batched_tokens, token_ids.shape[0])
-        )
-        return hidden
-
-    def _plain_forward(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        return self.model.forward(token_ids, batch, self.kv_cache)
+        """Return hidden states [num_outputs, hidden]; writes this step's KV. They last until the next call."""
+        return self.forward_pass(inputs.token_ids, inputs.attention)
 
     def sample(
         self,
@@ -193,18 +210,10 @@ class ModelRunner:
         return [row[:count] for row, count in zip(sampled.tolist(), num_sampled.tolist(), strict=True)]
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 [rows, vocab_size], which last until the next call.
-
-        Their memory is kept. It is too large for malloc to keep: made anew, its pages would be zeroed by the system
-        each time, a tenth of a step of 64 rows.
-        """
-        rows, vocab_size = hidden.shape[0], self.model.lm_head.out_features
-        if rows * vocab_size > self._logits.numel():
-            self._logits = torch.empty(0)  # before its successor is made
-            most = self.max_num_seqs * (1 + self.drafting.proposer.num_speculative_tokens)
-            with_room = max(rows, min(2 * rows, most))
-            self._logits = torch.empty(with_room * vocab_size, dtype=torch.float32, device=hidden.device)
-        return self.model.compute_logits(hidden, self._logits[: rows * vocab_size].view(rows, vocab_size))
+        """Return float32 [rows, vocab_size], which last until the next call."""
+        return self.forward_pass.compute_logits(
+            hidden, self.max_num_seqs * (1 + self.drafting.proposer.num_speculative_tokens)
+        )
 
     def _prompt_logprobs(
         self, inputs: ModelInputs, hidden: torch.Tensor

@@ -56,14 +56,48 @@ class SampleTasks:
         chosen: behind a draft that the grammar forbids.
         troubles: rows of those whose grammar cannot go on, and so what is behind them.
         """
+        return self._make(requests, inputs.cu_num_logits, inputs.sampled_rows, inputs.num_known, troubles)
+
+    def make_for_drafts(
+        self,
+        requests: Sequence[RequestRow],
+        rows: NDArray[np.int64],
+        num_known: NDArray[np.int64],
+        troubles: dict[int, Trouble],
+    ) -> dict[int, SampleTask]:
+        """Return the tasks of a model that drafts one token of each request, by its index.
+
+        Their tokens so far count as known, drafts among them: `forget_drafts` is to be called before anything else is.
+        """
+        return self._make(requests, np.arange(len(rows) + 1), rows, num_known, troubles)
+
+    def forget_drafts(self, request: RequestRow, num_known: int) -> None:
+        """Go back in a request's grammar to so many known tokens."""
+        matcher = request.matcher
+        if matcher is None:
+            return
+        try:
+            matcher.step_back(max(matcher.num_tokens + request.num_prompt_tokens - num_known, 0))
+        except BaseException as error:
+            request.matcher = None  # it is walked anew
+            if not is_fault(error):
+                raise
+
+    def _make(
+        self,
+        requests: Sequence[RequestRow],
+        first: NDArray[np.integer],
+        sampled_rows: NDArray[np.int64],
+        num_known: NDArray[np.int64],
+        troubles: dict[int, Trouble],
+    ) -> dict[int, SampleTask]:
         tasks = dict[int, SampleTask]()
-        first = inputs.cu_num_logits
-        is_plain = self._batch.sampling.is_plain[inputs.sampled_rows[first[:-1]]]
+        is_plain = self._batch.sampling.is_plain[sampled_rows[first[:-1]]]
         if is_plain.all():
             return tasks
         for index in np.flatnonzero(~is_plain).tolist():
             request, rows = requests[index], range(int(first[index]), int(first[index + 1]))
-            known = self._batch.token_ids[request.row, : inputs.num_known[rows[-1]]]
+            known = self._batch.token_ids[request.row, : num_known[rows[-1]]]
             masks: list[NDArray[np.bool_] | None] = [None] * len(rows)
             if request.sampling_params.structured_outputs is not None:
                 masks = []
@@ -79,7 +113,7 @@ class SampleTasks:
                 tasks[row] = SampleTask(
                     sampling_params=request.sampling_params,
                     stop_token_ids=request.stop_token_ids,
-                    known_tokens=known[: inputs.num_known[row]],
+                    known_tokens=known[: num_known[row]],
                     num_prompt_tokens=request.num_prompt_tokens,
                     allowed=allowed,
                 )
