@@ -94,8 +94,8 @@ FAULTS = [
     ),
     Fault(
         "penalties of drafts that do not stand yet",
-        SampleTasks.make,
-        "known_tokens=known[: inputs.num_known[row]]",
+        SampleTasks._make,
+        "known_tokens=known[: num_known[row]]",
         "known_tokens=known",
         compare_tokens,
     ),

@@ -34,6 +34,8 @@ CONFIGS = {
     "none": None,
     "suffix": SpeculativeConfig(method="suffix", num_speculative_tokens=8),
     "ngram": SpeculativeConfig(method="ngram", num_speculative_tokens=4),
+    "draft_model": SpeculativeConfig(method="draft_model", model="octavo-demo-draft", num_speculative_tokens=3),
+    "quantized": SpeculativeConfig(method="quantized", num_speculative_tokens=3),
 }
 TEXTS = [
     "Repeat after me: the fox and the hen and the fox and the hen",
