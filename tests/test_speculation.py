@@ -137,7 +137,7 @@ def make_engine(number_format: str, run: Run, speculative: SpeculativeConfig | N
             mixed_step_ms=0.0,
         ),
         device_config=DeviceConfig(device="cpu", kernels="cpu"),
-        speculative_config=speculative,
+        speculative_config=speculative or SpeculativeConfig(method="none"),
         sink=sink,
     )
     if not run.has_policy:

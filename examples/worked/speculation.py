@@ -1,4 +1,4 @@
-"""Worked case (i): five drafts in a step. How many tokens stand, exactly verified and by rejection sampling?
+"""Worked case (i): five drafts in a step. How many tokens stand, exactly verified and by rejection sampling.
 
 Exact: the drafts are 4 5 6 7 8, and the model chooses 4 5 9 in their places. 4 and 5 come true, 9 stands: 3 tokens.
 

@@ -74,7 +74,7 @@ class LLMEngine(Engine):
             cache=cache_config or CacheConfig(),
             scheduler=scheduler_config or SchedulerConfig(),
             device=device_config or DeviceConfig(device=device),
-            speculative=speculative_config,
+            speculative=speculative_config or SpeculativeConfig(),
         )
         built = build_engine(config, sink=sink, progress=progress)
         super().__init__(built.core, built.input_processor, built.output_processor, built.clock)

@@ -447,6 +447,7 @@ def test_what_drafts_gain_is_told_where_it_is_known():
     # 2 s, and 0.5 s for the guess before it; 4 tokens by two steps of 1 s.
     assert policy.learn(drafted, guessed(0.25, 0), 2.25) == (2.5, 2.0)
     assert policy.learn(drafted, guessed(0.25, 0), 2.25) == (2.25, 1.0), "all were wrong"
+    assert policy_with((2, 1.0)).learn(drafted, guessed(0.25, 0), 2.25) == (2.0, 1.0)
     assert policy.learn(Scheduled("ab"), guessed(0.5, 0), 1.5) is None
 
 

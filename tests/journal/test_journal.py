@@ -389,6 +389,22 @@ def test_explains_how_guesses_went(make_core):
     assert "guessed tokens" not in explained(core, "plain")
 
 
+def test_explains_what_guesses_gained(make_core):
+    now = [0.0]
+    core = make_core(clock=lambda: now[0])
+    core.add("guessed", 4, max_tokens=8)
+    for drafts, num_right in (([], 0), ([], 0), ([7, 7, 8], 2)):
+        core.scheduler.update_draft_token_ids({"guessed": drafts})
+        scheduled = core.scheduler.schedule()
+        now[0] += 2.0
+        result = ModelOutput(scheduled.step, {"guessed": [7] * (num_right + 1)}, drafting_s=0.5)
+        core.scheduler.update_from_output(scheduled, result)
+    core.run()
+    assert "3.00 tokens of a step in which some were verified, 2.25 times as fast as without" in explained(
+        core, "guessed"
+    )
+
+
 def test_explains_that_all_seats_were_taken(make_core):
     core = make_core(max_num_seqs=1)
     core.add("first", 3, max_tokens=20)

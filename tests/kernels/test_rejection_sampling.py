@@ -329,6 +329,19 @@ def test_probs_are_those_that_the_sampling_kernel_draws_from(kernels, filters):
     assert p_value(counts, filtered_probs(row, rows.take(slice(1)))[0]) > LEAST_P
 
 
+@pytest.mark.parametrize("vocab", [7, 333, 4099])
+def test_probs_of_a_row_are_the_same_beside_others(vocab):
+    logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(2)) * 2
+    rows = rows_of(torch.arange(9), 3, temperature=0.7)
+    rows = replace(rows, top_p=torch.linspace(0.2, 1.0, 9), top_k=torch.arange(9, dtype=torch.int32) * 11)
+    together = filtered_probs(logits, rows)
+    drawn = draw(together, uniform(rows, Stream.DRAFT))
+    for i in range(9):
+        alone = filtered_probs(logits[i : i + 1], rows.take(slice(i, i + 1)))
+        assert torch.equal(alone[0], together[i])
+        assert draw(alone, uniform(rows, Stream.DRAFT)[i : i + 1]) == drawn[i]
+
+
 @pytest.mark.parametrize("bounds", [[0, 3], [0, 1, 1, 3]])
 def test_rows_that_there_cannot_be_are_refused(bounds):
     tokens = torch.zeros(3, dtype=torch.int64)

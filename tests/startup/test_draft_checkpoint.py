@@ -21,10 +21,8 @@ from octavo.startup.launch import Checkpoint, launch_engine
 
 def find(target: dict[str, object] | None = None, /, **speculative: object):
     """Return what drafts for the built-in model, loaded as target says."""
-    config = EngineConfig(
-        model=ModelConfig(**(target or {})), speculative=SpeculativeConfig.parse(speculative) if speculative else None
-    )
-    return find_draft_checkpoint(config, Checkpoint.find(config.model))
+    config = ModelConfig(**(target or {}))
+    return find_draft_checkpoint(SpeculativeConfig.parse(speculative or None), config, Checkpoint.find(config))
 
 
 def changed_draft(directory: Path, **changes: object) -> Path:

@@ -85,7 +85,12 @@ class Watched:
 @pytest.fixture(scope="module")
 def right() -> list[int]:
     """What follows the prompt."""
-    engine = LLMEngine(ModelConfig(), SchedulerConfig(max_num_seqs=1), cache_config=CacheConfig(num_gpu_blocks=64))
+    engine = LLMEngine(
+        ModelConfig(),
+        SchedulerConfig(max_num_seqs=1),
+        cache_config=CacheConfig(num_gpu_blocks=64),
+        speculative_config=SpeculativeConfig(method="none"),
+    )
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=40)
     return engine.generate({"prompt_token_ids": PROMPT}, params).outputs[0].token_ids
 

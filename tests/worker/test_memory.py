@@ -21,6 +21,7 @@ from octavo.worker.memory import activation_bytes, block_bytes, decide_num_block
 MEASURE = """
 import json, sys
 from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo.config import SpeculativeConfig
 
 
 def status_bytes(key):
@@ -30,6 +31,7 @@ def status_bytes(key):
 before = status_bytes("RssAnon:")
 engine = LLMEngine(ModelConfig(model=sys.argv[1], skip_tokenizer_init=True),
                    cache_config=CacheConfig(num_gpu_blocks=256, enable_prefix_caching=False),
+                   speculative_config=SpeculativeConfig(method="none"),
                    scheduler_config=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=1024))
 open("/proc/self/clear_refs", "w").write("5")  # a new measurement of the peak
 params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -125,7 +127,7 @@ def test_rows_of_drafts_and_what_a_proposer_keeps_are_in_the_plan(checkpoint, mo
     architecture = read_architecture(checkpoint)
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 700 << 20)
 
-    def find(speculative: SpeculativeConfig | None) -> int:
+    def find(speculative: SpeculativeConfig) -> int:
         engine = LLMEngine(
             ModelConfig(model=str(checkpoint), skip_tokenizer_init=True),
             SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=256),
@@ -135,7 +137,7 @@ def test_rows_of_drafts_and_what_a_proposer_keeps_are_in_the_plan(checkpoint, mo
         return engine.core.executor.worker.kv_cache.num_blocks
 
     of_cache = block_bytes(architecture, 1, "float32")
-    without = find(None)
+    without = find(SpeculativeConfig(method="none"))
     for method, num_drafts, num_rows in (("ngram", 2, 64 * 3), ("suffix", 7, 256)):  # no more rows than tokens
         speculative = SpeculativeConfig(method=method, num_speculative_tokens=num_drafts)
         sizes = {"max_num_seqs": 64, "max_model_len": architecture.max_context_tokens}
@@ -151,7 +153,7 @@ def test_what_a_model_that_drafts_takes_is_in_the_plan(monkeypatch, caplog, meth
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 80 << 20)
     caplog.set_level("INFO")
 
-    def make(speculative: SpeculativeConfig | None, **cache: int):
+    def make(speculative: SpeculativeConfig, **cache: int):
         engine = LLMEngine(
             ModelConfig(dtype="float32"),
             SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=128),
@@ -162,7 +164,7 @@ def test_what_a_model_that_drafts_takes_is_in_the_plan(monkeypatch, caplog, meth
 
     model = BUILT_IN_DRAFT if method == "draft_model" else None
     speculative = SpeculativeConfig(method=method, num_speculative_tokens=6, model=model)
-    without = make(None, swap_space_bytes=1 << 20)
+    without = make(SpeculativeConfig(method="none"), swap_space_bytes=1 << 20)
     worker = make(speculative, swap_space_bytes=1 << 20)
     target, drafter = without.model.architecture, worker.draft.model.architecture
     of_target, of_draft = (block_bytes(each, 4, "float32") for each in (target, drafter))

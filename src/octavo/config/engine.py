@@ -11,7 +11,7 @@ from pathlib import Path  # noqa: TC003 - commands read the types of fields
 from typing import TYPE_CHECKING, Any
 
 from octavo.config.fields import QUANTIZATIONS, at_least, check_choices, choice, not_negative, option
-from octavo.config.speculative import SpeculativeConfig  # noqa: TC001 - as above
+from octavo.config.speculative import SpeculativeConfig
 from octavo.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -378,16 +378,13 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All of them together, for the one place that builds an engine.
-
-    speculative: None where nothing is guessed.
-    """
+    """All of them together, for the one place that builds an engine."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
-    speculative: SpeculativeConfig | None = None
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     record: Path | None = option(
         None,
         "Write every decision of the scheduler to FILE, without text: for octavo replay, explain and trace. "

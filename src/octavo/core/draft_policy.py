@@ -166,6 +166,8 @@ class DraftPolicy:
             num_known = len(request.sequence.token_ids)
             if request.num_computed_tokens + count >= num_known:  # it gets a token, and one behind its drafts
                 wanted.append((request, max(min(self._most_passes, request.max_total_tokens - num_known - 2), 0)))
+        if not wanted:
+            return {}
         likeliest = self._likeliest_first(wanted)
         counts = self._worthwhile(wanted, likeliest, len(wanted), self._passes_s(likeliest, len(wanted)))
         pairs = zip(wanted, counts, strict=True)
@@ -182,7 +184,7 @@ class DraftPolicy:
         return self._worthwhile(wanted, self._likeliest_first(wanted), num_decoding, repeat(self._guessing_s))
 
     def _likeliest_first(self, wanted: Sequence[tuple[Request, int]]) -> list[Candidate]:
-        longest = max((count for _, count in wanted), default=0)
+        longest = max(count for _, count in wanted)
         priors = self._everyone.rates([_FIRST_RATE] * longest)
         candidates: list[Candidate] = []
         for index, (request, count) in enumerate(wanted):
@@ -237,5 +239,5 @@ class DraftPolicy:
         for (request, num_wanted), count in zip(wanted, counts, strict=True):
             if request.acceptance is not None and count < num_wanted:
                 request.acceptance.fade()
-        if wanted and not any(counts):
+        if not any(counts):
             self._everyone.fade()

@@ -124,6 +124,7 @@ class _Teller:
         self.num_steps = self.num_chunks = self.num_tokens = self.num_stalled = self.num_outranked = 0
         self.shared: Counter[str] = Counter()
         self.drafts = DraftStats()
+        self.drafted_step = -1  # the newest in which drafts of it were verified
         self.rivals: list[str] = []
         self.held_up: dict[events.WaitReason, float] = defaultdict(float)
         self.blocked: tuple[events.RequestBlocked, float] | None = None
@@ -141,6 +142,9 @@ class _Teller:
         elif isinstance(event, events.RequestQueued):
             self.queued[event.request_id] = event
         elif isinstance(event, events.DraftsVerified) and event.request_id == self.request_id:
+            self.drafts.add(event)
+            self.drafted_step = event.step
+        elif isinstance(event, events.DraftsTimed) and event.step == self.drafted_step:
             self.drafts.add(event)
         if isinstance(event, events.RequestEvent) and event.request_id == self.request_id:
             self.note_own(event)
@@ -280,7 +284,7 @@ def _how_drafts_went(drafts: DraftStats) -> str:
     return (
         f"{drafts.num_accepted_tokens} of {drafts.num_draft_tokens} guessed tokens were right (by their place in the "
         f"guess: {rates}); it got {drafts.tokens_per_step:.2f} tokens of a step in which some were verified"
-    )
+    ) + ("" if drafts.speed_up is None else f", {drafts.speed_up:.2f} times as fast as without")
 
 
 def _why_missed(event: events.PrefixCacheQueried) -> str:

@@ -15,7 +15,7 @@ from octavo.models.registry import read_architecture
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from octavo.config import EngineConfig
+    from octavo.config import ModelConfig, SpeculativeConfig
     from octavo.models.architecture import Architecture
     from octavo.startup.launch import Checkpoint
 
@@ -24,21 +24,25 @@ logger = logging.getLogger(__name__)
 _BITS = {None: 16, "int8": 8, "int4": 4, "int4_all": 4}  # of the layers' weights
 
 
-def find_draft_checkpoint(config: EngineConfig, target: Checkpoint) -> DraftCheckpoint | None:
-    """Look at the files of the model that drafts; None where none does. Raises `ConfigError`."""
-    speculative = config.speculative
+def find_draft_checkpoint(
+    speculative: SpeculativeConfig | None, config: ModelConfig, target: Checkpoint
+) -> DraftCheckpoint | None:
+    """Look at the files of the model that drafts; None where none does. Raises `ConfigError`.
+
+    config: how the target is read.
+    """
     if speculative is None or not speculative.drafts_by_model:
         return None
     if speculative.model is None:
         return _rounded(config, target, speculative.quantization or "int4")
-    name, weights = speculative.model, config.model.load_format != "dummy"
+    name, weights = speculative.model, config.load_format != "dummy"
     try:
         directory = built_in_draft_path() if name == BUILT_IN_DRAFT else resolve_model_path(name, weights=weights)
         architecture = read_architecture(directory)
     except ModelError as error:
         raise ConfigError(f"model of speculative_config: {error}") from error
     _check_shapes(name, architecture, target.architecture)
-    if not config.model.skip_tokenizer_init:
+    if not config.skip_tokenizer_init:
         _check_tokenizer(name, directory, target.text_directory)
     longest = min(architecture.max_context_tokens, target.max_model_len)
     if longest < target.max_model_len:
@@ -58,7 +62,7 @@ def find_draft_checkpoint(config: EngineConfig, target: Checkpoint) -> DraftChec
     )
 
 
-def _rounded(config: EngineConfig, target: Checkpoint, quantization: str) -> DraftCheckpoint:
+def _rounded(config: ModelConfig, target: Checkpoint, quantization: str) -> DraftCheckpoint:
     """Return the target itself in fewer bits. Raises `ConfigError` where it has no more than these."""
     stored = target.architecture.stored
     if stored is not None:
@@ -66,10 +70,10 @@ def _rounded(config: EngineConfig, target: Checkpoint, quantization: str) -> Dra
             f"method quantized rounds weights that are not rounded, but {target.directory} holds integers of "
             f"{stored.bits} bits; use another method of speculative_config"
         )
-    if _BITS[config.model.quantization] <= _BITS[quantization]:
+    if _BITS[config.quantization] <= _BITS[quantization]:
         raise ConfigError(
             f"method quantized drafts with the model's weights in {quantization}, but the model itself is loaded in "
-            f"{config.model.quantization}: a draft would take as long as a token; use another method of "
+            f"{config.quantization}: a draft would take as long as a token; use another method of "
             "speculative_config"
         )
     return DraftCheckpoint(

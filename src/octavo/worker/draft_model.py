@@ -72,7 +72,7 @@ class DraftModel:
         kv = self._scratch_bytes + num_blocks * self.bytes_per_block
         return (
             f"{checkpoint.name}: {checkpoint.architecture.num_parameters:,} parameters in {weights:,} bytes, {kv:,} "
-            f"bytes of keys and values, up to {self.num_speculative_tokens} tokens a step"
+            "bytes of keys and values"
         )
 
     def num_bytes(self, num_tokens: int, kernels: Kernels) -> int:

@@ -159,7 +159,6 @@ class Worker:
     def _make_runner(self, num_blocks: int, num_host_blocks: int = 0) -> ModelRunner:
         draft, num_scratch_blocks = self.draft, 0
         if draft is not None:
-            logger.info("the engine drafts with %s", draft.summary(num_blocks))
             num_scratch_blocks = draft.num_scratch_blocks * self.scheduler_config.max_num_seqs
         make_cache = partial(self._make_cache, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
         draft_cache = None
