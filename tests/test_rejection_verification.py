@@ -72,7 +72,7 @@ class Drawing:
 
 
 def make(method: str | None) -> LLM:
-    config = None
+    config = {"method": "none"}
     if method == "model":
         config = {"method": "draft_model", "model": BUILT_IN_DRAFT, "verification": "rejection"}
     elif method:

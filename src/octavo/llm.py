@@ -1,4 +1,4 @@
-"""The public facades: `LLM` for batches, `AsyncLLM` for streams, `LLMEngine` for whoever drives the steps.
+"""The public facades: `LLM` for batches, `AsyncLLM` for streams, `LLMEngine` to drive the steps.
 
 Signatures are vLLM's.
 """

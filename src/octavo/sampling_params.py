@@ -194,6 +194,8 @@ class SamplingParams:
                 _refuse("pooling", self.pooling, " or ".join(POOLING))
             if (self.n, self.max_tokens) != (1, 1):
                 raise RequestError("pooling needs n = 1 and max_tokens = 1", parameter="pooling")
+            if self.structured_outputs is not None:
+                raise RequestError("pooling has no tokens that structured_outputs could shape", parameter="pooling")
         if self.structured_outputs is not None:
             self._check_structure(self.structured_outputs)
 

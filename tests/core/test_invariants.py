@@ -10,7 +10,7 @@ from octavo.data.request import RequestStatus
 
 
 class Store:
-    """A connector that offers 8 tokens to whoever is named so."""
+    """A connector that offers 8 tokens to those named so."""
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         return max(8 - num_computed_tokens, 0) if request.request_id.startswith("loads") else 0

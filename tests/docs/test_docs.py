@@ -283,6 +283,16 @@ def test_members_of_our_classes_exist(page):
 
 
 @every_page
+def test_paths_that_are_named_exist(page):
+    if page.name == "CHANGELOG.md":
+        return  # it names files that are gone, too
+    folders = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
+    for code in INLINE.findall(prose(page)):
+        for path in re.findall(rf"(?<![\w./])(?:{folders})/[\w./*-]+", code):
+            assert [*ROOT.glob(path.rstrip("."))], f"there is no {path}"
+
+
+@every_page
 def test_tests_that_are_named_exist(page):
     for path, name in {pair for code in INLINE.findall(prose(page)) for pair in re.findall(r"(\S+\.py)::(\w+)", code)}:
         functions = ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))

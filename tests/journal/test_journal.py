@@ -124,9 +124,12 @@ def compute(core, scheduled, rng):
     result = core.compute(scheduled)
     for request_id, drafts in scheduled.scheduled_spec_decode_tokens.items():
         result.sampled_token_ids[request_id] = [9] * (1 + rng.randint(0, len(drafts)))
+    for request_id in [each for each in result.sampled_token_ids if rng.random() < 0.05]:
+        del result.sampled_token_ids[request_id]
+        result.postponed.add(request_id)
     if result.sampled_token_ids and rng.random() < 0.02:
         request_id = next(iter(result.sampled_token_ids))
-        return ModelOutput(result.step, result.sampled_token_ids, errors={request_id: "NaN"})
+        return replace(result, errors={request_id: "NaN"})
     return result
 
 
@@ -387,6 +390,18 @@ def test_explains_how_guesses_went(make_core):
     assert "2 of 4 guessed tokens were right (by their place in the guess: 50 %, 100 %, 0 %)" in text
     assert "it got 2.00 tokens of a step in which some were verified" in text
     assert "guessed tokens" not in explained(core, "plain")
+
+
+def test_explains_that_a_grammar_took_its_time(make_core):
+    core = make_core()
+    core.add("structured", 4, max_tokens=2)
+    for _ in range(3):
+        scheduled = core.scheduler.schedule()
+        core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {}, postponed={"structured"}))
+    core.run()
+    assert "it got no token in 3 steps: what its grammar allows was not computed in time" in explained(
+        core, "structured"
+    )
 
 
 def test_explains_what_guesses_gained(make_core):

@@ -93,6 +93,7 @@ class WorldConfig:
     pass_s: float | None = None
     step_base_s: float = 0.0
     lost_sample_rate: float = 0.005
+    postpone_rate: float = 0.02
     remote_rate: float = 0.2
     deadline_rate: float = 0.05
     longest_prompt: int = 24
@@ -135,6 +136,7 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         max_drafts=rng.randint(0, 8),
         step_base_s=rng.choice([0.0, 0.05, 1.0]),
         remote_rate=rng.choice([0.0, 0.3, 0.8]),
+        postpone_rate=rng.choice([0.0, 0.02, 0.5]),
         preempt_rate=rng.choice([0.0, 0.05, 0.2]),
         eviction_rate=rng.choice([0.0, 0.02, 0.2]),
         abort_rate=rng.choice([0.0, 0.05, 0.2]),
@@ -179,6 +181,7 @@ class Totals:
     hits: int = 0
     copies: int = 0
     withheld: int = 0
+    postponed: int = 0
     drafted: int = 0
     accepted: int = 0
     passes: int = 0
@@ -379,9 +382,11 @@ class World:
             self._count("logits that are no numbers")
             result.errors[self.rng.choice(list(result.sampled_token_ids))] = "injected"
         miscounted = self._miscount(scheduled, result)
+        places = self._postpone(result, miscounted)
         result = self._compute_drafts(scheduled, result)
         outputs = self.scheduler.update_from_output(scheduled, result)
         self._check_miscounted(miscounted, outputs)
+        self._check_postponed(places, outputs)
         self._take(outputs)
         self._check_learned(self.now - self.step_start)
         if not self.healed and self.rng.random() < self.config.stale_result_rate:
@@ -412,6 +417,32 @@ class World:
             self._count(f"a token too many for {what}")
             sampled[request_id] = [0] * (len(drafts.get(request_id, ())) + 2)
         return request_id
+
+    def _postpone(self, result: ModelOutput, miscounted: str | None) -> dict[str, int]:
+        """Let some requests wait for their tokens; return how many each has, of those that run and do not fail."""
+        places = {}
+        for request_id in list(result.sampled_token_ids):
+            if self.healed or request_id == miscounted or self.sample_rng.random() >= self.config.postpone_rate:
+                continue
+            del result.sampled_token_ids[request_id]
+            result.postponed.add(request_id)
+            request = self.scheduler.requests.get(request_id)
+            if request in self.scheduler.running and request_id not in result.errors:
+                places[request_id] = len(request.sequence.token_ids)
+        self.totals.postponed += len(places)
+        return places
+
+    def _check_postponed(self, places: dict[str, int], outputs: list[EngineCoreOutput]) -> None:
+        """They run on as they were, with one token to compute, and nothing is told of a token."""
+        for output in outputs:
+            if output.request_id in places and (output.new_token_ids or output.finish_reason):
+                raise SimulationError(f"{output.request_id}: a token that was postponed came: {output}")
+        for request_id, num_tokens in places.items():
+            request = self.scheduler.requests[request_id]
+            if (len(request.sequence.token_ids), request.num_computed_tokens) != (num_tokens, num_tokens - 1):
+                raise SimulationError(f"{request} was postponed and knew {num_tokens} tokens")
+            if request.spec_token_ids:
+                raise SimulationError(f"{request} was postponed and keeps drafts")
 
     def _check_miscounted(self, request_id: str | None, outputs: list[EngineCoreOutput]) -> None:
         """It ends at once, and believes none of the tokens."""
@@ -692,7 +723,7 @@ class World:
                 decodes += 1  # one that resumes with all but one token saved is as good as either
         if config.batching == "prefill_first" and prefills and decodes:
             raise SimulationError("a step mixes prompts and answers")
-        if scheduled.step != self.preemption_step:  # whoever fell had tokens of the budget
+        if scheduled.step != self.preemption_step:  # a victim had tokens of the budget
             self._check_cost(scheduled)
 
     def _check_cost(self, scheduled: SchedulerOutput) -> None:

@@ -10,6 +10,7 @@ from scripted_drafts import verify_all
 
 from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.structured_output.grammars import Matcher
+from octavo.worker import grammar_walks
 
 PROMPT = {"prompt_token_ids": [9, 8, 7]}
 
@@ -53,6 +54,12 @@ def start(llm, drafts: list[int], **asked) -> tuple[Told, list[list[int]]]:
     engine.add_request("a", PROMPT, SamplingParams(**{**defaults, **asked}))
     engine.step()
     return told, [request.spec_token_ids for request in engine.core.scheduler.running]
+
+
+@pytest.fixture(autouse=True)
+def _grammars_are_waited_for(monkeypatch):
+    """Each step waits for its grammars, however full the machine is."""
+    monkeypatch.setattr(grammar_walks, "_LEAST_S", 60.0)
 
 
 @pytest.fixture(autouse=True)

@@ -431,5 +431,5 @@ def scheduling_policy(name: str) -> SchedulingPolicy:
 
 
 def default_max_num_batched_tokens(max_num_seqs: int, *, is_offline: bool = False) -> int:
-    """Return the budget of a step for whoever names only the number of requests."""
+    """Return the budget of a step where only the number of requests is named."""
     return max(DEFAULT_OFFLINE_BATCHED_TOKENS if is_offline else DEFAULT_MAX_NUM_BATCHED_TOKENS, max_num_seqs)

@@ -282,7 +282,7 @@ class Scheduler:
 
     def _stall(self, request: Request, plan: StepPlan) -> None:
         """Let a running request wait for blocks; alone, with nobody to wait for, it has filled the cache and ends."""
-        plan.held_up = plan.held_up or WaitReason.NO_BLOCKS
+        plan.held_up = WaitReason.NO_BLOCKS
         self._emit(events.RequestStalled, request.request_id)
         if len(self.running) == 1 and not self.kv_cache_manager.num_transfers:
             self._news.append(self._lifecycle.end(request, RequestStatus.FINISHED_LENGTH_CAPPED))

@@ -102,6 +102,11 @@ class KVLoadEnded(RequestEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenPostponed(RequestEvent):
+    """It got no token of a step that others got theirs of: what the choice depends on was still computed."""
+
+
+@dataclass(frozen=True, slots=True)
 class DraftsVerified(RequestEvent):
     """Guessed tokens were checked, and so many of them were right."""
 

@@ -122,6 +122,7 @@ class _Teller:
         self.since = 0.0
         self.has_output = False
         self.num_steps = self.num_chunks = self.num_tokens = self.num_stalled = self.num_outranked = 0
+        self.num_postponed = 0
         self.shared: Counter[str] = Counter()
         self.drafts = DraftStats()
         self.drafted_step = -1  # the newest in which drafts of it were verified
@@ -146,6 +147,8 @@ class _Teller:
             self.drafted_step = event.step
         elif isinstance(event, events.DraftsTimed) and event.step == self.drafted_step:
             self.drafts.add(event)
+        elif isinstance(event, events.TokenPostponed):
+            self.num_postponed += event.request_id == self.request_id
         if isinstance(event, events.RequestEvent) and event.request_id == self.request_id:
             self.note_own(event)
 
@@ -160,6 +163,9 @@ class _Teller:
         if self.num_outranked:
             what = "its prompt gave way to more important requests"
             result.reasons.append(f"it got nothing in {self.num_outranked} steps: {what}")
+        if self.num_postponed:
+            what = "what its grammar allows was not computed in time"
+            result.reasons.append(f"it got no token in {self.num_postponed} steps: {what}")
         if self.num_chunks > 1:
             result.reasons.append(f"its prompt was computed in {self.num_chunks} chunks beside other requests")
         if self.num_tokens:

@@ -9,9 +9,10 @@ agree in tokens, and nothing else can be read from them. A cache salt stands as 
     ["f", t, [numbers], status]                                     requests were ended from outside
     ["s", t, checksum]                                              a step was decided
     ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, arrived], ...], seconds, passes]
-                                                                    its result; a request that was due one token and got
-                                                                    it is left out; the last two are what guessing took,
-                                                                    left out where nobody guesses
+                                                                    its result; who was due one token and got it is left
+                                                                    out; one whose token is postponed has none, and no
+                                                                    error; the last two are what guessing took, left out
+                                                                    where nobody guesses
     ["x", t, message]                                               the step failed
     ["d", {number: count}]                                          drafts were proposed
     ["p", [numbers]], ["r"]                                         preempt these; forget the prefix cache

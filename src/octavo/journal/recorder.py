@@ -141,7 +141,8 @@ class RecordingScheduler:
         if result.step != scheduled.step:
             return outputs  # it changed nothing
         start = time.thread_time()
-        told = []
+        known = self._unfinished
+        told: list[list[Any]] = [[known[name].number, 0, 0, None, None] for name in result.postponed if name in known]
         has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
         for output in outputs:
             num_accepted, reason = len(output.new_token_ids), output.finish_reason

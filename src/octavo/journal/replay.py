@@ -107,6 +107,7 @@ class _Player:
         exceptions = {self.names[number]: (sampled, *rest) for number, sampled, *rest in told}
         sampled_ids: dict[str, list[int]] = {}
         errors: dict[str, str] = {}
+        postponed: set[str] = set()
         for name, count in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests.get(name)
             if request is None:
@@ -117,10 +118,13 @@ class _Player:
                 errors[name] = error
             elif num_sampled:
                 sampled_ids[name] = self._tokens(request, num_sampled, num_accepted, reason)
+            elif is_due:
+                postponed.add(name)
         result = ModelOutput(
             scheduled.step,
             sampled_ids,
             errors=errors,
+            postponed=postponed,
             kv_loads=kv_loads,
             drafting_s=drafting_s,
             num_drafting_passes=num_drafting_passes,

@@ -107,7 +107,7 @@ class Kernels(Protocol):
     """Every operation of the hot path. Activations are float32 or bfloat16; sums are kept in float32.
 
     identity: what of them decides the last bits of a result, so that what others computed is not taken for their own.
-    has_own_threads: torch's threads are not used by these kernels; whoever runs steps keeps them asleep, because OpenMP
+    has_own_threads: torch's threads are not used by these kernels; the engine keeps them asleep, because OpenMP
     workers woken by a small leftover operation would spin on the cores that the kernels' own threads need.
     """
 

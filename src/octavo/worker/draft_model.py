@@ -11,7 +11,6 @@ import torch
 from octavo.runtime.faults import is_fault
 from octavo.worker.draft_kv import OwnDraftKV, SharedDraftKV
 from octavo.worker.memory import activation_bytes, block_bytes
-from octavo.worker.sample_tasks import Trouble
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -180,7 +179,7 @@ class DraftRunner:
         """Return the choices behind hidden states of requests, and whether more follows; they count as tokens now."""
         requests = [self._requests[index] for index in indices.tolist()]
         rows, num_tokens = self._rows[indices], self._num_tokens[indices]
-        troubles = dict[int, Trouble]()
+        troubles = set[int]()
         tasks = self._tasks.make_for_drafts(requests, rows, num_tokens, troubles)
         logits = self.forward_pass.compute_logits(hidden, self._max_num_seqs)
         faults = self._sampler.adjust(logits, tasks)

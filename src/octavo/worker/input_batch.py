@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from octavo.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
     from octavo.sampling_params import SamplingParams
     from octavo.structured_output.grammars import Matcher
+    from octavo.worker.grammar_walks import Walk
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class RequestRow:
     cache_salt: str | None = None
     num_tokens: int = 0
     matcher: Matcher | None = None  # its way through its grammar; one that comes back after a preemption walks it anew
+    walk: Walk | None = None  # the last one there
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,8 @@ class InputBatch:
         request = self.requests.pop(request_id, None)
         if request is not None:
             self._free_rows.append(request.row)
+            if request.walk is not None:
+                request.walk.result.cancel()
 
     def _update_cached(self, cached: CachedRequestData) -> None:
         for request_id, token_ids, block_ids, num_computed in zip(

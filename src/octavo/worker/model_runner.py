@@ -118,6 +118,7 @@ class ModelRunner:
         if not scheduled.num_scheduled_tokens:
             return ModelOutput(scheduled.step, {})
         inputs = self.batch.prepare_inputs(scheduled)
+        self._tasks.begin(inputs)
         hidden = self.forward(inputs)
         assert hidden.shape[0] == inputs.output_start[-1]
         prompt_logprobs, errors = self._prompt_logprobs(inputs, hidden)
@@ -158,8 +159,8 @@ class ModelRunner:
         if not inputs.sampled:
             return ModelOutput(step, {}, prompt_logprobs=prompt_logprobs or {}, errors=errors)
         requests = [inputs.requests[index] for index in inputs.sampled]
-        troubles = dict[int, Trouble]()
-        tasks = self._tasks.make(inputs, requests, troubles)
+        troubles, postponed = dict[int, Trouble](), set[str]()
+        tasks = self._tasks.make(inputs, troubles, postponed)
         logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
         rows = self.batch.sampling.gather(inputs.sampled_rows, inputs.num_known)
         sampled = self.sampler.sample(logits, rows, tasks, self._chooser(inputs, requests))
@@ -171,7 +172,7 @@ class ModelRunner:
         standing = self._verify(inputs, sampled.token_ids)
         for request, first, token_ids in zip(requests, inputs.cu_num_logits.tolist(), standing, strict=False):
             name = request.request_id
-            if name in errors:
+            if name in errors or name in postponed:
                 continue
             num_good = _num_good(first, token_ids, troubles)
             if not num_good:
@@ -182,7 +183,7 @@ class ModelRunner:
             tokens[name] = token_ids[:num_good]
             if first in sampled.logprobs:
                 logprobs[name] = [sampled.logprobs[first + i] for i in range(len(tokens[name]))]
-        return ModelOutput(step, tokens, logprobs, prompt_logprobs or {}, errors)
+        return ModelOutput(step, tokens, logprobs, prompt_logprobs or {}, errors, postponed=postponed)
 
     def _chooser(
         self, inputs: ModelInputs, requests: list[RequestRow]
