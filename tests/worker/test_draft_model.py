@@ -15,6 +15,7 @@ from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, Schedule
 from octavo.assets import BUILT_IN_DRAFT, built_in_draft_path, built_in_model_path
 from octavo.config import SpeculativeConfig
 from octavo.data.events import DraftsVerified
+from octavo.structured_output.grammars import Matcher
 from octavo.worker.draft_model import _within
 from octavo.worker.forward_pass import ForwardPass
 
@@ -314,6 +315,18 @@ def test_a_grammar_stands_where_it_stood_whatever_becomes_of_drafts(monkeypatch)
     watched.add("a", [5, 6, 7], **asked)
     assert watched.finish() == expected
     assert len(calls) > 6
+
+
+def test_a_grammar_that_may_take_long_is_not_walked_for_drafts(monkeypatch):
+    asked = {"structured_outputs": StructuredOutputsParams(regex="([ab]c){30}d"), "ignore_eos": False}
+    watched = Watched(monkeypatch, ITSELF)
+    watched.add("a", [5, 6, 7], **asked)
+    expected = watched.finish()
+    monkeypatch.setattr(Matcher, "is_large", True)
+    watched.drafted = watched.accepted = 0
+    watched.add("a", [5, 6, 7], **asked)
+    assert watched.finish() == expected
+    assert watched.drafted > watched.accepted, "they were guessed as if there was none"
 
 
 def test_a_model_for_shorter_texts_drafts_as_long_as_they_are_that_short(monkeypatch, tmp_path, right):
