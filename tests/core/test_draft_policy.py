@@ -310,8 +310,22 @@ def policy_of_model(step_costs, pass_costs, most=4):
 def test_nobody_is_bound_where_guesses_are_looked_up():
     policy = policy_with((1, 1.0), (2, 9.0))
     assert bounds(policy, make_request()) == {}
-    policy.learn(Scheduled("r"), guessed(0.5, 0), 1.0)
-    assert bounds(policy, make_request()) == {}
+    policy.learn(Scheduled("r"), guessed(0.014, 0), 1.014)
+    assert bounds(policy, make_request()) == {}, "a credit, and a small share of the step"
+
+
+def test_looking_up_is_seldom_tried_where_it_takes_more_than_it_gains():
+    policy, request = DraftPolicy(), make_request()
+
+    def guesses(drafts=(), num_accepted=0):
+        if drafts:
+            policy.verified(request, len(drafts), num_accepted)
+        policy.learn(Scheduled("r", drafts={"r": drafts} if drafts else {}), guessed(0.1, 0), 1.1)
+        return bounds(policy, request) == {}
+
+    assert [guesses() for _ in range(48)] == 3 * [*[False] * 15, True]
+    assert guesses([5, 6], 2), "two tokens were had for nothing"
+    assert all(guesses([5], 1) for _ in range(30))
 
 
 def test_nobody_is_bound_before_a_model_was_measured():
@@ -354,6 +368,8 @@ def test_who_gets_no_token_of_the_step_or_has_no_room_is_not_asked():
     prompt.num_computed_tokens = 4
     last.max_total_tokens = 8
     assert bounds(policy, prompt, last, short) == {"prompt": 0, "last": 0, "short": 0}
+    last.max_total_tokens, policy.pass_cost = 6, measured((1, 0.01), (2, 9.0))
+    assert bounds(policy, last, short) == {}, "nobody shares a pass with it"
     assert policy.bound({}, {}) == {}
 
 
@@ -369,6 +385,9 @@ def test_what_a_guess_took_is_no_part_of_the_step_and_is_shared_by_its_passes():
     assert policy.pass_cost._measured[2].seconds == pytest.approx(0.3)
     policy.learn(Scheduled("c"), guessed(9.0, 3), 8.0)  # clocks differ
     assert policy.step_cost.seconds(1) == 0.0
+    other = DraftPolicy()
+    other.learn(Scheduled("a", {"a": 0}), guessed(0.5, 1), 2.0)
+    assert other.pass_cost._measured.keys() == {1}
 
 
 def test_what_a_pass_takes_is_measured_again_after_long():

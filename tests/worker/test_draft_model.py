@@ -11,11 +11,10 @@ import torch
 from alone_and_crowd import needs_kernels
 from scripted_drafts import verify_all
 
-from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig, StructuredOutputsParams
+from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.assets import BUILT_IN_DRAFT, built_in_draft_path, built_in_model_path
 from octavo.config import SpeculativeConfig
 from octavo.data.events import DraftsVerified
-from octavo.structured_output.grammars import Matcher
 from octavo.worker.draft_model import _within
 from octavo.worker.forward_pass import ForwardPass
 
@@ -294,39 +293,6 @@ def test_keys_and_values_that_are_no_numbers_harm_no_target(monkeypatch, right, 
     monkeypatch.setattr(watched.drafts, "choose_next", poison)
     watched.add("a")
     assert watched.finish() == {"a": right}
-
-
-def test_a_grammar_stands_where_it_stood_whatever_becomes_of_drafts(monkeypatch):
-    """Drafts walk it, and a pass that fails leaves it as it was."""
-    asked = {"structured_outputs": StructuredOutputsParams(regex="([ab]c){30}d"), "ignore_eos": False}
-    watched = Watched(monkeypatch, ITSELF)
-    watched.add("a", [5, 6, 7], **asked)
-    expected = watched.finish()
-    assert watched.accepted == watched.drafted > 10
-    draw, calls = watched.runner.verification.draw_drafts, []
-
-    def fail(logits, rows):
-        calls.append(len(logits))
-        if len(calls) % 3 == 0:
-            raise RuntimeError("on purpose")
-        return draw(logits, rows)
-
-    monkeypatch.setattr(watched.runner.verification, "draw_drafts", fail)
-    watched.add("a", [5, 6, 7], **asked)
-    assert watched.finish() == expected
-    assert len(calls) > 6
-
-
-def test_a_grammar_that_may_take_long_is_not_walked_for_drafts(monkeypatch):
-    asked = {"structured_outputs": StructuredOutputsParams(regex="([ab]c){30}d"), "ignore_eos": False}
-    watched = Watched(monkeypatch, ITSELF)
-    watched.add("a", [5, 6, 7], **asked)
-    expected = watched.finish()
-    monkeypatch.setattr(Matcher, "is_large", True)
-    watched.drafted = watched.accepted = 0
-    watched.add("a", [5, 6, 7], **asked)
-    assert watched.finish() == expected
-    assert watched.drafted > watched.accepted, "they were guessed as if there was none"
 
 
 def test_a_model_for_shorter_texts_drafts_as_long_as_they_are_that_short(monkeypatch, tmp_path, right):

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     Candidate = tuple[float, int, int]  # of a draft: - its chance to come true, its request's index, and its place
 
 _FIRST_RATE = 0.7  # of a draft, before any was verified
+_CREDIT_S = 0.01  # guesses that are looked up may take so much before they gain anything
+_OLDER_GUESSES = 0.95  # what those before a guess count
+_SMALL_SHARE = 0.005  # of a step, which a guess may take in any case
+_STEPS_OF_A_TRIAL = 16  # one guess in so many steps, where guesses take more than they gain
 
 
 @dataclass(slots=True)
@@ -78,8 +82,8 @@ class StepCost:
         self._curve = [(each.rows, most) for each, most in zip(self._measured.values(), slowest, strict=True)]
 
     def is_measured(self, rows: int) -> bool:
-        """Whether steps of so many rows, or of fewer, were measured."""
-        return bool(self._curve) and self._curve[0][0] <= rows
+        """Whether steps of so many rows, or of fewer, are among those that were measured."""
+        return self._curve[0][0] <= rows
 
     def seconds(self, rows: int) -> float:
         """Return how long a step takes; 0 where nothing is known."""
@@ -108,9 +112,13 @@ class DraftPolicy:
         self.pass_cost = StepCost()
         self._everyone = AcceptanceRates(decay=0.98)
         self._has_drafts = False  # a proposer is there; else steps cost nothing here
+        self._has_guesses = False
         self._most_passes = 0  # so many tokens of a request a drafting model guesses; 0 where there is none
         self._guessing_s = 0.0  # what the newest guess took
         self._num_accepted = 0  # of the step whose result is taken in
+        # Of the newest guesses that were looked up, and of their steps; what was gained begins with a credit.
+        self._spent_s, self._gained_s, self._steps_s = 0.0, _CREDIT_S, 0.0
+        self._num_skipped = 0  # steps since the newest guess
 
     def verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Take in how many drafts of a request came true."""
@@ -129,6 +137,7 @@ class DraftPolicy:
         """
         if not (self._has_drafts or result.drafting_s):
             return None
+        self._has_guesses = True
         guessing_s, self._guessing_s = self._guessing_s, result.drafting_s
         num_accepted, self._num_accepted = self._num_accepted, 0
         counts, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
@@ -138,6 +147,7 @@ class DraftPolicy:
         step_s = max(seconds - result.drafting_s, 0.0)
         self.step_cost.learn(num_rows, step_s)
         self._learn_passes(scheduled, result)
+        self._learn_gain(len(counts), num_rows, num_accepted, result.drafting_s, step_s)
         if not drafts or not self.step_cost.is_measured(len(counts)):
             return None
         return step_s + guessing_s, (1 + num_accepted / len(counts)) * self.step_cost.seconds(len(counts))
@@ -152,14 +162,32 @@ class DraftPolicy:
         num_guessed = sum(min(bounds.get(name, num_passes), num_passes) for name in scheduled.num_scheduled_tokens)
         self.pass_cost.learn(max(round(num_guessed / num_passes), 1), result.drafting_s / num_passes)
 
+    def _learn_gain(self, num_requests: int, num_rows: int, num_accepted: int, spent_s: float, step_s: float) -> None:
+        """Take in what a guess took, and what the drafts gained that were verified in the same step."""
+        without_s = self.step_cost.seconds(num_requests)
+        if not self._num_skipped:
+            self._spent_s = _OLDER_GUESSES * self._spent_s + spent_s
+            self._gained_s *= _OLDER_GUESSES
+            self._steps_s = _OLDER_GUESSES * self._steps_s + step_s
+        gained_s = num_accepted / num_requests * without_s - (self.step_cost.seconds(num_rows) - without_s)
+        self._gained_s += max(gained_s, 0.0)  # rows in vain are none of the guess's cost: who verified them decides
+
+    def _skips_guess(self) -> bool:
+        """Whether looking up costs more than it gained of late, and more than a step's noise; seldom it is tried."""
+        if self._spent_s - self._gained_s <= _SMALL_SHARE * self._steps_s:
+            self._num_skipped = 0
+        else:
+            self._num_skipped = (self._num_skipped + 1) % _STEPS_OF_A_TRIAL
+        return self._num_skipped > 0
+
     def bound(self, num_tokens: Mapping[str, int], requests: Mapping[str, Request]) -> dict[str, int]:
         """Return how many drafts are worth guessing at a step's end, where that is less than there could be.
 
-        num_tokens: of its requests. None is bound where guesses are looked up: of those that are there `allot` takes
+        num_tokens: of its requests. Where guesses are looked up, all or none are: of those that are there `allot` takes
         what is worth a row.
         """
         if not self._most_passes:
-            return {}
+            return dict.fromkeys(num_tokens, 0) if self._has_guesses and self._skips_guess() else {}
         wanted: list[tuple[Request, int]] = []
         for request_id, count in num_tokens.items():
             request = requests[request_id]

@@ -179,8 +179,7 @@ class DraftRunner:
         """Return the choices behind hidden states of requests, and whether more follows; they count as tokens now."""
         requests = [self._requests[index] for index in indices.tolist()]
         rows, num_tokens = self._rows[indices], self._num_tokens[indices]
-        troubles = set[int]()
-        tasks = self._tasks.make_for_drafts(requests, rows, num_tokens, troubles)
+        tasks = self._tasks.make_for_drafts(requests, rows, num_tokens)
         logits = self.forward_pass.compute_logits(hidden, self._max_num_seqs)
         faults = self._sampler.adjust(logits, tasks)
         for error in faults.values():
@@ -188,7 +187,7 @@ class DraftRunner:
                 raise error
         drawn, probs = self._verification.draw_drafts(logits, self._batch.sampling.gather(rows, num_tokens))
         chosen: NDArray[np.int64] = drawn.cpu().numpy()
-        chosen[[*troubles, *faults]] = -1
+        chosen[list(faults)] = -1
         if probs is not None:
             for index, of_request in zip(indices.tolist(), probs, strict=True):
                 self._drawn_from[index].append(of_request)
@@ -202,13 +201,12 @@ class DraftRunner:
         return chosen, np.array(goes_on)
 
     def end(self) -> None:
-        """Let grammars stand where the known tokens end, and tell what was drawn from what."""
+        """Note how far drafts were computed, and tell what they were drawn from."""
         requests, self._requests = self._requests, []
         if self._has_noted:
             self._has_noted = False
             self.kv.note_guesses(self._rows, self._num_known, self._num_computed)
-        for request, num_known, probs in zip(requests, self._num_known.tolist(), self._drawn_from, strict=False):
-            self._tasks.forget_drafts(request, num_known)
+        for request, probs in zip(requests, self._drawn_from, strict=False):
             if probs:
                 self._draft_probs[request.request_id] = torch.stack(probs)
         self._drawn_from = []

@@ -87,52 +87,28 @@ class SampleTasks:
         return tasks
 
     def make_for_drafts(
-        self,
-        requests: Sequence[RequestRow],
-        rows: NDArray[np.int64],
-        num_known: NDArray[np.int64],
-        troubles: set[int],
+        self, requests: Sequence[RequestRow], rows: NDArray[np.int64], num_known: NDArray[np.int64]
     ) -> dict[int, SampleTask]:
         """Return the tasks of a model that drafts one token of each request, by its index.
 
-        Tokens so far count as known, drafts among them: call `forget_drafts` before anything else. What a grammar
-        allows is left out where it may take long. troubles: of those whose grammar cannot go on.
+        Their tokens so far count as known, drafts among them. Grammars are left out, whose walks would hold up the
+        step: what one forbids is cut before it is computed.
         """
-        tasks = dict[int, SampleTask]()
-        for index in np.flatnonzero(~self._batch.sampling.is_plain[rows]).tolist():
-            request, allowed = requests[index], None
-            known = self._batch.token_ids[request.row, : num_known[index]]
-            if request.sampling_params.structured_outputs is not None:
-                try:
-                    matcher = self._advanced(request, known)
-                    allowed = None if matcher.is_large else matcher.allowed()
-                except BaseException as error:
-                    if not is_fault(error):
-                        raise
-                    request.matcher = None  # it cannot go back
-                    troubles.add(index)
-                    continue
-            tasks[index] = _task(request, known, allowed)
-        return tasks
-
-    def forget_drafts(self, request: RequestRow, num_known: int) -> None:
-        """Go back in a request's grammar to so many known tokens."""
-        matcher = request.matcher
-        if matcher is None:
-            return
-        try:
-            matcher.step_back(max(matcher.num_tokens + request.num_prompt_tokens - num_known, 0))
-        except BaseException as error:
-            request.matcher = None  # it is walked anew
-            if not is_fault(error):
-                raise
+        is_plain = self._batch.sampling.is_plain[rows]
+        return {
+            index: _task(requests[index], self._batch.token_ids[rows[index], : num_known[index]], None)
+            for index in np.flatnonzero(~is_plain).tolist()
+        }
 
     def num_allowed(self, request: RequestRow, known: NDArray[np.int32], drafts: list[int]) -> int:
         """Return how many drafts behind the known tokens could come true: up to one that the grammar forbids."""
         if request.sampling_params.structured_outputs is None:
             return len(drafts)
-        matcher = self._advanced(request, known)
-        return len(drafts) if matcher.is_large else matcher.num_allowed(drafts)
+        matcher = self._matcher(request)
+        if matcher.is_large:  # the walk of the next step finds it, on its own thread
+            return len(drafts)
+        matcher.advance(known[request.num_prompt_tokens + matcher.num_tokens :].tolist())
+        return matcher.num_allowed(drafts)
 
     def _not_plain(self, inputs: ModelInputs) -> list[tuple[RequestRow, range]]:
         """Return who is sampled and asks for more than the kernel does, each with its rows of logits."""
@@ -179,16 +155,6 @@ class SampleTasks:
             request.matcher = None  # it cannot go back
             return Walked(masks, error)
         return Walked(masks, None)
-
-    def _advanced(self, request: RequestRow, known: NDArray[np.int32]) -> Matcher:
-        """Return a request's way through its grammar up to its newest token; a large one as far as it was walked.
-
-        The walk of the next step goes on with that, on its own thread.
-        """
-        matcher = self._matcher(request)
-        if not matcher.is_large:
-            matcher.advance(known[request.num_prompt_tokens + matcher.num_tokens :].tolist())
-        return matcher
 
     def _matcher(self, request: RequestRow) -> Matcher:
         """Return a request's way through its grammar, as far as it was walked."""

@@ -39,6 +39,7 @@ from octavo.server.api.request_types import (
     TopK,
     TopP,
     Turns,
+    within,
 )
 from octavo.server.api.sampling import read_response_format
 
@@ -109,6 +110,7 @@ class MessagesRequest(CountTokensRequest):
     top_p: TopP | None = None
     top_k: TopK | None = None
     cache_salt: CacheSalt | None = None  # vLLM's
+    num_speculative_tokens: Annotated[int, within("num_speculative_tokens")] | None = None  # octavo's
 
 
 class MessageUsage(Struct):
@@ -178,6 +180,7 @@ def _params(request: MessagesRequest, defaults: SamplingParams) -> SamplingParam
         "temperature": request.temperature,
         "top_p": request.top_p,
         "top_k": request.top_k,
+        "num_speculative_tokens": request.num_speculative_tokens,
     }
     try:
         return replace(
