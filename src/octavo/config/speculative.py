@@ -72,7 +72,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int | None = None
     suffix_decoding_max_cached_requests: int = 10_000
     suffix_decoding_max_cached_bytes: int = 32 << 20
-    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_max_spec_factor: float = 2.0
     suffix_decoding_min_token_prob: float = 0.1
 
     def __post_init__(self) -> None:

@@ -86,7 +86,7 @@ class SuffixProposer:
         index = self._extended(task)
         if index is not None:
             draft, score = index.propose(suffix, most, factor=factor, min_probability=least)
-        if self._answers is not None:
+        if self._answers is not None and score < most:
             other, other_score = self._answers.propose(
                 suffix, most, task.cache_salt, factor=factor, min_probability=least
             )

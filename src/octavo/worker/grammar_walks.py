@@ -54,6 +54,11 @@ class Walk:
         """Whether its result can be had."""
         return self.result.done()
 
+    def wait(self) -> None:
+        """Wait until it is over, however long that takes; one that has not begun never does."""
+        if not self.result.cancel():
+            wait([self.result])
+
 
 class GrammarWalks:
     """Does walks one after the other; those that are likely short begin first."""
