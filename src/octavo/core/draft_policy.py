@@ -30,6 +30,7 @@ _CREDIT_S = 0.01  # guesses that are looked up may take so much before they gain
 _OLDER_GUESSES = 0.95  # what those before a guess count
 _SMALL_SHARE = 0.005  # of a step, which a guess may take in any case
 _STEPS_OF_A_TRIAL = 16  # one guess in so many steps, where guesses take more than they gain
+_REQUESTS_OF_A_TRIAL = 8  # for which it is made, others each time
 
 
 @dataclass(slots=True)
@@ -119,6 +120,7 @@ class DraftPolicy:
         # Of the newest guesses that were looked up, and of their steps; what was gained begins with a credit.
         self._spent_s, self._gained_s, self._steps_s = 0.0, _CREDIT_S, 0.0
         self._num_skipped = 0  # steps since the newest guess
+        self._first_tried = 0  # request of the newest trial
 
     def verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Take in how many drafts of a request came true."""
@@ -141,6 +143,8 @@ class DraftPolicy:
         guessing_s, self._guessing_s = self._guessing_s, result.drafting_s
         num_accepted, self._num_accepted = self._num_accepted, 0
         counts, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
+        if self._num_skipped and not drafts:
+            return None  # what steps take is measured where it is asked for: this one should cost no more than without
         num_rows = len(counts) + sum(map(len, drafts.values()))
         if not counts or scheduled.scheduled_new_reqs or num_rows != scheduled.total_num_scheduled_tokens:
             return None
@@ -172,22 +176,29 @@ class DraftPolicy:
         gained_s = num_accepted / num_requests * without_s - (self.step_cost.seconds(num_rows) - without_s)
         self._gained_s += max(gained_s, 0.0)  # rows in vain are none of the guess's cost: who verified them decides
 
-    def _skips_guess(self) -> bool:
-        """Whether looking up costs more than it gained of late, and more than a step's noise; seldom it is tried."""
+    def _bound_lookups(self, names: Sequence[str]) -> dict[str, int]:
+        """Bound guesses that are looked up: to none where they cost more than they gained of late, and than noise does.
+
+        Seldom they are tried again, for a few requests.
+        """
         if self._spent_s - self._gained_s <= _SMALL_SHARE * self._steps_s:
             self._num_skipped = 0
-        else:
-            self._num_skipped = (self._num_skipped + 1) % _STEPS_OF_A_TRIAL
-        return self._num_skipped > 0
+            return {}
+        self._num_skipped = (self._num_skipped + 1) % _STEPS_OF_A_TRIAL
+        if self._num_skipped or not names:
+            return dict.fromkeys(names, 0)
+        self._first_tried = (self._first_tried + _REQUESTS_OF_A_TRIAL) % len(names)
+        order = [*names[self._first_tried :], *names[: self._first_tried]]
+        return dict.fromkeys(order[_REQUESTS_OF_A_TRIAL:], 0)
 
     def bound(self, num_tokens: Mapping[str, int], requests: Mapping[str, Request]) -> dict[str, int]:
         """Return how many drafts are worth guessing at a step's end, where that is less than there could be.
 
-        num_tokens: of its requests. Where guesses are looked up, all or none are: of those that are there `allot` takes
+        num_tokens: of its requests. Guesses that are looked up are made or not: of those that are there `allot` takes
         what is worth a row.
         """
         if not self._most_passes:
-            return dict.fromkeys(num_tokens, 0) if self._has_guesses and self._skips_guess() else {}
+            return self._bound_lookups(list(num_tokens)) if self._has_guesses else {}
         wanted: list[tuple[Request, int]] = []
         for request_id, count in num_tokens.items():
             request = requests[request_id]

@@ -35,6 +35,7 @@ class Drafting:
         self.seconds = 0.0
         self.num_passes = 0
         self.draft_probs: dict[str, Tensor] = {}
+        self._unwritten: Mapping[str, list[int]] = {}  # what the newest step sampled, where nothing was guessed
         self._batch = batch
         self._tasks = tasks
 
@@ -54,10 +55,13 @@ class Drafting:
         if not self.proposer.num_speculative_tokens:
             return
         self._drop_probs(request_ids)
+        requests = [each for name in request_ids if (each := self._batch.requests.get(name)) is not None]
+        for request in requests:
+            if request.request_id in self._unwritten:
+                self._batch.write_sampled(request, self._unwritten[request.request_id])
         ended = [
             EndedRequest(each.request_id, self._batch.all_tokens(each), each.num_prompt_tokens, each.cache_salt)
-            for request_id in request_ids
-            if (each := self._batch.requests.get(request_id)) is not None
+            for each in requests
         ]
         if not ended:
             return
@@ -77,6 +81,12 @@ class Drafting:
         sampled_token_ids: what each got in it. max_drafts: how many are worth guessing; who is not named has no bound.
         """
         if not self.proposer.num_speculative_tokens:
+            return {}
+        self._unwritten = {}
+        if max_drafts and not any(max_drafts.get(request_id, 1) for request_id in sampled_token_ids):
+            self._unwritten = sampled_token_ids  # until they end: a step without a guess should cost nothing
+            self.seconds, self.num_passes = 0.0, 0
+            self._drop_probs(sampled_token_ids)
             return {}
         start = time.perf_counter()
         drafts = self._propose(sampled_token_ids, max_drafts)
