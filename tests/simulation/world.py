@@ -18,7 +18,8 @@ from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
-from simulation.hash_model import VOCAB_SIZE, HashWorker, Oracle, SimulatedStore
+from simulation.hash_model import VOCAB_SIZE, HashWorker, Oracle
+from simulation.store import SimulatedStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -93,6 +94,7 @@ class WorldConfig:
     step_base_s: float = 0.0
     lost_sample_rate: float = 0.005
     remote_rate: float = 0.2
+    min_tokens_to_cache: int = 1
     deadline_rate: float = 0.05
     longest_prompt: int = 24
     longest_output: int = 12
@@ -125,7 +127,7 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         ageing_s=rng.choice([None, 0.0, 5.0, 60.0]),
         swap_block_cost_tokens=rng.choice([0.0, 1.0, 3.0]),
         max_num_waiting=rng.choice([None, None, None, rng.randint(1, 10)]),
-        hash_bits=rng.choice([None, None, 1, 2, 6]),
+        hash_bits=rng.choice([None, None, None, 1, 2, 6]),
         num_steps=num_steps,
         max_open=rng.choice([2, 6, 12]),
         arrival_rate=rng.choice([0.1, 0.4, 0.8]),
@@ -133,7 +135,8 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         draft_error=rng.choice([0.0, 0.05, 0.5, 1.0]),
         max_drafts=rng.randint(0, 8),
         step_base_s=rng.choice([0.0, 0.05, 1.0]),
-        remote_rate=rng.choice([0.0, 0.3, 0.8]),
+        remote_rate=rng.choice([0.0, 0.5, 1.0]),
+        min_tokens_to_cache=rng.choice([1, 1, rng.randint(1, 12)]),
         preempt_rate=rng.choice([0.0, 0.05, 0.2]),
         eviction_rate=rng.choice([0.0, 0.02, 0.2]),
         abort_rate=rng.choice([0.0, 0.05, 0.2]),
@@ -176,6 +179,8 @@ class Totals:
     evictions: int = 0
     hits: int = 0
     copies: int = 0
+    loads: int = 0
+    saves: int = 0
     withheld: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -216,7 +221,9 @@ class World:
         self.num_added = 0
         self.worker = HashWorker(config.num_blocks, config.block_size, config.num_host_blocks)
         self.shared = Sharing(0, may_be=False, must_be=False, is_short=False)
-        self.store = SimulatedStore(self.worker, random.Random(seed + "store"), config.remote_rate)
+        # Keys that collide are no keys: what a store has under one is not compared token by token.
+        rate = config.remote_rate if config.hash_bits is None else 0.0
+        self.store = SimulatedStore(self.worker, random.Random(seed + "store"), rate)
         self.sample_rng = random.Random(seed + "samples")
         self.forced: set[str] = set()
         self.admission_step = self.preemption_step = -1
@@ -235,7 +242,13 @@ class World:
         names = {each.name for each in fields(SchedulerConfig)} & {each.name for each in fields(WorldConfig)}
         options: dict[str, Any] = {name: getattr(c, name) for name in names}
         scheduler = Scheduler(
-            SchedulerConfig(**options, kv_load_timeout_s=6.0, waiting_served_ratio=0.5, max_waiting_tokens=3),
+            SchedulerConfig(
+                **options,
+                kv_transfer_timeout_s=6.0,
+                kv_lookup_timeout_s=0.5,
+                waiting_served_ratio=0.5,
+                max_waiting_tokens=3,
+            ),
             CacheConfig(
                 block_size=c.block_size,
                 enable_prefix_caching=c.enable_prefix_caching,
@@ -362,7 +375,7 @@ class World:
             self._fail_step(scheduled)
             return
         result = self.worker.execute(scheduled)
-        result.kv_loads.extend(self.store.run(scheduled))
+        result.kv_transfers.extend(self.store.run(scheduled))
         if not self.healed and self.scheduler.requests and self.rng.random() < self.config.async_abort_rate:
             if self.rng.random() < 0.5:
                 self._replace(self.rng.choice(list(self.scheduler.requests)))
@@ -384,7 +397,7 @@ class World:
             limit = self.scheduler.get_stats().prefill_limit
             self._take(self.scheduler.update_from_output(scheduled, result))
             self._expect_limit(limit, limit, "after a result that came twice")
-        self.last = scheduled, replace(result, kv_loads=[])
+        self.last = scheduled, replace(result, kv_transfers=[])
         self._draft()
 
     def _miscount(self, scheduled: SchedulerOutput, result: ModelOutput) -> str | None:
@@ -419,7 +432,7 @@ class World:
         self._count("failed step")
         if self.rng.random() < 0.5:
             self.worker.execute(scheduled)
-        self.store.transfers = {}
+        self.store.moving = {}
         alive = [name for name in scheduled.num_scheduled_tokens if name in self.scheduler.requests]
         replaced = self.rng.choice(alive) if alive and self.rng.random() < 0.3 else None
         if replaced is not None:
@@ -559,6 +572,9 @@ class World:
             self._count("refused")
             return
         self.worker.identities[name] = identity
+        if rng.random() < self.store.rate / 2:  # another engine computed it before
+            self.scheduler.kv_cache_manager.update_block_hashes(request)
+            self.store.publish(request.block_hashes, Oracle(prompt, identity).contents)
         tracked = self.tracked[name] = Tracked(oracle, max_tokens, frozenset(stop_ids))
         self.totals.requests += 1
         tracked.features |= {config.policy, config.admission} & set(FEATURES)
@@ -620,7 +636,10 @@ class World:
         elif kind is events.DraftsVerified:
             self._check_drafts(event)
         elif kind is events.KVLoadEnded and event.outcome == "done":
+            totals.loads += 1
             self.tracked[event.request_id].features.add("remote")
+        elif kind is events.KVSaveEnded:
+            totals.saves += event.outcome == "done"
 
     def _check_drafts(self, event: events.DraftsVerified) -> None:
         self.tracked[event.request_id].features.add("speculation")

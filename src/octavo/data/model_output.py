@@ -26,7 +26,7 @@ class ModelOutput:
     prompt_logprobs: of the prompt positions computed in this step, in order; position 0 has none and is left out.
     pooled: the vectors of requests for embeddings whose prompt is computed, float32 in the machine's byte order.
     errors: requests whose logits were not numbers; they fail alone.
-    kv_loads: transfers that ended, by id, and whether all of their KV arrived.
+    kv_transfers: those that ended, by id, and how many of their blocks, from the first on, were moved.
     draft_token_ids: what is guessed to follow, to be verified in the next step.
     """
 
@@ -36,5 +36,5 @@ class ModelOutput:
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     pooled: dict[str, bytes] = field(default_factory=dict)
-    kv_loads: list[tuple[int, bool]] = field(default_factory=list)
+    kv_transfers: list[tuple[int, int]] = field(default_factory=list)
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)

@@ -152,8 +152,8 @@ class RecordingScheduler:
                 name = output.request_id
                 number = (self._replaced.get(name) or self._unfinished[name]).number
                 told.append([number, num_sampled, num_accepted, reason, output.error])
-        if told or result.kv_loads:
-            self._write(["u", self._elapsed(), told, result.kv_loads])
+        if told or result.kv_transfers:
+            self._write(["u", self._elapsed(), told, result.kv_transfers])
         else:
             self._write_line(f'["u",{self._elapsed()},[],[]]\n')
         if told:

@@ -95,7 +95,7 @@ class _Player:
         if checksum(self.scheduled) != recorded:
             self.mismatches.append(Mismatch(self.scheduled.step, self.scheduled.num_scheduled_tokens))
 
-    def _play_u(self, told: list[list[Any]], kv_loads: list[tuple[int, bool]]) -> None:
+    def _play_u(self, told: list[list[Any]], kv_transfers: list[tuple[int, int]]) -> None:
         scheduled = self.scheduled
         assert scheduled is not None
         exceptions = {self.names[number]: (sampled, *rest) for number, sampled, *rest in told}
@@ -112,7 +112,7 @@ class _Player:
             elif num_sampled:
                 sampled_ids[name] = self._tokens(request, num_sampled, num_accepted, reason)
         self.scheduler.update_from_output(
-            scheduled, ModelOutput(scheduled.step, sampled_ids, errors=errors, kv_loads=kv_loads)
+            scheduled, ModelOutput(scheduled.step, sampled_ids, errors=errors, kv_transfers=kv_transfers)
         )
 
     def _tokens(self, request: Request, num_sampled: int, num_accepted: int, reason: str | None) -> list[int]:
