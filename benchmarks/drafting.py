@@ -1,125 +1,108 @@
-"""What guessing costs, and what it gives to one stream that copies.
+"""What guessing costs a core, without a model: the proposer `suffix` and its index.
 
-    python benchmarks/drafting.py                                 # the built-in model
-    python benchmarks/drafting.py --model DIR --repeat 5          # a checkpoint with a chat template
+    python benchmarks/drafting.py
+    python benchmarks/drafting.py --tokens 4194304 --drafts 16
 
-The index of `suffix`: bytes for so many tokens, CPU microseconds to take in a token, and for a proposal (median and
-99th percentile), on texts whose words are as frequent as in a language. Then the same requests without speculation,
-with ngram and with suffix, in turns, one at a time: each asks for a text with a name replaced. The texts differ by
-names, so suffix is helped by the answers before; "asked again" repeats the requests. Tokens must be the same
-everywhere. Ratios are medians of the turns' own, to none of the same kind.
+The index: bytes for so many tokens, CPU microseconds to take in a token, and for a proposal. Then the proposer as a
+step asks it, for one request: the newest token is taken in, and drafts are looked for in its own text and in as many
+tokens of answers before. Median and 99th percentile, on texts whose words are as frequent as in a language.
+`speculation.py` measures what comes of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import time
 from array import array
-from typing import Any
 
-from octavo import LLM, SamplingParams
+import numpy as np
+
 from octavo.config import SpeculativeConfig
+from octavo.speculative.interface import DraftTask, EndedRequest
 from octavo.speculative.suffix import SuffixProposer
-from octavo.speculative.suffix_index import MAX_MATCH, SuffixIndex
+from octavo.speculative.suffix_index import BYTES_PER_TOKEN, MAX_MATCH, SuffixIndex
 
-METHODS = ("none", "ngram", "suffix")
-NAMES = ("Anna", "Bernard", "Clara", "David", "Emma")
-TEXT = (
-    "Mr. Smith walked to the harbour before breakfast. The harbour was quiet, and Mr. Smith counted the boats: nine "
-    "were blue, four were white, and one had no colour left. He wrote the numbers into his book, closed it, and walked "
-    "home. There Mr. Smith made tea, opened the book again, and read the numbers aloud until the tea was cold."
-)
+ANSWER_TOKENS = 512
+REQUESTS = 10
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a checkpoint (default: the built-in model)")
-    parser.add_argument("--quantization", help="int8 or int4 (default: as it is stored)")
     parser.add_argument("--tokens", type=int, default=1 << 20, help="in the index (default: 1048576)")
-    parser.add_argument("--drafts", type=int, default=8, help="num_speculative_tokens (default: 8)")
-    parser.add_argument("--max-tokens", type=int, default=120, help="of an answer (default: 120)")
-    parser.add_argument("--repeat", type=int, default=3, help="turns (default: 3)")
+    parser.add_argument("--drafts", type=int, default=8, help="num_speculative_tokens (default: %(default)s)")
     arguments = parser.parse_args()
-    measure_index(arguments.tokens, arguments.drafts)
-    measure_streams(arguments)
+    text = Text()
+    measure_index(text, arguments.tokens, arguments.drafts)
+    measure_proposer(text, arguments.tokens, arguments.drafts)
+    planned = SuffixProposer(SpeculativeConfig(method="suffix"), max_num_seqs=64, max_model_len=8192).num_bytes
+    print(f"planned for suffix by default: {planned:,} bytes")
 
 
-def measure_index(num_tokens: int, num_drafts: int) -> None:
+class Text:
+    """Words of up to twelve tokens, a few of which make up most of a text."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(1)
+        self._words = [[self.rng.randrange(49_000) for _ in range(self.rng.randint(1, 12))] for _ in range(4000)]
+
+    def draw(self, num_tokens: int) -> list[int]:
+        """Return so many tokens."""
+        tokens: list[int] = []
+        while len(tokens) < num_tokens:
+            tokens += self._words[min(int(self.rng.paretovariate(0.7)), len(self._words) - 1)]
+        return tokens[:num_tokens]
+
+
+def measure_index(text: Text, num_tokens: int, num_drafts: int) -> None:
     """Print bytes and times of the index alone."""
-    rng = random.Random(1)
-    words = [[rng.randrange(49_000) for _ in range(rng.randint(1, 12))] for _ in range(4000)]
-    text: list[int] = []
-    while len(text) < num_tokens:
-        text += words[min(int(rng.paretovariate(0.7)), len(words) - 1)]
-    text = text[:num_tokens]
+    tokens = text.draw(num_tokens)
     index = SuffixIndex(num_tokens)
     start = time.thread_time()
-    index.extend(text)
+    index.extend(tokens)
     extend_us = (time.thread_time() - start) / num_tokens * 1e6
     index.close()
     times = []
     for _ in range(5000):
-        end = rng.randrange(MAX_MATCH, num_tokens)
-        suffix = array("i", text[end - MAX_MATCH : end])
+        end = text.rng.randrange(MAX_MATCH, num_tokens)
+        suffix = array("i", tokens[end - MAX_MATCH : end])
         start = time.thread_time()
-        index.propose(suffix, num_drafts, min_probability=0.1)
-        times.append((time.thread_time() - start) * 1e6)
-    times.sort()
-    print(f"index of {num_tokens:,} tokens: {index.nbytes:,} bytes; a token {extend_us:.2f} us; a proposal", end=" ")
-    print(f"{times[len(times) // 2]:.1f} us, 99th percentile {times[len(times) * 99 // 100]:.1f} us")
-    planned = SuffixProposer(SpeculativeConfig(method="suffix"), max_num_seqs=64, max_model_len=8192).num_bytes
-    print(f"planned for suffix by default: {planned:,} bytes\n")
+        index.propose(suffix, num_drafts, factor=2.0, min_probability=0.1)
+        times.append(time.thread_time() - start)
+    print(
+        f"index of {num_tokens:,} tokens: {index.nbytes:,} bytes; a token {extend_us:.2f} us; a proposal {told(times)}"
+    )
 
 
-def measure_streams(arguments: argparse.Namespace) -> None:
-    """Print tokens a second of each method, turn by turn, and their ratios to none."""
-    llms = {method: load(arguments, method) for method in METHODS}
-    params = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens, ignore_eos=True)
-    rates: dict[str, list[float]] = {f"{method}{again}": [] for method in METHODS for again in ("", ", asked again")}
-    num_steps = dict.fromkeys(rates, 0)
-    for turn in range(arguments.repeat):
-        answers = []
-        for method, llm in llms.items():
-            for again in ("", ", asked again"):
-                llm.reset_prefix_cache()
-                before = llm.llm_engine.core.scheduler.get_stats().num_steps
-                rate, tokens = run(llm, turn, params)
-                num_steps[f"{method}{again}"] += llm.llm_engine.core.scheduler.get_stats().num_steps - before
-                rates[f"{method}{again}"].append(rate)
-                answers.append(tokens)
-        if any(tokens != answers[0] for tokens in answers):
-            raise SystemExit("tokens differ")
-    num_tokens = arguments.repeat * len(NAMES) * arguments.max_tokens
-    print("| method | tok/s | ratio to none | tokens a step |\n|---|---|---|---|")
-    for name, found in rates.items():
-        base = rates["none" + name.removeprefix(name.partition(",")[0])]
-        ratio = statistics.median(rate / none for rate, none in zip(found, base, strict=True))
-        print(f"| {name} | {statistics.median(found):.1f} | {ratio:.2f} | {num_tokens / num_steps[name]:.2f} |")
+def measure_proposer(text: Text, num_tokens: int, num_drafts: int) -> None:
+    """Print times of a request's drafts, of which most tokens of a step come to nothing."""
+    config = SpeculativeConfig(
+        method="suffix",
+        num_speculative_tokens=num_drafts,
+        suffix_decoding_max_cached_bytes=num_tokens * BYTES_PER_TOKEN,
+    )
+    proposer = SuffixProposer(config, max_num_seqs=64, max_model_len=8192)
+    for number in range(num_tokens // ANSWER_TOKENS + 1):
+        answer = np.array(text.draw(ANSWER_TOKENS), dtype=np.int32)
+        proposer.finish([EndedRequest(str(number), answer, 1, None)])
+    times = []
+    for number in range(REQUESTS):
+        tokens = np.array(text.draw(2 * ANSWER_TOKENS), dtype=np.int32)
+        for count in range(ANSWER_TOKENS, len(tokens)):
+            task = DraftTask(f"request {number}", tokens[:count], num_drafts, None)
+            start = time.thread_time()
+            proposer.propose([task])
+            if count > ANSWER_TOKENS:  # its prompt is taken in once
+                times.append(time.thread_time() - start)
+    print(f"a request's drafts, its newest token taken in: {told(times)}")
 
 
-def load(arguments: argparse.Namespace, method: str) -> LLM:
-    """Return an engine of that method, warm."""
-    options: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 8}
-    if method != "none":
-        options["speculative_config"] = {"method": method, "num_speculative_tokens": arguments.drafts}
-    llm = LLM(arguments.model, quantization=arguments.quantization, **options)
-    llm.generate("Once", SamplingParams(max_tokens=8), use_tqdm=False)
-    return llm
-
-
-def run(llm: LLM, turn: int, params: SamplingParams) -> tuple[float, list[list[int]]]:
-    """Ask one request after another; return tokens a second, prompts included, and the answers."""
-    tokens = []
-    start = time.perf_counter()
-    for name in NAMES:
-        text = TEXT.replace("Mr. Smith", f"{name} the {turn + 2}th")
-        content = f"Repeat this text, but write {name} Miller in place of {name} the {turn + 2}th:\n\n{text}"
-        (output,) = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
-        tokens.append(output.outputs[0].token_ids)
-    return sum(map(len, tokens)) / (time.perf_counter() - start), tokens
+def told(seconds: list[float]) -> str:
+    """Return the median and the 99th percentile in microseconds."""
+    ordered = sorted(seconds)
+    median, late = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
+    return f"{median * 1e6:.1f} us, 99th percentile {late * 1e6:.1f} us"
 
 
 if __name__ == "__main__":

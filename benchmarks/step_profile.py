@@ -81,7 +81,7 @@ class StepProfile:
         self._engine = llm.llm_engine
         self.runner: ModelRunner = self._engine.core.executor.worker.runner  # type: ignore[attr-defined]
         llm.generate([[1] * 4], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)  # warm
-        forward = self.runner.recorded_forward
+        forward = self.runner.forward_pass.recorded
         if not isinstance(forward, RecordedForward):
             raise SystemExit("these kernels do not record their forward pass")
         self._parts = parts_of(forward, len(self.runner.model.layers))

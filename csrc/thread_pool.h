@@ -34,7 +34,7 @@ class ThreadPool {
 
   // Calls body(context, i, following, thread) for 0 <= i < count; the caller is thread 0 and returns when all are done.
   // following: with claims_ahead the index that this thread takes next, so that it can ask for its memory; count, where it
-  // does not know that yet, as for the last indices, which go to whoever is free.
+  // does not know that yet, as for the last indices, which go to the thread that is free.
   // Only while a Session is held.
   void run(int64_t count, Body body, void* context, bool claims_ahead);
 

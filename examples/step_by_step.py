@@ -1,4 +1,4 @@
-"""Drive the engine by hand and print the seven stages of every step: for whoever wants to see how it works.
+"""Drive the engine by hand and print the seven stages of every step: for those who want to see how it works.
 
 python examples/step_by_step.py
 python examples/step_by_step.py --prompt "What is 12 + 30?" --prompt "Sort these words: pear, apple" --steps 6

@@ -19,6 +19,7 @@ class ScriptedProposer:
     """
 
     num_bytes = 0
+    num_passes = 0
 
     def __init__(self, sequences: Mapping[str, list[int]], num_speculative_tokens: int, share_right: float) -> None:
         self.num_speculative_tokens = num_speculative_tokens
@@ -59,5 +60,7 @@ def let_propose(engine: LLMEngine, proposer: ScriptedProposer, *, cut: bool = Tr
 
 
 def verify_all(engine: LLMEngine) -> None:
-    """Let every draft be verified, whether or not it pays on this machine."""
-    engine.core.scheduler._draft_policy.allot = lambda wanted, _num_decoding: [count for _, count in wanted]
+    """Let every draft be guessed and verified, whether or not it pays on this machine."""
+    policy = engine.core.scheduler._draft_policy
+    policy.bound = lambda _num_tokens, _requests: {}
+    policy.allot = lambda wanted, _num_decoding: [count for _, count in wanted]

@@ -174,7 +174,7 @@ def alone():
 
 
 @needs_kernels
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_compiled_kernels_are_exact(checkpoint, alone, schedule, dtype):
@@ -182,7 +182,7 @@ def test_compiled_kernels_are_exact(checkpoint, alone, schedule, dtype):
 
 
 @needs_kernels
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", MORE_DTYPES)
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
@@ -195,7 +195,7 @@ def test_every_instruction_set_is_exact(checkpoint, alone, isa, dtype, num_threa
 
 
 @needs_kernels
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16 with int8 KV"])
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 def test_a_sliding_window_is_exact(window_checkpoint, alone, isa, dtype):
@@ -205,7 +205,7 @@ def test_a_sliding_window_is_exact(window_checkpoint, alone, isa, dtype):
 
 
 @needs_kernels
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16 with int8 KV"])
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 def test_a_long_common_prefix_is_exact(checkpoint, isa, dtype, monkeypatch):
@@ -358,6 +358,7 @@ def test_a_preemption_keeps_the_seed_of_a_request_without_one(checkpoint):
     assert engine.core.scheduler.get_stats().total_preempted > 0
 
 
+@pytest.mark.sweep(3)
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_embeddings_do_not_depend_on_the_schedule(checkpoint, dtype, monkeypatch):

@@ -69,7 +69,7 @@ def make_requests():
 
 
 @needs_kernels
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_wide_layers_are_exact(engine):
     requests = make_requests()
     expected = alone(engine, requests)

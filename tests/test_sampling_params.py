@@ -33,6 +33,7 @@ def test_defaults_are_vllms():
         ("repetition_penalty", [0.0, -1.0, math.nan]),
         ("logprobs", [-1, 21, 1.0]),
         ("prompt_logprobs", [-1, 21]),
+        ("num_speculative_tokens", [-1, 33, 1.0, True, "4"]),
         ("stop", ["", ["a", ""], ["x" * 1025], [3], ["a"] * 65, 3]),
         ("stop_token_ids", [[-1], [1.5], 7]),
         ("shown_special_token_ids", [[-1], [1.5], 7]),

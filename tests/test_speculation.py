@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from alone_and_crowd import needs_kernels
@@ -12,6 +12,7 @@ from kernels_available import kv_precision, precision
 from scripted_drafts import ScriptedProposer, let_propose, verify_all
 
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo.assets import BUILT_IN_DRAFT, built_in_model_path
 from octavo.build import build_engine
 from octavo.config import EngineConfig, SpeculativeConfig
 from octavo.data.events import DraftsVerified
@@ -48,7 +49,10 @@ NUM_TOKENS = 28
 
 @dataclass(frozen=True)
 class Run:
-    """How requests are computed, and what is guessed. method: of the proposer; "uncut" does not look at grammars."""
+    """How requests are computed, and what is guessed.
+
+    method: of the proposer, see `CONFIGS`; "uncut" does not look at grammars.
+    """
 
     name: str
     method: str = "scripted"
@@ -65,6 +69,14 @@ class Run:
     has_policy: bool = False  # else every draft is verified
 
 
+CONFIGS: dict[str, dict[str, object]] = {
+    "ngram": {"method": "ngram"},
+    "suffix": {"method": "suffix"},
+    "draft_model": {"method": "draft_model", "model": BUILT_IN_DRAFT},
+    "quantized": {"method": "quantized"},
+    "suffix_and_model": {"method": "suffix", "model": BUILT_IN_DRAFT},
+    "itself": {"method": "draft_model", "model": str(built_in_model_path())},  # what it guesses is right
+}
 FEW_BLOCKS = {"block_size": 4, "num_blocks": 80, "max_num_seqs": 12}
 RUNS = [
     Run("no_drafts", num_drafts=0),
@@ -83,6 +95,17 @@ RUNS = [
     Run("suffix_warm", "suffix", num_drafts=8, rounds=2),
     Run("suffix_preempted", "suffix", **FEW_BLOCKS, num_drafts=8),
 ]
+MODEL_RUNS = [
+    Run("plain", num_drafts=8),
+    Run("one_at_a_time", num_drafts=5, max_num_seqs=1),
+    Run("policy", num_drafts=6, has_policy=True),
+    Run("chunks", threshold=5, budget=40, num_drafts=6),
+    Run("warm", rounds=2, num_drafts=3),
+    Run("preempted", **FEW_BLOCKS),
+    Run("swapped", **FEW_BLOCKS, swap_space_bytes=64 << 20, num_drafts=7),
+    Run("prefill_first", **FEW_BLOCKS, threshold=7, budget=48, batching="prefill_first", num_drafts=1),
+]
+MODEL_METHODS = ["itself", "draft_model", "quantized", "suffix_and_model"]
 FORMATS = ["bfloat16", "int8", "int4", "bfloat16 with int8 KV"]
 
 
@@ -114,7 +137,7 @@ def make_engine(number_format: str, run: Run, speculative: SpeculativeConfig | N
             mixed_step_ms=0.0,
         ),
         device_config=DeviceConfig(device="cpu", kernels="cpu"),
-        speculative_config=speculative,
+        speculative_config=speculative or SpeculativeConfig(method="none"),
         sink=sink,
     )
     if not run.has_policy:
@@ -172,8 +195,9 @@ def check(run: Run, number_format: str, count: int) -> None:
     """Compute the requests with drafts and compare; look whether what the run is for did happen."""
     told, sequences = expected(number_format, count)
     verified, config = Verified(), None
-    if run.method in ("ngram", "suffix"):
-        config = SpeculativeConfig(method=run.method, num_speculative_tokens=run.num_drafts)
+    if run.method in CONFIGS:
+        rounding = {"quantization": precision(number_format).get("quantization")} if run.method == "itself" else {}
+        config = SpeculativeConfig(**CONFIGS[run.method], num_speculative_tokens=run.num_drafts, **rounding)
     engine = make_engine(number_format, run, config, verified)
     if config is None:
         proposer = ScriptedProposer(sequences, run.num_drafts, run.share_right)
@@ -197,7 +221,9 @@ def check(run: Run, number_format: str, count: int) -> None:
         assert verified.num_drafted == 0
         return
     share = verified.num_accepted / verified.num_drafted
-    if config is not None:
+    if run.method == "itself":
+        assert share == 1.0, "its keys and values are those of the target, wherever they come from"
+    elif config is not None:
         assert 0.02 < share < 1
     else:
         assert {0.0: share == 0.0, 1.0: share > 0.95}.get(run.share_right, 0.02 < share < 0.95), share
@@ -212,6 +238,22 @@ def test_tokens_are_the_same_with_and_without(run):
 @pytest.mark.parametrize("number_format", FORMATS[1:])
 def test_tokens_are_the_same_in_every_number_format(number_format, method):
     check(Run("few", method, num_drafts=4, share_right=0.7, **FEW_BLOCKS), number_format, 18)
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("method", MODEL_METHODS)
+@pytest.mark.parametrize("run", MODEL_RUNS, ids=lambda run: run.name)
+def test_tokens_are_the_same_with_a_model_that_drafts(run, method):
+    check(replace(run, method=method), "bfloat16", 30)
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("method", MODEL_METHODS)
+@pytest.mark.parametrize("number_format", ["float32", *FORMATS[1:]])
+def test_tokens_are_the_same_with_a_model_that_drafts_in_every_number_format(number_format, method):
+    if method == "quantized" and number_format == "int4":
+        pytest.skip("it is in int4 already")
+    check(Run("few", method, num_drafts=4, **FEW_BLOCKS), number_format, 18)
 
 
 def test_answers_before_are_drafts_for_their_salt_alone():
@@ -269,6 +311,14 @@ def test_every_run_in_every_number_format(run, number_format):
 def test_every_number_of_drafts(num_drafts, share_right, max_num_seqs):
     run = Run("wide", num_drafts=num_drafts, share_right=share_right, max_num_seqs=max_num_seqs)
     check(run, "bfloat16", 45)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_num_seqs", [1, 4, 32])
+@pytest.mark.parametrize("num_drafts", range(1, 9))
+@pytest.mark.parametrize("method", MODEL_METHODS)
+def test_every_number_of_drafts_of_a_model(method, num_drafts, max_num_seqs):
+    check(Run("wide", method, num_drafts=num_drafts, max_num_seqs=max_num_seqs), "bfloat16", 45)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ the licences; in a new environment with the wheel's own dependencies `octavo gen
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import re
@@ -30,6 +31,7 @@ SOURCES = ("src/octavo", "csrc", "licenses", "CMakeLists.txt", "CHANGELOG.md", "
 LICENCES = {"LICENSE", "nanobind.txt", "robin_map.txt", "uPlot.LICENSE"}
 QUESTION, ANSWER = "What is 12 + 30?", "12 + 30 = 42"
 START_S, ANSWER_S, END_S = 120.0, 60.0, 60.0  # on a busy machine
+CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 KERNELS = "from octavo.kernels import instruction_sets as s; print(*s())"
 
 
@@ -79,12 +81,21 @@ def _compare(name: str, found: set[str], wanted: set[str]) -> None:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """Install a wheel with what its server needs into a new environment; return the folder of its commands."""
+    """Install a wheel with what its server needs into a new environment; return the folder of its commands.
+
+    First torch's build for CPUs, as the README says, of the version that is installed here: the package index has
+    the same one with gigabytes of CUDA.
+    """
     venv.create(folder, with_pip=True)
     commands = folder / "bin"
-    pip = [str(commands / "python"), "-m", "pip", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--quiet", "--no-compile", f"{wheel}[server]"], check=True, env=_environment())
-    subprocess.run([*pip, "check"], check=True, env=_environment(), stdout=subprocess.DEVNULL)
+    pip = [str(commands / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    torch = f"torch=={importlib.metadata.version('torch').partition('+')[0]}"
+    for command in (
+        ["install", "--no-compile", "--no-deps", "--extra-index-url", CPU_WHEELS, torch],
+        ["install", "--no-compile", f"{wheel}[server]"],
+        ["check"],
+    ):
+        subprocess.run([*pip, *command], check=True, env=_environment())
     return commands
 
 

@@ -82,7 +82,7 @@ class Ratio:
 
     @property
     def is_tie(self) -> bool:
-        """Whether the medians are within 10 %, whoever is ahead: the machine's noise."""
+        """Whether the medians are within 10 %, whichever is ahead: the machine's noise."""
         return 1 / _TIE < self.found.median < _TIE
 
     def __str__(self) -> str:

@@ -16,7 +16,8 @@ from octavo.engine.engine_core import EngineCore
 from octavo.engine.llm_engine import Engine
 from octavo.errors import ConfigError
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
-from octavo.kernels import attention_slowness, instruction_sets
+from octavo.kernels import are_exact, attention_slowness, instruction_sets
+from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.launch import Checkpoint, make_grammars, make_processors
 from octavo.worker.worker import LocalExecutor, Worker, resolve_device
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from octavo.config import DeviceConfig, SchedulerConfig
+    from octavo.config import DeviceConfig, SchedulerConfig, SpeculativeConfig
     from octavo.data.events import EventSink
     from octavo.models.architecture import Architecture
 
@@ -68,6 +69,7 @@ def build_core(
     dtype = architecture.dtype if model_config.dtype == "auto" else model_config.dtype
     isa = _instruction_set(device_config, dtype)
     scheduler_config = resolve_scheduler(config.scheduler, architecture, model_config.quantization, isa)
+    speculative_config = _resolve_speculative(config.speculative, device_config)
     grammars = make_grammars(model_config, checkpoint)
     reading = grammars.read_ahead() if reads_ahead and grammars is not None else None
     worker = Worker(
@@ -85,7 +87,8 @@ def build_core(
         seed=model_config.seed,
         progress=progress,
         grammars=grammars,
-        speculative_config=config.speculative,
+        speculative_config=speculative_config,
+        draft_checkpoint=find_draft_checkpoint(speculative_config, model_config, checkpoint),
     )
     if reading is not None:
         reading.result()
@@ -97,8 +100,9 @@ def build_core(
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
         kv_cache_dtype=worker.kv_dtype,
+        speculative=speculative_config,
     )
-    logger.info("KV cache: %d blocks, %d bytes; %s", num_blocks, worker.kv_cache.num_bytes, capacity.summary)
+    _log_capacity(worker, capacity)
     clock = RecordedClock(time.monotonic)
     metrics, recent = EngineMetrics(), RecentEvents()
     identity = f"model:{checkpoint.directory.resolve()}"
@@ -118,6 +122,21 @@ def build_core(
         ),
     )
     return EngineCore(_recorded(scheduler, clock, config.record), LocalExecutor(worker), metrics, recent, capacity)
+
+
+def _resolve_speculative(config: SpeculativeConfig, device_config: DeviceConfig) -> SpeculativeConfig | None:
+    """Choose how tokens are guessed where that is left open; None for not at all."""
+    return config.resolved(is_exact=are_exact(resolve_device(device_config.device), device_config.kernels))
+
+
+def _log_capacity(worker: Worker, capacity: EngineCapacity) -> None:
+    """Say what there is room for, and how tokens are guessed."""
+    kv_cache, draft = worker.kv_cache, worker.draft
+    logger.info("KV cache: %d blocks, %d bytes; %s", kv_cache.num_blocks, kv_cache.num_bytes, capacity.summary)
+    method, num_drafts = capacity.speculative_method, capacity.num_speculative_tokens
+    logger.info("speculation: %s", f"{method}, up to {num_drafts} tokens a step" if num_drafts else method)
+    if draft is not None:
+        logger.info("the engine drafts with %s", draft.summary(kv_cache.num_blocks))
 
 
 def _recorded(scheduler: Scheduler, clock: RecordedClock, path: Path | None) -> Scheduler | RecordingScheduler:

@@ -1,4 +1,4 @@
-"""The public facades: `LLM` for batches, `AsyncLLM` for streams, `LLMEngine` for whoever drives the steps.
+"""The public facades: `LLM` for batches, `AsyncLLM` for streams, `LLMEngine` to drive the steps.
 
 Signatures are vLLM's.
 """
@@ -74,7 +74,7 @@ class LLMEngine(Engine):
             cache=cache_config or CacheConfig(),
             scheduler=scheduler_config or SchedulerConfig(),
             device=device_config or DeviceConfig(device=device),
-            speculative=speculative_config,
+            speculative=speculative_config or SpeculativeConfig(),
         )
         built = build_engine(config, sink=sink, progress=progress)
         super().__init__(built.core, built.input_processor, built.output_processor, built.clock)

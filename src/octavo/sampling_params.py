@@ -17,6 +17,7 @@ MAX_GRAMMAR_CHARS = 1 << 16  # so much is compiled within seconds, and within a 
 MAX_CHOICES = 1000
 POOLING = ("last", "mean")
 MAX_LOGPROBS = 20  # as vLLM by default: each costs time and memory for every position
+MAX_DRAFTS = 32  # of a request in a step
 MAX_COUNT = 2**31 - 1  # what the worker's tensors hold
 _STRUCTURED = "structured_outputs"
 _STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
@@ -118,6 +119,7 @@ LIMITS: dict[str, Limits] = {  # of the numbers that a request may have
     "repetition_penalty": Limits(0, 100, is_whole=False, is_open=True),
     "logprobs": Limits(0, MAX_LOGPROBS, may_be_none=True),
     "prompt_logprobs": Limits(0, MAX_LOGPROBS, may_be_none=True),
+    "num_speculative_tokens": Limits(0, MAX_DRAFTS, may_be_none=True),
 }
 
 
@@ -140,7 +142,8 @@ class SamplingParams:
     the token itself; None for none at all. logit_bias: token id -> number added to its logit. structured_outputs: what
     form the answer must have; it ends where that does. shown_special_token_ids: special tokens that are text all the
     same where skip_special_tokens leaves out the others. pooling: "last" or "mean" asks for the hidden states of the
-    prompt as one vector, beside the one token that max_tokens must allow.
+    prompt as one vector, beside the one token that max_tokens must allow. num_speculative_tokens: at most so many are
+    guessed in a step, 0 for none; None for as many as the engine would. No token depends on it.
 
     Numbers may be numpy's. Raises `RequestError` for a value out of range. Fields may be changed until the request is
     sent: the engine checks them anew and keeps a copy.
@@ -168,6 +171,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
     pooling: str | None = None
+    num_speculative_tokens: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     shown_special_token_ids: list[int] = field(default_factory=list)
@@ -190,6 +194,8 @@ class SamplingParams:
                 _refuse("pooling", self.pooling, " or ".join(POOLING))
             if (self.n, self.max_tokens) != (1, 1):
                 raise RequestError("pooling needs n = 1 and max_tokens = 1", parameter="pooling")
+            if self.structured_outputs is not None:
+                raise RequestError("pooling has no tokens that structured_outputs could shape", parameter="pooling")
         if self.structured_outputs is not None:
             self._check_structure(self.structured_outputs)
 

@@ -254,6 +254,9 @@ def test_config_from_options() -> None:
     assert (config.cache.num_gpu_blocks, config.cache.kv_cache_memory_bytes) == (7, 5)
     assert not config.cache.enable_prefix_caching
     assert EngineOptions().config().model.model is None
+    assert EngineOptions().config().speculative == SpeculativeConfig(method="auto")
+    plain = EngineOptions(speculative_method="ngram", num_speculative_tokens=3)
+    assert plain.config().speculative == config.speculative
 
 
 def test_a_directory_is_served_under_its_own_name_only(tmp_path: Path) -> None:
@@ -289,6 +292,7 @@ def test_sizes(text: str, size: int) -> None:
         ["generate", "--scheduling-policy", "lottery", "--prompt", "a"],
         ["generate", "--speculative-config", "ngram", "--prompt", "a"],
         ["generate", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 0}', "--prompt", "a"],
+        ["generate", "--speculative-config", '{"method": "ngram"}', "--num-speculative-tokens", "3", "--prompt", "a"],
         ["generate", "--prompts-file", "/there/is/no/such/file"],
         ["generate", "one", "--model", "two", "--prompt", "a"],
         ["generate"],

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from octavo.core.draft_policy import DraftPolicy, StepCost
 from octavo.data.draft_stats import AcceptanceRates
+from octavo.data.events import DraftsTimed
 from octavo.data.model_output import ModelOutput
-from octavo.data.request import Request
+from octavo.data.request import Request, RequestStatus
 from octavo.sampling_params import SamplingParams
 
 
@@ -206,16 +212,18 @@ def test_who_got_no_drafts_is_tried_again():
 def test_steps_with_prompts_tell_nothing_of_a_row(counts, drafts, is_new, is_told):
     policy = DraftPolicy()
 
-    class Scheduled:
-        num_scheduled_tokens = counts
-        scheduled_spec_decode_tokens = drafts
-        scheduled_new_reqs = [object()] * is_new
-        total_num_scheduled_tokens = sum(counts.values())
-
-    policy.learn(Scheduled(), 2.0)
+    step = SimpleNamespace(
+        num_scheduled_tokens=counts,
+        scheduled_spec_decode_tokens=drafts,
+        scheduled_new_reqs=[object()] * is_new,
+        total_num_scheduled_tokens=sum(counts.values()),
+        max_drafts={},
+    )
+    result = ModelOutput(1, {})
+    policy.learn(step, result, 2.0)
     assert policy.step_cost.seconds(100) == 0.0  # nobody drafts
     policy.allot([(make_request("a"), 1)], 1)
-    policy.learn(Scheduled(), 2.0)
+    policy.learn(step, result, 2.0)
     assert (policy.step_cost.seconds(100) == 2.0) is is_told
     assert (policy.step_cost.seconds(100) == 0.0) is not is_told
 
@@ -267,3 +275,286 @@ def test_drafts_are_cut_to_what_is_given(make_core):
     core.scheduler._draft_policy.step_cost = measured((1, 1.0), (6, 3.0))
     core.scheduler.update_draft_token_ids({"a": [5, 6, 7, 8]})
     assert request.spec_token_ids == [5, 6]
+
+
+# --- what is guessed by a model ---------------------------------------------------------------------------------------
+
+
+class Scheduled:
+    """A step in which each of so many requests gets a token."""
+
+    scheduled_new_reqs = ()
+
+    def __init__(self, names="a", max_drafts=(), drafts=()):
+        self.scheduled_spec_decode_tokens = dict(drafts)
+        self.num_scheduled_tokens = {name: 1 + len(dict(drafts).get(name, ())) for name in names}
+        self.total_num_scheduled_tokens = sum(self.num_scheduled_tokens.values())
+        self.max_drafts = dict(max_drafts)
+
+
+def guessed(seconds, num_passes):
+    return ModelOutput(1, {}, drafting_s=seconds, num_drafting_passes=num_passes)
+
+
+def bounds(policy, *requests):
+    """What each may guess; all of them have their newest token to compute."""
+    return policy.bound({each.request_id: 1 for each in requests}, {each.request_id: each for each in requests})
+
+
+def policy_of_model(step_costs, pass_costs, most=4):
+    policy = policy_with(*step_costs)
+    policy.pass_cost, policy._most_passes = measured(*pass_costs), most
+    return policy
+
+
+def test_nobody_is_bound_where_guesses_are_looked_up():
+    policy = policy_with((1, 1.0), (2, 9.0))
+    assert bounds(policy, make_request()) == {}
+    policy.learn(Scheduled("r"), guessed(0.014, 0), 1.014)
+    assert bounds(policy, make_request()) == {}, "a credit, and a small share of the step"
+
+
+def test_looking_up_is_seldom_tried_where_it_takes_more_than_it_gains():
+    policy, request = DraftPolicy(), make_request()
+
+    def guesses(drafts=(), num_accepted=0):
+        if drafts:
+            policy.verified(request, len(drafts), num_accepted)
+        policy.learn(Scheduled("r", drafts={"r": drafts} if drafts else {}), guessed(0.1, 0), 1.1)
+        return bounds(policy, request) == {}
+
+    assert [guesses() for _ in range(48)] == 3 * [*[False] * 15, True]
+    assert guesses([5, 6], 2), "two tokens were had for nothing"
+    assert all(guesses([5], 1) for _ in range(30))
+
+
+def test_nobody_is_bound_before_a_model_was_measured():
+    policy = DraftPolicy()
+    policy.learn(Scheduled("r"), guessed(0.5, 4), 1.0)
+    policy.step_cost = StepCost()
+    assert bounds(policy, make_request()) == {}
+
+
+def test_as_many_are_guessed_as_give_the_most_tokens_a_second():
+    # 1, 1.7, 2.19, 2.53 .. tokens of 1, 1.2, 1.4, 1.6 .. seconds: 1, 1.417, 1.564, 1.583, 1.541
+    free = (1, 1.0), (9, 1.0)
+    assert bounds(policy_of_model(free, [(1, 0.2)]), make_request()) == {"r": 3}
+    assert bounds(policy_of_model(free, [(1, 0.5)]), make_request()) == {"r": 1}
+    assert bounds(policy_of_model(free, [(1, 0.71)]), make_request()) == {"r": 0}
+    assert bounds(policy_of_model(free, [(1, 0.01)]), make_request()) == {}, "all that it can"
+    assert bounds(policy_of_model([(1, 1.0), (9, 9.0)], [(1, 0.01)]), make_request()) == {"r": 0}, "rows are dear"
+
+
+def test_what_a_pass_takes_hangs_on_how_many_share_it():
+    policy, requests = (
+        policy_of_model([(1, 1.0), (99, 1.0)], [(1, 0.8), (8, 0.8)]),
+        [make_request(each) for each in "abcde"],
+    )
+    assert bounds(policy, *requests) == dict.fromkeys("abcde", 0)
+    policy.pass_cost = measured((1, 0.6), (8, 0.6))
+    assert bounds(policy, *requests) == dict.fromkeys("abcde", 1)
+    policy.pass_cost = measured((1, 0.5), (4, 0.5), (5, 9.0))
+    assert bounds(policy, *requests) == {"a": 1, "b": 1, "c": 1, "d": 1, "e": 0}
+
+
+def test_who_gets_no_token_of_the_step_or_has_no_room_is_not_asked():
+    policy = policy_of_model([(1, 1.0), (9, 1.0)], [(1, 0.01), (9, 0.01)])
+    prompt, last, short = (Request(name, [1] * 5, SamplingParams(max_tokens=9)) for name in ("prompt", "last", "short"))
+    prompt.num_computed_tokens, last.num_computed_tokens, short.num_computed_tokens = 3, 4, 4
+    last.max_total_tokens, short.max_total_tokens = 7, 9
+    assert bounds(policy, prompt, last, short) == {}
+    policy.pass_cost = measured((1, 9.0))
+    assert bounds(policy, prompt, last, short) == {"short": 0}
+    prompt.num_computed_tokens = 4
+    last.max_total_tokens = 8
+    assert bounds(policy, prompt, last, short) == {"prompt": 0, "last": 0, "short": 0}
+    last.max_total_tokens, policy.pass_cost = 6, measured((1, 0.01), (2, 9.0))
+    assert bounds(policy, last, short) == {}, "nobody shares a pass with it"
+    assert policy.bound({}, {}) == {}
+
+
+def test_what_a_guess_took_is_no_part_of_the_step_and_is_shared_by_its_passes():
+    policy = DraftPolicy()
+    policy.learn(Scheduled("ab", {"a": 1, "b": 0}), guessed(0.5, 1), 2.0)
+    assert policy.step_cost.seconds(2) == 1.5
+    assert policy.pass_cost.seconds(1) == 0.5
+    policy.learn(Scheduled("ab", {"b": 1}), guessed(0.9, 3), 2.0)  # 3 and 1 in 3 passes: one row or two
+    assert policy.pass_cost.seconds(1) == pytest.approx(0.8 * 0.5 + 0.2 * 0.3)
+    policy.learn(Scheduled("ab"), guessed(0.9, 3), 2.0)
+    assert policy.pass_cost.seconds(2) == policy.pass_cost.seconds(1)  # of two rows 0.3, and more are never faster
+    assert policy.pass_cost._measured[2].seconds == pytest.approx(0.3)
+    policy.learn(Scheduled("c"), guessed(9.0, 3), 8.0)  # clocks differ
+    assert policy.step_cost.seconds(1) == 0.0
+    other = DraftPolicy()
+    other.learn(Scheduled("a", {"a": 0}), guessed(0.5, 1), 2.0)
+    assert other.pass_cost._measured.keys() == {1}
+
+
+def test_what_a_pass_takes_is_measured_again_after_long():
+    policy = policy_of_model([(1, 1.0), (9, 1.0)], [(1, 2.0)])
+    for _ in range(999):
+        policy.learn(Scheduled("r"), guessed(0.001, 0), 1.001)
+    assert bounds(policy, make_request()) == {"r": 0}
+    policy.learn(Scheduled("r"), guessed(0.001, 0), 1.001)
+    assert bounds(policy, make_request()) == {}
+
+
+def test_who_is_bound_is_tried_again():
+    policy, request = policy_of_model([(1, 1.0), (9, 1.0)], [(1, 0.3)]), make_request()
+    for _ in range(50):
+        policy.verified(request, 4, 0)
+    num_steps = next(count for count in range(1000) if bounds(policy, request) != {"r": 0})
+    assert 50 < num_steps < 300
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12)), max_size=5),
+    st.lists(st.floats(0.5, 4), min_size=3, max_size=3),
+    st.floats(0, 2),
+    st.integers(1, 8),
+)
+def test_for_one_request_no_other_number_is_better(verified, step_costs, pass_s, most):
+    """By the policy's own measures, tried one by one."""
+    policy = policy_of_model(zip((1, 4, 9), step_costs, strict=True), [(1, pass_s)], most)
+    request = Request("r", [1], SamplingParams(max_tokens=99))
+    for num_drafted, num_accepted in verified:
+        policy.verified(request, num_drafted, min(num_accepted, num_drafted))
+    rates = policy._everyone.rates([0.7] * most)
+    rates = request.acceptance.rates(rates) if request.acceptance else rates
+    chances = list(itertools.accumulate(rates, lambda chance, rate: chance * rate, initial=1.0))
+    speeds = [
+        sum(chances[: count + 1]) / (policy.step_cost.seconds(1 + count) + count * policy.pass_cost.seconds(1))
+        for count in range(most + 1)
+    ]
+    chosen = bounds(policy, request).get("r", most)
+    assert speeds[chosen] == pytest.approx(max(speeds))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=6), st.floats(0.01, 1.5), st.data()
+)
+def test_a_choice_is_never_worse_than_none_and_within_what_is_wanted(asked, row_s, data):
+    """By the policy's own measures; the drafts of each request are its first ones."""
+    policy = policy_with(*((rows, 1 + row_s * rows) for rows in (1, 2, 4, 8, 16, 40)))
+    policy._guessing_s = data.draw(st.floats(0, 1))
+    wanted = []
+    for index, (count, num_right) in enumerate(asked):
+        request = make_request(str(index))
+        policy.verified(request, max(count, 1), min(num_right, max(count, 1)))
+        wanted.append((request, count))
+    rates = [request.acceptance.rates(policy._everyone.rates([0.7] * 6)) for request, _ in wanted]
+    counts = policy.allot(wanted, len(wanted))
+    assert all(0 <= count <= most for count, (_, most) in zip(counts, wanted, strict=True))
+    gained = sum(math.prod(rates[i][: place + 1]) for i, count in enumerate(counts) for place in range(count))
+    seconds, num_requests = policy.step_cost.seconds, len(wanted)
+    none = num_requests / (seconds(num_requests) + policy._guessing_s)
+    assert (num_requests + gained) / (seconds(num_requests + sum(counts)) + policy._guessing_s) >= none * (1 - 1e-9)
+
+
+# --- what drafts gain -------------------------------------------------------------------------------------------------
+
+
+def test_what_drafts_gain_is_told_where_it_is_known():
+    policy = DraftPolicy()
+    drafted = Scheduled("ab", drafts={"a": [1, 2]})
+    policy.verified(make_request(), 2, 1)
+    assert policy.learn(drafted, guessed(0.25, 0), 2.25) is None, "nobody knows what two rows take"
+    assert policy.learn(Scheduled("ab"), guessed(0.5, 0), 1.5) is None, "no drafts"
+    policy.verified(make_request(), 2, 2)
+    # 2 s, and 0.5 s for the guess before it; 4 tokens by two steps of 1 s.
+    assert policy.learn(drafted, guessed(0.25, 0), 2.25) == (2.5, 2.0)
+    assert policy.learn(drafted, guessed(0.25, 0), 2.25) == (2.25, 1.0), "all were wrong"
+    assert policy_with((2, 1.0)).learn(drafted, guessed(0.25, 0), 2.25) == (2.0, 1.0)
+    assert policy.learn(Scheduled("ab"), guessed(0.5, 0), 1.5) is None
+
+
+def test_what_drafts_gain_is_told_by_the_scheduler(make_core):
+    now = [0.0]
+    core = make_core(clock=lambda: now[0])
+    core.add("a", 4, max_tokens=50)
+    for drafts, sampled in (([], [7]), ([], [7]), ([7, 7, 8], [7, 7, 9])):
+        core.scheduler.update_draft_token_ids({"a": drafts})
+        scheduled = core.scheduler.schedule()
+        now[0] += 2.0
+        result = ModelOutput(scheduled.step, {"a": sampled}, drafting_s=0.5)
+        core.scheduler.update_from_output(scheduled, result)
+    (event,) = core.log.of_type(DraftsTimed)
+    assert (event.step, event.seconds, event.seconds_without) == (3, 2.0, 4.5)
+
+
+# --- in the scheduler, with a model that drafts -----------------------------------------------------------------------
+
+
+class Machine:
+    """Requests on a made-up machine, which says what a step and a pass of the drafting model take."""
+
+    def __init__(self, make_core, num_requests, share_right, step_s, pass_s, most=4):
+        self.now, self.rng = 0.0, random.Random(1)
+        self.share_right, self.step_s, self.pass_s, self.most = share_right, step_s, pass_s, most
+        self.core = make_core(num_blocks=30_000, clock=lambda: self.now, max_num_seqs=64, max_num_batched_tokens=1000)
+        for index in range(num_requests):
+            self.core.add(f"r{index}", 2, max_tokens=9000)
+        self.core.step()
+        self.num_tokens = self.num_guessed = 0
+        self.start = 0.0
+
+    def run(self, num_steps, fixed=None):
+        """Step so often. fixed: so many drafts of each request, whatever the policy says."""
+        scheduler = self.core.scheduler
+        if fixed is not None:
+            scheduler._draft_policy.allot = lambda wanted, _num_decoding: [count for _, count in wanted]
+            scheduler._draft_policy.bound = lambda *_: {}
+        self.num_tokens, self.num_guessed, self.start = 0, 0, self.now
+        for _ in range(num_steps):
+            scheduled = scheduler.schedule()
+            step_s = self.step_s(scheduled.total_num_scheduled_tokens)
+            sampled, guesses = {}, {}
+            for name in scheduled.num_scheduled_tokens:
+                drafts = scheduled.scheduled_spec_decode_tokens.get(name, [])
+                num_right = next((i for i in range(len(drafts)) if self.rng.random() >= self.share_right), len(drafts))
+                sampled[name] = [*range(1, num_right + 1), 9]
+                most = self.most if fixed is None else fixed
+                guesses[name] = [1, 2, 3, 4, 5, 6, 7, 8][: min(scheduled.max_drafts.get(name, most), most)]
+            lengths = [len(each) for each in guesses.values()]
+            passes = [sum(length > place for length in lengths) for place in range(max(lengths))]
+            drafting_s = sum(map(self.pass_s, passes))
+            self.now += step_s + drafting_s
+            self.num_tokens += sum(map(len, sampled.values()))
+            self.num_guessed += sum(lengths)
+            result = ModelOutput(scheduled.step, sampled, drafting_s=drafting_s, num_drafting_passes=len(passes))
+            scheduler.update_from_output(scheduled, result)
+            scheduler.update_draft_token_ids({name: drafts for name, drafts in guesses.items() if drafts})
+
+    @property
+    def speed(self):
+        return self.num_tokens / (self.now - self.start)
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("pass_s", [0.05, 0.3, 0.9])
+@pytest.mark.parametrize("share_right", [0.0, 0.4, 0.8, 1.0])
+@pytest.mark.parametrize("num_requests", [1, 8, 24])
+def test_what_is_learned_is_nearly_as_fast_as_the_best_fixed_number(make_core, num_requests, share_right, pass_s):
+    """And never slower than none. What is lost goes into trials, and into lines between measured sizes of steps."""
+
+    def speed(num_steps, fixed=None):
+        machine = Machine(make_core, num_requests, share_right, memory_bound, lambda n: pass_s * max(1.0, n / 16))
+        for count in num_steps:
+            machine.run(count, fixed)
+        return machine.speed
+
+    learned, fixed = speed([100, 200]), [speed([60], count) for count in range(5)]
+    assert learned > 0.97 * fixed[0]
+    assert learned > 0.85 * max(fixed)
+
+
+def test_under_load_nothing_is_guessed_and_for_one_stream_it_is_again(make_core):
+    machine = Machine(make_core, 48, 0.7, memory_bound, lambda rows: 0.2 * max(1.0, rows / 16))
+    machine.run(300)
+    machine.run(200)
+    assert machine.num_guessed < 0.02 * 200 * 48
+    machine.core.scheduler.finish_requests([f"r{index}" for index in range(47)], RequestStatus.FINISHED_ABORTED)
+    machine.run(50)
+    assert machine.num_guessed > 50

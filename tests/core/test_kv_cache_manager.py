@@ -164,7 +164,7 @@ def test_what_is_cached_comes_before_what_is_saved_if_it_is_not_more(cached, num
     table = compute(manager, request)
     copies = manager.take_copies()
     assert copies.swap_in == list(zip(found.host_blocks, table[num_blocks : num_blocks + num_host_blocks], strict=True))
-    assert not manager.is_saved("swapped")
+    assert "swapped" not in manager.saved_blocks()
     assert manager.host.num_free_blocks == 4
     assert request.sequence.num_cached_tokens == 0  # it found of itself, not of its prompt
 
@@ -290,7 +290,7 @@ def test_new_weights_forget_all_and_wait_for_holders():
     holder = make_request("holder", [1, 2, 3])
     compute(manager, holder)
     assert manager.advance_weights_epoch() is False
-    assert manager.is_saved("swapped")
+    assert "swapped" in manager.saved_blocks()
     assert manager.num_tracked_requests == 3
     manager.release(holder)
     assert manager.advance_weights_epoch() is True

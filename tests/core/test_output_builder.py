@@ -30,7 +30,7 @@ class Builder:
         for name, count in counts.items():
             plan.give(self.requests[name], count, (block_ids or {}).get(name, []))
         self.step += 1
-        return self.builder.build(self.step, plan, self.requests)
+        return self.builder.build(self.step, plan, self.requests, {})
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_endings_are_told_once_and_again_where_a_step_failed(made):
     plan = StepPlan(9)
     plan.preempted["b"] = made.requests["b"]
     made.builder.finished("a")
-    output = made.builder.build(9, plan, made.requests)
+    output = made.builder.build(9, plan, made.requests, {})
     assert (output.finished_req_ids, output.preempted_req_ids) == ({"a"}, {"b"})
     made.builder.finished("c")
     made.builder.fail_step(output)
@@ -107,7 +107,7 @@ def test_copies_and_transfers_go_with_the_step(made):
     made.manager.commit(request)
     same = Request("same", [1, 2, 3], SamplingParams())
     made.manager.allocate_slots(same, 1, made.manager.get_computed_blocks(same))
-    output = made.builder.build(1, plan, made.requests)
+    output = made.builder.build(1, plan, made.requests, {})
     assert [each.request_id for each in output.kv_transfers] == ["other"]
     assert (output.kv_cancels, output.num_pending_transfers) == ([told.transfer_id], 1)
     assert len(output.copies.block_copies) == 1

@@ -172,7 +172,7 @@ def test_a_request_past_its_deadline_ends_with_an_error(make_core):
     assert core.finished == {"waits": "error", "long": "length", "patient": "length"}
 
 
-def test_fair_share_serves_whoever_got_least(make_core):
+def test_fair_share_serves_who_got_least(make_core):
     core = make_core(max_num_seqs=1, policy="fair")
     for index in range(20):
         core.add(f"flood{index}", 4, max_tokens=4, tenant="flood")

@@ -61,6 +61,52 @@ def test_drafts_count_as_accepted_as_far_as_tokens_were_sampled(make_core, num_s
     assert invariants.check(core.scheduler) == []
 
 
+def test_a_token_that_is_postponed_is_asked_for_again(make_core):
+    core, request, scheduled = drafted(make_core, [1, 2, 3])
+    [other] = take(core, scheduled, {"b": [7]}, postponed={"a"})
+    assert other.request_id == "b"
+    assert (request.num_computed_tokens, request.num_computed_in_all) == (4, 4 + 4)
+    assert (request.sequence.output_token_ids, request.spec_token_ids) == ([7], [])
+    assert [event.request_id for event in core.log.of_type(events.TokenPostponed)] == ["a"]
+    assert core.log.of_type(events.DraftsVerified) == []
+    assert invariants.check(core.scheduler) == []
+    again = core.scheduler.schedule()
+    assert again.num_scheduled_tokens == {"a": 1, "b": 1}
+    assert again.scheduled_cached_reqs.new_token_ids == [[], [7]]
+    [output, _] = take(core, again, {"a": [8], "b": [7]})
+    assert (output.new_token_ids, request.num_computed_tokens) == ([8], 5)
+
+
+def test_what_is_known_of_a_prompt_is_told_while_its_token_is_postponed(make_core):
+    core = make_core()
+    request = core.add("a", 8, prompt_logprobs=0)
+    entries = [TokenLogprobs([index], [-1.0], 1) for index in range(7)]
+    [output] = take(core, core.scheduler.schedule(), {}, prompt_logprobs={"a": entries}, postponed={"a"})
+    assert (output.new_prompt_logprobs, output.new_token_ids, output.num_accepted_tokens) == (entries, [], 0)
+    assert (request.num_computed_tokens, len(request.sequence.block_table)) == (7, 2)
+    [output] = take(core, core.scheduler.schedule(), {"a": [7]})
+    assert (output.new_prompt_logprobs, output.new_token_ids) == ([], [7])
+
+
+@pytest.mark.parametrize(
+    ("length", "due"), [(4, "its token is postponed"), (20, "its known tokens are not all computed")]
+)
+def test_a_token_that_is_postponed_and_came_is_an_error(make_core, length, due):
+    core = make_core(max_num_batched_tokens=8)
+    core.add("a", length)
+    [output] = take(core, core.scheduler.schedule(), {"a": [7]}, postponed={"a"})
+    assert output.error == f"the worker sampled 1 tokens; {due}"
+    assert output.finish_reason == "error"
+
+
+def test_a_prompt_that_is_not_computed_has_nothing_to_postpone(make_core):
+    core = make_core(max_num_batched_tokens=8)
+    request = core.add("long", 20)
+    assert take(core, core.scheduler.schedule(), {}, postponed={"long"}) == []
+    assert request.num_computed_tokens == 8
+    assert core.log.of_type(events.TokenPostponed) == []
+
+
 def test_tokens_of_a_request_whose_prompt_is_not_computed_are_an_error(make_core):
     core = make_core(max_num_batched_tokens=8)
     core.add("long", 20)

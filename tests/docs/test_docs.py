@@ -283,6 +283,16 @@ def test_members_of_our_classes_exist(page):
 
 
 @every_page
+def test_paths_that_are_named_exist(page):
+    if page.name == "CHANGELOG.md":
+        return  # it names files that are gone, too
+    folders = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
+    for code in INLINE.findall(prose(page)):
+        for path in re.findall(rf"(?<![\w./])(?:{folders})/[\w./*-]+", code):
+            assert [*ROOT.glob(path.rstrip("."))], f"there is no {path}"
+
+
+@every_page
 def test_tests_that_are_named_exist(page):
     for path, name in {pair for code in INLINE.findall(prose(page)) for pair in re.findall(r"(\S+\.py)::(\w+)", code)}:
         functions = ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
@@ -462,6 +472,7 @@ def test_figures_of_the_questions_are_those_of_the_worked_examples(page, worked)
     batching, shared, chunked = worked("static_and_continuous"), worked("shared_blocks"), worked("chunked_prefill")
     chunks, (busy, slots), five = chunked["chunks"], batching["busy_of_one_batch"], batching["steps_of_five"]
     mixed, budget, hits = worked("mixed_batch"), worked("token_budget"), worked("full_hit")
+    drafts = worked("speculation")
     expected = [
         f"{batching['static_occupancy'] * 100:.1f} %",
         f"{batching['continuous_occupancy'] * 100:.1f} %",
@@ -482,6 +493,8 @@ def test_figures_of_the_questions_are_those_of_the_worked_examples(page, worked)
         str(hits["blocks_of_16"]["from_cache"]),
         str(hits["blocks_of_16"]["copied"]),
         str(hits["blocks_of_256"]["from_cache"]),
+        " ".join(str(token) for token in drafts["exact"] if token >= 0),
+        f"{drafts['tokens_per_step']:.2f}",
     ]
     missing = [figure for figure in expected if not re.search(rf"(?<![\d.,]){re.escape(figure)}(?!\d)", text)]
     assert not missing

@@ -14,3 +14,10 @@ def test_streams_of_a_request_share_what_form_they_must_have():
     assert [request.sampling_params for request in arrived] == [request.sampling_params for request in sent]
     first = message.streams[0].sampling_params.structured_outputs
     assert all(request.sampling_params.structured_outputs is first for request in arrived)
+
+
+def test_how_much_may_be_guessed_for_a_request_arrives():
+    for most in (None, 0, 5):
+        sent = Request("r", [1], SamplingParams(num_speculative_tokens=most))
+        (arrived,) = ipc.decode_to_engine(ipc.encode(ipc.Add.of("r", [sent]))).to_requests()
+        assert arrived.sampling_params.num_speculative_tokens == most

@@ -24,7 +24,7 @@ def assert_idle(engine) -> None:
     manager = engine.core.scheduler.kv_cache_manager
     assert manager.pool.num_free_blocks == manager.pool.num_blocks
     assert manager.num_tracked_requests == 0
-    assert engine.output_processor.num_unfinished_requests == 0
+    assert not engine.output_processor._states
     assert engine.core.executor._rows == {}
 
 

@@ -246,6 +246,7 @@ def test_f7_a_step_that_never_ends_and_a_load_that_freezes_are_given_up():
         run(main(llm))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("fault", ["wedged", "hang_between_steps"])
 def test_f24_an_engine_whose_pulse_beats_and_that_gets_no_further_is_not_ready_and_then_killed(fault):
     """A queue of which nothing is scheduled, and a main loop that hangs outside of a step."""

@@ -112,7 +112,7 @@ def test_arguments_are_what_the_template_reads(arguments, shown):
         assert render(template.replace("ARGS", arguments), [USER, message, RESULT]) == f"[{shown}]"
 
 
-# As Mistral's: whoever is neither a tool nor calls one takes turns.
+# As Mistral's: who is neither a tool nor calls one takes turns.
 ALTERNATING = """\
 {%- set ns = namespace(index=0) -%}
 {%- for m in messages -%}

@@ -85,6 +85,16 @@ def test_prefill_first(worked):
     }
 
 
+def test_speculation(worked):
+    result = worked("speculation")
+    assert result.pop("measured") == pytest.approx((1 - 0.8**6) / 0.2, rel=0.02)
+    assert result == {
+        "exact": [4, 5, 9, -1, -1, -1],
+        "third_rejected": [4, 5, 9, -1, -1, -1],
+        "tokens_per_step": 3.69,
+    }
+
+
 def test_reservation(worked):
     assert worked("reservation") == {
         "first_step": ["first", "second"],

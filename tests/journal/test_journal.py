@@ -6,6 +6,8 @@ import itertools
 import json
 import random
 import time
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from kernels_available import COMPILED
@@ -122,9 +124,12 @@ def compute(core, scheduled, rng):
     result = core.compute(scheduled)
     for request_id, drafts in scheduled.scheduled_spec_decode_tokens.items():
         result.sampled_token_ids[request_id] = [9] * (1 + rng.randint(0, len(drafts)))
+    for request_id in [each for each in result.sampled_token_ids if rng.random() < 0.05]:
+        del result.sampled_token_ids[request_id]
+        result.postponed.add(request_id)
     if result.sampled_token_ids and rng.random() < 0.02:
         request_id = next(iter(result.sampled_token_ids))
-        return ModelOutput(result.step, result.sampled_token_ids, errors={request_id: "NaN"})
+        return replace(result, errors={request_id: "NaN"})
     return result
 
 
@@ -147,6 +152,32 @@ def test_how_many_drafts_are_verified_is_decided_the_same_again(make_core, tmp_p
     assert done.mismatches == []
     assert done.log.events == core.log.events
     monkeypatch.setattr(DraftPolicy, "learn", lambda *_args: None)
+    assert replay(recorded.path).mismatches
+
+
+def test_how_many_drafts_are_computed_is_decided_the_same_again(make_core, tmp_path, monkeypatch):
+    """It hangs on what a drafting model took, besides."""
+    rng = random.Random(6)
+    times = itertools.accumulate(rng.choice([0.01, 0.02, 0.03]) for _ in itertools.count())
+    recorded = Recorded(make_core, tmp_path / "run.journal", clock=lambda: next(times))
+    core, bounds = recorded.core, Counter()
+    for step in range(300):
+        if step % 60 < 5:
+            core.add(f"r{step}", 5, max_tokens=60)
+        scheduled = core.scheduler.schedule()
+        result = compute(core, scheduled, rng)
+        guesses = {name: [9, 9, 9][: scheduled.max_drafts.get(name, 3)] for name in result.sampled_token_ids}
+        bounds.update(map(len, guesses.values()))
+        if num_passes := max(map(len, guesses.values()), default=0):
+            drafting_s = rng.choice([0.0001, 0.002, 0.007]) * num_passes
+            result = replace(result, drafting_s=drafting_s, num_drafting_passes=num_passes)
+        core.scheduler.update_from_output(scheduled, result)
+        core.scheduler.update_draft_token_ids({name: drafts for name, drafts in guesses.items() if drafts})
+    assert min(bounds[count] for count in range(4)) > 0
+    done = recorded.close()
+    assert done.mismatches == []
+    assert done.log.events == core.log.events
+    monkeypatch.setattr(DraftPolicy, "_learn_passes", lambda *_args: None)
     assert replay(recorded.path).mismatches
 
 
@@ -359,6 +390,34 @@ def test_explains_how_guesses_went(make_core):
     assert "2 of 4 guessed tokens were right (by their place in the guess: 50 %, 100 %, 0 %)" in text
     assert "it got 2.00 tokens of a step in which some were verified" in text
     assert "guessed tokens" not in explained(core, "plain")
+
+
+def test_explains_that_a_grammar_took_its_time(make_core):
+    core = make_core()
+    core.add("structured", 4, max_tokens=2)
+    for _ in range(3):
+        scheduled = core.scheduler.schedule()
+        core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {}, postponed={"structured"}))
+    core.run()
+    assert "it got no token in 3 steps: what its grammar allows was not computed in time" in explained(
+        core, "structured"
+    )
+
+
+def test_explains_what_guesses_gained(make_core):
+    now = [0.0]
+    core = make_core(clock=lambda: now[0])
+    core.add("guessed", 4, max_tokens=8)
+    for drafts, num_right in (([], 0), ([], 0), ([7, 7, 8], 2)):
+        core.scheduler.update_draft_token_ids({"guessed": drafts})
+        scheduled = core.scheduler.schedule()
+        now[0] += 2.0
+        result = ModelOutput(scheduled.step, {"guessed": [7] * (num_right + 1)}, drafting_s=0.5)
+        core.scheduler.update_from_output(scheduled, result)
+    core.run()
+    assert "3.00 tokens of a step in which some were verified, 2.25 times as fast as without" in explained(
+        core, "guessed"
+    )
 
 
 def test_explains_that_all_seats_were_taken(make_core):

@@ -1,4 +1,4 @@
-"""gated_linear: the bits of silu_and_mul of linear, whoever makes them and however many rows there are."""
+"""gated_linear: the bits of silu_and_mul of linear, whichever kernel makes them and however many rows there are."""
 
 import pytest
 import torch
@@ -48,6 +48,7 @@ def test_the_bits_are_those_of_the_two_apart(kernels, generator, depth, size, st
         assert torch.equal(result, apart(kernels, x[:rows], packed)), rows
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("depth", [896, 1000, 4864])  # whole tiles, a last one that is not, panels that are long
 def test_tasks_of_many_panels(fastest, single_threaded, generator, depth, stored):

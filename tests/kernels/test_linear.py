@@ -118,6 +118,7 @@ def test_more_rows_than_stay_in_a_cache(fastest, generator, depth, rows):
             assert torch.equal(product(x, packed), torch.cat(pieces))
 
 
+@pytest.mark.sweep(3)
 def test_many_rows_of_many_features(compiled, generator):
     """More than are packed at a time: the rest of them is another pass."""
     depth = 40000

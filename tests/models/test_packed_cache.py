@@ -97,7 +97,7 @@ def test_what_is_read_is_what_was_packed(dtype, quantization, checkpoint, cache,
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "int4_all"])
 def test_what_one_instruction_set_packed_is_right_for_the_others(checkpoint, cache, prompt_logits, quantization):
-    """Some share a file and some do not: each computes what it does without the cache, whoever wrote it."""
+    """Some share a file and some do not: each computes what it does without the cache, whichever process wrote it."""
     formats = "bfloat16", quantization
     alone = {isa: prompt_logits(load(checkpoint, None, *formats, isa), PROMPT) for isa in INSTRUCTION_SETS}
     for order in (INSTRUCTION_SETS, INSTRUCTION_SETS[::-1]):
@@ -423,7 +423,7 @@ def test_weights_that_change_while_they_are_loaded_are_not_kept(checkpoint, cach
 
 
 def test_writing_the_file_is_told_as_progress(checkpoint, cache):
-    """Whoever watches a load knows that it goes on, though the disk is slow."""
+    """The watcher of a load knows that it goes on, though the disk is slow."""
     told, of_packing = [], []
     load(checkpoint, cache, progress=lambda done, total: told.append((done, total)))
     load(checkpoint, None, progress=lambda done, total: of_packing.append((done, total)))

@@ -22,12 +22,22 @@ def test_answers_are_the_same_with_and_without(real_model):
     ]
     answers = []
     # "suffix" drafts less often: three tokens have to be the same.
-    for method, least in ((None, None), ("ngram", 20), ("suffix", 12)):
-        config = None if method is None else {"method": method, "num_speculative_tokens": 6}
+    for method, least in (("none", None), ("ngram", 20), ("suffix", 12), ("quantized", 20)):
+        config = {"method": method, "num_speculative_tokens": 6}
         options = {"kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 8}
         llm = LLM(str(real_model("smollm2")), speculative_config=config, **options)
         verify_all(llm.llm_engine)
         outputs = [output.outputs[0] for output in llm.chat(CHATS, params, use_tqdm=False)]
         answers.append([(each.token_ids, each.logprobs, each.text) for each in outputs])
         assert answers[-1] == answers[0]
-        assert method is None or llm.llm_engine.core.scheduler.counters.count[DraftsVerified] > least
+        assert least is None or llm.llm_engine.core.scheduler.counters.count[DraftsVerified] > least
+
+
+def test_a_draft_model_that_is_the_model_is_always_right(real_model):
+    directory = str(real_model("smollm2"))
+    config = {"method": "draft_model", "model": directory, "num_speculative_tokens": 4}
+    llm = LLM(directory, speculative_config=config, kv_cache_memory_bytes=256 << 20, max_num_seqs=8)
+    verify_all(llm.llm_engine)
+    params = [SamplingParams(temperature=0.7 * (index % 2), seed=index, max_tokens=40) for index in range(len(CHATS))]
+    metrics = [output.metrics for output in llm.chat(CHATS, params, use_tqdm=False)]
+    assert sum(each.num_accepted_tokens for each in metrics) == sum(each.num_draft_tokens for each in metrics) > 100

@@ -1,4 +1,4 @@
-"""One at a time, in turns of tenants, whoever leaves meanwhile."""
+"""One at a time, in turns of tenants, also where some leave meanwhile."""
 
 from __future__ import annotations
 

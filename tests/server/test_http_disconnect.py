@@ -27,7 +27,7 @@ BODIES = [
 def check_free(running: Running) -> None:
     wait_until(lambda: running.num_unfinished == 0, "the request is aborted")
     assert running.num_blocks_in_use == 0
-    wait_until(lambda: running.engine.output_processor.num_unfinished_requests == 0, "its text is forgotten")
+    wait_until(lambda: not running.engine.output_processor._states, "its text is forgotten")
 
 
 @pytest.mark.parametrize(("route", "body"), BODIES)

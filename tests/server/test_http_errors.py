@@ -378,7 +378,7 @@ def test_a_failure_in_mid_stream_is_one_event() -> None:
 
 
 def test_a_server_whose_engine_is_dead_for_good_leaves() -> None:
-    """Whoever starts it anew may not ask for /health: systemd does not."""
+    """What starts it anew may not ask for /health: systemd does not."""
     executor = FakeExecutor()
     with run_server(executor) as running, running.http() as http:
         executor.die = True

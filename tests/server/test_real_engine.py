@@ -22,6 +22,7 @@ from running import DEADLINE_S, run_server, wait_until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from octavo import LLM, CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo.config import SpeculativeConfig
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.server.api.openai import embeddings
 from octavo.structured_output.grammars import GrammarCompiler, GrammarError, Matcher
@@ -71,6 +72,8 @@ def served(checkpoint: Path) -> Iterator[running.Running]:
         ModelConfig(model=str(checkpoint)),
         cache_config=CacheConfig(num_gpu_blocks=2 * MAX_MODEL_LEN // 16),
         scheduler_config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+        # Receipts count what was computed, drafts in vain included; `offline` has drafts, and the same tokens.
+        speculative_config=SpeculativeConfig(method="none"),
     )
     with served_engine(engine) as server:
         yield server

@@ -30,6 +30,8 @@ def test_no_world_has_a_wrong_token_or_a_leak(seed):
     assert min(totals.preemptions, totals.swaps, totals.evictions, totals.hits, totals.copies) > 0
     assert 0 < totals.accepted < totals.drafted
     assert totals.withheld > 0
+    assert totals.postponed > 0
+    assert min(totals.passes, totals.bounded) > 0
     assert len(totals.faults) >= 10
 
 

@@ -91,8 +91,10 @@ class WorldConfig:
     draft_rate: float = 0.5
     draft_error: float = 0.3
     max_drafts: int = 4
+    pass_s: float | None = None
     step_base_s: float = 0.0
     lost_sample_rate: float = 0.005
+    postpone_rate: float = 0.02
     remote_rate: float = 0.2
     min_tokens_to_cache: int = 1
     deadline_rate: float = 0.05
@@ -137,6 +139,7 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         step_base_s=rng.choice([0.0, 0.05, 1.0]),
         remote_rate=rng.choice([0.0, 0.5, 1.0]),
         min_tokens_to_cache=rng.choice([1, 1, rng.randint(1, 12)]),
+        postpone_rate=rng.choice([0.0, 0.02, 0.5]),
         preempt_rate=rng.choice([0.0, 0.05, 0.2]),
         eviction_rate=rng.choice([0.0, 0.02, 0.2]),
         abort_rate=rng.choice([0.0, 0.05, 0.2]),
@@ -149,6 +152,7 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         max_num_mixed_prefill_tokens=rng.choice([0, 0, rng.randint(1, 8)]) if chunked else 0,
         attention_cost_tokens=rng.choice([None, 60.0, 1000.0]) if chunked else None,
         mixed_step_ms=rng.choice([None, 0.0, 40.0, 200.0]) if chunked else None,
+        pass_s=rng.choice([None, 0.001, 0.02, 0.5]),
     )
 
 
@@ -182,8 +186,11 @@ class Totals:
     loads: int = 0
     saves: int = 0
     withheld: int = 0
+    postponed: int = 0
     drafted: int = 0
     accepted: int = 0
+    passes: int = 0
+    bounded: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     combinations: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
@@ -388,8 +395,11 @@ class World:
             self._count("logits that are no numbers")
             result.errors[self.rng.choice(list(result.sampled_token_ids))] = "injected"
         miscounted = self._miscount(scheduled, result)
+        places = self._postpone(result, miscounted)
+        result = self._compute_drafts(scheduled, result)
         outputs = self.scheduler.update_from_output(scheduled, result)
         self._check_miscounted(miscounted, outputs)
+        self._check_postponed(places, outputs)
         self._take(outputs)
         self._check_learned(self.now - self.step_start)
         if not self.healed and self.rng.random() < self.config.stale_result_rate:
@@ -398,7 +408,7 @@ class World:
             self._take(self.scheduler.update_from_output(scheduled, result))
             self._expect_limit(limit, limit, "after a result that came twice")
         self.last = scheduled, replace(result, kv_transfers=[])
-        self._draft()
+        self._draft(scheduled)
 
     def _miscount(self, scheduled: SchedulerOutput, result: ModelOutput) -> str | None:
         """Let a request, one with drafts if there is any, get no token, or one more than it has rows; return its id."""
@@ -420,6 +430,32 @@ class World:
             self._count(f"a token too many for {what}")
             sampled[request_id] = [0] * (len(drafts.get(request_id, ())) + 2)
         return request_id
+
+    def _postpone(self, result: ModelOutput, miscounted: str | None) -> dict[str, int]:
+        """Let some requests wait for their tokens; return how many each has, of those that run and do not fail."""
+        places = {}
+        for request_id in list(result.sampled_token_ids):
+            if self.healed or request_id == miscounted or self.sample_rng.random() >= self.config.postpone_rate:
+                continue
+            del result.sampled_token_ids[request_id]
+            result.postponed.add(request_id)
+            request = self.scheduler.requests.get(request_id)
+            if request in self.scheduler.running and request_id not in result.errors:
+                places[request_id] = len(request.sequence.token_ids)
+        self.totals.postponed += len(places)
+        return places
+
+    def _check_postponed(self, places: dict[str, int], outputs: list[EngineCoreOutput]) -> None:
+        """They run on as they were, with one token to compute, and nothing is told of a token."""
+        for output in outputs:
+            if output.request_id in places and (output.new_token_ids or output.finish_reason):
+                raise SimulationError(f"{output.request_id}: a token that was postponed came: {output}")
+        for request_id, num_tokens in places.items():
+            request = self.scheduler.requests[request_id]
+            if (len(request.sequence.token_ids), request.num_computed_tokens) != (num_tokens, num_tokens - 1):
+                raise SimulationError(f"{request} was postponed and knew {num_tokens} tokens")
+            if request.spec_token_ids:
+                raise SimulationError(f"{request} was postponed and keeps drafts")
 
     def _check_miscounted(self, request_id: str | None, outputs: list[EngineCoreOutput]) -> None:
         """It ends at once, and believes none of the tokens."""
@@ -586,14 +622,33 @@ class World:
         request_id = self.rng.choice(list(self.scheduler.requests))
         self._take(self.scheduler.abort_request(request_id))
 
-    def _draft(self) -> None:
+    def _compute_drafts(self, scheduled: SchedulerOutput, result: ModelOutput) -> ModelOutput:
+        """Let time pass for the passes of a drafting model, as many as the scheduler thinks worth while."""
+        bounds, pass_s, most = scheduled.max_drafts, self.config.pass_s, self.config.max_drafts
+        if not bounds.keys() <= scheduled.num_scheduled_tokens.keys() or min(bounds.values(), default=0) < 0:
+            raise SimulationError(f"bounds of nobody, or below 0: {bounds}")
+        if bounds and pass_s is None:
+            raise SimulationError(f"bounds where nothing is computed: {bounds}")
+        self.totals.bounded += len(bounds)
+        num_passes = max((min(bounds.get(name, most), most) for name in result.sampled_token_ids), default=0)
+        if pass_s is None or not num_passes:
+            return result
+        self.totals.passes += num_passes
+        drafting_s = pass_s * num_passes
+        if self.config.mixed_step_ms:
+            self.now += drafting_s
+        return replace(result, drafting_s=drafting_s, num_drafting_passes=num_passes)
+
+    def _draft(self, scheduled: SchedulerOutput) -> None:
         config, rng = self.config, self.rng
         if not config.max_drafts or rng.random() >= config.draft_rate:
             return
         drafts = {}
         for request in self.scheduler.running:
             oracle = self.tracked[request.request_id].oracle
-            drafts[request.request_id] = oracle.guess(rng.randint(1, config.max_drafts), config.draft_error, rng)
+            most = scheduled.max_drafts.get(request.request_id, config.max_drafts)
+            count = min(rng.randint(1, config.max_drafts), most)
+            drafts[request.request_id] = oracle.guess(count, config.draft_error, rng)
         before = {request.request_id: request.spec_token_ids for request in self.scheduler.running}
         self.scheduler.update_draft_token_ids(drafts)
         for request in self.scheduler.running:
@@ -635,11 +690,15 @@ class World:
             totals.evictions += 1
         elif kind is events.DraftsVerified:
             self._check_drafts(event)
-        elif kind is events.KVLoadEnded and event.outcome == "done":
-            totals.loads += 1
-            self.tracked[event.request_id].features.add("remote")
-        elif kind is events.KVSaveEnded:
-            totals.saves += event.outcome == "done"
+        elif (kind is events.KVLoadEnded or kind is events.KVSaveEnded) and event.outcome == "done":
+            self._note_moved(event)
+
+    def _note_moved(self, event: events.KVLoadEnded | events.KVSaveEnded) -> None:
+        if isinstance(event, events.KVSaveEnded):
+            self.totals.saves += 1
+            return
+        self.totals.loads += 1
+        self.tracked[event.request_id].features.add("remote")
 
     def _check_drafts(self, event: events.DraftsVerified) -> None:
         self.tracked[event.request_id].features.add("speculation")
@@ -687,7 +746,7 @@ class World:
                 decodes += 1  # one that resumes with all but one token saved is as good as either
         if config.batching == "prefill_first" and prefills and decodes:
             raise SimulationError("a step mixes prompts and answers")
-        if scheduled.step != self.preemption_step:  # whoever fell had tokens of the budget
+        if scheduled.step != self.preemption_step:  # a victim had tokens of the budget
             self._check_cost(scheduled)
 
     def _check_cost(self, scheduled: SchedulerOutput) -> None:

@@ -133,7 +133,7 @@ def test_lengths_that_are_left_open(given, lengths):
 
 
 NONSENSE = [
-    ({"method": "telepathy"}, "method of speculative_config must be one of ngram, suffix, got 'telepathy'"),
+    ({"method": "telepathy"}, "must be one of auto, none, ngram, suffix, draft_model, quantized, got 'telepathy'"),
     ({"num_speculative_tokens": 4}, "an object that names a method"),
     ([], "an object that names a method"),
     ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be an integer from 1 to 32, got 0"),
@@ -143,7 +143,22 @@ NONSENSE = [
     ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min must be an integer from 1 to 32, got 0"),
     ({"method": "ngram", "prompt_lookup_max": 1.5}, "prompt_lookup_max must be an integer from 1 to 32, got 1.5"),
     ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, r"prompt_lookup_min \(5\) must be at most"),
-    ({"method": "ngram", "model": "owner/name"}, "a field of speculative_config must be one of method, .*got 'model'"),
+    ({"method": "ngram", "device": "gpu"}, "a field of speculative_config must be one of method, .*got 'device'"),
+    (
+        {"method": "ngram", "model": "owner/name"},
+        "model is a field of method draft_model, suffix, auto, which method ngram",
+    ),
+    ({"method": "quantized", "model": "owner/name"}, "which method quantized has no use for"),
+    ({"method": "draft_model"}, "draft_model needs a model: a directory .* or octavo-demo-draft"),
+    ({"method": "draft_model", "model": 7}, "model of speculative_config must be a path or a hub id, got 7"),
+    ({"method": "draft_model", "model": ""}, "must be a path or a hub id, got ''"),
+    ({"method": "draft_model", "model": "a", "num_speculative_tokens": 1000}, "from 1 to 32, got 1000"),
+    ({"method": "draft_model", "model": "a", "num_speculative_tokens": 0}, "from 1 to 32, got 0"),
+    (
+        {"method": "draft_model", "model": "a", "quantization": "int3"},
+        "quantization of speculative_config must be one of",
+    ),
+    ({"method": "suffix", "quantization": "int4"}, "that of a model, which method suffix has no use for"),
 ]
 
 
@@ -151,4 +166,28 @@ NONSENSE = [
 def test_nonsense_is_told_at_once(given, message):
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig.parse(given)
-    assert SpeculativeConfig.parse(None) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "exact", "reference"),
+    [
+        (None, ("suffix", 8), None),
+        ({"method": "auto", "num_speculative_tokens": 3}, ("suffix", 3), None),
+        ({"method": "none"}, None, None),
+        ({"method": "ngram"}, ("ngram", 8), ("ngram", 8)),
+        ({"method": "auto", "model": "a", "quantization": "int8"}, ("suffix", 8), None),
+        ({"method": "quantized"}, ("quantized", 8), ("quantized", 8)),
+        ({"method": "suffix", "num_speculative_tokens": 2}, ("suffix", 2), ("suffix", 2)),
+    ],
+)
+def test_what_is_left_open_follows_from_the_kernels(given, exact, reference):
+    for is_exact, expected in ((True, exact), (False, reference)):
+        resolved = SpeculativeConfig.parse(given).resolved(is_exact=is_exact)
+        assert (resolved and (resolved.method, resolved.num_speculative_tokens)) == expected
+
+
+def test_what_is_left_open_may_say_how_suffixes_are_kept():
+    config = SpeculativeConfig.parse({"method": "auto", "suffix_decoding_max_cached_requests": 7})
+    assert config.resolved(is_exact=True).suffix_decoding_max_cached_requests == 7
+    with pytest.raises(ConfigError, match="a field of method ngram, which method auto"):
+        SpeculativeConfig.parse({"method": "auto", "prompt_lookup_max": 3})

@@ -21,7 +21,7 @@ PROMPT = [1, 2, 3, 4]
 
 
 def make_proposer(max_model_len: int = 1 << 12, max_num_seqs: int = 16, **options) -> SuffixProposer:
-    defaults = {"num_speculative_tokens": 8, "suffix_decoding_max_cached_bytes": 1 << 20}
+    defaults = {"suffix_decoding_max_spec_factor": 1.0, "suffix_decoding_max_cached_bytes": 1 << 20}
     config = SpeculativeConfig(method="suffix", **{**defaults, **options})
     return SuffixProposer(config, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
 

@@ -139,6 +139,17 @@ def test_nothing_reaches_across_the_end_of_a_text():
     assert propose(index, [2, 3, 4]) == propose(index, [3, 4, 5]) == propose(index, [4, 5, 6]) == ([], 0.0)
 
 
+def test_a_ring_that_is_shorter_than_the_suffix():
+    """A match ends where the ring does, whatever stood there before; what is found is read around its end."""
+    index = SuffixIndex(8)
+    suffix = [9] * MAX_MATCH + [1, 2, 3]
+    index.extend([*suffix, 5, 6, 7])
+    assert propose(index, suffix, factor=0.5) == ([5, 6], 2.0), "two nines before it are left: five tokens match"
+    assert propose(index, suffix) == ([5, 6, 7, 5, 6], 5.0)
+    index.extend([4])
+    assert propose(index, suffix) == ([5, 6, 7, 4], 4.0)
+
+
 def test_an_owner_sees_only_what_is_his_whatever_the_hash_says(monkeypatch):
     monkeypatch.setattr(suffix_index, "hash", lambda _: 0, raising=False)
     index = SuffixIndex(100)

@@ -687,7 +687,7 @@ def own_megabytes(process: psutil.Process) -> float:
 def figure_9(scale: float) -> str:
     """Half an hour of everything at once, after ten minutes in which caches fill: memory grows by at most 5 MB an hour.
 
-    Memory: the two processes' own, not that of files, whose pages belong to whoever else runs a Python; once a second,
+    Memory: the two processes' own, not that of files, whose pages belong to other Python processes, too; once a second,
     and its slope is that of a line through it. The ten minutes are not scaled: so long is the dashboard's memory.
     """
     warm_s, soak_s = 600, max(1800 * scale, 60)

@@ -38,7 +38,7 @@ def request(path: str, body: Any, method: str = "POST", **headers: str) -> bytes
 class NarrowConnection:
     """A connection of which only what is asked for is read, and that holds next to nothing of what is not.
 
-    A `Connection` reads ahead, and the system keeps megabytes of a loopback connection: whoever does not read there is
+    A `Connection` reads ahead, and the system keeps megabytes of a loopback connection: who does not read there is
     no slow reader. The small packets are those of a network; they keep the server's side of it small, too.
     """
 

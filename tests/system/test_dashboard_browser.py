@@ -122,7 +122,6 @@ def until(page: Page, condition: str) -> None:
 @pytest.mark.parametrize(
     ("name", "width", "options"),
     [
-        ("light", 1440, {"color_scheme": "light"}),
         ("dark", 1440, {"color_scheme": "dark"}),
         ("phone", 390, {"color_scheme": "light", "is_mobile": True, "has_touch": True}),
     ],
@@ -267,6 +266,7 @@ def test_s21_script_in_a_prompt_or_an_answer_is_inert(browser: Browser, served: 
 
 def test_a_chosen_theme_stays(browser: Browser, served: Served) -> None:
     with opened(browser, served, color_scheme="light") as page:
+        assert page.evaluate("document.documentElement.dataset.theme") == "light"
         page.click("#theme")
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
         page.reload()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from scripted_drafts import verify_all
 
 from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.structured_output.grammars import Matcher
+from octavo.worker import grammar_walks
 
 PROMPT = {"prompt_token_ids": [9, 8, 7]}
 
@@ -17,6 +20,7 @@ class Told:
 
     num_speculative_tokens = 4
     num_bytes = 0
+    num_passes = 0
 
     def __init__(self, drafts: list[int]) -> None:
         self.drafts = drafts
@@ -50,6 +54,12 @@ def start(llm, drafts: list[int], **asked) -> tuple[Told, list[list[int]]]:
     engine.add_request("a", PROMPT, SamplingParams(**{**defaults, **asked}))
     engine.step()
     return told, [request.spec_token_ids for request in engine.core.scheduler.running]
+
+
+@pytest.fixture(autouse=True)
+def _grammars_are_waited_for(monkeypatch):
+    """Each step waits for its grammars, however full the machine is."""
+    monkeypatch.setattr(grammar_walks, "_LEAST_S", 60.0)
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +122,44 @@ def test_nothing_is_guessed_beyond_the_end(llm, max_tokens, expected):
     told, drafts = start(llm, [5, 6, 7, 8], max_tokens=max_tokens)
     assert drafts == expected
     assert len(told.tasks) == (max_tokens > 2)
+
+
+@pytest.mark.parametrize(("most", "expected"), [(None, [5, 6, 7, 8]), (2, [5, 6]), (0, []), (9, [5, 6, 7, 8])])
+def test_a_request_bounds_what_is_guessed_for_it(llm, most, expected):
+    told, drafts = start(llm, [5, 6, 7, 8], num_speculative_tokens=most)
+    assert drafts == [expected]
+    assert len(told.tasks) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("max_drafts", "expected"), [({}, 4), ({"a": 3}, 3), ({"a": 9}, 4), ({"a": 0}, 0), ({"b": 0}, 4)]
+)
+def test_the_scheduler_bounds_what_is_guessed(llm, monkeypatch, max_drafts, expected):
+    runner = llm.llm_engine.core.executor.worker.runner
+    execute = runner.execute
+    monkeypatch.setattr(runner, "execute", lambda scheduled: execute(replace(scheduled, max_drafts=max_drafts)))
+    told, drafts = start(llm, [5, 6, 7, 8])
+    assert drafts == [[5, 6, 7, 8][:expected]]
+    assert [most for _, _, most in told.tasks] == [expected] * (expected > 0)
+
+
+def test_what_guessing_took_is_told(llm, monkeypatch):
+    """As well where nothing was found."""
+    engine, results = llm.llm_engine, []
+    take = engine.core.scheduler.update_from_output
+
+    def update(scheduled, result):
+        results.append(result)
+        return take(scheduled, result)
+
+    monkeypatch.setattr(engine.core.scheduler, "update_from_output", update)
+    monkeypatch.setattr(Told, "num_passes", 3)
+    told, _ = start(llm, [])
+    assert results[-1].num_drafting_passes == 3
+    assert 0 < results[-1].drafting_s < 60
+    monkeypatch.setattr(told, "propose", lambda _tasks: 1 / 0)
+    engine.step()
+    assert results[-1].num_drafting_passes == 0
 
 
 def test_nothing_is_guessed_behind_what_would_end_the_request(llm):

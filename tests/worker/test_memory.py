@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from octavo.assets import BUILT_IN_DRAFT
 from octavo.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from octavo.errors import ConfigError
 from octavo.llm import LLMEngine
@@ -20,6 +21,7 @@ from octavo.worker.memory import activation_bytes, block_bytes, decide_num_block
 MEASURE = """
 import json, sys
 from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo.config import SpeculativeConfig
 
 
 def status_bytes(key):
@@ -29,6 +31,7 @@ def status_bytes(key):
 before = status_bytes("RssAnon:")
 engine = LLMEngine(ModelConfig(model=sys.argv[1], skip_tokenizer_init=True),
                    cache_config=CacheConfig(num_gpu_blocks=256, enable_prefix_caching=False),
+                   speculative_config=SpeculativeConfig(method="none"),
                    scheduler_config=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=1024))
 open("/proc/self/clear_refs", "w").write("5")  # a new measurement of the peak
 params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -124,7 +127,7 @@ def test_rows_of_drafts_and_what_a_proposer_keeps_are_in_the_plan(checkpoint, mo
     architecture = read_architecture(checkpoint)
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 700 << 20)
 
-    def find(speculative: SpeculativeConfig | None) -> int:
+    def find(speculative: SpeculativeConfig) -> int:
         engine = LLMEngine(
             ModelConfig(model=str(checkpoint), skip_tokenizer_init=True),
             SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=256),
@@ -134,7 +137,7 @@ def test_rows_of_drafts_and_what_a_proposer_keeps_are_in_the_plan(checkpoint, mo
         return engine.core.executor.worker.kv_cache.num_blocks
 
     of_cache = block_bytes(architecture, 1, "float32")
-    without = find(None)
+    without = find(SpeculativeConfig(method="none"))
     for method, num_drafts, num_rows in (("ngram", 2, 64 * 3), ("suffix", 7, 256)):  # no more rows than tokens
         speculative = SpeculativeConfig(method=method, num_speculative_tokens=num_drafts)
         sizes = {"max_num_seqs": 64, "max_model_len": architecture.max_context_tokens}
@@ -142,6 +145,44 @@ def test_rows_of_drafts_and_what_a_proposer_keeps_are_in_the_plan(checkpoint, mo
         needed += activation_bytes(architecture, 256, num_rows, "float32")
         needed -= activation_bytes(architecture, 256, 64, "float32")
         assert abs((without - find(speculative)) * of_cache - needed) <= of_cache
+
+
+@pytest.mark.parametrize("method", ["draft_model", "quantized"])
+def test_what_a_model_that_drafts_takes_is_in_the_plan(monkeypatch, caplog, method):
+    """Its own keys and values with each block, on the host, too; blocks of nobody, and what its passes take."""
+    monkeypatch.setattr(memory, "free_bytes", lambda _device: 80 << 20)
+    caplog.set_level("INFO")
+
+    def make(speculative: SpeculativeConfig, **cache: int):
+        engine = LLMEngine(
+            ModelConfig(dtype="float32"),
+            SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=128),
+            cache_config=CacheConfig(block_size=4, **cache),
+            speculative_config=speculative,
+        )
+        return engine.core.executor.worker
+
+    model = BUILT_IN_DRAFT if method == "draft_model" else None
+    speculative = SpeculativeConfig(method=method, num_speculative_tokens=6, model=model)
+    without = make(SpeculativeConfig(method="none"), swap_space_bytes=1 << 20)
+    worker = make(speculative, swap_space_bytes=1 << 20)
+    target, drafter = without.model.architecture, worker.draft.model.architecture
+    of_target, of_draft = (block_bytes(each, 4, "float32") for each in (target, drafter))
+    own, scratch = of_draft if method == "draft_model" else 0, 64 * 2 * of_draft
+    passes = activation_bytes(drafter, 128, 64, "float32") + worker.kernels.scratch_bytes(
+        num_heads=drafter.num_heads, num_kv_heads=2, head_dim=64, vocab_size=1536, max_seq_len=2048, max_tokens=128
+    )
+    logits = activation_bytes(target, 128, 128, "float32") - activation_bytes(target, 128, 64, "float32")
+    left = without.kv_cache.num_blocks * of_target - scratch - passes - logits
+    assert abs(worker.kv_cache.num_blocks - left / (of_target + own)) <= 1
+    assert worker.kv_cache.num_host_blocks == (1 << 20) // (of_target + own)
+    assert worker.runner.draft_runner.kv.cache.blocks.nbytes == worker.kv_cache.num_blocks * of_draft + scratch
+    told = next(message for message in caplog.messages if "drafts with" in message)
+    assert f"{drafter.num_parameters:,} parameters" in told
+    assert f"{drafter.weight_bytes('float32', quantization=worker.draft.checkpoint.quantization):,} bytes" in told
+    assert f"{scratch + own * worker.kv_cache.num_blocks:,} bytes of keys and values" in told
+    with pytest.raises(ConfigError, match=f"the KV cache would take {(of_target + own) * 10**5:,} bytes"):
+        make(speculative, num_gpu_blocks=10**5)
 
 
 def test_a_step_that_can_never_fit_is_served_with_what_fits(checkpoint, caplog, monkeypatch):

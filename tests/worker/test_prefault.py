@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from octavo import LLM
+from octavo.assets import BUILT_IN_DRAFT
 from octavo.kernels.machine import touch_pages
 from octavo.worker.prefault import Prefault
 
@@ -111,6 +112,10 @@ def test_an_engine_takes_what_was_asked_for_alone(monkeypatch):
     assert len(taken) == 2
     LLM(device="cpu", max_num_seqs=2)
     assert len(taken) == 2
+    config = {"method": "draft_model", "model": BUILT_IN_DRAFT}
+    LLM(device="cpu", kv_cache_memory_bytes=8 << 20, max_num_seqs=2, speculative_config=config)
+    assert len(taken) == 4, "that of a draft model, too"
+    assert 7 << 20 < sum(taken[2:]) <= (8 << 20) + (1 << 19)  # with blocks of nobody
 
 
 def test_its_thread_ends_with_the_engine(monkeypatch):

@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import re
+import threading
 import time
 
 import jsonschema
@@ -22,7 +23,8 @@ NAMES = sorted(HARD)
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(kv_cache_memory_bytes=64 << 20, max_num_seqs=16)
+    # Without drafts, for which a matcher is asked besides: here faults are told by the number of calls.
+    return LLM(kv_cache_memory_bytes=64 << 20, max_num_seqs=16, speculative_config={"method": "none"})
 
 
 def sampled(structure: StructuredOutputsParams, seed: int = 0, **options) -> SamplingParams:
@@ -188,6 +190,62 @@ def test_a_grammar_that_fails_on_its_way_ends_its_own_request_alone(llm, monkeyp
     assert whole.outputs[0].token_ids == llm.generate("b", params[1], use_tqdm=False)[0].outputs[0].token_ids
 
 
+def test_others_go_on_while_a_grammar_is_walked_and_tokens_are_the_same(llm, monkeypatch):
+    params = [sampled(StructuredOutputsParams(json=HARD["formats"]), seed=2), SamplingParams(max_tokens=30, seed=1)]
+    alone = [llm.generate("a", each, use_tqdm=False)[0].outputs[0].token_ids for each in params]
+    allowed, may_go_on = Matcher.allowed, threading.Event()
+
+    def held(self):
+        assert may_go_on.wait(60)
+        return allowed(self)
+
+    monkeypatch.setattr(Matcher, "allowed", held)
+    engine = llm.llm_engine
+    for name, each in zip(("structured", "plain"), params, strict=True):
+        engine.add_request(name, "a", each)
+    ended = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                ended[output.request_id] = output.outputs[0].token_ids
+                may_go_on.set()
+    assert list(ended) == ["plain", "structured"]
+    assert [ended["structured"], ended["plain"]] == alone
+
+
+def test_a_request_that_leaves_takes_its_walk_along(llm, monkeypatch):
+    allowed, may_go_on = Matcher.allowed, threading.Event()
+    monkeypatch.setattr(Matcher, "allowed", lambda self: (may_go_on.wait(60), allowed(self))[1])
+    engine = llm.llm_engine
+    for name in ("first", "second"):
+        engine.add_request(name, "a", sampled(StructuredOutputsParams(json=HARD["formats"])))
+    for _ in range(3):
+        engine.step()
+    rows = engine.core.executor.worker.runner.batch.requests
+    walks = [rows[name].walk for name in list(rows)]
+    engine.abort_request(["first", "second"])
+    while engine.core.has_work():
+        engine.step()
+    assert [walk.result.cancelled() for walk in walks] == [False, True]  # the first one was under way
+    may_go_on.set()
+    assert walks[0].result.result(60).error is None
+
+
+def test_a_large_grammar_is_walked_as_a_small_one(llm, monkeypatch):
+    compiler = llm.llm_engine.core.executor.worker.grammars
+    wanted = StructuredOutputsParams(json={"type": "object", "properties": {f"p{n}": {} for n in range(400)}})
+    ids = llm.get_tokenizer().encode('{"p7":1,"p12":2}', add_special_tokens=False)
+    large = compiler.compile(wanted)
+    small = Matcher(large._matcher.deep_copy(), large._vocab_size)
+    assert (large.is_large, small.is_large) == (True, False)
+    for token_id in ids:
+        assert (large.allowed() == small.allowed()).all()
+        large.advance([token_id])
+        small.advance([token_id])
+    with pytest.raises(RequestError, match="does not go on"):
+        large.advance([ids[0]])
+
+
 def test_what_somebody_waits_for_is_not_compiled_again(llm, monkeypatch):
     compiler = llm.llm_engine.core.executor.worker.grammars
     waiting = [StructuredOutputsParams(regex=f"w{{{number}}}") for number in range(1, 6)]
@@ -202,7 +260,9 @@ def test_what_somebody_waits_for_is_not_compiled_again(llm, monkeypatch):
     for number in range(1, 2 * grammars._MAX_KEPT):
         compiler.compile(StructuredOutputsParams(regex=f"d{{{number}}}"))
     gc.collect()  # of what other tests left
-    assert len(compiler._known) == len(compiler._kept) + len(waiting)
+    until = time.monotonic() + 10  # a thread may hold what it did last for a moment
+    while len(compiler._known) != len(compiler._kept) + len(waiting):
+        assert time.monotonic() < until
     num_held = len(compiler._waited_for)
     for _ in range(100):  # requests of one form, as those of LLM.generate
         compiler.prepare(waiting[0]).result()
@@ -217,7 +277,7 @@ def test_no_step_does_what_was_prepared(llm, monkeypatch):
     """Of 2,000 names a schema's text takes 4 ms, and the mask of its beginning 20, which each copy would compute."""
     compiler = llm.llm_engine.core.executor.worker.grammars
     found = []
-    monkeypatch.setattr("octavo.structured_output.grammars.Matcher", lambda matcher, _: found.append(matcher))
+    monkeypatch.setattr("octavo.structured_output.grammars.Matcher", lambda matcher, *_: found.append(matcher))
     wanted = StructuredOutputsParams(json={"type": "object", "properties": {f"p{n}": {} for n in range(2000)}})
     compiler.prepare(wanted).result()
     monkeypatch.setattr("octavo.structured_output.grammars._structure_text", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 BUILT_IN_MODEL = "octavo-demo"
+BUILT_IN_DRAFT = "octavo-demo-draft"
 
 
 def built_in_model_path() -> Path:

@@ -130,7 +130,8 @@ def _parts(server: ServerConfig, engine: EngineConfig) -> dict[str, Any]:
         "cache": engine.cache,
         "scheduler": engine.scheduler,
         "device": engine.device,
-    } | ({} if engine.speculative is None else {"speculative": engine.speculative})
+        "speculative": engine.speculative,
+    }
 
 
 def _values(part: Any) -> list[str]:

@@ -34,10 +34,11 @@ _PANELS = {
     CacheConfig: "KV cache",
     EngineConfig: "Scheduler",
     DeviceConfig: "Device",
+    SpeculativeConfig: "Speculation",
 }
 
 
-def parse_speculative(text: str | SpeculativeConfig) -> SpeculativeConfig | None:
+def parse_speculative(text: str | SpeculativeConfig) -> SpeculativeConfig:
     """Read a speculative configuration."""
     if isinstance(text, SpeculativeConfig):
         return text
@@ -81,11 +82,9 @@ class EngineOptions:
         typer.Option(
             metavar="JSON",
             parser=parse_speculative,
-            rich_help_panel=_PANELS[SchedulerConfig],
-            help="Guess tokens, so that one step verifies several; no token depends on it. An object with method "
-            "(ngram: what followed the last time in the request; suffix: most often there and in answers before) and "
-            "num_speculative_tokens; docs/speculation.md names the others. "
-            "Default: nothing is guessed.",
+            rich_help_panel=_PANELS[SpeculativeConfig],
+            help="How tokens are guessed, as vLLM's object: method, num_speculative_tokens and what the method has "
+            "besides (docs/speculation.md). Default: what speculative-method and num-speculative-tokens say.",
             show_default=False,
         ),
     ] = None
@@ -96,6 +95,9 @@ class EngineOptions:
     max_num_waiting: int | None
     max_num_waiting_tokens: int | None
     scheduling_policy: SchedulingPolicy | None
+    speculative_method: str | None
+    num_speculative_tokens: int | None
+    speculative_model: str | None
 
     @property
     def chosen_model(self) -> str | None:
@@ -126,8 +128,17 @@ class EngineOptions:
             cache=read_part(self, CacheConfig),
             scheduler=scheduler,
             device=read_part(self, DeviceConfig),
-            speculative=self.speculative_config,
+            speculative=self._speculative(),
         )
+
+    def _speculative(self) -> SpeculativeConfig:
+        if self.speculative_config is None:
+            return read_part(self, SpeculativeConfig)
+        for name in ("speculative_method", "num_speculative_tokens", "speculative_model"):
+            if getattr(self, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise typer.BadParameter(f"{option} is a field of --speculative-config, too: name it in one of both")
+        return self.speculative_config
 
     def launch(self, meanwhile: Callable[[], object] | None = None) -> RemoteEngine:
         """Load the model in a process of its own, and do something meanwhile. Raises `ConfigError` and `ModelError`."""

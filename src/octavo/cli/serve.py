@@ -34,16 +34,16 @@ from octavo.config import (
     forget_service_link,
 )
 from octavo.errors import ConfigError, EngineDeadError
-from octavo.models.process_memory import returning_free_memory
 from octavo.runtime import logs
 from octavo.runtime.garbage import permanent_generation
+from octavo.runtime.process_memory import returning_free_memory
 
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
 _ACCESS = "Access"
 _PACKAGES = ("zmq", "msgspec", "fastapi", "uvicorn", "httptools", "prometheus_client")  # that only a server needs
 # So long may one thread keep the interpreter while others wait for it. A request changes threads several times, and
-# would wait each time for whoever reads a large one: Python's own 5 ms are made for throughput.
+# would wait each time for the thread that reads a large one: Python's own 5 ms are made for throughput.
 SWITCH_INTERVAL_S = 0.0005
 
 

@@ -12,7 +12,6 @@ from octavo.config.engine import (
     DEFAULT_PACKED_CACHE_BYTES,
     DTYPES,
     INSTRUCTION_SETS,
-    QUANTIZATIONS,
     AdmissionRule,
     BatchingMode,
     CacheConfig,
@@ -36,7 +35,7 @@ from octavo.config.environment import (
     kernels_required,
     threads_from_environment,
 )
-from octavo.config.fields import Option, options_of
+from octavo.config.fields import QUANTIZATIONS, Option, options_of
 from octavo.config.server import DEFAULT_MAX_BODY_BYTES, LOG_FORMATS, LOG_LEVELS, ServerConfig
 from octavo.config.speculative import SpeculativeConfig
 

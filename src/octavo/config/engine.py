@@ -10,15 +10,14 @@ from enum import StrEnum
 from pathlib import Path  # noqa: TC003 - commands read the types of fields
 from typing import TYPE_CHECKING, Any
 
-from octavo.config.fields import at_least, check_choices, choice, not_negative, option
-from octavo.config.speculative import SpeculativeConfig  # noqa: TC001 - as above
+from octavo.config.fields import QUANTIZATIONS, at_least, check_choices, choice, not_negative, option
+from octavo.config.speculative import SpeculativeConfig
 from octavo.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
-QUANTIZATIONS = ("int8", "int4", "int4_all")
 KV_CACHE_DTYPES = ("auto", "int8")
 INSTRUCTION_SETS = ("auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
 DEFAULT_PACKED_CACHE_BYTES = 16 << 30
@@ -383,16 +382,13 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All of them together, for the one place that builds an engine.
-
-    speculative: None where nothing is guessed.
-    """
+    """All of them together, for the one place that builds an engine."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
-    speculative: SpeculativeConfig | None = None
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     record: Path | None = option(
         None,
         "Write every decision of the scheduler to FILE, without text: for octavo replay, explain and trace. "
@@ -439,5 +435,5 @@ def scheduling_policy(name: str) -> SchedulingPolicy:
 
 
 def default_max_num_batched_tokens(max_num_seqs: int, *, is_offline: bool = False) -> int:
-    """Return the budget of a step for whoever names only the number of requests."""
+    """Return the budget of a step where only the number of requests is named."""
     return max(DEFAULT_OFFLINE_BATCHED_TOKENS if is_offline else DEFAULT_MAX_NUM_BATCHED_TOKENS, max_num_seqs)

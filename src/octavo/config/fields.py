@@ -11,6 +11,8 @@ from octavo.errors import ConfigError
 if TYPE_CHECKING:
     from enum import StrEnum
 
+QUANTIZATIONS = ("int8", "int4", "int4_all")
+
 
 @dataclass(frozen=True, slots=True)
 class Option:

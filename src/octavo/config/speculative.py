@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from octavo.config.fields import not_negative, one_of, within
+from octavo.config.fields import QUANTIZATIONS, not_negative, one_of, option, within
 from octavo.errors import ConfigError
+from octavo.sampling_params import MAX_DRAFTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_METHODS = ("ngram", "suffix")
+_METHODS = ("auto", "none", "ngram", "suffix", "draft_model", "quantized")
+_METHODS_WITH_MODEL = ("draft_model", "suffix", "auto")
 _METHOD_OF_PREFIX = {"prompt_lookup_": "ngram", "suffix_decoding_": "suffix"}
-_MAX_TOKENS = 32
+_VERIFICATIONS = ("exact", "rejection")
 _MAX_LOOKUP = 32
 _DEFAULT_LOOKUP = (2, 4)
 _MAX_CACHED_REQUESTS = 1_000_000
@@ -22,11 +24,19 @@ _CACHED_BYTES = (1 << 16, 1 << 34)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are guessed, so that one step verifies several. No token depends on it; named as in vLLM.
+    """How tokens are guessed, so that one step verifies several; named as in vLLM. No token depends on it.
 
-    method: "ngram" proposes what followed the last time that the newest tokens stood in the request; "suffix" what
-    followed most often there or in answers given before under the same cache salt.
+    method: "auto" is suffix where the kernels compute a row alike in any batch, else none; "none" guesses nothing.
+    "ngram" proposes what followed the last time that the newest tokens stood in the request; "suffix" what followed
+    most often there or in answers given before under the same cache salt; "draft_model" what a smaller model of the
+    same vocabulary goes on with; "quantized" what the model itself does, with its weights rounded.
     num_speculative_tokens: at most so many are guessed behind the newest token.
+    model: that drafts: a directory in Hugging Face layout, a hub id, or "octavo-demo-draft" for the built-in model.
+    Beside "suffix" it is asked where that finds nothing.
+    quantization: how its weights are rounded, as in `ModelConfig`; None: not, and those of "quantized" to int4.
+    verification (octavo's own): "exact" accepts a draft where it is the token that would have come without; "rejection"
+    with the probability min(1, p / q) of classic rejection sampling, so that answers are distributed as without drafts
+    and sampled ones hang on what was drafted.
     prompt_lookup_min, prompt_lookup_max: how many tokens have to be the same for that; the most are looked for first.
     None: 2 and 4, or what leaves the other one as it is.
     suffix_decoding_max_cached_requests: so many answers are kept, 0 for none.
@@ -35,39 +45,92 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: a draft's estimated probability is at least this.
     """
 
-    method: str
-    num_speculative_tokens: int = 4
+    method: str = option(
+        "auto",
+        "How tokens are guessed, so that one step verifies several; no token depends on it. ngram: what followed the "
+        "last time in the request; suffix: most often there and in answers before; draft_model: what another model "
+        "goes on with; quantized: the model itself in int4; none: not at all. Default: suffix with compiled kernels, "
+        "else none.",
+        choices=_METHODS,
+        name="speculative_method",
+        is_open=True,
+    )
+    num_speculative_tokens: int = option(
+        8, "So many tokens of a request are guessed in a step at most; as many as pay are. Default: 8.", is_open=True
+    )
+    model: str | None = option(
+        None,
+        "A smaller model of the same vocabulary, of draft_model, or beside suffix where that finds nothing; "
+        "octavo-demo-draft is that of the built-in model. Default: none.",
+        unit="PATH_OR_ID",
+        name="speculative_model",
+        is_open=True,
+    )
+    quantization: str | None = None
+    verification: str = "exact"
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     suffix_decoding_max_cached_requests: int = 10_000
     suffix_decoding_max_cached_bytes: int = 32 << 20
-    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_max_spec_factor: float = 2.0
     suffix_decoding_min_token_prob: float = 0.1
 
     def __post_init__(self) -> None:
         one_of("method of speculative_config", self.method, _METHODS)
-        within("num_speculative_tokens", self.num_speculative_tokens, 1, _MAX_TOKENS)
+        one_of("verification of speculative_config", self.verification, _VERIFICATIONS)
+        within("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS)
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             if getattr(self, name) is not None:
                 within(name, getattr(self, name), 1, _MAX_LOOKUP)
         within("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0, _MAX_CACHED_REQUESTS)
         within("suffix_decoding_max_cached_bytes", self.suffix_decoding_max_cached_bytes, *_CACHED_BYTES)
-        for name, most in (("suffix_decoding_max_spec_factor", _MAX_TOKENS), ("suffix_decoding_min_token_prob", 1)):
+        for name, most in (("suffix_decoding_max_spec_factor", MAX_DRAFTS), ("suffix_decoding_min_token_prob", 1)):
             not_negative(name, getattr(self, name))
             if getattr(self, name) > most:
                 raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")
         self._check_fields_of_other_methods()
+        self._check_model()
         least, most = self.lookup_lengths
         if least > most:
             raise ConfigError(f"prompt_lookup_min ({least}) must be at most prompt_lookup_max ({most})")
 
     def _check_fields_of_other_methods(self) -> None:
         for each in fields(self):
-            method = next((of for prefix, of in _METHOD_OF_PREFIX.items() if each.name.startswith(prefix)), self.method)
-            if method != self.method and getattr(self, each.name) != each.default:
+            own = "suffix" if self.method == "auto" else self.method
+            method = next((of for prefix, of in _METHOD_OF_PREFIX.items() if each.name.startswith(prefix)), own)
+            if method != own and getattr(self, each.name) != each.default:
                 raise ConfigError(
                     f"{each.name} is a field of method {method}, which method {self.method} has no use for"
                 )
+
+    def _check_model(self) -> None:
+        if self.method == "draft_model" and self.model is None:
+            raise ConfigError(
+                "method draft_model needs a model: a directory in Hugging Face layout, a hub id, or octavo-demo-draft "
+                "beside the built-in model"
+            )
+        if self.model is not None and not (isinstance(self.model, str) and self.model):
+            raise ConfigError(f"model of speculative_config must be a path or a hub id, got {self.model!r}")
+        if self.model is not None and self.method not in _METHODS_WITH_MODEL:
+            raise ConfigError(
+                f"model is a field of method {', '.join(_METHODS_WITH_MODEL)}, which method {self.method} has no "
+                "use for"
+            )
+        if self.quantization is None:
+            return
+        one_of("quantization of speculative_config", self.quantization, QUANTIZATIONS)
+        if not self.drafts_by_model:
+            raise ConfigError(f"quantization is that of a model, which method {self.method} has no use for")
+
+    @property
+    def drafts_by_model(self) -> bool:
+        """Whether a model is loaded to draft."""
+        return self.method == "quantized" or self.model is not None
+
+    def resolved(self, *, is_exact: bool) -> SpeculativeConfig | None:
+        """Return what is done; None where nothing is guessed. is_exact: a row is computed alike in any batch."""
+        method = ("suffix" if is_exact else "none") if self.method == "auto" else self.method
+        return None if method == "none" else replace(self, method=method)
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
@@ -78,10 +141,10 @@ class SpeculativeConfig:
         return least, max(_DEFAULT_LOOKUP[1], least) if most is None else most
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any] | None) -> SpeculativeConfig | None:
-        """Return what a user wrote as an object of JSON; None for none. Raises `ConfigError`."""
+    def parse(cls, given: Mapping[str, Any] | None) -> SpeculativeConfig:
+        """Return what a user wrote as an object of JSON; None leaves it open. Raises `ConfigError`."""
         if given is None:
-            return None
+            return cls()
         names = tuple(each.name for each in fields(cls))
         if not hasattr(given, "keys") or "method" not in given:
             raise ConfigError(f"speculative_config must be an object that names a method, got {given!r}")

@@ -381,10 +381,6 @@ class KVCacheManager:
         if saved is not None:
             self.host.release(saved.host_blocks)
 
-    def is_saved(self, request_id: str) -> bool:
-        """Whether KV of a preempted request is in host memory."""
-        return request_id in self._saved
-
     def saved_blocks(self) -> dict[str, list[int]]:
         """Host blocks of each preempted request that has any, for tests and invariants."""
         return {request_id: list(saved.host_blocks) for request_id, saved in self._saved.items()}

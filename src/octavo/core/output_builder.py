@@ -32,7 +32,9 @@ class OutputBuilder:
         """What is kept of single requests; 0 when nobody is left."""
         return len(self._num_sent_tokens)
 
-    def build(self, step: int, plan: StepPlan, requests: dict[str, Request]) -> SchedulerOutput:
+    def build(
+        self, step: int, plan: StepPlan, requests: dict[str, Request], max_drafts: dict[str, int]
+    ) -> SchedulerOutput:
         """Return what the worker has to do and to know for a step; it counts as sent."""
         new: list[NewRequestData] = []
         cached = CachedRequestData.make_empty()
@@ -66,6 +68,7 @@ class OutputBuilder:
             finished_req_ids=finished_req_ids,
             preempted_req_ids=set(plan.preempted),
             scheduled_spec_decode_tokens=drafts,
+            max_drafts=max_drafts,
             copies=self._manager.take_copies(),
             kv_transfers=self._transfers.take_orders(),
             kv_cancels=self._transfers.take_cancels(),

@@ -92,14 +92,23 @@ class ResultProcessor:
     def _update(
         self, request: Request, count: int, num_drafts: int, sampled: list[int], result: ModelOutput
     ) -> EngineCoreOutput | None:
-        """Advance a request by what was computed of it: `count` tokens, the last `num_drafts` of them drafts."""
-        request_id, num_sampled, num_rejected = request.request_id, len(sampled), 0
+        """Advance a request by what was computed of it: `count` tokens, the last `num_drafts` of them drafts.
+
+        Where its token is postponed the newest known one counts as not computed: the next step computes it again, and
+        asks for its token again.
+        """
+        request_id, num_sampled = request.request_id, len(sampled)
         is_due = request.num_computed_tokens + count >= len(request.sequence.token_ids)
-        if not (1 <= num_sampled <= num_drafts + 1 if is_due else num_sampled == 0):
-            due = f"1 to {num_drafts + 1} were due" if is_due else "its known tokens are not all computed"
+        is_postponed = is_due and request_id in result.postponed
+        most = num_drafts + 1 if is_due and not is_postponed else 0
+        if not min(most, 1) <= num_sampled <= most:
+            none_due = "its token is postponed" if is_postponed else "its known tokens are not all computed"
+            due = f"1 to {most} were due" if most else none_due
             return self._lifecycle.fail(request, f"the worker sampled {num_sampled} tokens; {due}")
-        if num_drafts:
-            num_rejected = num_drafts + 1 - num_sampled
+        num_rejected = num_drafts + 1 - num_sampled if is_due else 0
+        if is_postponed:
+            self._emitter.emit(events.TokenPostponed, request_id)
+        elif num_drafts:
             self._draft_policy.verified(request, num_drafts, num_sampled - 1)
             self._emitter.emit(events.DraftsVerified, request_id, num_drafts, num_sampled - 1)
         prompt_logprobs = _new_prompt_logprobs(request, result) if result.prompt_logprobs else []
@@ -128,7 +137,7 @@ class ResultProcessor:
             request.admitted_time,
             pooled=result.pooled.get(request_id) if result.pooled else None,
             num_draft_tokens=num_drafts,
-            num_accepted_tokens=num_drafts - num_rejected,
+            num_accepted_tokens=max(num_sampled - 1, 0),
         )
 
     def fail(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
@@ -154,8 +163,8 @@ class ResultProcessor:
         wanted: list[tuple[Request, int]] = []
         for request_id, token_ids in drafts.items():
             request = self._lifecycle.requests.get(request_id)
-            if request is None or request.status is not RequestStatus.RUNNING or not is_decode(request):
-                continue
+            if request is None or not is_decode(request):
+                continue  # who does not run is no decode: nothing is computed of it
             room = request.max_total_tokens - len(request.sequence.token_ids) - 1
             wanted.append((request, min(room, len(token_ids))))
         num_decoding = sum(map(is_decode, self._lifecycle.running))

@@ -184,7 +184,8 @@ class Scheduler:
         outranked = self._outranked()
         self._batching.fill(plan, list(self.running), outranked, self._grow_running, self._admit_waiting)
         self._record_outranked(plan, outranked)
-        output = self._builder.build(step, plan, self.requests)
+        max_drafts = self._draft_policy.bound(plan.num_tokens, self.requests)
+        output = self._builder.build(step, plan, self.requests, max_drafts)
         self._num_busy_steps += bool(plan.num_tokens)
         self._emit_step(output)
         return output
@@ -280,7 +281,7 @@ class Scheduler:
 
     def _stall(self, request: Request, plan: StepPlan) -> None:
         """Let a running request wait for blocks; alone, with nobody to wait for, it has filled the cache and ends."""
-        plan.held_up = plan.held_up or WaitReason.NO_BLOCKS
+        plan.held_up = WaitReason.NO_BLOCKS
         self._emit(events.RequestStalled, request.request_id)
         if len(self.running) == 1 and not self.kv_cache_manager.num_transfers:
             self._news.append(self._lifecycle.end(request, RequestStatus.FINISHED_LENGTH_CAPPED))
@@ -413,9 +414,12 @@ class Scheduler:
             return []
         self._open_step = None
         self._batching.learn(now - self._step_start)
-        self._draft_policy.learn(scheduled, now - self._step_start)
         self.transfers.learn_step(scheduled, now - self._step_start)
-        return self._take_news() + self._results.process(scheduled, result)
+        outputs = self._take_news() + self._results.process(scheduled, result)
+        timed = self._draft_policy.learn(scheduled, result, now - self._step_start)
+        if timed is not None:
+            self._emit(events.DraftsTimed, *timed)
+        return outputs
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
         """End every request of a step that the worker could not do; the others go on.
@@ -479,22 +483,7 @@ class Scheduler:
 
     def get_stats(self) -> SchedulerStats:
         """Totals since the start, read from the event stream, and the state now."""
-        count = self.counters.count
-        return SchedulerStats(
-            total_scheduled=self.counters.num_scheduled,
-            total_preempted=count[events.RequestPreempted],
-            total_swapped=self.counters.num_swapped,
-            total_finished=count[events.RequestFinished],
-            total_tokens_scheduled=self.counters.num_tokens_scheduled,
-            total_tokens_generated=self.counters.num_tokens_generated,
-            num_waiting=len(self.room) + len(self.transfers),
-            num_running=len(self.running),
-            kv_cache_usage=self.kv_cache_manager.pool.usage,
-            cache_hit_rate=self.counters.cache_hit_rate,
-            num_cached_blocks=self.kv_cache_manager.num_cached_blocks,
-            num_steps=count[events.StepScheduled],
-            prefill_limit=self._batching.prefill_limit,
-        )
+        return SchedulerStats.of(self, self._batching.prefill_limit)
 
     def block_map(self) -> BlockMap:
         """Who holds which block now; transfers hold some, too, for nobody or beside a request."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from octavo.config import CacheConfig, SchedulerConfig
+    from octavo.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,7 @@ class EngineCapacity:
     max_num_seqs, max_num_batched_tokens: requests and tokens of a step. max_batch_prefill_tokens: prompt tokens that a
     step can admit. max_batch_total_tokens: prompt and output of all that run. num_gpu_blocks, num_cpu_blocks: blocks of
     `block_size` tokens in the KV cache, and in host memory for preempted requests; kv_cache_dtype: how they are kept.
+    speculative_method: how tokens are guessed, "none" for not at all; of a request num_speculative_tokens in a step.
     """
 
     max_num_seqs: int
@@ -27,6 +28,8 @@ class EngineCapacity:
     block_size: int
     kv_cache_dtype: str
     enable_prefix_caching: bool
+    speculative_method: str = "none"
+    num_speculative_tokens: int = 0
 
     @classmethod
     def of(
@@ -37,6 +40,7 @@ class EngineCapacity:
         num_blocks: int,
         num_host_blocks: int = 0,
         kv_cache_dtype: str = "auto",
+        speculative: SpeculativeConfig | None = None,
     ) -> EngineCapacity:
         """Say what these configurations come to with so many blocks."""
         num_tokens = num_blocks * cache.block_size
@@ -52,6 +56,8 @@ class EngineCapacity:
             block_size=cache.block_size,
             kv_cache_dtype=kv_cache_dtype,
             enable_prefix_caching=cache.enable_prefix_caching,
+            speculative_method="none" if speculative is None else speculative.method,
+            num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
         )
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from octavo.data.events import DraftsTimed
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -19,6 +21,8 @@ class DraftStats:
     """Drafts that were verified. A draft is what was guessed for one request in one step, one or more tokens.
 
     num_draft_tokens_per_pos, num_accepted_tokens_per_pos: those at each place of a draft, the first one first.
+    seconds: of steps with drafts, guessing included, as far as it is known what their tokens take in steps without:
+    seconds_without.
     """
 
     num_drafts: int = 0
@@ -26,9 +30,15 @@ class DraftStats:
     num_accepted_tokens: int = 0
     num_draft_tokens_per_pos: list[int] = field(default_factory=list)
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    seconds_without: float = 0.0
 
-    def add(self, event: DraftsVerified) -> None:
-        """Count a draft."""
+    def add(self, event: DraftsVerified | DraftsTimed) -> None:
+        """Count a draft, or what a step with drafts took."""
+        if isinstance(event, DraftsTimed):
+            self.seconds += event.seconds
+            self.seconds_without += event.seconds_without
+            return
         self.num_drafts += 1
         self.num_draft_tokens += event.num_drafted
         self.num_accepted_tokens += event.num_accepted
@@ -40,6 +50,11 @@ class DraftStats:
             self.num_draft_tokens_per_pos[position] += 1
         for position in range(event.num_accepted):
             self.num_accepted_tokens_per_pos[position] += 1
+
+    @property
+    def speed_up(self) -> float | None:
+        """How many times as fast tokens came as in steps without drafts, as measured; None where that is not known."""
+        return self.seconds_without / self.seconds if self.seconds else None
 
     @property
     def acceptance_rate(self) -> float:

@@ -119,11 +119,27 @@ class KVSaveEnded(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenPostponed(RequestEvent):
+    """It got no token of a step that others got theirs of: what the choice depends on was still computed."""
+
+
+@dataclass(frozen=True, slots=True)
 class DraftsVerified(RequestEvent):
     """Guessed tokens were checked, and so many of them were right."""
 
     num_drafted: int
     num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftsTimed(Event):
+    """What a step with drafts took, guessing them included, and what as many tokens take without; in seconds.
+
+    Told of steps in which nothing but answers went on, once it was measured what those without drafts take.
+    """
+
+    seconds: float
+    seconds_without: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,7 @@ class EngineMetrics:
             case events.PrefixCacheQueried():
                 stats.prefix_cache_queries += event.num_query_tokens
                 stats.prefix_cache_hits += event.num_hit_tokens
-            case events.DraftsVerified():
+            case events.DraftsVerified() | events.DraftsTimed():
                 stats.drafts.add(event)
             case events.BlocksQuarantined():
                 stats.num_quarantined_blocks += len(event.block_ids)

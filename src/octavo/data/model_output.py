@@ -26,8 +26,11 @@ class ModelOutput:
     prompt_logprobs: of the prompt positions computed in this step, in order; position 0 has none and is left out.
     pooled: the vectors of requests for embeddings whose prompt is computed, float32 in the machine's byte order.
     errors: requests whose logits were not numbers; they fail alone.
+    postponed: requests that get none of their tokens in this step, as what the choice depends on is still computed.
     kv_transfers: those that ended, by id, and how many of their blocks, from the first on, were moved.
     draft_token_ids: what is guessed to follow, to be verified in the next step.
+    drafting_s: what guessing took of the step. num_drafting_passes: forward passes of a model that it took; 0 for what
+    is looked up.
     """
 
     step: int
@@ -36,5 +39,8 @@ class ModelOutput:
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     pooled: dict[str, bytes] = field(default_factory=dict)
+    postponed: set[str] = field(default_factory=set)
     kv_transfers: list[tuple[int, int]] = field(default_factory=list)
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    drafting_s: float = 0.0
+    num_drafting_passes: int = 0

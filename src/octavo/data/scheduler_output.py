@@ -123,6 +123,8 @@ class SchedulerOutput:
     kv_transfers: to start. kv_cancels: ids of those to give up; after this step nothing of them is written, neither
     into blocks nor into a store.
     num_pending_transfers: under way, lookups included, so that somebody must ask for their results.
+    max_drafts: how many tokens are worth guessing behind a request's newest one, 0 for none; one that is not named has
+    no bound but the proposer's.
     """
 
     step: int
@@ -133,6 +135,7 @@ class SchedulerOutput:
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    max_drafts: dict[str, int] = field(default_factory=dict)
     copies: BlockCopies = field(default_factory=BlockCopies)
     kv_transfers: list[KVTransfer] = field(default_factory=list)
     kv_cancels: list[int] = field(default_factory=list)

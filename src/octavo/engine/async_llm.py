@@ -379,7 +379,7 @@ class AsyncLLM:
 
     @staticmethod
     def _run_last(command: Callable[[], None]) -> None:
-        """Run a command of a dead engine: it refuses or answers, and whoever waits for it hears so."""
+        """Run a command of a dead engine: it refuses or answers, and its caller hears so."""
         try:
             command()
         except Exception:

@@ -89,7 +89,7 @@ def run_core_process(build: Build) -> None:
 class Pulse:
     """Tells from a thread of its own that the process runs, and whether it gets further.
 
-    progress: of the kind that `octavo.engine.ipc.Alive` counts; whoever makes some writes it.
+    progress: of the kind that `octavo.engine.ipc.Alive` counts; each that makes some writes it.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
@@ -125,7 +125,7 @@ class _Held:
     has_begun: bool = False
 
     def is_over(self, now: float) -> bool:
-        """Whether it is prepared or will not be in time; whoever asks sees its start, too."""
+        """Whether it is prepared or will not be in time; who asks sees its start, too."""
         if self.prepared.running() and not self.has_begun:
             self.has_begun, self.deadline = True, now + PREPARE_S
         return self.prepared.done() or now >= self.deadline
@@ -293,7 +293,7 @@ def _wake_when_parent_dies() -> None:
 
 
 def _end_with_parent(folder: Path) -> None:
-    """Leave at once when standard input ends: whoever held its other end is gone, and cannot tidy up any more."""
+    """Leave at once when standard input ends: the process at its other end is gone, and tidies up nothing."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)

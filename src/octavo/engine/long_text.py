@@ -117,8 +117,8 @@ class LongTextEncoder:
 
     def _next_cut(self, text: str, start: int) -> int | None:
         """Return the first place to cut from `start` on; None for none before the end."""
-        if self._cut is None:
-            return None
+        if self._cut is None or (text.find(" ", start) < 0 and text.find("\n", start - 1) < 0):
+            return None  # which shows in a thousandth of the time of the search below
         for begin in range(start, len(text), PIECE_CHARS):  # others have their turns between
             progress()
             found = self._cut.search(text, begin, begin + PIECE_CHARS + 2)  # a cut looks at two more

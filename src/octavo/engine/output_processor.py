@@ -103,11 +103,6 @@ class OutputProcessor:
         self._owner: dict[str, str] = {}
         self._token_texts = _TokenTexts(self.tokenizer.decode_token)
 
-    @property
-    def num_unfinished_requests(self) -> int:
-        """Requests that somebody still waits for."""
-        return len(self._states)
-
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._states
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from octavo.engine.engine_core import EngineCore
 
 SNAPSHOT_INTERVAL_S = 0.25
-_MAX_WEIGHT = 5_000  # of one snapshot: whoever takes it in does other things as well
+_MAX_WEIGHT = 5_000  # of one snapshot: its reader does other things as well
 
 
 class SnapshotFeed:

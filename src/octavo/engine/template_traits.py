@@ -120,7 +120,7 @@ class TemplateTraits:
         role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
         result = dict(message)
         if isinstance(content, list) and (role not in self.part_roles or not content):
-            content = result["content"] = _text_of(content)
+            content = result["content"] = text_of(content)
         if role == "assistant" and not content:
             has_none = "content" not in result or content is None
             form = (self.null_content if has_none else self.empty_content) if calls else "empty"
@@ -201,9 +201,10 @@ def _join(run: list[Message]) -> Message:
         if texts and all(isinstance(text, list) for text in texts):
             joined[name] = [part for parts in texts for part in parts]
         elif texts:
-            joined[name] = _SEPARATOR.join(map(_text_of, texts))
+            joined[name] = _SEPARATOR.join(map(text_of, texts))
     return joined
 
 
-def _text_of(content: str | list[Message]) -> str:
+def text_of(content: str | list[Message]) -> str:
+    """Return a message's text; parts stand on lines of their own."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

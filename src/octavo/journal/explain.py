@@ -122,8 +122,10 @@ class _Teller:
         self.since = 0.0
         self.has_output = False
         self.num_steps = self.num_chunks = self.num_tokens = self.num_stalled = self.num_outranked = 0
+        self.num_postponed = 0
         self.shared: Counter[str] = Counter()
         self.drafts = DraftStats()
+        self.drafted_step = -1  # the newest in which drafts of it were verified
         self.rivals: list[str] = []
         self.held_up: dict[events.WaitReason, float] = defaultdict(float)
         self.blocked: tuple[events.RequestBlocked, float] | None = None
@@ -142,6 +144,11 @@ class _Teller:
             self.queued[event.request_id] = event
         elif isinstance(event, events.DraftsVerified) and event.request_id == self.request_id:
             self.drafts.add(event)
+            self.drafted_step = event.step
+        elif isinstance(event, events.DraftsTimed) and event.step == self.drafted_step:
+            self.drafts.add(event)
+        elif isinstance(event, events.TokenPostponed):
+            self.num_postponed += event.request_id == self.request_id
         if isinstance(event, events.RequestEvent) and event.request_id == self.request_id:
             self.note_own(event)
 
@@ -156,6 +163,9 @@ class _Teller:
         if self.num_outranked:
             what = "its prompt gave way to more important requests"
             result.reasons.append(f"it got nothing in {self.num_outranked} steps: {what}")
+        if self.num_postponed:
+            what = "what its grammar allows was not computed in time"
+            result.reasons.append(f"it got no token in {self.num_postponed} steps: {what}")
         if self.num_chunks > 1:
             result.reasons.append(f"its prompt was computed in {self.num_chunks} chunks beside other requests")
         if self.num_tokens:
@@ -285,7 +295,7 @@ def _how_drafts_went(drafts: DraftStats) -> str:
     return (
         f"{drafts.num_accepted_tokens} of {drafts.num_draft_tokens} guessed tokens were right (by their place in the "
         f"guess: {rates}); it got {drafts.tokens_per_step:.2f} tokens of a step in which some were verified"
-    )
+    ) + ("" if drafts.speed_up is None else f", {drafts.speed_up:.2f} times as fast as without")
 
 
 def _why_missed(event: events.PrefixCacheQueried) -> str:

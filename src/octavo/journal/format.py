@@ -8,8 +8,11 @@ agree in tokens, and nothing else can be read from them. A cache salt stands as 
     ["a", t, number, id, prompt, max_total_tokens, {options}]       a request arrived
     ["f", t, [numbers], status]                                     requests were ended from outside
     ["s", t, checksum]                                              a step was decided
-    ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, arrived], ...]]   its result; a request that
-                                                                    was due one token and got it is left out
+    ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, arrived], ...], seconds, passes]
+                                                                    its result; who was due one token and got it is left
+                                                                    out; one whose token is postponed has none, and no
+                                                                    error; the last two are what guessing took, left out
+                                                                    where nobody guesses
     ["x", t, message]                                               the step failed
     ["d", {number: count}]                                          drafts were proposed
     ["p", [numbers]], ["r"]                                         preempt these; forget the prefix cache
@@ -101,6 +104,7 @@ def checksum(scheduled: SchedulerOutput) -> int:
         sorted(scheduled.finished_req_ids),
         sorted(scheduled.preempted_req_ids),
         [(name, len(drafts)) for name, drafts in scheduled.scheduled_spec_decode_tokens.items()],
+        scheduled.max_drafts,
         (copies.swap_out, copies.swap_in, copies.block_copies) if copies else None,
         [(each.transfer_id, each.direction.value, each.block_ids) for each in scheduled.kv_transfers],
         scheduled.kv_cancels,

@@ -141,7 +141,8 @@ class RecordingScheduler:
         if result.step != scheduled.step:
             return outputs  # it changed nothing
         start = time.thread_time()
-        told = []
+        known = self._unfinished
+        told: list[list[Any]] = [[known[name].number, 0, 0, None, None] for name in result.postponed if name in known]
         has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
         for output in outputs:
             num_accepted, reason = len(output.new_token_ids), output.finish_reason
@@ -152,7 +153,10 @@ class RecordingScheduler:
                 name = output.request_id
                 number = (self._replaced.get(name) or self._unfinished[name]).number
                 told.append([number, num_sampled, num_accepted, reason, output.error])
-        if told or result.kv_transfers:
+        if result.drafting_s:
+            guessing = result.drafting_s, result.num_drafting_passes
+            self._write(["u", self._elapsed(), told, result.kv_transfers, *guessing])
+        elif told or result.kv_transfers:
             self._write(["u", self._elapsed(), told, result.kv_transfers])
         else:
             self._write_line(f'["u",{self._elapsed()},[],[]]\n')

@@ -95,12 +95,19 @@ class _Player:
         if checksum(self.scheduled) != recorded:
             self.mismatches.append(Mismatch(self.scheduled.step, self.scheduled.num_scheduled_tokens))
 
-    def _play_u(self, told: list[list[Any]], kv_transfers: list[tuple[int, int]]) -> None:
+    def _play_u(
+        self,
+        told: list[list[Any]],
+        kv_transfers: list[tuple[int, int]],
+        drafting_s: float = 0.0,
+        num_drafting_passes: int = 0,
+    ) -> None:
         scheduled = self.scheduled
         assert scheduled is not None
         exceptions = {self.names[number]: (sampled, *rest) for number, sampled, *rest in told}
         sampled_ids: dict[str, list[int]] = {}
         errors: dict[str, str] = {}
+        postponed: set[str] = set()
         for name, count in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests.get(name)
             if request is None:
@@ -111,9 +118,18 @@ class _Player:
                 errors[name] = error
             elif num_sampled:
                 sampled_ids[name] = self._tokens(request, num_sampled, num_accepted, reason)
-        self.scheduler.update_from_output(
-            scheduled, ModelOutput(scheduled.step, sampled_ids, errors=errors, kv_transfers=kv_transfers)
+            elif is_due:
+                postponed.add(name)
+        result = ModelOutput(
+            scheduled.step,
+            sampled_ids,
+            errors=errors,
+            postponed=postponed,
+            kv_transfers=kv_transfers,
+            drafting_s=drafting_s,
+            num_drafting_passes=num_drafting_passes,
         )
+        self.scheduler.update_from_output(scheduled, result)
 
     def _tokens(self, request: Request, num_sampled: int, num_accepted: int, reason: str | None) -> list[int]:
         start = request.sequence.num_output_tokens

@@ -19,6 +19,7 @@ __all__ = [
     "Kernels",
     "PackedLinear",
     "SamplingRows",
+    "are_exact",
     "attention_slowness",
     "create_kernels",
     "instruction_sets",
@@ -50,6 +51,11 @@ def instruction_sets() -> tuple[str, ...]:
     from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
 
     return tuple(_kernels.instruction_sets())
+
+
+def are_exact(device: torch.device, backend: str) -> bool:
+    """Whether the kernels that `create_kernels` returns for these compute a row alike in any batch."""
+    return device.type == "cpu" and backend != "reference" and importlib.util.find_spec("octavo._kernels") is not None
 
 
 def create_kernels(

@@ -6,7 +6,7 @@ row's own absolute positions, never by how many rows stand beside it or how a pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.kernels.quantization import GROUP_MULTIPLE
@@ -98,12 +98,16 @@ class SamplingRows:
     sample_index: Tensor
     position: Tensor
 
+    def take(self, rows: Tensor | slice) -> SamplingRows:
+        """Return the parameters of some of the rows."""
+        return SamplingRows(*(getattr(self, each.name)[rows] for each in fields(self)))
+
 
 class Kernels(Protocol):
     """Every operation of the hot path. Activations are float32 or bfloat16; sums are kept in float32.
 
     identity: what of them decides the last bits of a result, so that what others computed is not taken for their own.
-    has_own_threads: torch's threads are not used by these kernels; whoever runs steps keeps them asleep, because OpenMP
+    has_own_threads: torch's threads are not used by these kernels; the engine keeps them asleep, because OpenMP
     workers woken by a small leftover operation would spin on the cores that the kernels' own threads need.
     """
 

@@ -96,7 +96,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def touch_pages(address: int, num_bytes: int, stop: int) -> None:
-    """Have the system give the pages of some memory; its content stays, whoever writes meanwhile.
+    """Have the system give the pages of some memory; its content stays, also where it is written meanwhile.
 
     The thread that calls takes time that nobody else has use for, until it is done or the byte at `stop` is not zero.
     Without the compiled extension the pages come when they are first written.

@@ -1,15 +1,15 @@
-"""Gumbel noise as a pure function of (seed, position, sample index, token id): "octavo noise v1".
+"""Random numbers as a pure function of (seed, position, sample index, stream, token id): "octavo noise v1".
 
 Every backend gives the same bits, so a sampled token is the same on every one that computes the same logits.
 
 Random words: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011) with
 
     key     = (low 32 bits of the seed, high 32 bits of the seed)
-    counter = (c, position, sample_index, 0)     c    = (t >> 6) * 16 + (t & 15)   for token id t
-    word w of t = word number (t >> 4) & 3       (sixteen lanes of one call serve 64 consecutive ids)
+    counter = (c, position, sample_index, stream)   c    = (t >> 6) * 16 + (t & 15)   for token id t
+    word w of t = word number (t >> 4) & 3          (sixteen lanes of one call serve 64 consecutive ids)
 
-From word to noise, in IEEE float32. Every operation below rounds once, to nearest even; nothing is fused. With
-x = (w + 0.5) / 2^32, a point of (0, 1), the noise is G = -ln(E), E = -ln(1 - x):
+The Gumbel noise of a choice has stream 0. From word to noise, in IEEE float32. Every operation below rounds once, to
+nearest even; nothing is fused. With x = (w + 0.5) / 2^32, a point of (0, 1), the noise is G = -ln(E), E = -ln(1 - x):
 
     u = w if w < 2^31 else 2^32 - 1 - w          distance to the nearer end, so that both tails keep full precision
     t = (float(u) + 0.5) * 2^-32
@@ -23,9 +23,13 @@ x = (w + 0.5) / 2^32, a point of (0, 1), the noise is G = -ln(E), E = -ln(1 - x)
                 (s + s) + (s + s) * (z * q)
 
 G lies in (-3.14, 22.88).
+
+A uniform number takes words 0 and 1 of c = 0: (word 0 * 2^20 + (word 1 >> 12) + 0.5) / 2^52, which is exact in float64.
 """
 
 from __future__ import annotations
+
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -42,25 +46,53 @@ _LN2_LOW = 9.0580006145e-06
 _ATANH_TERMS = (13, 11, 9, 7, 5, 3)
 
 
+class Stream(IntEnum):
+    """What random numbers decide. At the same place, those of different streams are independent.
+
+    CHOICE: which token a row of logits gets. The others belong to rejection sampling: which token is drafted, whether
+    it is accepted, and which one stands where it is not.
+    """
+
+    CHOICE = 0
+    DRAFT = 1
+    ACCEPTANCE = 2
+    RESAMPLING = 3
+
+
 def gumbel_noise(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_size: int) -> Tensor:
     """Return the noise of token ids 0 .. vocab_size - 1: integer tensors [n] -> float32 [n, vocab_size]."""
     return _word_to_gumbel(philox_words(seed, position, sample_index, vocab_size))
 
 
+def uniform_noise(seed: Tensor, position: Tensor, sample_index: Tensor, stream: Stream) -> Tensor:
+    """Return a number of (0, 1) for each place: integer tensors [n] -> float64 [n]."""
+    counter = torch.zeros(1, dtype=torch.int64, device=seed.device)
+    high, low, _, _ = _philox(counter, seed, position, sample_index, stream)
+    return ((high << 20 | low >> 12).to(torch.float64).squeeze(1) + 0.5) * 2.0**-52
+
+
 def philox_words(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_size: int) -> Tensor:
     """Return the random 32-bit words of token ids 0 .. vocab_size - 1, as int64 [n, vocab_size]."""
     num_rows, num_blocks = seed.numel(), -(-vocab_size // (_LANES * _WORDS))
+    counter = torch.arange(num_blocks * _LANES, dtype=torch.int64, device=seed.device)
+    words = _philox(counter, seed, position, sample_index, Stream.CHOICE)
+    by_lane = [word.reshape(num_rows, num_blocks, _LANES) for word in words]
+    return torch.stack(by_lane, dim=2).flatten(1)[:, :vocab_size]
+
+
+def _philox(
+    counter: Tensor, seed: Tensor, position: Tensor, sample_index: Tensor, stream: Stream
+) -> tuple[Tensor, ...]:
+    """Return the four words of each counter, as int64 [n, num_counters]."""
     seed, position, sample_index = (column.to(torch.int64).reshape(-1, 1) for column in (seed, position, sample_index))
     keys = [seed & _LOW_32, (seed >> 32) & _LOW_32]
-    counter = torch.arange(num_blocks * _LANES, dtype=torch.int64, device=seed.device).expand(num_rows, -1)
-    words = [counter, position & _LOW_32, sample_index & _LOW_32, torch.zeros_like(seed)]
+    words = [counter, position & _LOW_32, sample_index & _LOW_32, torch.full_like(seed, stream)]
     for _ in range(_ROUNDS):
         high_0, low_0 = _multiply_wide(words[0], _MULTIPLIERS[0])
         high_1, low_1 = _multiply_wide(words[2], _MULTIPLIERS[1])
         words = [high_1 ^ words[1] ^ keys[0], low_1, high_0 ^ words[3] ^ keys[1], low_0]
         keys = [(key + step) & _LOW_32 for key, step in zip(keys, _KEY_STEPS, strict=True)]
-    by_lane = [word.expand(num_rows, -1).reshape(num_rows, num_blocks, _LANES) for word in words]
-    return torch.stack(by_lane, dim=2).reshape(num_rows, -1)[:, :vocab_size]
+    return tuple(word.expand(seed.shape[0], len(counter)) for word in words)
 
 
 def _multiply_wide(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:

@@ -180,8 +180,8 @@ class ReferenceKernels:
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Return one token id per row, a few rows at a time."""
-        parts = range(0, logits.shape[0], _SAMPLE_ROWS)
-        return torch.cat([_sample(logits[i : i + _SAMPLE_ROWS], _rows_of(rows, i)) for i in parts])
+        parts = (slice(i, i + _SAMPLE_ROWS) for i in range(0, logits.shape[0], _SAMPLE_ROWS))
+        return torch.cat([_sample(logits[part], rows.take(part)) for part in parts])
 
     def rejection_sample(
         self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
@@ -203,19 +203,6 @@ class ReferenceKernels:
         return largest[:, :k], ids[:, :k]
 
 
-def _rows_of(rows: SamplingRows, first: int) -> SamplingRows:
-    last = first + _SAMPLE_ROWS
-    return SamplingRows(
-        temperature=rows.temperature[first:last],
-        top_k=rows.top_k[first:last],
-        top_p=rows.top_p[first:last],
-        min_p=rows.min_p[first:last],
-        seed=rows.seed[first:last],
-        sample_index=rows.sample_index[first:last],
-        position=rows.position[first:last],
-    )
-
-
 def _sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Choose one token per row; -1 where there is none to choose."""
     temperature, seed, position, sample_index = (
@@ -224,7 +211,7 @@ def _sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     greedy = temperature == 0
     scaled = logits / torch.where(greedy, 1.0, temperature).unsqueeze(1)
     noise = gumbel_noise(seed, position, sample_index, logits.shape[1])
-    keys = torch.where(_kept(scaled, rows), scaled + noise, -torch.inf)
+    keys = torch.where(kept_tokens(scaled, rows), scaled + noise, -torch.inf)
     keys = torch.where(greedy.unsqueeze(1), logits, keys)
     largest = keys.amax(dim=1, keepdim=True)
     ids = torch.arange(logits.shape[1], device=logits.device)
@@ -257,8 +244,8 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: f
     return torch.einsum("nkgs,skd->nkgd", scores.softmax(dim=-1), values).reshape(num_rows, num_heads * head_dim)
 
 
-def _kept(scaled: Tensor, rows: SamplingRows) -> Tensor:
-    """Which tokens min_p, then top_k, then top_p leave: bool [n, vocab].
+def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
+    """Return which tokens min_p, then top_k, then top_p leave: logits / temperature [n, vocab] -> bool [n, vocab].
 
     min_p keeps value >= max + ln(min_p). top_k and top_p keep a prefix of the order (value descending, id ascending);
     top_p the shortest whose probability, a float64 sum in that order, reaches it.

@@ -117,10 +117,6 @@ class Architecture:
         row_bytes = self.head_dim + 4 if dtype == "int8" else self.head_dim * DTYPE_BYTES[dtype]
         return 2 * self.num_layers * self.num_kv_heads * row_bytes
 
-    def rope_bytes(self, max_model_len: int) -> int:
-        """Bytes of the float32 table of cosines and sines."""
-        return max_model_len * self.head_dim * DTYPE_BYTES["float32"]
-
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor a checkpoint of this architecture holds, in the order they are packed."""
         hidden, vocab = self.hidden_size, self.vocab_size

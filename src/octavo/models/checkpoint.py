@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from octavo.errors import ModelError
-from octavo.models.process_memory import forget_pages, return_free_memory
 from octavo.models.weight_files import BARE_EMBEDDING, find_weight_files, some
+from octavo.runtime.process_memory import forget_pages, return_free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

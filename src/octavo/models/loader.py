@@ -15,12 +15,12 @@ from octavo.models.architecture import is_norm, rounded_bits
 from octavo.models.checkpoint import CheckpointFiles
 from octavo.models.layers import CausalLM, ModelContext
 from octavo.models.packed_cache import Identity, KeptWeights, PackedCache
-from octavo.models.process_memory import return_free_memory
 from octavo.models.quantized_weights import READING_VERSION, read_quantized
 from octavo.models.random_weights import RandomWeights
 from octavo.models.registry import find_family
 from octavo.models.rope import make_cos_sin
 from octavo.models.weight_files import find_weight_files
+from octavo.runtime.process_memory import return_free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

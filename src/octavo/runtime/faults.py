@@ -1,6 +1,6 @@
 """What goes wrong in the work for one request alone: logged once, under its id, and told to it and nobody else.
 
-Whoever does something for many requests in one loop does it for each behind
+What is done for many requests in one loop is done for each behind
 
     try: ...
     except BaseException as error:

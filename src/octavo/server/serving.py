@@ -73,7 +73,7 @@ class GracefulServer(uvicorn.Server):
             logger.info("the certificate was read anew")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let open requests end, and whoever comes meanwhile hear that this server leaves; then close the door."""
+        """Let open requests end, and new ones hear that this server leaves; then close the door."""
         self.server_state.default_headers.append((b"connection", b"close"))  # of every answer from now on
         drain = asyncio.create_task(self._service.drain(self._service.config.grace_s))
         while not (drain.done() or self.force_exit):

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def create_proposer(config: SpeculativeConfig | None, *, max_num_seqs: int, max_model_len: int) -> Proposer:
-    """Return the proposer that was asked for."""
-    if config is None:
+    """Return the proposer that was asked for; of one that computes, what is asked before its model."""
+    if config is None or config.method in {"draft_model", "quantized"}:
         return NoProposer()
     if config.method == "suffix":
         return SuffixProposer(config, max_num_seqs=max_num_seqs, max_model_len=max_model_len)

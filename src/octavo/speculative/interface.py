@@ -43,10 +43,12 @@ class Proposer(Protocol):
     It may be wrong: a wrong guess costs its row in a step, and never changes a token.
 
     num_speculative_tokens: drafts of a request at most. num_bytes: memory that it takes at most.
+    num_passes: forward passes that the newest call of `propose` took; 0 where nothing is computed.
     """
 
     num_speculative_tokens: int
     num_bytes: int
+    num_passes: int
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
         """Return the drafts of each task, none where nothing can be guessed."""

@@ -44,6 +44,8 @@ class NgramProposer:
     max_tokens: that all requests can have together.
     """  # noqa: D205
 
+    num_passes = 0
+
     def __init__(
         self, *, num_speculative_tokens: int, prompt_lookup_min: int, prompt_lookup_max: int, max_tokens: int
     ) -> None:

@@ -15,6 +15,7 @@ class NoProposer:
 
     num_speculative_tokens = 0
     num_bytes = 0
+    num_passes = 0
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
         """Return no drafts."""

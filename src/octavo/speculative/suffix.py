@@ -37,6 +37,8 @@ class SuffixProposer:
     too large, it keeps the newest tokens, and a request that starts then has none until others have ended.
     """
 
+    num_passes = 0
+
     def __init__(self, config: SpeculativeConfig, *, max_num_seqs: int, max_model_len: int) -> None:
         self.num_speculative_tokens = config.num_speculative_tokens
         self._factor = config.suffix_decoding_max_spec_factor
@@ -84,7 +86,7 @@ class SuffixProposer:
         index = self._extended(task)
         if index is not None:
             draft, score = index.propose(suffix, most, factor=factor, min_probability=least)
-        if self._answers is not None:
+        if self._answers is not None and score < most:
             other, other_score = self._answers.propose(
                 suffix, most, task.cache_salt, factor=factor, min_probability=least
             )

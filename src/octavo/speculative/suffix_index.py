@@ -21,9 +21,10 @@ MAX_MATCH = 32  # tokens of a match that count
 MIN_CAPACITY = 2 * NGRAM
 BYTES_PER_TOKEN = 2 * array("i").itemsize + 2 * array("q").itemsize
 _BOUNDARY = -1
-_MAX_HITS = 8  # the newest ones, which are counted
+_TOKEN_BITS = 8 * array("i").itemsize
+_MAX_HITS = 6  # the newest ones, which are counted
 _MAX_STEPS = 64  # hits and n-grams of the same hash
-_MAX_LENGTHS = 3  # of matches, from the longest on, whose drafts are compared
+_MAX_LENGTHS = 2  # of matches, from the longest on, whose drafts are compared
 
 
 class SuffixIndex:
@@ -98,67 +99,76 @@ class SuffixIndex:
         hits = self._find(suffix, owner)
         best: list[int] = []
         best_score = 0.0
-        for length in sorted({length for _, length in hits}, reverse=True)[:_MAX_LENGTHS]:
-            positions = [position for position, matched in hits if matched >= length]
-            draft, score = self._follow(positions, min(most, int(factor * length)), min_probability)
+        lengths = sorted({length for _, length in hits}, reverse=True)[:_MAX_LENGTHS]
+        if not lengths:
+            return [], 0.0
+        runs = self._runs([position for position, _ in hits], min(most, int(factor * lengths[0])))
+        for length in lengths:
+            num_drafts = min(most, int(factor * length))
+            if best_score >= num_drafts:
+                break  # each draft adds at most one
+            longer = [run for run, (_, matched) in zip(runs, hits, strict=True) if matched >= length]
+            draft, score = _most_frequent(longer, num_drafts, min_probability)
             if score > best_score:
                 best, best_score = draft, score
         return best, best_score
 
     def _find(self, suffix: array[int], owner: int) -> list[Hit]:
         """Return where the suffix stood, the newest first."""
-        if len(suffix) < NGRAM:
+        capacity, tokens, owners, previous = self.capacity, self._tokens, self._owners, self._previous
+        suffix = suffix[-min(MAX_MATCH, capacity) :]
+        length = len(suffix)
+        if length < NGRAM:
             return []
-        suffix = suffix[-MAX_MATCH:]
-        capacity, tokens, oldest = self.capacity, self._tokens, self.oldest
-        first, second, third = suffix[-3:]
-        position = self._heads[hash((owner, first, second, third)) % capacity]
+        as_number, to_number = int.from_bytes(suffix.tobytes(), "little"), int.from_bytes
+        oldest, last = self.oldest + NGRAM - 1, self.num_tokens - 1
+        position = self._heads[hash((owner, *suffix[-NGRAM:])) % capacity]
         hits: list[Hit] = []
         for _ in range(_MAX_STEPS):
-            if position - NGRAM + 1 < oldest or len(hits) == _MAX_HITS:
+            if position < oldest:
                 break
             place = position % capacity
-            if (
-                tokens[place] == third
-                and tokens[place - 1] == second
-                and tokens[place - 2] == first
-                and self._owners[place] == owner
-                and position + 1 < self.num_tokens
-            ):
-                hits.append((position + 1, self._match(suffix, place, position + 1 - oldest)))
-            position = self._previous[place]
+            if owners[place] == owner and position < last:
+                start = place + 1 - length
+                stood = tokens[start : place + 1] if start >= 0 else tokens[start:] + tokens[: place + 1]
+                # As numbers they differ in the last token that is not the same: those behind it match.
+                differing = (to_number(stood.tobytes(), "little") ^ as_number).bit_length()
+                num_same = length - (differing + _TOKEN_BITS - 1) // _TOKEN_BITS
+                if num_same >= NGRAM:
+                    hits.append((position + 1, min(num_same, position - oldest + NGRAM)))
+                    if len(hits) == _MAX_HITS:
+                        break
+            position = previous[place]
         return hits
 
-    def _match(self, suffix: array[int], place: int, most: int) -> int:
-        """Return how many of the tokens up to a place are the suffix's last ones; NGRAM are known to be."""
-        tokens, longest = self._tokens, min(len(suffix), most)
-        if place + 1 >= longest == len(suffix) and tokens[place + 1 - longest : place + 1] == suffix:
-            return longest
-        length = NGRAM
-        while length < longest and tokens[place - length] == suffix[-1 - length]:
-            length += 1
-        return length
-
-    def _follow(self, positions: list[int], most: int, min_probability: float) -> tuple[list[int], float]:
-        """Return what most often follows, from these positions on, and its score."""
+    def _runs(self, positions: list[int], length: int) -> list[list[int]]:
+        """Return what stands from each position on; what ends with the newest token repeats."""
         capacity, tokens, end = self.capacity, self._tokens, self.num_tokens
-        runs = [tokens[each % capacity : each % capacity + most] for each in positions]
-        if len(runs[0]) == most and max(positions) + most <= end and all(run == runs[0] for run in runs):
-            draft = runs[0].tolist()  # what the loop would find one by one
-            if min(draft, default=0) >= 0:
-                return draft, float(most)
-        draft = []
-        score, probability = 0.0, 1.0
-        while len(draft) < most:
-            found = [tokens[each % capacity] if each < end else draft[each - end] for each in positions]
-            token_id, count = found[0], found.count(found[0])
+        runs = [tokens[each % capacity : each % capacity + length].tolist() for each in positions]
+        for index, position in enumerate(positions):
+            run, num_left = runs[index], end - position
+            if len(run) < length:
+                run += tokens[: length - len(run)]
+            if num_left < length:
+                runs[index] = [run[each % num_left] for each in range(length)]
+        return runs
+
+
+def _most_frequent(runs: list[list[int]], num_tokens: int, min_probability: float) -> tuple[list[int], float]:
+    """Return what most runs of tokens have in each place, of those that had as much before; and its score."""
+    draft: list[int] = []
+    score, probability = 0.0, 1.0
+    for depth in range(num_tokens):
+        found = [run[depth] for run in runs]
+        token_id, count = found[0], found.count(found[0])
+        if count < len(found):
             if 2 * count < len(found):
                 token_id = max(found, key=found.count)
                 count = found.count(token_id)
             probability *= count / len(found)
-            if token_id < 0 or probability < min_probability:
-                break
-            draft.append(token_id)
-            score += probability
-            positions = [each + 1 for each, token in zip(positions, found, strict=True) if token == token_id]
-        return draft, score
+            runs = [run for run in runs if run[depth] == token_id]
+        if token_id < 0 or probability < min_probability:
+            break
+        draft.append(token_id)
+        score += probability
+    return draft, score

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from octavo.engine.core_process import run_core_process
-from octavo.models.process_memory import returning_free_memory
 from octavo.runtime.garbage import permanent_generation
+from octavo.runtime.process_memory import returning_free_memory
 
 if TYPE_CHECKING:
     from octavo.config import EngineConfig

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.assets import BUILT_IN_MODEL, built_in_model_path
+from octavo.assets import BUILT_IN_DRAFT, BUILT_IN_MODEL, built_in_model_path
 from octavo.config import EngineConfig, ModelConfig, ModelInfo
 from octavo.engine.chat_template import ChatTemplate
 from octavo.engine.embedding_config import read_embedding_config
@@ -21,6 +21,7 @@ from octavo.errors import ConfigError, ModelError, RequestError
 from octavo.models.model_path import resolve_model_path
 from octavo.models.registry import read_architecture
 from octavo.sampling_params import SamplingParams
+from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.structured_output.grammars import GrammarCompiler, Vocabulary
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def launch_engine(
     from octavo.engine.remote_engine import RemoteEngine  # noqa: PLC0415 - needs zmq and msgspec, which only servers do
 
     checkpoint, asked = Checkpoint.find(config.model), config.model
+    draft = find_draft_checkpoint(config.speculative, config.model, checkpoint)
     # -P: else a file in the current directory, a checkpoint's say, could be taken for a module.
     command = [sys.executable, "-P", "-m", "octavo.startup.engine_main"]
     # What a hub id means may change before the process is started again.
@@ -79,6 +81,8 @@ def launch_engine(
         config = replace(config, model=replace(config.model, model=str(checkpoint.directory)))
     if config.model.tokenizer is not None:
         config = replace(config, model=replace(config.model, tokenizer=str(checkpoint.text_directory)))
+    if draft is not None and config.speculative.model not in (None, BUILT_IN_DRAFT):
+        config = replace(config, speculative=replace(config.speculative, model=str(draft.directory)))
 
     def prepare() -> tuple[InputProcessor, OutputProcessor]:
         if meanwhile is not None:

@@ -38,6 +38,7 @@ _MAX_KEPT = 128  # compiled grammars, besides those that somebody waits for: one
 _MAX_KEPT_CHARS = 1 << 20  # of their texts
 _STACK_BYTES = 512 << 20  # of address space; 4000 rules in a chain take 8 MB, and there is room for 16,000 in a text
 _MAX_WAITING = 1024  # grammars of one tenant that are not compiled yet
+_LARGE_CHARS = 1 << 12  # of a grammar's text: fewer take a token within 1 ms
 _PARAMETER = "structured_outputs"
 # A grammar may take so much: 20 ms for a regular expression, 20 ms for a step, 50 MB of states.
 _LIMITS = {
@@ -55,17 +56,29 @@ class GrammarError(RequestError):
 
 
 class Matcher:
-    """The way of one output through its grammar. Walks on with `advance`; `allowed` says what may come next."""
+    """The way of one output through its grammar. Walks on with `advance`; `allowed` says what may come next.
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
+    Other threads run while it does what may take long: all that `allowed` does, and `advance` where large is given.
+    """
+
+    def __init__(self, matcher: Any, vocab_size: int, large: _LargeSteps | None = None) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._large = large
         self.num_tokens = 0
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a token may take it long."""
+        return self._large is not None
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Take the tokens that came. Raises `GrammarError` for one that the grammar forbids, or beyond its limits."""
         with _told_apart():
-            goes_on = not token_ids or self._matcher.consume_tokens(list(token_ids))
+            if self._large is not None:
+                goes_on = self._large.consume(self._matcher, token_ids)
+            else:
+                goes_on = not token_ids or self._matcher.consume_tokens(list(token_ids))
         if not goes_on:
             raise GrammarError(f"the grammar does not go on: {self._matcher.get_error()[:200]}", parameter=_PARAMETER)
         self.num_tokens += len(token_ids)
@@ -95,6 +108,19 @@ class Matcher:
         return np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[: self._vocab_size].view(np.bool_)
 
 
+class _LargeSteps:
+    """Takes tokens while other threads run. llguidance lets them where two matchers at least take one at a time."""
+
+    def __init__(self, llguidance: Any, tokenizer: Any) -> None:
+        self._executor = llguidance.LLExecutor(1)
+        self._other = llguidance.LLMatcher(tokenizer, "", log_level=0)  # no grammar: it takes nothing, at once
+
+    def consume(self, matcher: Any, token_ids: Sequence[int]) -> bool:
+        """Return whether the matcher took all of the tokens."""
+        other = self._other.deep_copy()  # one for each thread
+        return all(self._executor.consume_token_par([(matcher, each), (other, each)])[0] for each in token_ids)
+
+
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """What is asked of a tokenizer.
@@ -114,14 +140,15 @@ class Vocabulary:
 class _Compiled:
     """A grammar at its beginning. Made so that it can be known without being kept."""
 
-    __slots__ = ("__weakref__", "matcher")
+    __slots__ = ("__weakref__", "large", "matcher")
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, large: _LargeSteps | None) -> None:
         self.matcher = matcher
+        self.large = large
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary, and keeps those used last, and of whoever waits or runs.
+    """Compiles grammars for one vocabulary, and keeps those used last, and those of requests that wait or run.
 
     read_vocabulary: is called for the first grammar, or by `read_ahead`: a vocabulary of 150,000 takes llguidance a
     second or two, in which no other thread runs, and 110 MB. vocab_size: rows of the model; what has no row is never
@@ -133,6 +160,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._vocabulary: Vocabulary | None = None
         self._tokenizer: Any = None
+        self._large: _LargeSteps | None = None
         self._known: weakref.WeakValueDictionary[str, _Compiled] = weakref.WeakValueDictionary()
         self._kept: OrderedDict[str, _Compiled] = OrderedDict()
         self._waited_for: dict[int, _Compiled] = {}  # by the id of what asks for it, as long as that lives
@@ -162,7 +190,7 @@ class GrammarCompiler:
             compiled = self._waited_for.get(id(wanted))
             if compiled is None:
                 compiled = self._find(repr(wanted)) or _executor().submit(self._compile, wanted).result()
-            return Matcher(compiled.matcher.deep_copy(), self._vocab_size)
+            return Matcher(compiled.matcher.deep_copy(), self._vocab_size, compiled.large)
 
     def let_go(self, wanted: int) -> None:
         """Hold no grammar any more for what had this id."""
@@ -204,11 +232,15 @@ class GrammarCompiler:
                 matcher.compute_bitmask()  # here, and not in a step: what is found at the beginning, copies know
             if matcher.is_error():
                 raise GrammarError(f"{wanted.kind}: {_first_line(matcher.get_error())}", parameter=_PARAMETER)
-            compiled = _Compiled(matcher)
+            compiled = _Compiled(matcher, self._large_steps(llguidance) if len(text) > _LARGE_CHARS else None)
             with self._lock:
                 self._known[key] = compiled
                 self._keep(key, compiled)
             return compiled
+
+    def _large_steps(self, llguidance: Any) -> _LargeSteps:
+        self._large = self._large or _LargeSteps(llguidance, self._tokenizer)
+        return self._large
 
     def _read_ahead(self) -> None:
         with contextlib.suppress(RequestError), _told_apart():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from octavo.runtime.faults import is_fault
@@ -10,6 +11,8 @@ from octavo.speculative.interface import DraftTask, EndedRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
 
     from octavo.speculative.interface import Proposer
     from octavo.worker.input_batch import InputBatch, RequestRow
@@ -19,25 +22,46 @@ logger = logging.getLogger(__name__)
 
 
 class Drafting:
-    """Asks a proposer, and cuts off what could not come true."""
+    """Asks a proposer, and cuts off what could not come true.
+
+    seconds, num_passes: what that took in the newest step.
+    draft_probs: of requests whose newest drafts were drawn by `Verification.draw_drafts` to be verified by rejection
+    sampling, the distribution of each draft, float32 [num_drafts, vocab]. Who draws them in `propose` writes it there;
+    it lasts until new ones are proposed.
+    """
 
     def __init__(self, proposer: Proposer, batch: InputBatch, tasks: SampleTasks) -> None:
         self.proposer = proposer
+        self.seconds = 0.0
+        self.num_passes = 0
+        self.draft_probs: dict[str, Tensor] = {}
+        self._unwritten: Mapping[str, list[int]] = {}  # what the newest step sampled, where nothing was guessed
         self._batch = batch
         self._tasks = tasks
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop what is kept of requests that were preempted."""
+        request_ids = list(request_ids)
+        self._drop_probs(request_ids)
         self.proposer.forget(request_ids)
+
+    def _drop_probs(self, request_ids: Iterable[str]) -> None:
+        if self.draft_probs:
+            for request_id in request_ids:
+                self.draft_probs.pop(request_id, None)
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """Hand over what requests that ended have written, while the batch still has it; others are passed over."""
         if not self.proposer.num_speculative_tokens:
             return
+        self._drop_probs(request_ids)
+        requests = [each for name in request_ids if (each := self._batch.requests.get(name)) is not None]
+        for request in requests:
+            if request.request_id in self._unwritten:
+                self._batch.write_sampled(request, self._unwritten[request.request_id])
         ended = [
             EndedRequest(each.request_id, self._batch.all_tokens(each), each.num_prompt_tokens, each.cache_salt)
-            for request_id in request_ids
-            if (each := self._batch.requests.get(request_id)) is not None
+            for each in requests
         ]
         if not ended:
             return
@@ -49,19 +73,45 @@ class Drafting:
             logger.exception("what %d requests wrote is not kept for guesses", len(ended))
             self.forget(each.request_id for each in ended)
 
-    def propose(self, sampled_token_ids: Mapping[str, list[int]]) -> dict[str, list[int]]:
-        """Return the drafts of a step's requests; sampled_token_ids: what each got in it."""
+    def propose(
+        self, sampled_token_ids: Mapping[str, list[int]], max_drafts: Mapping[str, int]
+    ) -> dict[str, list[int]]:
+        """Return the drafts of a step's requests.
+
+        sampled_token_ids: what each got in it. max_drafts: how many are worth guessing; who is not named has no bound.
+        """
         if not self.proposer.num_speculative_tokens:
             return {}
+        self._unwritten = {}
+        if max_drafts and not any(max_drafts.get(request_id, 1) for request_id in sampled_token_ids):
+            self._unwritten = sampled_token_ids  # until they end: a step without a guess should cost nothing
+            self.seconds, self.num_passes = 0.0, 0
+            self._drop_probs(sampled_token_ids)
+            return {}
+        start = time.perf_counter()
+        drafts = self._propose(sampled_token_ids, max_drafts)
+        self.seconds = time.perf_counter() - start
+        return drafts
+
+    def _propose(
+        self, sampled_token_ids: Mapping[str, list[int]], max_drafts: Mapping[str, int]
+    ) -> dict[str, list[int]]:
         tasks: list[DraftTask] = []
         for request_id, token_ids in sampled_token_ids.items():
             request = self._batch.requests[request_id]
             known = self._batch.write_sampled(request, token_ids)
-            max_drafts = self._max_drafts(request, len(known), token_ids)
-            if max_drafts > 0:
-                tasks.append(DraftTask(request_id, known, max_drafts, request.cache_salt))
+            most = self._max_drafts(request, len(known), token_ids)
+            if max_drafts:
+                most = min(most, max_drafts.get(request_id, most))
+            if most > 0:
+                tasks.append(DraftTask(request_id, known, most, request.cache_salt))
+        self._drop_probs(sampled_token_ids)
+        self.num_passes = 0
+        if not tasks:
+            return {}
         try:
             proposed = self.proposer.propose(tasks)
+            self.num_passes = self.proposer.num_passes
         except BaseException as error:
             if not is_fault(error):
                 raise
@@ -79,18 +129,22 @@ class Drafting:
         if params.pooling is not None or (may_end and not request.stop_token_ids.isdisjoint(token_ids)):
             return 0
         most = self.proposer.num_speculative_tokens
+        if params.num_speculative_tokens is not None:
+            most = min(most, params.num_speculative_tokens)
         return most if params.max_tokens is None else min(most, params.max_tokens - num_output - 1)
 
     def _cut(self, task: DraftTask, drafts: list[int]) -> list[int]:
         """Drop the first draft that could not be of use, and those behind it.
 
         Behind one that ends the request nothing follows, and without it the choice in its place is made just as well.
+        One that was drawn to be verified by rejection sampling stays: that would be biased by what is not verified.
         """
         request = self._batch.requests[task.request_id]
         drafts = drafts[: task.max_drafts]
         end = next((i for i, token_id in enumerate(drafts) if token_id in request.stop_token_ids), len(drafts))
         try:
-            return drafts[: self._tasks.num_allowed(request, task.token_ids, drafts[:end])]
+            num_useful = self._tasks.num_allowed(request, task.token_ids, drafts[:end])
+            return drafts[: num_useful + (task.request_id in self.draft_probs)]
         except BaseException as error:
             if not is_fault(error):
                 raise

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from octavo.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
     from octavo.sampling_params import SamplingParams
     from octavo.structured_output.grammars import Matcher
+    from octavo.worker.grammar_walks import Walk
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class RequestRow:
     cache_salt: str | None = None
     num_tokens: int = 0
     matcher: Matcher | None = None  # its way through its grammar; one that comes back after a preemption walks it anew
+    walk: Walk | None = None  # the last one there
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +79,25 @@ class InputBatch:
     """Rows of all requests the worker knows, at most `max_num_seqs`; `update` follows the scheduler's words.
 
     Behind the known tokens of a row there may stand others: drafts of the step, or what it sampled.
+    num_scratch_blocks: of each request, which `write_scratch_blocks` puts behind its own.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        num_scratch_blocks: int = 0,
+    ) -> None:
         self.block_size = block_size
         self._tensor = partial(on_device, device=device)
         self.requests: dict[str, RequestRow] = {}
         # One more than the model's length: the last sampled token is never fed back, yet it is known.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
-        self.block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        most_blocks = -(-max_model_len // block_size) + num_scratch_blocks
+        self.block_tables = np.zeros((max_num_seqs, most_blocks), dtype=np.int32)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
@@ -124,6 +136,8 @@ class InputBatch:
         request = self.requests.pop(request_id, None)
         if request is not None:
             self._free_rows.append(request.row)
+            if request.walk is not None:
+                request.walk.result.cancel()
 
     def _update_cached(self, cached: CachedRequestData) -> None:
         for request_id, token_ids, block_ids, num_computed in zip(
@@ -182,28 +196,11 @@ class InputBatch:
         has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
         num_drafts = self._write_drafts(requests, scheduled.scheduled_spec_decode_tokens) if has_drafts else 0
         computed = self.num_computed_tokens[rows]
-        query_start = np.zeros(len(requests) + 1, dtype=np.int32)
-        counts.cumsum(out=query_start[1:])
-        row_of_token, positions = rows, computed  # where each has one token
-        if query_start[-1] > len(requests):
-            row_of_token, positions = np.repeat(rows, counts), _ranges(computed, counts)
-        blocks = self.block_tables[row_of_token, positions // self.block_size].astype(np.int64)
         seq_lens = computed + counts
         num_logits = (seq_lens == self.num_tokens[rows] + num_drafts) * (num_drafts + 1)
         sampled = num_logits.nonzero()[0]
         num_outputs = np.where(self.looks_at_prompt[rows], counts, num_logits)
-        output_start = np.zeros(len(requests) + 1, dtype=np.int64)
-        num_outputs.cumsum(out=output_start[1:])
-        width = -(-int(seq_lens.max()) // self.block_size)
-        slots = blocks * self.block_size + positions % self.block_size
-        tables = self.block_tables[rows, :width]
-        attention = self._attention(query_start, seq_lens, tables, positions, slots)
-        if output_start[-1] < query_start[-1]:
-            of_step = _ranges(query_start[1:] - num_outputs, num_outputs)  # they come last in each request
-            kept = np.flatnonzero(num_outputs)
-            start = np.append(output_start[kept], output_start[-1])
-            batch = self._attention(start, seq_lens[kept], tables[kept], positions[of_step], slots[of_step])
-            attention = replace(attention, outputs=OutputRows(self._tensor(of_step), batch))
+        token_ids, attention, output_start = self.gather(rows, computed, counts, num_outputs)
         # Of each that is sampled: as many rows as there are drafts, and one; usually that one.
         cu_num_logits = np.arange(len(sampled) + 1, dtype=np.int32)
         sampled_rows, num_known, logits_indices = rows[sampled], seq_lens[sampled], output_start[1:][sampled] - 1
@@ -215,7 +212,7 @@ class InputBatch:
                 _ranges(last - num_logits + 1, num_logits) for last in (num_known, logits_indices)
             )
         return ModelInputs(
-            token_ids=self._tensor(self.token_ids[row_of_token, positions].astype(np.int64)),
+            token_ids=token_ids,
             attention=attention,
             requests=requests,
             output_start=output_start,
@@ -225,6 +222,45 @@ class InputBatch:
             num_known=num_known,
             logits_indices=None if output_start[-1] == cu_num_logits[-1] else self._tensor(logits_indices),
         )
+
+    def gather(
+        self,
+        rows: NDArray[np.int64],
+        first: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        num_outputs: NDArray[np.int64],
+    ) -> tuple[torch.Tensor, AttentionBatch, NDArray[np.int64]]:
+        """Return the batch of some tokens of each row, from its first position on: token ids, and what attention needs.
+
+        num_outputs: of how many of them, its last ones, hidden states are wanted. The third is where each row's begin,
+        then their number.
+        """
+        query_start = np.zeros(len(rows) + 1, dtype=np.int32)
+        counts.cumsum(out=query_start[1:])
+        output_start = np.zeros(len(rows) + 1, dtype=np.int64)
+        num_outputs.cumsum(out=output_start[1:])
+        row_of_token, positions = rows, first  # where each has one token
+        if query_start[-1] > len(rows):
+            row_of_token, positions = np.repeat(rows, counts), _ranges(first, counts)
+        blocks = self.block_tables[row_of_token, positions // self.block_size].astype(np.int64)
+        seq_lens = first + counts
+        width = -(-int(seq_lens.max()) // self.block_size)
+        slots = blocks * self.block_size + positions % self.block_size
+        tables = self.block_tables[rows, :width]
+        attention = self._attention(query_start, seq_lens, tables, positions, slots)
+        if output_start[-1] < query_start[-1]:
+            of_step = _ranges(query_start[1:] - num_outputs, num_outputs)  # they come last in each request
+            kept = np.flatnonzero(num_outputs)
+            start = np.append(output_start[kept], output_start[-1])
+            batch = self._attention(start, seq_lens[kept], tables[kept], positions[of_step], slots[of_step])
+            attention = replace(attention, outputs=OutputRows(self._tensor(of_step), batch))
+        token_ids = self._tensor(self.token_ids[row_of_token, positions].astype(np.int64))
+        return token_ids, attention, output_start
+
+    def write_scratch_blocks(self, rows: NDArray[np.int64], block_ids: NDArray[np.int32]) -> None:
+        """Put blocks [len(rows), n] behind those that the rows' requests have, until they get others."""
+        columns = self.num_blocks[rows, None] + np.arange(block_ids.shape[1])
+        self.block_tables[rows[:, None], columns] = block_ids
 
     def _write_drafts(self, requests: list[RequestRow], drafts: dict[str, list[int]]) -> NDArray[np.int64]:
         """Write drafts behind the known tokens of their requests, for this step; return how many each has."""

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 
 class PagedKVCache:
-    """Keys and values of all layers, [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+    """Keys and values of all layers, [blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
 
     dtype: that of the activations, or int8. Then behind the rows of each block, layer and head stand their scales, in
     float32, so that a block is one object all the same. Memory is reserved here, and touched when a block is first
     written or by `octavo.worker.prefault`. num_host_blocks: room in host memory for the blocks of preempted requests,
-    in the same layout. allocate(num_bytes): where the memory comes from, for a backend that wants it in a certain way.
+    in the same layout. num_scratch_blocks: behind the others, for what is guessed; nobody is told of them.
+    allocate(num_bytes): where the memory comes from, for a backend that wants it in a certain way.
     """
 
     def __init__(
@@ -37,27 +38,25 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device,
         num_host_blocks: int = 0,
+        num_scratch_blocks: int = 0,
         allocate: Callable[[int], Tensor] | None = None,
     ) -> None:
         row_bytes = head_dim + KV_SCALE_BYTES
         rows = (block_size * row_bytes,) if dtype == torch.int8 else (block_size, head_dim)
         shape = (num_layers, 2, num_kv_heads, *rows)
+        self.num_blocks = num_blocks
+        in_all = num_blocks + num_scratch_blocks
         if allocate is None:
-            self.blocks = torch.empty((num_blocks, *shape), dtype=dtype, device=device)
+            self.blocks = torch.empty((in_all, *shape), dtype=dtype, device=device)
         else:
-            num_bytes = num_blocks * math.prod(shape) * dtype.itemsize
-            self.blocks = allocate(num_bytes).view(dtype).view(num_blocks, *shape)
+            num_bytes = in_all * math.prod(shape) * dtype.itemsize
+            self.blocks = allocate(num_bytes).view(dtype).view(in_all, *shape)
         self.host_blocks = torch.empty((num_host_blocks, *shape), dtype=dtype, pin_memory=device.type == "cuda")
         self.block_size = block_size
         rows_alone = self.blocks
         if dtype == torch.int8:
-            rows_alone = self.blocks[..., : block_size * head_dim].view(num_blocks, *shape[:3], block_size, head_dim)
+            rows_alone = self.blocks[..., : block_size * head_dim].view(in_all, *shape[:3], block_size, head_dim)
         self._layers = [(rows_alone[:, index, 0], rows_alone[:, index, 1]) for index in range(num_layers)]
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in all."""
-        return self.blocks.shape[0]
 
     @property
     def num_host_blocks(self) -> int:
@@ -79,5 +78,5 @@ class PagedKVCache:
             self.blocks[block].copy_(self.host_blocks[host])
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (k_cache, v_cache) of a layer: views [num_blocks, num_kv_heads, block_size, head_dim]."""
+        """Return (k_cache, v_cache) of a layer: views [blocks, num_kv_heads, block_size, head_dim]."""
         return self._layers[index]

@@ -61,16 +61,18 @@ def largest_batch(
     device: torch.device,
     scratch_bytes: Callable[[int], int],
     num_speculative_tokens: int = 0,
+    draft_block_bytes: int = 0,
 ) -> int:
     """Return the largest step that memory allows: max_num_batched_tokens, or the most that leave the KV cache room.
 
     dtype is that of the activations. scratch_bytes(num_tokens) is what the kernels allocate for themselves, and what a
-    proposer keeps.
+    proposer takes. draft_block_bytes: of the keys and values of a drafting model, with each block.
     A cache of a size that was asked for leaves the rest of the free memory; one whose size is left open has to hold the
     step's tokens. Never less than max_num_seqs: a token for each.
     """
     most, least = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
-    asked_blocks, per_block = cache_config.num_gpu_blocks, block_bytes(architecture, cache_config.block_size, kv_dtype)
+    asked_blocks = cache_config.num_gpu_blocks
+    per_block = block_bytes(architecture, cache_config.block_size, kv_dtype) + draft_block_bytes
     asked_bytes = cache_config.kv_cache_memory_bytes if asked_blocks is None else asked_blocks * per_block
     free = _free_for_step(device, cache_config)
     budget = free - asked_bytes if asked_bytes is not None else _share(free, device)
@@ -105,18 +107,20 @@ def decide_num_blocks(
     device: torch.device,
     scratch_bytes: int = 0,
     num_speculative_tokens: int = 0,
+    draft_block_bytes: int = 0,
 ) -> int:
     """Decide how many blocks the KV cache gets; called when the weights are in place.
 
     dtype is that of the activations.
-    scratch_bytes is what the kernels allocate for themselves in a step, and what a proposer keeps.
+    scratch_bytes is what the kernels allocate for themselves in a step, and what a proposer takes. draft_block_bytes:
+    of the keys and values of a drafting model, with each block.
 
     swap_space_bytes of host memory are set aside first. Then: num_gpu_blocks as given; else kv_cache_memory_bytes;
     else the smaller of 4 GiB and half of what is free (on a GPU 90 % of what is free), less the activations, and never
     more than max_num_seqs sequences of full length can use.
     Raises `ConfigError` when not even one block fits.
     """
-    per_block = block_bytes(architecture, cache_config.block_size, kv_dtype)
+    per_block = block_bytes(architecture, cache_config.block_size, kv_dtype) + draft_block_bytes
     free = _free_for_step(device, cache_config)
     if cache_config.num_gpu_blocks is not None:
         num_blocks, reason = cache_config.num_gpu_blocks, "num_gpu_blocks"
@@ -143,12 +147,14 @@ def decide_num_blocks(
     return num_blocks
 
 
-def decide_num_host_blocks(architecture: Architecture, cache_config: CacheConfig, *, kv_dtype: str) -> int:
+def decide_num_host_blocks(
+    architecture: Architecture, cache_config: CacheConfig, *, kv_dtype: str, draft_block_bytes: int = 0
+) -> int:
     """Decide how many blocks fit `swap_space_bytes`. Raises `ConfigError` when that is more than what is free."""
     wanted, free = cache_config.swap_space_bytes, free_bytes(torch.device("cpu"))
     if wanted > free:
         raise ConfigError(f"swap_space_bytes is {wanted:,}, but only {free:,} bytes of host memory are free")
-    return wanted // block_bytes(architecture, cache_config.block_size, kv_dtype)
+    return wanted // (block_bytes(architecture, cache_config.block_size, kv_dtype) + draft_block_bytes)
 
 
 def _machine_free_bytes() -> int:

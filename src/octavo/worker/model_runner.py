@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,29 +13,39 @@ import torch
 from octavo.data.model_output import ModelOutput, TokenLogprobs
 from octavo.outputs import NOTHING_ALLOWED
 from octavo.runtime.faults import REQUEST_FAILED, is_fault, log_fault
+from octavo.speculative.model import ModelProposer
 from octavo.speculative.none import NoProposer
+from octavo.worker.draft_model import DraftRunner
 from octavo.worker.drafting import Drafting
+from octavo.worker.forward_pass import ForwardPass
 from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
 from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
 from octavo.worker.pooler import Pooler
 from octavo.worker.sample_tasks import SampleTasks, Trouble
 from octavo.worker.sampler import Sampler
+from octavo.worker.verification import DraftedRows, ExactVerification
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
     from octavo.data.scheduler_output import SchedulerOutput
-    from octavo.kernels.interface import AttentionBatch, Kernels
+    from octavo.kernels.interface import Kernels, SamplingRows
     from octavo.models.layers import CausalLM
     from octavo.speculative.interface import Proposer
     from octavo.structured_output.grammars import GrammarCompiler
+    from octavo.worker.draft_model import DraftModel
     from octavo.worker.kv_cache import PagedKVCache
+    from octavo.worker.verification import Verification
 
 logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Runs steps on one device. The stages are methods, so that a reader or a test can walk through them."""
+    """Runs steps on one device. The stages are methods, so that a reader or a test can walk through them.
+
+    proposer: guesses what follows; then draft does, where there is one, and where the other has found nothing.
+    draft_cache: of its keys and values, with blocks of the same numbers; None where it reads those of the target.
+    """
 
     def __init__(
         self,
@@ -47,25 +58,49 @@ class ModelRunner:
         max_model_len: int,
         grammars: GrammarCompiler | None = None,
         proposer: Proposer | None = None,
+        draft: DraftModel | None = None,
+        draft_cache: PagedKVCache | None = None,
+        verification: Verification | None = None,
     ) -> None:
         self.model = model
         self.kernels = kernels
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.recorded_forward: Callable[[torch.Tensor, AttentionBatch], torch.Tensor] | None = None
-        self._is_recorded = False
+        self.forward_pass = ForwardPass(model, kernels, kv_cache, max_num_batched_tokens)
         self.kv_cache = kv_cache
         self.sampler = Sampler(kernels)
-        self._logits = torch.empty(0)
+        self.verification = verification or ExactVerification(kernels)
         self._pooler = Pooler()
         self.batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             block_size=kv_cache.block_size,
             device=kv_cache.blocks.device,
+            num_scratch_blocks=0 if draft is None else draft.num_scratch_blocks,
         )
         self._tasks = SampleTasks(self.batch, grammars)
         self.drafting = Drafting(proposer or NoProposer(), self.batch, self._tasks)
+        self.draft_runner: DraftRunner | None = None
+        if draft is not None:
+            passes = ForwardPass(draft.model, kernels, draft_cache or kv_cache, max_num_batched_tokens)
+            self.draft_runner = DraftRunner(
+                draft,
+                passes,
+                self.batch,
+                self.sampler,
+                self._tasks,
+                self.verification,
+                self.drafting.draft_probs,
+            )
+            self.drafting.proposer = ModelProposer(
+                self.draft_runner, draft.num_speculative_tokens, self.drafting.proposer
+            )
+
+    @property
+    def kv_caches(self) -> list[PagedKVCache]:
+        """The KV cache, and that of a draft model."""
+        draft = self.draft_runner
+        return [self.kv_cache] if draft is None or draft.kv.cache is self.kv_cache else [self.kv_cache, draft.kv.cache]
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Compute a step: every scheduled token in one batched forward, tokens for whoever is due some."""
@@ -77,36 +112,33 @@ class ModelRunner:
         self.drafting.finish(scheduled.finished_req_ids)
         self.drafting.forget(scheduled.preempted_req_ids)
         self.batch.update(scheduled)
+        if self.draft_runner is not None:
+            self.draft_runner.update(scheduled)
         self._pooler.forget(scheduled.finished_req_ids)
         if not scheduled.num_scheduled_tokens:
             return ModelOutput(scheduled.step, {})
         inputs = self.batch.prepare_inputs(scheduled)
+        self._tasks.begin(inputs)
         hidden = self.forward(inputs)
         assert hidden.shape[0] == inputs.output_start[-1]
         prompt_logprobs, errors = self._prompt_logprobs(inputs, hidden)
         pooled = self._pooler.pool(inputs, hidden, self.batch, errors)
         output = self.sample(scheduled.step, inputs, hidden, prompt_logprobs, errors)
-        drafts = self.drafting.propose(output.sampled_token_ids)
-        return replace(output, pooled=pooled, draft_token_ids=drafts) if pooled or drafts else output
+        drafting = self.drafting
+        drafts = drafting.propose(output.sampled_token_ids, scheduled.max_drafts)
+        if not (pooled or drafting.seconds):
+            return output
+        return replace(
+            output,
+            pooled=pooled,
+            draft_token_ids=drafts,
+            drafting_s=drafting.seconds,
+            num_drafting_passes=drafting.num_passes,
+        )
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
-        """Return hidden states [num_outputs, hidden]; writes this step's KV. They last until the next call.
-
-        The first step, that of the warm-up, is recorded where the kernels can.
-        """
-        token_ids, batch = inputs.token_ids, inputs.attention
-        if self.recorded_forward is not None and token_ids.shape[0] <= self.max_num_batched_tokens:
-            return self.recorded_forward(token_ids, batch)
-        if self._is_recorded:
-            return self._plain_forward(token_ids, batch)
-        self._is_recorded = True
-        hidden, self.recorded_forward = self.kernels.record_forward(
-            self._plain_forward, token_ids, batch, max(self.max_num_batched_tokens, token_ids.shape[0])
-        )
-        return hidden
-
-    def _plain_forward(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        return self.model.forward(token_ids, batch, self.kv_cache)
+        """Return hidden states [num_outputs, hidden]; writes this step's KV. They last until the next call."""
+        return self.forward_pass(inputs.token_ids, inputs.attention)
 
     def sample(
         self,
@@ -118,8 +150,8 @@ class ModelRunner:
     ) -> ModelOutput:
         """Choose tokens for every request whose known tokens are all computed now: one, and one behind each draft.
 
-        As long as a draft is what is chosen, the choice behind it stands as well: the same token, by the same logits
-        and the same noise, as if it had been fed back.
+        As long as a draft is what is chosen, the choice behind it stands as well: by the same logits as if it had been
+        fed back, and by the same noise, unless drafts are verified by rejection sampling.
 
         errors: of requests that failed in this step already.
         """
@@ -127,11 +159,11 @@ class ModelRunner:
         if not inputs.sampled:
             return ModelOutput(step, {}, prompt_logprobs=prompt_logprobs or {}, errors=errors)
         requests = [inputs.requests[index] for index in inputs.sampled]
-        troubles = dict[int, Trouble]()
-        tasks = self._tasks.make(inputs, requests, troubles)
+        troubles, postponed = dict[int, Trouble](), set[str]()
+        tasks = self._tasks.make(inputs, troubles, postponed)
         logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
         rows = self.batch.sampling.gather(inputs.sampled_rows, inputs.num_known)
-        sampled = self.sampler.sample(logits, rows, tasks)
+        sampled = self.sampler.sample(logits, rows, tasks, self._chooser(inputs, requests))
         for row, error in sampled.faults.items():
             if not is_fault(error):
                 raise error
@@ -140,7 +172,7 @@ class ModelRunner:
         standing = self._verify(inputs, sampled.token_ids)
         for request, first, token_ids in zip(requests, inputs.cu_num_logits.tolist(), standing, strict=False):
             name = request.request_id
-            if name in errors:
+            if name in errors or name in postponed:
                 continue
             num_good = _num_good(first, token_ids, troubles)
             if not num_good:
@@ -151,7 +183,21 @@ class ModelRunner:
             tokens[name] = token_ids[:num_good]
             if first in sampled.logprobs:
                 logprobs[name] = [sampled.logprobs[first + i] for i in range(len(tokens[name]))]
-        return ModelOutput(step, tokens, logprobs, prompt_logprobs or {}, errors)
+        return ModelOutput(step, tokens, logprobs, prompt_logprobs or {}, errors, postponed=postponed)
+
+    def _chooser(
+        self, inputs: ModelInputs, requests: list[RequestRow]
+    ) -> Callable[[torch.Tensor, SamplingRows], torch.Tensor]:
+        """Return what makes the choices of a step: the sampling kernel, or the verification of its drafts."""
+        if len(inputs.num_known) == len(requests):
+            return self.kernels.sample
+        drafted = DraftedRows(
+            is_greedy=[request.sampling_params.is_greedy for request in requests],
+            cu_num_logits=inputs.cu_num_logits,
+            draft_ids=self.batch.input_tokens(inputs),
+            draft_probs=[self.drafting.draft_probs.get(request.request_id) for request in requests],
+        )
+        return partial(self.verification.choose, drafted=drafted)
 
     def _verify(self, inputs: ModelInputs, chosen: list[int]) -> list[list[int]]:
         """Return the choices that stand of each request that is sampled: those that its drafts are, and one."""
@@ -165,18 +211,10 @@ class ModelRunner:
         return [row[:count] for row, count in zip(sampled.tolist(), num_sampled.tolist(), strict=True)]
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 [rows, vocab_size], which last until the next call.
-
-        Their memory is kept. It is too large for malloc to keep: made anew, its pages would be zeroed by the system
-        each time, a tenth of a step of 64 rows.
-        """
-        rows, vocab_size = hidden.shape[0], self.model.lm_head.out_features
-        if rows * vocab_size > self._logits.numel():
-            self._logits = torch.empty(0)  # before its successor is made
-            most = self.max_num_seqs * (1 + self.drafting.proposer.num_speculative_tokens)
-            with_room = max(rows, min(2 * rows, most))
-            self._logits = torch.empty(with_room * vocab_size, dtype=torch.float32, device=hidden.device)
-        return self.model.compute_logits(hidden, self._logits[: rows * vocab_size].view(rows, vocab_size))
+        """Return float32 [rows, vocab_size], which last until the next call."""
+        return self.forward_pass.compute_logits(
+            hidden, self.max_num_seqs * (1 + self.drafting.proposer.num_speculative_tokens)
+        )
 
     def _prompt_logprobs(
         self, inputs: ModelInputs, hidden: torch.Tensor

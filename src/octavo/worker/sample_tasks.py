@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import numpy as np
 from octavo.errors import RequestError
 from octavo.outputs import GRAMMAR_EXCEEDED
 from octavo.runtime.faults import REQUEST_FAILED, is_fault, log_fault
+from octavo.worker.grammar_walks import GrammarWalks, Walk, Walked, wait_for
 from octavo.worker.sampler import SampleTask
 
 if TYPE_CHECKING:
@@ -46,82 +48,131 @@ class SampleTasks:
     def __init__(self, batch: InputBatch, grammars: GrammarCompiler | None) -> None:
         self._batch = batch
         self._grammars = grammars
+        self._walks = GrammarWalks()
+        self._start_s = 0.0
 
-    def make(
-        self, inputs: ModelInputs, requests: Sequence[RequestRow], troubles: dict[int, Trouble]
-    ) -> dict[int, SampleTask]:
-        """Return the tasks of a step by row of logits; requests: those that are sampled.
+    def begin(self, inputs: ModelInputs) -> None:
+        """Begin to walk the grammars of a step's requests, while the model computes."""
+        self._start_s = time.monotonic()
+        for request, rows in self._not_plain(inputs):
+            if request.sampling_params.structured_outputs is not None:
+                known = self._batch.token_ids[request.row, : inputs.num_known[rows[-1]]]
+                self._begin_walk(request, known, len(rows) - 1)
+
+    def make(self, inputs: ModelInputs, troubles: dict[int, Trouble], postponed: set[str]) -> dict[int, SampleTask]:
+        """Return the tasks of a step that has begun, by row of logits.
 
         Each row sees the drafts before it as tokens that came. None is made where it makes no difference what is
-        chosen: behind a draft that the grammar forbids.
-        troubles: rows of those whose grammar cannot go on, and so what is behind them.
+        chosen: behind a draft that the grammar forbids, and for who is postponed.
+        troubles: rows of those whose grammar cannot go on, and so what is behind them. postponed: whose grammar is not
+        walked yet.
         """
         tasks = dict[int, SampleTask]()
-        first = inputs.cu_num_logits
-        is_plain = self._batch.sampling.is_plain[inputs.sampled_rows[first[:-1]]]
-        if is_plain.all():
-            return tasks
-        for index in np.flatnonzero(~is_plain).tolist():
-            request, rows = requests[index], range(int(first[index]), int(first[index + 1]))
+        not_plain = self._not_plain(inputs)
+        walks = [request.walk for request, _ in not_plain if request.walk is not None]
+        wait_for(walks, time.monotonic() - self._start_s, is_all=len(walks) == len(inputs.requests))
+        for request, rows in not_plain:
             known = self._batch.token_ids[request.row, : inputs.num_known[rows[-1]]]
-            masks: list[NDArray[np.bool_] | None] = [None] * len(rows)
-            if request.sampling_params.structured_outputs is not None:
-                masks = []
-                try:
-                    self._walk(request, known, len(rows) - 1, masks)
-                except BaseException as error:
-                    if not is_fault(error):
-                        raise
-                    request.matcher = None  # it cannot go back
-                    if len(masks) < len(rows):
-                        troubles[rows[len(masks)]] = Trouble(error, "its grammar was walked")
+            masks: Sequence[NDArray[np.bool_] | None] = [None] * len(rows)
+            if request.walk is not None:
+                if not request.walk.is_ready:
+                    postponed.add(request.request_id)
+                    continue
+                walked = request.walk.result.result()
+                masks = walked.masks
+                if walked.error is not None and len(masks) < len(rows):
+                    troubles[rows[len(masks)]] = Trouble(walked.error, "its grammar was walked")
             for row, allowed in zip(rows, masks, strict=False):
-                tasks[row] = SampleTask(
-                    sampling_params=request.sampling_params,
-                    stop_token_ids=request.stop_token_ids,
-                    known_tokens=known[: inputs.num_known[row]],
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    allowed=allowed,
-                )
+                tasks[row] = _task(request, known[: inputs.num_known[row]], allowed)
         return tasks
+
+    def make_for_drafts(
+        self, requests: Sequence[RequestRow], rows: NDArray[np.int64], num_known: NDArray[np.int64]
+    ) -> dict[int, SampleTask]:
+        """Return the tasks of a model that drafts one token of each request, by its index.
+
+        Their tokens so far count as known, drafts among them. Grammars are left out, whose walks would hold up the
+        step: what one forbids is cut before it is computed.
+        """
+        is_plain = self._batch.sampling.is_plain[rows]
+        return {
+            index: _task(requests[index], self._batch.token_ids[rows[index], : num_known[index]], None)
+            for index in np.flatnonzero(~is_plain).tolist()
+        }
 
     def num_allowed(self, request: RequestRow, known: NDArray[np.int32], drafts: list[int]) -> int:
         """Return how many drafts behind the known tokens could come true: up to one that the grammar forbids."""
         if request.sampling_params.structured_outputs is None:
             return len(drafts)
-        return self._matcher(request, known).num_allowed(drafts)
+        matcher = self._matcher(request)
+        if matcher.is_large:  # the walk of the next step finds it, on its own thread
+            return len(drafts)
+        matcher.advance(known[request.num_prompt_tokens + matcher.num_tokens :].tolist())
+        return matcher.num_allowed(drafts)
 
-    def _walk(
-        self,
-        request: RequestRow,
-        known: NDArray[np.int32],
-        num_drafts: int,
-        masks: list[NDArray[np.bool_] | None],
-    ) -> None:
-        """Note what a grammar allows behind the newest token and behind each draft; then forget the drafts again.
+    def _not_plain(self, inputs: ModelInputs) -> list[tuple[RequestRow, range]]:
+        """Return who is sampled and asks for more than the kernel does, each with its rows of logits."""
+        first = inputs.cu_num_logits
+        is_plain = self._batch.sampling.is_plain[inputs.sampled_rows[first[:-1]]]
+        if is_plain.all():
+            return []
+        return [
+            (inputs.requests[inputs.sampled[index]], range(int(first[index]), int(first[index + 1])))
+            for index in np.flatnonzero(~is_plain).tolist()
+        ]
+
+    def _begin_walk(self, request: RequestRow, known: NDArray[np.int32], num_drafts: int) -> None:
+        """Walk a request's grammar over what came since, unless that is under way, or done, since an earlier step.
 
         known: with the drafts, at its end.
         """
-        num_tokens = len(known) - num_drafts
-        matcher = self._matcher(request, known[:num_tokens])
-        allowed = matcher.allowed()
-        masks.append(allowed)
-        for token_id in known[num_tokens:].tolist():
-            if not allowed[token_id]:
-                break
-            matcher.advance([token_id])
-            allowed = matcher.allowed()
-            masks.append(allowed)
-        matcher.step_back(len(masks) - 1)
+        num_tokens, last = len(known) - num_drafts, request.walk
+        drafts = known[num_tokens:].tolist()
+        if last is not None and last.num_tokens == num_tokens:
+            if drafts == last.drafts[:num_drafts]:
+                return
+            last.wait()  # a proposer guessed on for a token that is postponed: one walk after the other
+        num_walked = 0 if request.matcher is None else request.matcher.num_tokens
+        new = known[request.num_prompt_tokens + num_walked : num_tokens].tolist()
+        request.walk = walk = Walk(num_tokens, drafts)
+        self._walks.begin(walk, lambda: self._walk(request, new, drafts), 0.0 if last is None else last.seconds)
 
-    def _matcher(self, request: RequestRow, known: NDArray[np.int32]) -> Matcher:
-        """Return a request's way through its grammar, walked on over the tokens that came since."""
+    def _walk(self, request: RequestRow, new: list[int], drafts: list[int]) -> Walked:
+        """Walk over new tokens; note what is allowed behind them and behind each draft; then forget the drafts."""
+        masks: list[NDArray[np.bool_]] = []
+        try:
+            matcher = self._matcher(request)
+            matcher.advance(new)
+            masks.append(matcher.allowed())
+            for token_id in drafts:
+                if not masks[-1][token_id]:
+                    break
+                matcher.advance([token_id])
+                masks.append(matcher.allowed())
+            matcher.step_back(len(masks) - 1)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            request.matcher = None  # it cannot go back
+            return Walked(masks, error)
+        return Walked(masks, None)
+
+    def _matcher(self, request: RequestRow) -> Matcher:
+        """Return a request's way through its grammar, as far as it was walked."""
         if request.matcher is None:
             wanted = request.sampling_params.structured_outputs
             assert wanted is not None
             if self._grammars is None:
                 raise RequestError("this worker has no tokenizer to compile grammars for")
             request.matcher = self._grammars.compile(wanted)
-        matcher = request.matcher
-        matcher.advance(known[request.num_prompt_tokens + matcher.num_tokens :].tolist())
-        return matcher
+        return request.matcher
+
+
+def _task(request: RequestRow, known: NDArray[np.int32], allowed: NDArray[np.bool_] | None) -> SampleTask:
+    return SampleTask(
+        sampling_params=request.sampling_params,
+        stop_token_ids=request.stop_token_ids,
+        known_tokens=known,
+        num_prompt_tokens=request.num_prompt_tokens,
+        allowed=allowed,
+    )

@@ -21,7 +21,7 @@ from octavo.runtime.faults import is_fault
 from octavo.worker.typical import keep_typical
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -149,23 +149,21 @@ class Sampler:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def sample(self, logits: Tensor, rows: SamplingRows, tasks: Mapping[int, SampleTask]) -> Sampled:
+    def sample(
+        self,
+        logits: Tensor,
+        rows: SamplingRows,
+        tasks: Mapping[int, SampleTask],
+        choose: Callable[[Tensor, SamplingRows], Tensor] | None = None,
+    ) -> Sampled:
         """Choose a token for every row of float32 [n, vocab]; the logits are changed in place.
 
-        tasks: of the rows that ask for more than the kernel does.
+        tasks: of the rows that ask for more than the kernel does. choose: what chooses in place of the kernel.
         """
         with_logprobs = [row for row, task in tasks.items() if task.sampling_params.logprobs is not None]
         raw_logprobs = torch.log_softmax(logits[with_logprobs], dim=-1) if with_logprobs else None
-        faults: dict[int, BaseException] = {}
-        for row, task in tasks.items():
-            try:
-                if task.adjusts_logits:
-                    _adjust(logits[row], task)
-                if task.sampling_params.typical_p < 1.0:
-                    keep_typical(logits[row], task.sampling_params, self._kernels)
-            except BaseException as error:  # noqa: BLE001 - it is one request's, which is named where it is known
-                faults[row] = error
-        token_ids: list[int] = self._kernels.sample(logits, rows).tolist()
+        faults = self.adjust(logits, tasks)
+        token_ids: list[int] = (choose or self._kernels.sample)(logits, rows).tolist()
         if raw_logprobs is None:
             return Sampled(token_ids, {}, faults)
         chosen = [max(token_ids[row], 0) for row in with_logprobs]
@@ -178,6 +176,19 @@ class Sampler:
             # Whose fault it is shows row by row.
             return Sampled(token_ids, self._logprobs_alone(raw_logprobs, with_logprobs, chosen, counts, faults), faults)
         return Sampled(token_ids, dict(zip(with_logprobs, entries, strict=True)), faults)
+
+    def adjust(self, logits: Tensor, tasks: Mapping[int, SampleTask]) -> dict[int, BaseException]:
+        """Apply what is asked of rows before the kernel, in place; return for which rows that failed, and how."""
+        faults: dict[int, BaseException] = {}
+        for row, task in tasks.items():
+            try:
+                if task.adjusts_logits:
+                    _adjust(logits[row], task)
+                if task.sampling_params.typical_p < 1.0:
+                    keep_typical(logits[row], task.sampling_params, self._kernels)
+            except BaseException as error:  # noqa: BLE001 - it is one request's, which is named where it is known
+                faults[row] = error
+        return faults
 
     def _logprobs_alone(
         self,

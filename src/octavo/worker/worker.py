@@ -7,6 +7,7 @@ import logging
 import queue
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -20,10 +21,12 @@ from octavo.models.loader import load_model
 from octavo.models.packed_cache import PackedCache
 from octavo.sampling_params import SamplingParams
 from octavo.speculative import create_proposer
+from octavo.worker.draft_model import DraftModel
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.memory import decide_num_blocks, decide_num_host_blocks, largest_batch
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.prefault import Prefault
+from octavo.worker.verification import create_verification
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig, SpeculativeConfig
     from octavo.data.model_output import ModelOutput
     from octavo.models.architecture import Architecture
+    from octavo.models.draft_checkpoint import DraftCheckpoint
+    from octavo.models.layers import CausalLM
     from octavo.structured_output.grammars import GrammarCompiler
 
 logger = logging.getLogger(__name__)
@@ -78,24 +83,24 @@ class Worker:
         progress: Callable[[int, int], None] | None = None,
         grammars: GrammarCompiler | None = None,
         speculative_config: SpeculativeConfig | None = None,
+        draft_checkpoint: DraftCheckpoint | None = None,
     ) -> None:
         self.device = resolve_device(device_config.device)
         self.kernels = create_kernels(self.device, device_config.kernels, device_config.num_threads, device_config.isa)
         if self.device.type == "cpu" and not self.kernels.has_own_threads:
             torch.set_num_threads(device_config.num_threads or default_num_threads())
-        self.model = load_model(
-            directory,
-            architecture,
-            self.kernels,
+        load = partial(
+            load_model,
+            kernels=self.kernels,
             dtype=dtype,
             device=self.device,
-            max_model_len=max_model_len,
             load_format=load_format,
-            quantization=quantization,
-            group_size=group_size,
             packed_cache=_packed_cache(packed_cache_bytes),
             seed=seed,
             progress=progress,
+        )
+        self.model = load(
+            directory, architecture, max_model_len=max_model_len, quantization=quantization, group_size=group_size
         )
         self.quantization = quantization
         self.dtype = str(self.model.dtype).removeprefix("torch.")
@@ -105,6 +110,10 @@ class Worker:
         self.proposer = create_proposer(
             speculative_config, max_num_seqs=scheduler_config.max_num_seqs, max_model_len=max_model_len
         )
+        self.num_speculative_tokens = 0 if speculative_config is None else speculative_config.num_speculative_tokens
+        self.draft = None if draft_checkpoint is None else self._load_draft(draft_checkpoint, load)
+        draft_block_bytes = 0 if self.draft is None else self.draft.bytes_per_block
+        self.verification = create_verification(speculative_config, self.kernels)
         self._take_steps_that_fit()
         num_blocks = decide_num_blocks(
             architecture,
@@ -115,45 +124,81 @@ class Worker:
             max_model_len=max_model_len,
             device=self.device,
             scratch_bytes=self._scratch_bytes(self.scheduler_config.max_num_batched_tokens),
-            num_speculative_tokens=self.proposer.num_speculative_tokens,
+            num_speculative_tokens=self.num_speculative_tokens,
+            draft_block_bytes=draft_block_bytes,
         )
-        num_host_blocks = decide_num_host_blocks(architecture, cache_config, kv_dtype=self.kv_dtype)
+        num_host_blocks = decide_num_host_blocks(
+            architecture, cache_config, kv_dtype=self.kv_dtype, draft_block_bytes=draft_block_bytes
+        )
         self.runner = self._make_runner(num_blocks, num_host_blocks)
         self.kv_cache = self.runner.kv_cache
         num_tokens = min(WARM_UP_TOKENS, self.scheduler_config.max_num_batched_tokens, max_model_len)
         self._alone(lambda: warm_up(self.runner, num_tokens))
         if self.device.type == "cpu" and cache_config.asks_for_memory:
-            touching = Prefault(self.kv_cache.blocks)
-            weakref.finalize(self, touching.stop)
+            for cache in self.runner.kv_caches:
+                weakref.finalize(self, Prefault(cache.blocks).stop)
+
+    def _load_draft(self, checkpoint: DraftCheckpoint, load: partial[CausalLM]) -> DraftModel:
+        model = load(
+            checkpoint.directory,
+            checkpoint.architecture,
+            max_model_len=checkpoint.max_model_len,
+            quantization=checkpoint.quantization,
+        )
+        own_kv_dtype = "int8" if self.kv_dtype == "int8" else str(model.dtype).removeprefix("torch.")
+        return DraftModel(
+            checkpoint=checkpoint,
+            model=model,
+            dtype=load.keywords["dtype"],
+            kv_dtype=self.kv_dtype if checkpoint.shares_kv else own_kv_dtype,
+            block_size=self.cache_config.block_size,
+            max_num_seqs=self.scheduler_config.max_num_seqs,
+            num_speculative_tokens=self.num_speculative_tokens,
+        )
 
     def _make_runner(self, num_blocks: int, num_host_blocks: int = 0) -> ModelRunner:
-        architecture = self.model.architecture
-        kv_cache = PagedKVCache(
-            num_blocks=num_blocks,
-            num_layers=architecture.num_layers,
-            num_kv_heads=architecture.num_kv_heads,
-            block_size=self.cache_config.block_size,
-            head_dim=architecture.head_dim,
-            dtype=getattr(torch, self.kv_dtype),
-            device=self.device,
-            num_host_blocks=num_host_blocks,
-            allocate=self.kernels.allocate if self.device.type == "cpu" else None,
-        )
+        draft, num_scratch_blocks = self.draft, 0
+        if draft is not None:
+            num_scratch_blocks = draft.num_scratch_blocks * self.scheduler_config.max_num_seqs
+        make_cache = partial(self._make_cache, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+        draft_cache = None
+        if draft is not None and not draft.checkpoint.shares_kv:
+            draft_cache = make_cache(draft.model.architecture, draft.kv_dtype, num_scratch_blocks=num_scratch_blocks)
+            num_scratch_blocks = 0
         return ModelRunner(
             self.model,
             self.kernels,
-            kv_cache,
+            make_cache(self.model.architecture, self.kv_dtype, num_scratch_blocks=num_scratch_blocks),
             max_num_seqs=self.scheduler_config.max_num_seqs,
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             grammars=self.grammars,
             proposer=self.proposer,
+            draft=draft,
+            draft_cache=draft_cache,
+            verification=self.verification,
+        )
+
+    def _make_cache(self, architecture: Architecture, kv_dtype: str, **num_blocks: int) -> PagedKVCache:
+        return PagedKVCache(
+            num_layers=architecture.num_layers,
+            num_kv_heads=architecture.num_kv_heads,
+            block_size=self.cache_config.block_size,
+            head_dim=architecture.head_dim,
+            dtype=getattr(torch, kv_dtype),
+            device=self.device,
+            allocate=self.kernels.allocate if self.device.type == "cpu" else None,
+            **num_blocks,
         )
 
     def _scratch_bytes(self, num_tokens: int) -> int:
-        """Return what the kernels allocate for themselves in a step of so many tokens, and what the proposer keeps."""
+        """Return what the kernels allocate for themselves in a step of so many tokens, and what drafts take."""
         architecture = self.model.architecture
-        return self.proposer.num_bytes + self.kernels.scratch_bytes(
+        max_drafts = min(num_tokens, self.scheduler_config.max_num_seqs * self.num_speculative_tokens)
+        of_drafts = self.proposer.num_bytes + self.verification.num_bytes(max_drafts, architecture.vocab_size)
+        if self.draft is not None:
+            of_drafts += self.draft.num_bytes(num_tokens, self.kernels)
+        return of_drafts + self.kernels.scratch_bytes(
             num_heads=architecture.num_heads,
             num_kv_heads=architecture.num_kv_heads,
             head_dim=architecture.head_dim,
@@ -184,7 +229,8 @@ class Worker:
             kv_dtype=self.kv_dtype,
             device=self.device,
             scratch_bytes=self._scratch_bytes,
-            num_speculative_tokens=self.proposer.num_speculative_tokens,
+            num_speculative_tokens=self.num_speculative_tokens,
+            draft_block_bytes=0 if self.draft is None else self.draft.bytes_per_block,
         )
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:

@@ -26,7 +26,7 @@ from octavo.errors import ConfigError
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.runtime import logs
 from octavo.server.access.tenants import Tenant, add_key
-from octavo.server.answers.answering import UsageCounter
+from octavo.server.answers.usage import UsageCounter
 from octavo.server.app import create_app
 from octavo.server.errors import CLIENT_LEFT
 from octavo.server.service import Service
@@ -554,7 +554,7 @@ def test_what_ended_is_counted_once() -> None:
 
 
 def test_each_refusal_is_counted_once_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever refuses: connection, origins, keys, door, body, route, engine. The audit log says the same."""
+    """Each that refuses: connection, origins, keys, door, body, route, engine. The audit log says the same."""
     caplog.set_level(logging.INFO, logger="octavo.audit")
     path = tmp_path / "keys.toml"
     key = bearer(add_key(path, Tenant(name="bob")))

@@ -9,7 +9,7 @@ import pytest
 from running import connect, read_all, run_server
 
 from octavo.cli.config_file import configuration, describe_configuration
-from octavo.config import EngineConfig, ModelConfig, ServerConfig
+from octavo.config import EngineConfig, ModelConfig, ServerConfig, SpeculativeConfig
 from octavo.server.access.tenants import Tenant, add_key
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def test_a_configuration_is_json_and_tells_no_secret_and_no_place(tmp_path: Path
     assert told["server"]["ssl_keyfile"] == "k.pem"
     assert told["model"]["model"] == tmp_path.name
     assert told["scheduler"]["max_num_seqs"] == 64
+    speculative = SpeculativeConfig(method="ngram", verification="rejection")
+    assert configuration(server, EngineConfig(speculative=speculative))["speculative"]["verification"] == "rejection"
 
 
 def test_templates_are_told_as_texts_and_addresses_without_passwords() -> None:

@@ -175,7 +175,7 @@ def test_vllms_fields_reach_the_template_and_the_cache() -> None:
 
 
 def test_what_says_how_to_think_is_read(caplog: pytest.LogCaptureFixture) -> None:
-    """Clients must send a budget; here max_tokens alone bounds an answer, and the log says that once."""
+    """Clients must send a budget; here max_tokens alone bounds an answer, and no field of it is unknown."""
     caplog.set_level(logging.INFO, "octavo")
     template = FakeChatTemplate()
     kinds: list[Any] = [
@@ -191,9 +191,7 @@ def test_what_says_how_to_think_is_read(caplog: pytest.LogCaptureFixture) -> Non
             assert client.messages.create(**{**ASKED, "max_tokens": 3}, thinking=config).content
             assert template.options.get("enable_thinking") is wanted
             client.messages.count_tokens(model="fake", messages=MESSAGES, thinking=config)
-    assert [record.getMessage() for record in caplog.records].count(
-        "unknown fields of a request are ignored: 'thinking.budget_tokens'"
-    ) == 1
+    assert not [message for message in caplog.messages if "unknown fields" in message]
 
 
 def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(running: Running) -> None:

@@ -308,6 +308,7 @@ def test_every_field_that_chooses_tokens_reaches_the_parameters():
         "top_k": 5, "min_p": 0.5, "repetition_penalty": 1.5, "min_tokens": 1, "ignore_eos": True,
         "stop_token_ids": [7], "include_stop_str_in_output": True, "skip_special_tokens": False,
         "allowed_token_ids": [1, 2], "logit_bias": {"5": 1.5}, "typical_p": 0.5,
+            "num_speculative_tokens": 2,
     }  # fmt: skip
     assert given.keys() == SamplingControls.model_fields.keys()
     params = _params(ResponsesRequest(input="a", **given), SamplingParams(), 9)

@@ -34,7 +34,7 @@ def body_of(schema: type[Schema], *, is_count: bool = False) -> Callable[[Reques
     """Make the dependency that gives a route its checked body.
 
     The request's time counts from when that has arrived: `request.state.deadline`, on the clock of the event loop.
-    is_count: no answer of the model is asked for, which `request.state.is_count` says to whoever does the work.
+    is_count: no answer of the model is asked for, which `request.state.is_count` says to those who do the work.
     """
 
     async def read(request: Request) -> Schema:

@@ -126,7 +126,7 @@ class Line:
 
     Others may pass, who have not come in yet or who are first of another tenant, as long as they fit and until the
     one they pass has been passed by as much as it asks for: a large one is not starved by small ones, and those are not
-    kept out by whoever waits for long. After that no other of its tenant passes; other tenants leave it its room once
+    kept out by one that waits for long. After that no other of its tenant passes; other tenants leave it its room once
     it waits for them alone, as its own tenant holds nothing.
     """
 

@@ -256,7 +256,7 @@ def _change(path: Path, name: str, edit: Callable[[str], str], expect: Callable[
         beside.touch(mode=0o600)
         beside.write_text(changed, encoding="utf-8")
         beside.chmod(stat.S_IMODE(before.st_mode))
-        if hasattr(os, "chown"):  # the server has to be able to read it, whoever changes it
+        if hasattr(os, "chown"):  # the server has to be able to read it, also where root changes it
             os.chown(beside, before.st_uid, before.st_gid)
         beside.replace(path)
     except OSError as error:

@@ -11,7 +11,7 @@ import time
 from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -23,28 +23,26 @@ from octavo.runtime.faults import error_for, is_fault, request_failed
 from octavo.runtime.text_work import beside
 from octavo.sampling_params import RequestOutputKind
 from octavo.server.answers.answer_size import LogprobLimit, num_entries
-from octavo.server.api.openai.replies import CompletionTokensDetails, PromptTokensDetails, Receipt, Usage
+from octavo.server.answers.usage import UsageCounter
 from octavo.server.errors import note_error, to_http
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 
     from starlette.requests import Request
     from starlette.types import Message, Receive, Scope, Send
 
-    from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.runtime.text_work import TextWork
     from octavo.sampling_params import SamplingParams
     from octavo.server.access.limiter import Permit
-    from octavo.server.api.openai.requests import SamplingFields
+    from octavo.server.answers.usage import Usage
     from octavo.server.errors import HttpError
     from octavo.server.service import Service
 
 encoder = msgspec.json.Encoder()
 T = TypeVar("T")
 _ANSWERING = "it was answered"
-Choice = TypeVar("Choice", bound=msgspec.Struct)
-Chunk = TypeVar("Chunk", bound=msgspec.Struct)
 _MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
 
 
@@ -76,22 +74,6 @@ class Job:
         params = copy(self.params)  # which were checked when they were made
         params.output_kind = kind
         object.__setattr__(self, "params", params)
-
-
-def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]:
-    """Return what the OpenAI API's requests tell a job beside their prompts and parameters."""
-    options = request.stream_options
-    return {
-        "stream": bool(request.stream),
-        "include_usage": bool(options and options.include_usage),
-        "continuous_usage": bool(options and options.include_usage and options.continuous_usage_stats),
-        "priority": request.priority or 0,
-        "cache_salt": request.cache_salt,
-        "spelled": request.spelled(
-            prompt=prompt_field,
-            structured_outputs="structured_outputs" if request.response_format is None else "response_format",
-        ),
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,112 +113,6 @@ class Reply(WholeReply, Protocol):
 def event(data: Any) -> bytes:
     """Spell a server-sent event."""
     return b"data: " + encoder.encode(data) + b"\n\n"
-
-
-class OpenAIReply(Generic[Choice, Chunk]):
-    """What replies share that are chunks."""
-
-    _done = b"data: [DONE]\n\n"
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-        """Return a chunk, also where its text is held back: who counts chunks sees when tokens come.
-
-        Why a choice ended stands in a last chunk of its own: a loop that ends there has read everything.
-        """
-        choices = [self._grown(update)]
-        if update.completion.finished:
-            choices.append(self._ended(update))
-        chunks = [self._event([choice], usage) for choice in choices if choice is not None]
-        if update.is_first:
-            self._begin(chunks[0], update)
-        return b"".join(map(event, chunks))
-
-    def end(self, usage: Usage) -> bytes:
-        """Return the counts, if they are asked for, and the end."""
-        return event(self._event([], self._counted(usage))) + self._done if self._job.include_usage else self._done
-
-    def error(self, error: HttpError) -> bytes:
-        """Return an error object, and the end."""
-        return event(error.body) + self._done
-
-    def _grown(self, update: ChoiceUpdate) -> Choice | None:
-        """Return what a choice grew by; None where a client hears of nothing."""
-        raise NotImplementedError
-
-    def _ended(self, update: ChoiceUpdate) -> Choice:
-        """Return why a choice ended, and nothing else."""
-        raise NotImplementedError
-
-    def _event(self, choices: list[Choice], usage: Usage | None) -> Chunk:
-        raise NotImplementedError
-
-    def _begin(self, event: Chunk, update: ChoiceUpdate) -> None:
-        """Add what the first chunk of a choice has besides."""
-
-    def _counted(self, usage: Usage) -> Usage:
-        """Return the last counts."""
-        return usage
-
-
-class UsageCounter:
-    """Counts tokens of a stream as they go by; those of completions where they count (`Job`)."""
-
-    def __init__(self, *, counts_completions: bool = True) -> None:
-        self._counts_completions = counts_completions
-        self._prompts: dict[str, tuple[int, int]] = {}
-        self._num_completion_tokens = 0
-        self._receipt = Receipt()
-        self._ended: set[str] = set()
-        self._ended_choices: set[tuple[str, int]] = set()
-        self.metrics: list[RequestMetrics] = []
-        self.finish_reasons: list[str] = []
-
-    def add(self, output: RequestOutput, completions: Iterable[CompletionOutput]) -> None:
-        """Count an output's prompt, once, and the tokens of some of its completions."""
-        self._prompts[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
-        if output.finished and output.metrics is not None and output.request_id not in self._ended:
-            self._ended.add(output.request_id)
-            self.metrics.append(output.metrics)
-            self._receipt.add(output.metrics)
-        for completion in completions:
-            self._num_completion_tokens += len(completion.token_ids) if self._counts_completions else 0
-            if completion.finish_reason is not None:
-                choice = output.request_id, completion.index
-                if choice not in self._ended_choices:
-                    self._ended_choices.add(choice)
-                    self.finish_reasons.append(completion.finish_reason)
-
-    def summary(self) -> dict[str, Any]:
-        """Return the counts so far, for a log; none where nothing was heard of."""
-        if not self._prompts:
-            return {}
-        usage = self.usage()
-        return {
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "computed_tokens": self._receipt.computed_tokens,
-            "recomputed_tokens": self._receipt.recomputed_tokens,
-            "wasted_tokens": self._receipt.wasted_tokens,
-            "finish_reasons": self.finish_reasons,
-        }
-
-    def usage(self) -> Usage:
-        """Return the counts so far."""
-        num_prompt_tokens = sum(num_tokens for num_tokens, _ in self._prompts.values())
-        num_cached_tokens = sum(num_cached for _, num_cached in self._prompts.values())
-        total = num_prompt_tokens + self._num_completion_tokens
-        usage = Usage(num_prompt_tokens, self._num_completion_tokens, total, PromptTokensDetails(num_cached_tokens))
-        if self._ended:
-            usage.receipt = self._receipt
-        num_drafted = sum(each.num_draft_tokens for each in self.metrics)
-        if num_drafted:
-            num_accepted = sum(each.num_accepted_tokens for each in self.metrics)
-            usage.completion_tokens_details = CompletionTokensDetails(0, num_accepted, num_drafted - num_accepted)
-        return usage
 
 
 async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:

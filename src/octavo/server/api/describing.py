@@ -73,5 +73,7 @@ def server_info(service: Service) -> dict[str, Any]:
         "max_total_tokens": service.engine.capacity.kv_cache_tokens,
         "max_running_requests": service.engine.capacity.max_num_seqs,
         "context_length": service.model_info.max_model_len,
+        "speculative_method": service.engine.capacity.speculative_method,
+        "num_speculative_tokens": service.engine.capacity.num_speculative_tokens,
         "settings": service.settings,
     }

@@ -18,8 +18,8 @@ from octavo.runtime.ids import new_id
 from octavo.sampling_params import MAX_STOP_STRINGS, SamplingParams, StructuredOutputsParams
 from octavo.server.access.body import body_of, look_at
 from octavo.server.answers.answering import ChoiceUpdate, Job, answer, encoder, event
+from octavo.server.answers.usage import Receipt
 from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS
-from octavo.server.api.openai.replies import Receipt
 from octavo.server.api.openai.requests import Strings  # noqa: TC001 - pydantic reads the types of fields
 from octavo.server.errors import ErrorResponse, HttpError
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
-    from octavo.server.api.openai.replies import Usage
+    from octavo.server.answers.usage import Usage
     from octavo.server.service import Service
 
 DEFAULT_MAX_NEW_TOKENS = 100

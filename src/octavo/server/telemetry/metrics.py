@@ -55,6 +55,8 @@ _DRAFT_COUNTERS = (
     ("num_drafts", "Guesses that were verified, each of one request in one step."),
     ("num_draft_tokens", "Tokens that were guessed."),
     ("num_accepted_tokens", "Guessed tokens that were right."),
+    ("seconds", "Seconds of steps with drafts, guessing included, where it is known what they take without."),
+    ("seconds_without", "Seconds that as many tokens take in steps without drafts, as measured."),
 )
 _DRAFT_POSITIONS = (
     ("num_draft_tokens_per_pos", "Tokens that were guessed, by their place in the guess."),

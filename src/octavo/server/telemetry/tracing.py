@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
     from octavo.outputs import RequestMetrics
-    from octavo.server.answers.answering import UsageCounter
+    from octavo.server.answers.usage import UsageCounter
 
 _FLUSH_S = 2.0
 _CONTEXT = frozenset({b"traceparent", b"tracestate"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from octavo.engine.template_traits import text_of
 from octavo.errors import RequestError
 from octavo.server.api.block_types import CACHE, LABEL, MEDIA, BlockTypes, Fields, fields, text_field
 from octavo.server.api.conversation import text_part
@@ -182,7 +183,7 @@ def _read_text(kind: str, block: dict[str, Any], place: str) -> str:
             return _tagged("document", "\n".join([*about, _read_source(block.get("source"), f"{place}.source")]))
         case "search_result":
             about = [_tagged(name, text_field(block, name, place)) for name in ("source", "title")]
-            text = _joined(_read_texts(block.get("content"), f"{place}.content", SEARCH_BLOCKS))
+            text = text_of(_read_texts(block.get("content"), f"{place}.content", SEARCH_BLOCKS))
             return _tagged("search_result", "\n".join([*about, text]))
         case "tool_reference":
             return text_field(block, "tool_name", place)  # all tools are shown, deferred ones, too
@@ -191,7 +192,7 @@ def _read_text(kind: str, block: dict[str, Any], place: str) -> str:
 
 def _read_source(source: Any, place: str) -> str:
     if SOURCES.check(source, place) == "content":
-        return _joined(_read_texts(source.get("content"), f"{place}.content", SOURCE_BLOCKS))
+        return text_of(_read_texts(source.get("content"), f"{place}.content", SOURCE_BLOCKS))
     if source.get("media_type", "text/plain") != "text/plain":
         raise RequestError(f"{place}.media_type must be text/plain", parameter=f"{place}.media_type")
     return text_field(source, "data", place)
@@ -200,10 +201,6 @@ def _read_source(source: Any, place: str) -> str:
 def _tagged(name: str, text: str) -> str:
     lines = "\n" if name in {"document", "search_result"} else ""
     return f"<{name}>{lines}{text}{lines}</{name}>"
-
-
-def _joined(content: str | list[dict[str, str]]) -> str:
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def _read_result(block: dict[str, Any], place: str) -> Message:

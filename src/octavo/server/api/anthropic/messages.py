@@ -17,12 +17,12 @@ from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader
 from octavo.server.answers.answering import ChoiceUpdate, Job, answer, encoder
 from octavo.server.answers.tools import Choice, Toolbox, read_function
+from octavo.server.answers.usage import PromptTokensDetails, Receipt, Usage
 from octavo.server.api.anthropic.message_blocks import read_conversation
 from octavo.server.api.block_types import LABEL, BlockTypes, fields
 from octavo.server.api.conversation import effort_options, extra_template_options
 from octavo.server.api.extra_fields import ANTHROPIC_HARMLESS, UNSUPPORTED_OR_ALIAS
 from octavo.server.api.openai.chat import render
-from octavo.server.api.openai.replies import PromptTokensDetails, Receipt, Usage
 from octavo.server.api.openai.requests import Strings  # noqa: TC001 - pydantic reads the types of fields
 from octavo.server.api.request_types import (
     AnthropicChoice,
@@ -39,6 +39,7 @@ from octavo.server.api.request_types import (
     TopK,
     TopP,
     Turns,
+    within,
 )
 from octavo.server.api.sampling import read_response_format
 
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams, StructuredOutputsParams
     from octavo.server.answers.parts import Part
     from octavo.server.answers.tool_formats import ToolFormat
-    from octavo.server.api.extra_fields import ExtraFields
     from octavo.server.errors import HttpError
     from octavo.server.service import Service
 
@@ -110,6 +110,7 @@ class MessagesRequest(CountTokensRequest):
     top_p: TopP | None = None
     top_k: TopK | None = None
     cache_salt: CacheSalt | None = None  # vLLM's
+    num_speculative_tokens: Annotated[int, within("num_speculative_tokens")] | None = None  # octavo's
 
 
 class MessageUsage(Struct):
@@ -138,7 +139,7 @@ class Message(Struct):
 async def create_message(service: Service, http_request: Request, request: MessagesRequest) -> Response:
     """Answer a conversation."""
     model = service.check_model(request.model)
-    _check_extra(request, service.extra_fields)
+    service.extra_fields.check(request.model_extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
     style = service.answer_style
     params, (messages, toolbox) = await look_at(
         http_request, lambda: (_params(request, service.default_params), _read_conversation(request, style.tools))
@@ -165,18 +166,12 @@ async def create_message(service: Service, http_request: Request, request: Messa
 async def count_tokens(service: Service, http_request: Request, request: CountTokensRequest) -> Response:
     """Tell how many tokens a conversation's prompt has."""
     service.check_model(request.model)
-    _check_extra(request, service.extra_fields)
+    service.extra_fields.check(request.model_extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
     messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, service.answer_style.tools))
     with service.enter(http_request, 1) as place:
         options = _template_options(request, messages)
         prompt = await render(service, http_request, place, messages, toolbox, options, is_prompt=False)
     return Response(encoder.encode({"input_tokens": len(prompt["prompt_token_ids"])}), media_type="application/json")
-
-
-def _check_extra(request: CountTokensRequest, extra_fields: ExtraFields) -> None:
-    extra_fields.check(request.model_extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
-    if request.thinking is not None and "budget_tokens" in request.thinking:
-        extra_fields.check({"thinking.budget_tokens": None}, {})  # so that the log says it once
 
 
 def _params(request: MessagesRequest, defaults: SamplingParams) -> SamplingParams:
@@ -185,6 +180,7 @@ def _params(request: MessagesRequest, defaults: SamplingParams) -> SamplingParam
         "temperature": request.temperature,
         "top_p": request.top_p,
         "top_k": request.top_k,
+        "num_speculative_tokens": request.num_speculative_tokens,
     }
     try:
         return replace(

@@ -11,9 +11,11 @@ from octavo.errors import PromptTooLongError, RequestError
 from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader
-from octavo.server.answers.answering import ChoiceUpdate, Job, OpenAIReply, answer, openai_options
+from octavo.server.answers.answering import ChoiceUpdate, Job, answer
 from octavo.server.answers.tools import read_chat_tools
+from octavo.server.answers.usage import CompletionTokensDetails
 from octavo.server.api.conversation import effort_options, read_messages, template_options
+from octavo.server.api.openai.chunks import OpenAIReply, openai_options
 from octavo.server.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from octavo.server.api.openai.replies import (
     ChatChoice,
@@ -23,10 +25,8 @@ from octavo.server.api.openai.replies import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
-    CompletionTokensDetails,
     FunctionCall,
     ToolCall,
-    Usage,
 )
 from octavo.server.api.sampling import sampling_params, token_limit
 from octavo.server.api.truncation import WHOLE, Truncation
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from octavo.server.access.limiter import Permit
     from octavo.server.answers.parts import Part
     from octavo.server.answers.tools import Toolbox
+    from octavo.server.answers.usage import Usage
     from octavo.server.api.openai.logprobs import Piece
     from octavo.server.api.openai.requests import ChatCompletionRequest
     from octavo.server.service import Service

@@ -10,9 +10,10 @@ from msgspec import UNSET
 from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
-from octavo.server.answers.answering import ChoiceUpdate, Job, OpenAIReply, answer, openai_options
+from octavo.server.answers.answering import ChoiceUpdate, Job, answer
+from octavo.server.api.openai.chunks import OpenAIReply, openai_options
 from octavo.server.api.openai.logprobs import completion_logprobs, prompt_logprobs
-from octavo.server.api.openai.replies import Completion, CompletionChoice, CompletionLogprobs, Usage
+from octavo.server.api.openai.replies import Completion, CompletionChoice, CompletionLogprobs
 from octavo.server.api.openai.token_places import TokenPlaces, places_in_prompt
 from octavo.server.api.sampling import sampling_params, token_limit
 from octavo.server.api.truncation import Truncation
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from octavo.engine.output_processor import OutputProcessor
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
+    from octavo.server.answers.usage import Usage
     from octavo.server.api.openai.logprobs import Position
     from octavo.server.api.openai.requests import CompletionRequest
     from octavo.server.api.openai.token_places import TokenPlace

@@ -14,9 +14,9 @@ from octavo.runtime.ids import new_id
 from octavo.sampling_params import SamplingParams
 from octavo.server.access.body import look_at
 from octavo.server.answers.answering import Job, answer_whole
+from octavo.server.answers.usage import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads the types
 from octavo.server.api.extra_fields import OF_ANSWERS, OF_PROMPTS, UNSUPPORTED, Off
 from octavo.server.api.openai.completions import read_prompts
-from octavo.server.api.openai.replies import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads the types
 from octavo.server.api.openai.requests import Priority  # noqa: TC001 - pydantic reads the types of fields
 from octavo.server.api.request_types import CacheSalt, Prompts, Shown
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from octavo.outputs import RequestOutput
-    from octavo.server.api.openai.replies import Usage
+    from octavo.server.answers.usage import Usage
     from octavo.server.service import Service
 
 MAX_INPUTS = 2048  # as the OpenAI API

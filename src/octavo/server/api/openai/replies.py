@@ -2,58 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-if TYPE_CHECKING:
-    from octavo.outputs import RequestMetrics
-
-
-class PromptTokensDetails(Struct):
-    """Of the prompt's tokens, those whose KV was found in the prefix cache."""
-
-    cached_tokens: int = 0
-
-
-class CompletionTokensDetails(Struct):
-    """Of the generated tokens, those of the reasoning, and those that were guessed before.
-
-    rejected_prediction_tokens: guessed in vain, which are none of the generated ones.
-    """
-
-    reasoning_tokens: int = 0
-    accepted_prediction_tokens: int | UnsetType = UNSET
-    rejected_prediction_tokens: int | UnsetType = UNSET
-
-
-class Receipt(Struct):
-    """What a request cost, in positions that the model computed; cached ones are none of them.
-
-    recomputed: of them those that a preemption had lost. wasted: tokens that came with those of
-    the answer, but behind a stop string. What is computed until the engine hears of an end is in none of these.
-    """
-
-    computed_tokens: int = 0
-    recomputed_tokens: int = 0
-    wasted_tokens: int = 0
-
-    def add(self, metrics: RequestMetrics) -> None:
-        """Add what a request cost that has ended."""
-        self.computed_tokens += metrics.num_computed_tokens
-        self.recomputed_tokens += metrics.num_recomputed_tokens
-        self.wasted_tokens += metrics.num_wasted_tokens
-
-
-class Usage(Struct):
-    """Token counts over all prompts and choices of a request. receipt: octavo's own, once a request has ended."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    receipt: Receipt | UnsetType = UNSET
+from octavo.server.answers.usage import Usage  # noqa: TC001 - msgspec reads the types of fields
 
 
 class TopLogprob(Struct):

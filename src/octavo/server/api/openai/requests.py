@@ -77,6 +77,7 @@ class SamplingControls(BaseModel):
     skip_special_tokens: bool | None = None
     allowed_token_ids: Annotated[TokenIds, Shown(Some[TokenId])] | None = None
     typical_p: Annotated[float, within("typical_p")] | None = None  # TGI's
+    num_speculative_tokens: Annotated[int, within("num_speculative_tokens")] | None = None  # octavo's
 
 
 class OtherNames(BaseModel):

@@ -17,12 +17,12 @@ from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader
 from octavo.server.answers.answering import ChoiceUpdate, Job, answer, encoder
 from octavo.server.answers.tools import Toolbox, read_choice, read_function
+from octavo.server.answers.usage import Receipt  # noqa: TC001 - msgspec reads the types of fields
 from octavo.server.api.block_types import CACHE, fields
 from octavo.server.api.conversation import effort_options, extra_template_options
 from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, ExtraFields
 from octavo.server.api.openai.chat import render
 from octavo.server.api.openai.content_logprobs import ContentLogprobs
-from octavo.server.api.openai.replies import Receipt  # noqa: TC001 - msgspec reads the types of fields
 from octavo.server.api.openai.requests import Priority, SamplingControls
 from octavo.server.api.openai.response_items import read_items
 from octavo.server.api.openai.token_places import TokenPlaces
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from octavo.server.access.limiter import Permit
     from octavo.server.answers.parts import Part
     from octavo.server.answers.tool_formats import ToolFormat
-    from octavo.server.api.openai.replies import Usage
+    from octavo.server.answers.usage import Usage
     from octavo.server.errors import HttpError
     from octavo.server.service import Service
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from octavo.models.process_memory import forget_pages, return_free_memory, returning_free_memory
+from octavo.runtime.process_memory import forget_pages, return_free_memory, returning_free_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -57,7 +57,7 @@ def test_free_memory_is_given_back():
 def test_threads_share_few_heaps_meanwhile():
     code = (
         "import ctypes, threading\nfrom contextlib import nullcontext\n"
-        "from octavo.models.process_memory import returning_free_memory\n"
+        "from octavo.runtime.process_memory import returning_free_memory\n"
         "all_hold = threading.Barrier(6)\n"
         "def hold():\n    blocks = [bytearray(60_000) for _ in range(50)]\n    all_hold.wait()\n    del blocks\n"
         "with {}():\n"

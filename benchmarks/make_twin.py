@@ -1,0 +1,154 @@
+"""Write a big twin of the built-in model: the same function in about as many weights as qwen2-0.5b has.
+
+    python benchmarks/make_twin.py OUT_DIR
+
+For figures of a size at which memory binds, on a model that answers. It is four times as wide, so that the mean under
+each norm is a fourth and every factor that makes up for it is a power of two: nothing is rounded. All else is dense
+zeros, which are read and multiplied as any weight is: wider, more heads, more layers behind those that are there.
+The vocabulary is the model's own, so that its sibling can draft; what qwen2-0.5b has in its embedding is in the MLP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from octavo.assets import built_in_model_path
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WIDTH_FACTOR = 4  # its root is a power of two
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is added to. Heads of keys and values stay as many as there are."""
+
+    num_layers: int = 24
+    intermediate_size: int = 6144
+    num_heads: int = 14
+
+
+def make_twin(directory: Path, shape: Shape = Shape()) -> Path:
+    """Write the checkpoint; return the directory."""
+    source = built_in_model_path()
+    config = json.loads((source / "config.json").read_bytes())
+    weights = load_file(source / "model.safetensors")
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in source.glob("*.json*"):
+        shutil.copyfile(path, directory / path.name)
+    shutil.copyfile(source / "chat_template.jinja", directory / "chat_template.jinja")
+    wider = widened(config, shape)
+    (directory / "config.json").write_text(json.dumps(wider, indent=1) + "\n")
+    save_file(embedded(weights, config, wider), directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def widened(config: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    """Return the twin's config.json."""
+    num_kv_heads = config["num_key_value_heads"]
+    if shape.num_heads % num_kv_heads or shape.num_heads < config["num_attention_heads"]:
+        raise ValueError(
+            f"{shape.num_heads} heads do not hold {config['num_attention_heads']} in {num_kv_heads} groups"
+        )
+    return config | {
+        "hidden_size": WIDTH_FACTOR * config["hidden_size"],
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "max_window_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "rms_norm_eps": config["rms_norm_eps"] / WIDTH_FACTOR,  # as the mean of squares
+    }
+
+
+def embedded(weights: dict[str, Tensor], config: dict[str, Any], wider: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the twin's weights.
+
+    A norm of the hidden state divides by the root of a mean over WIDTH_FACTOR times as many dimensions; its weight
+    makes up for it. The norms of q and k are over as many as before, with the smaller epsilon: so q and k are made as
+    much smaller before them.
+    """
+    hidden, inner, head_dim = wider["hidden_size"], wider["intermediate_size"], config["head_dim"]
+    root = WIDTH_FACTOR**0.5
+    heads = _places_of_heads(config, wider)
+    dims = (heads[:, None] * head_dim + torch.arange(head_dim)).flatten()  # of queries
+    num_q, num_kv = wider["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    found = {
+        "model.embed_tokens.weight": _within(weights["model.embed_tokens.weight"], (config["vocab_size"], hidden)),
+        "model.norm.weight": _within(weights["model.norm.weight"] / root, (hidden,)),
+    }
+    shapes = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_norm": (head_dim,),
+        "self_attn.k_norm": (head_dim,),
+        "self_attn.q_proj": (num_q, hidden),
+        "self_attn.k_proj": (num_kv, hidden),
+        "self_attn.v_proj": (num_kv, hidden),
+        "self_attn.o_proj": (hidden, num_q),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    factors = dict.fromkeys(
+        ["input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj"], root
+    )
+    for layer in range(wider["num_hidden_layers"]):
+        for part, shape in shapes.items():
+            name = f"model.layers.{layer}.{part}.weight"
+            if layer >= config["num_hidden_layers"]:
+                found[name] = torch.zeros(shape, dtype=torch.bfloat16)
+                continue
+            tensor = weights[name] / factors.get(part, 1.0)
+            rows = dims if part == "self_attn.q_proj" else None
+            columns = dims if part == "self_attn.o_proj" else None
+            found[name] = _within(tensor, shape, rows=rows, columns=columns)
+    return found
+
+
+def _places_of_heads(config: dict[str, Any], wider: dict[str, Any]) -> Tensor:
+    """Return which head of the twin each is: those that share keys and values go on doing so."""
+    num_groups, num_heads = config["num_key_value_heads"], config["num_attention_heads"]
+    before, after = num_heads // num_groups, wider["num_attention_heads"] // num_groups
+    return torch.tensor([head // before * after + head % before for head in range(num_heads)])
+
+
+def _within(
+    tensor: Tensor, shape: tuple[int, ...], *, rows: Tensor | None = None, columns: Tensor | None = None
+) -> Tensor:
+    """Return zeros of a shape that hold a tensor, in its first rows and columns or in those that are named."""
+    padded = torch.zeros(shape, dtype=tensor.dtype)
+    if tensor.dim() == 1:
+        padded[: len(tensor)] = tensor
+        return padded
+    rows = torch.arange(tensor.shape[0]) if rows is None else rows
+    columns = torch.arange(tensor.shape[1]) if columns is None else columns
+    padded[rows[:, None], columns] = tensor
+    return padded
+
+
+def main() -> None:
+    """Write it, and say how large it is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--layers", type=int, default=Shape().num_layers, help="(default: %(default)s)")
+    parser.add_argument(
+        "--intermediate-size", type=int, default=Shape().intermediate_size, help="(default: %(default)s)"
+    )
+    parser.add_argument("--heads", type=int, default=Shape().num_heads, help="of queries (default: %(default)s)")
+    arguments = parser.parse_args()
+    shape = Shape(arguments.layers, arguments.intermediate_size, arguments.heads)
+    path = make_twin(arguments.directory, shape) / "model.safetensors"
+    print(f"{arguments.directory}: {path.stat().st_size / 2e6:.0f} million weights in bf16")
+
+
+if __name__ == "__main__":
+    main()

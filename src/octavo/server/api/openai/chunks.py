@@ -1,0 +1,82 @@
+"""What chat completions and completions share: what a request tells its job, and answers as chunks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import msgspec
+
+from octavo.server.answers.answering import event
+
+if TYPE_CHECKING:
+    from octavo.server.answers.answering import ChoiceUpdate, Job
+    from octavo.server.answers.usage import Usage
+    from octavo.server.api.openai.requests import SamplingFields
+    from octavo.server.errors import HttpError
+
+Choice = TypeVar("Choice", bound=msgspec.Struct)
+Chunk = TypeVar("Chunk", bound=msgspec.Struct)
+
+
+def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]:
+    """Return what the OpenAI API's requests tell a job beside their prompts and parameters."""
+    options = request.stream_options
+    return {
+        "stream": bool(request.stream),
+        "include_usage": bool(options and options.include_usage),
+        "continuous_usage": bool(options and options.include_usage and options.continuous_usage_stats),
+        "priority": request.priority or 0,
+        "cache_salt": request.cache_salt,
+        "spelled": request.spelled(
+            prompt=prompt_field,
+            structured_outputs="structured_outputs" if request.response_format is None else "response_format",
+        ),
+    }
+
+
+class OpenAIReply(Generic[Choice, Chunk]):
+    """What replies share that are chunks."""
+
+    _done = b"data: [DONE]\n\n"
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
+        """Return a chunk, also where its text is held back: who counts chunks sees when tokens come.
+
+        Why a choice ended stands in a last chunk of its own: a loop that ends there has read everything.
+        """
+        choices = [self._grown(update)]
+        if update.completion.finished:
+            choices.append(self._ended(update))
+        chunks = [self._event([choice], usage) for choice in choices if choice is not None]
+        if update.is_first:
+            self._begin(chunks[0], update)
+        return b"".join(map(event, chunks))
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the counts, if they are asked for, and the end."""
+        return event(self._event([], self._counted(usage))) + self._done if self._job.include_usage else self._done
+
+    def error(self, error: HttpError) -> bytes:
+        """Return an error object, and the end."""
+        return event(error.body) + self._done
+
+    def _grown(self, update: ChoiceUpdate) -> Choice | None:
+        """Return what a choice grew by; None where a client hears of nothing."""
+        raise NotImplementedError
+
+    def _ended(self, update: ChoiceUpdate) -> Choice:
+        """Return why a choice ended, and nothing else."""
+        raise NotImplementedError
+
+    def _event(self, choices: list[Choice], usage: Usage | None) -> Chunk:
+        raise NotImplementedError
+
+    def _begin(self, event: Chunk, update: ChoiceUpdate) -> None:
+        """Add what the first chunk of a choice has besides."""
+
+    def _counted(self, usage: Usage) -> Usage:
+        """Return the last counts."""
+        return usage

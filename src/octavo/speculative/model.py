@@ -1,0 +1,100 @@
+"""Drafts of a model: a smaller one of the same vocabulary, or the target itself with its weights rounded.
+
+After speculative decoding (Leviathan et al., arXiv 2211.17192). Where drafts are verified exactly, the drafting model
+chooses with the noise that the target will choose with, so that sampled drafts agree often, too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from octavo.speculative.interface import DraftTask, EndedRequest, Proposer
+
+
+class DraftingModel(Protocol):
+    """A model that goes on with requests of the newest step; the worker's.
+
+    max_model_len: the longest sequence that it can go on with.
+    """
+
+    max_model_len: int
+
+    def begin(self, request_ids: Sequence[str]) -> None:
+        """Take up these requests; what follows is about them, by their index."""
+        ...
+
+    def choose_next(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Choose a token for each of these requests by one forward pass of all of them; it counts as theirs from now.
+
+        -1 where there is none, as the model has not caught up with the request's tokens. The second: whether something
+        can follow.
+        """
+        ...
+
+    def end(self) -> None:
+        """Forget what was chosen since `begin`."""
+        ...
+
+
+class ModelProposer:
+    """Asks a model, a pass for each draft, with all requests in it for which nothing can be looked up.
+
+    first: who is asked before it, and costs no pass; `NoProposer` for nobody.
+    """
+
+    def __init__(self, model: DraftingModel, num_speculative_tokens: int, first: Proposer) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
+        self.num_bytes = first.num_bytes
+        self.num_passes = 0
+        self._model = model
+        self._first = first
+
+    def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
+        """Return the drafts of each task."""
+        self.num_passes = 0
+        drafts = self._first.propose(tasks)
+        room = self._model.max_model_len + 1
+        most = [
+            0 if found else min(task.max_drafts, self.num_speculative_tokens, room - len(task.token_ids))
+            for task, found in zip(tasks, drafts, strict=True)
+        ]
+        asked = [index for index, count in enumerate(most) if count > 0]
+        if not asked:
+            return drafts
+        try:
+            self._model.begin([tasks[index].request_id for index in asked])
+            chosen = self._choose(np.array([most[index] for index in asked]))
+        finally:
+            self._model.end()
+        for index, found in zip(asked, chosen, strict=True):
+            drafts[index] = found
+        return drafts
+
+    def _choose(self, most: NDArray[np.int64]) -> list[list[int]]:
+        """Return what the model goes on with, at most so many tokens of each request."""
+        longest = int(most.max())
+        chosen = np.full((len(most), longest), -1, dtype=np.int64)
+        indices = np.arange(len(most))
+        for place in range(longest):
+            self.num_passes += 1
+            chosen[indices, place], goes_on = self._model.choose_next(indices)
+            indices = indices[goes_on & (most[indices] > place + 1)]
+            if not len(indices):
+                break
+        counts = (chosen >= 0).sum(axis=1).tolist()
+        return [row[:count] for row, count in zip(chosen.tolist(), counts, strict=True)]
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drop what is looked up in; the model's KV goes with its blocks."""
+        self._first.forget(request_ids)
+
+    def finish(self, ended: Sequence[EndedRequest]) -> None:
+        """Hand over what can be looked up in."""
+        self._first.finish(ended)

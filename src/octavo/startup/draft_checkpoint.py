@@ -1,0 +1,119 @@
+"""Which checkpoint drafts for another one, and whether it can, before a weight is read."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from octavo.assets import BUILT_IN_DRAFT, built_in_draft_path
+from octavo.engine.tokenizer import Tokenizer
+from octavo.errors import ConfigError, ModelError
+from octavo.models.draft_checkpoint import DraftCheckpoint
+from octavo.models.model_path import resolve_model_path
+from octavo.models.registry import read_architecture
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from octavo.config import ModelConfig, SpeculativeConfig
+    from octavo.models.architecture import Architecture
+    from octavo.startup.launch import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+_BITS = {None: 16, "int8": 8, "int4": 4, "int4_all": 4}  # of the layers' weights
+
+
+def find_draft_checkpoint(
+    speculative: SpeculativeConfig | None, config: ModelConfig, target: Checkpoint
+) -> DraftCheckpoint | None:
+    """Look at the files of the model that drafts; None where none does. Raises `ConfigError`.
+
+    config: how the target is read.
+    """
+    if speculative is None or not speculative.drafts_by_model:
+        return None
+    if speculative.model is None:
+        return _rounded(config, target, speculative.quantization or "int4")
+    name, weights = speculative.model, config.load_format != "dummy"
+    try:
+        directory = built_in_draft_path() if name == BUILT_IN_DRAFT else resolve_model_path(name, weights=weights)
+        architecture = read_architecture(directory)
+    except ModelError as error:
+        raise ConfigError(f"model of speculative_config: {error}") from error
+    _check_shapes(name, architecture, target.architecture)
+    if not config.skip_tokenizer_init:
+        _check_tokenizer(name, directory, target.text_directory)
+    longest = min(architecture.max_context_tokens, target.max_model_len)
+    if longest < target.max_model_len:
+        logger.warning(
+            "%s was made for %d positions, fewer than the %d of the model: nothing is guessed in longer texts",
+            name,
+            longest,
+            target.max_model_len,
+        )
+    return DraftCheckpoint(
+        name=name,
+        directory=directory,
+        architecture=architecture,
+        quantization=speculative.quantization,
+        max_model_len=longest,
+        shares_kv=False,
+    )
+
+
+def _rounded(config: ModelConfig, target: Checkpoint, quantization: str) -> DraftCheckpoint:
+    """Return the target itself in fewer bits. Raises `ConfigError` where it has no more than these."""
+    stored = target.architecture.stored
+    if stored is not None:
+        raise ConfigError(
+            f"method quantized rounds weights that are not rounded, but {target.directory} holds integers of "
+            f"{stored.bits} bits; use another method of speculative_config"
+        )
+    if _BITS[config.quantization] <= _BITS[quantization]:
+        raise ConfigError(
+            f"method quantized drafts with the model's weights in {quantization}, but the model itself is loaded in "
+            f"{config.quantization}: a draft would take as long as a token; use another method of "
+            "speculative_config"
+        )
+    return DraftCheckpoint(
+        name=f"the model itself in {quantization}",
+        directory=target.directory,
+        architecture=target.architecture,
+        quantization=quantization,
+        max_model_len=target.max_model_len,
+        shares_kv=True,
+    )
+
+
+def _check_shapes(name: str, draft: Architecture, target: Architecture) -> None:
+    if not draft.has_head:
+        raise ConfigError(f"model of speculative_config: {name} gives embeddings and no tokens (it has no lm_head)")
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"model of speculative_config: {name} has a vocabulary of {draft.vocab_size:,} tokens, the model one of "
+            f"{target.vocab_size:,}; a draft model must have the model's"
+        )
+    if draft.num_parameters > target.num_parameters:
+        raise ConfigError(
+            f"model of speculative_config: {name} has {draft.num_parameters:,} parameters, more than the model's "
+            f"{target.num_parameters:,}; a draft model must be the smaller one"
+        )
+
+
+def _check_tokenizer(name: str, directory: Path, text_directory: Path) -> None:
+    """Raise `ConfigError` where a token of the model is another one of the draft model."""
+    own, other = directory / "tokenizer.json", text_directory / "tokenizer.json"
+    if not own.is_file():
+        logger.warning("%s has no tokenizer.json: its tokens are taken to be the model's", name)
+        return
+    if other.is_file() and own.read_bytes() == other.read_bytes():
+        return
+    draft, target = (Tokenizer.from_directory(each).backend.get_vocab() for each in (directory, text_directory))
+    for token, number in target.items():
+        if draft.get(token) != number:
+            there = f"number {draft[token]}" if token in draft else "no token"
+            raise ConfigError(
+                f"model of speculative_config: {name} has another vocabulary: token {number} of the model, {token!r}, "
+                f"is {there} in it; a draft model must have the model's"
+            )

@@ -1,0 +1,165 @@
+"""Which keys and values a drafting model has of each request.
+
+They only decide how often drafts come true. What is not there is computed before anything is guessed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from octavo.data.scheduler_output import TransferDirection
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from octavo.data.scheduler_output import NewRequestData, SchedulerOutput
+    from octavo.worker.input_batch import InputBatch
+    from octavo.worker.kv_cache import PagedKVCache
+
+
+class DraftKV(Protocol):
+    """Keys and values that a drafting model reads and writes."""
+
+    cache: PagedKVCache
+
+    def update(self, scheduled: SchedulerOutput) -> None:
+        """Follow the scheduler's words, once the batch did."""
+        ...
+
+    def begin(self, rows: NDArray[np.int64], num_known: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return of how many of each row's known tokens there is KV; of the newest there never is."""
+        ...
+
+    def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """Note that the KV of known tokens was computed, up to these positions."""
+        ...
+
+    def note_guesses(
+        self, rows: NDArray[np.int64], num_known: NDArray[np.int64], num_computed: NDArray[np.int64]
+    ) -> None:
+        """Note that the KV of the guesses behind known tokens was computed, up to these positions."""
+        ...
+
+
+class SharedDraftKV:
+    """The target's own: it computes all but the newest token of a request before anything is guessed.
+
+    What is written of the newest token and of guesses stands where the target writes next, before anybody reads there.
+    """
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        self.cache = cache
+
+    def update(self, scheduled: SchedulerOutput) -> None:
+        """Nothing is kept."""
+
+    def begin(self, rows: NDArray[np.int64], num_known: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return all but the newest."""
+        del rows
+        return num_known - 1
+
+    def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """Nothing is kept."""
+
+    def note_guesses(
+        self, rows: NDArray[np.int64], num_known: NDArray[np.int64], num_computed: NDArray[np.int64]
+    ) -> None:
+        """Nothing is kept."""
+
+
+class OwnDraftKV:
+    """A cache of its own, whose blocks have the numbers of the target's and go where these go.
+
+    A block that is shared, or comes back from host memory, holds as much as whoever drafted with it has computed.
+    """
+
+    def __init__(self, cache: PagedKVCache, batch: InputBatch, num_speculative_tokens: int) -> None:
+        self.cache = cache
+        self._batch = batch
+        num_rows = len(batch.num_tokens)
+        # Of how many of a block's first positions there is KV of tokens that will not change.
+        self._filled = np.zeros(cache.num_blocks, dtype=np.int64)
+        self._filled_on_host = np.zeros(cache.num_host_blocks, dtype=np.int64)
+        # Of how many of a row's tokens there is KV that is noted in its blocks, and of which guesses behind them.
+        self._num_noted = np.zeros(num_rows, dtype=np.int64)
+        self._guesses = np.full((num_rows, num_speculative_tokens), -1, dtype=np.int64)
+
+    def update(self, scheduled: SchedulerOutput) -> None:
+        """Copy what the target's blocks were copied; nothing is known of blocks that are new."""
+        copies, filled = scheduled.copies, self._filled
+        if copies:
+            self.cache.copy(copies)
+            for block, host in copies.swap_out:
+                self._filled_on_host[host] = filled[block]
+            for source, target in copies.block_copies:
+                filled[target] = filled[source]
+            for host, block in copies.swap_in:
+                filled[block] = self._filled_on_host[host]
+        for transfer in scheduled.kv_transfers:
+            if transfer.direction is TransferDirection.LOAD:  # of the target's KV alone
+                filled[transfer.block_ids] = 0
+        for new in scheduled.scheduled_new_reqs:
+            self._start(new)
+        for block_ids in scheduled.scheduled_cached_reqs.new_block_ids:
+            if block_ids:
+                filled[block_ids] = 0
+
+    def _start(self, new: NewRequestData) -> None:
+        """Take up a request; the blocks of what is computed of it hold what they hold."""
+        num_blocks, num_in_last = divmod(new.num_computed_tokens, self.cache.block_size)
+        if num_in_last:  # what is behind them may have been another's
+            block = new.block_ids[num_blocks]
+            self._filled[block] = min(self._filled[block], num_in_last)
+            num_blocks += 1
+        self._filled[new.block_ids[num_blocks:]] = 0
+        row = self._batch.requests[new.request_id].row
+        self._num_noted[row] = 0
+        self._guesses[row] = -1
+
+    def begin(self, rows: NDArray[np.int64], num_known: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return of how many known tokens there is KV: guesses that came true, and what others computed, included."""
+        noted = self._num_noted[rows]
+        positions = noted[:, None] + np.arange(self._guesses.shape[1])
+        known = self._batch.token_ids[rows[:, None], np.minimum(positions, num_known[:, None] - 1)]
+        came_true = (known == self._guesses[rows]) & (positions < num_known[:, None] - 1)
+        ends: NDArray[np.int64] = noted + came_true.cumprod(axis=1).sum(axis=1)
+        self.note_known(rows, ends)
+        for index in np.flatnonzero(num_known - 1 - ends >= self.cache.block_size).tolist():
+            ends[index] = self._find(int(rows[index]), int(ends[index]), int(num_known[index]) - 1)
+        self._num_noted[rows] = ends
+        return ends
+
+    def _find(self, row: int, end: int, most: int) -> int:
+        """Return how far there is KV in a row's blocks, from a position on up to which there is."""
+        size = self.cache.block_size
+        first = end // size
+        filled = self._filled[self._batch.block_tables[row, first : -(-most // size)]]
+        num_full = int(np.append(filled < size, True).argmax())
+        in_next = int(filled[num_full]) if num_full < len(filled) else 0
+        return max(end, min((first + num_full) * size + in_next, most))
+
+    def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """Note it in the blocks that the rows have, for all who share them; what is behind those is lost."""
+        size, tables = self.cache.block_size, self._batch.block_tables
+        self._guesses[rows] = -1
+        first, ends = self._num_noted[rows], np.minimum(ends, self._batch.num_blocks[rows] * size)
+        grown = ends > first
+        rows, first, ends = rows[grown], first[grown], ends[grown]
+        self._num_noted[rows] = ends
+        last = (ends - 1) // size
+        blocks = tables[rows, last]
+        self._filled[blocks] = np.maximum(self._filled[blocks], ends - last * size)
+        several = first // size < last
+        for row, start, stop in zip(rows[several], first[several] // size, last[several], strict=True):
+            self._filled[tables[row, start:stop]] = size
+
+    def note_guesses(
+        self, rows: NDArray[np.int64], num_known: NDArray[np.int64], num_computed: NDArray[np.int64]
+    ) -> None:
+        """Note which tokens they are, unless they stand behind the blocks that the rows have."""
+        ends = np.minimum(num_computed, self._batch.num_blocks[rows] * self.cache.block_size)[:, None]
+        positions = num_known[:, None] + np.arange(self._guesses.shape[1])
+        tokens = self._batch.token_ids[rows[:, None], np.minimum(positions, num_computed[:, None] - 1)]
+        self._guesses[rows] = np.where(positions < ends, tokens, -1)

@@ -1,0 +1,220 @@
+"""The drafting model: what it takes, and its passes over the requests of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from octavo.runtime.faults import is_fault
+from octavo.worker.draft_kv import OwnDraftKV, SharedDraftKV
+from octavo.worker.memory import activation_bytes, block_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from octavo.data.scheduler_output import SchedulerOutput
+    from octavo.kernels.interface import Kernels
+    from octavo.models.draft_checkpoint import DraftCheckpoint
+    from octavo.models.layers import CausalLM
+    from octavo.worker.draft_kv import DraftKV
+    from octavo.worker.forward_pass import ForwardPass
+    from octavo.worker.input_batch import InputBatch, RequestRow
+    from octavo.worker.sample_tasks import SampleTasks
+    from octavo.worker.sampler import Sampler
+    from octavo.worker.verification import Verification
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModel:
+    """A model that is loaded to draft, and the memory that this takes besides its weights.
+
+    dtype: of its weights, where these are not rounded. kv_dtype: of the keys and values that it reads.
+    num_speculative_tokens: of a request in a step at most.
+    """
+
+    checkpoint: DraftCheckpoint
+    model: CausalLM
+    dtype: str
+    kv_dtype: str
+    block_size: int
+    max_num_seqs: int
+    num_speculative_tokens: int
+
+    @property
+    def num_scratch_blocks(self) -> int:
+        """Blocks of each request behind its own, which reach to the newest token but one: its drafts stand there."""
+        return -(-self.num_speculative_tokens // self.block_size)
+
+    @property
+    def _block_bytes(self) -> int:
+        return block_bytes(self.model.architecture, self.block_size, self.kv_dtype)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """What each block of the KV cache takes besides, for the drafting model's own keys and values."""
+        return 0 if self.checkpoint.shares_kv else self._block_bytes
+
+    @property
+    def _scratch_bytes(self) -> int:
+        return self.max_num_seqs * self.num_scratch_blocks * self._block_bytes
+
+    def summary(self, num_blocks: int) -> str:
+        """Return one line for the log, of what it takes beside a KV cache of so many blocks."""
+        checkpoint, dtype = self.checkpoint, str(self.model.dtype).removeprefix("torch.")
+        weights = checkpoint.architecture.weight_bytes(self.dtype, dtype, checkpoint.quantization)
+        kv = self._scratch_bytes + num_blocks * self.bytes_per_block
+        return (
+            f"{checkpoint.name}: {checkpoint.architecture.num_parameters:,} parameters in {weights:,} bytes, {kv:,} "
+            "bytes of keys and values"
+        )
+
+    def num_bytes(self, num_tokens: int, kernels: Kernels) -> int:
+        """Return what passes of up to so many tokens take, and the scratch blocks."""
+        architecture = self.model.architecture
+        scratch = kernels.scratch_bytes(
+            num_heads=architecture.num_heads,
+            num_kv_heads=architecture.num_kv_heads,
+            head_dim=architecture.head_dim,
+            vocab_size=architecture.vocab_size,
+            max_seq_len=self.checkpoint.max_model_len,
+            max_tokens=num_tokens,
+        )
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        step = activation_bytes(architecture, num_tokens, min(num_tokens, self.max_num_seqs), dtype)
+        return scratch + step + self._scratch_bytes
+
+
+class DraftRunner:
+    """Runs it: an `octavo.speculative.model.DraftingModel`.
+
+    forward_pass: over the target's KV cache where it is shared, or over that of the drafting model.
+    draft_probs: what drafts were drawn from goes there, where those who verify them have to know.
+    """
+
+    def __init__(
+        self,
+        draft: DraftModel,
+        forward_pass: ForwardPass,
+        batch: InputBatch,
+        sampler: Sampler,
+        tasks: SampleTasks,
+        verification: Verification,
+        draft_probs: dict[str, Tensor],
+    ) -> None:
+        cache = forward_pass.kv_cache
+        self.max_model_len = draft.checkpoint.max_model_len
+        self.kv: DraftKV = SharedDraftKV(cache)
+        if not draft.checkpoint.shares_kv:
+            self.kv = OwnDraftKV(cache, batch, draft.num_speculative_tokens)
+        self.forward_pass = forward_pass
+        self._max_num_seqs = draft.max_num_seqs
+        self._batch = batch
+        self._sampler = sampler
+        self._tasks = tasks
+        self._verification = verification
+        self._draft_probs = draft_probs
+        scratch = np.arange(draft.max_num_seqs * draft.num_scratch_blocks, dtype=np.int32)
+        self._scratch_blocks = cache.num_blocks + scratch.reshape(draft.max_num_seqs, -1)
+        self._requests: list[RequestRow] = []
+        self._rows = self._num_known = self._num_tokens = self._num_computed = np.empty(0, dtype=np.int64)
+        self._drawn_from: list[list[Tensor]] = []
+        self._has_noted = False  # a pass was made since `begin`
+
+    def update(self, scheduled: SchedulerOutput) -> None:
+        """Follow the scheduler's words, once the batch did."""
+        self.kv.update(scheduled)
+
+    def begin(self, request_ids: Sequence[str]) -> None:
+        """Take up requests."""
+        self._requests = requests = [self._batch.requests[request_id] for request_id in request_ids]
+        self._drawn_from = [[] for _ in requests]
+        self._rows = rows = np.array([request.row for request in requests])
+        self._num_known = np.array([request.num_tokens for request in requests])
+        self._num_tokens = self._num_known.copy()  # with what is guessed
+        self._num_computed = self.kv.begin(rows, self._num_known)
+        self._batch.write_scratch_blocks(rows, self._scratch_blocks[rows])
+
+    def choose_next(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Choose a token for each request that has caught up; the others do so as far as a pass has room for them."""
+        rows, first, num_tokens = self._rows[indices], self._num_computed[indices], self._num_tokens[indices]
+        counts = num_tokens - first
+        most = self.forward_pass.max_tokens
+        if counts.sum() > most:
+            return self._catch_up(indices, _within(most, counts))
+        token_ids, attention, _ = self._batch.gather(rows, first, counts, np.ones_like(counts))
+        hidden = self.forward_pass(token_ids, attention)
+        self._note_known(indices, num_tokens)
+        return self._choose(indices, hidden)
+
+    def _catch_up(
+        self, indices: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Compute so many tokens of each request; choose a token for those that have caught up by that."""
+        ends = self._num_computed[indices] + counts
+        is_due, is_part = ends == self._num_tokens[indices], counts > 0
+        part = indices[is_part]
+        token_ids, attention, _ = self._batch.gather(
+            self._rows[part], self._num_computed[part], counts[is_part], is_due[is_part].astype(np.int64)
+        )
+        hidden = self.forward_pass(token_ids, attention)
+        self._note_known(indices, ends)
+        chosen, goes_on = np.full(len(indices), -1, dtype=np.int64), np.zeros(len(indices), dtype=bool)
+        if len(hidden):
+            chosen[is_due], goes_on[is_due] = self._choose(indices[is_due], hidden)
+        return chosen, goes_on
+
+    def _note_known(self, indices: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """Note what the first pass has computed: what is behind known tokens is noted when all passes are done."""
+        if not self._has_noted:
+            self._has_noted = True
+            self.kv.note_known(self._rows[indices], ends)
+
+    def _choose(self, indices: NDArray[np.int64], hidden: Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the choices behind hidden states of requests, and whether more follows; they count as tokens now."""
+        requests = [self._requests[index] for index in indices.tolist()]
+        rows, num_tokens = self._rows[indices], self._num_tokens[indices]
+        tasks = self._tasks.make_for_drafts(requests, rows, num_tokens)
+        logits = self.forward_pass.compute_logits(hidden, self._max_num_seqs)
+        faults = self._sampler.adjust(logits, tasks)
+        for error in faults.values():
+            if not is_fault(error):
+                raise error
+        drawn, probs = self._verification.draw_drafts(logits, self._batch.sampling.gather(rows, num_tokens))
+        chosen: NDArray[np.int64] = drawn.cpu().numpy()
+        chosen[list(faults)] = -1
+        if probs is not None:
+            for index, of_request in zip(indices.tolist(), probs, strict=True):
+                self._drawn_from[index].append(of_request)
+        self._batch.token_ids[rows, num_tokens] = np.maximum(chosen, 0)
+        self._num_computed[indices] = num_tokens
+        self._num_tokens[indices] = num_tokens + 1
+        goes_on = [
+            token_id >= 0 and token_id not in request.stop_token_ids
+            for token_id, request in zip(chosen.tolist(), requests, strict=True)
+        ]
+        return chosen, np.array(goes_on)
+
+    def end(self) -> None:
+        """Note how far drafts were computed, and tell what they were drawn from."""
+        requests, self._requests = self._requests, []
+        if self._has_noted:
+            self._has_noted = False
+            self.kv.note_guesses(self._rows, self._num_known, self._num_computed)
+        for request, probs in zip(requests, self._drawn_from, strict=False):
+            if probs:
+                self._draft_probs[request.request_id] = torch.stack(probs)
+        self._drawn_from = []
+
+
+def _within(budget: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how many of its tokens each gets of so many in all: who has least to catch up with comes first."""
+    order = np.argsort(counts, kind="stable")
+    before = np.empty_like(counts)
+    before[order] = counts[order].cumsum() - counts[order]
+    return np.clip(budget - before, 0, counts)

@@ -1,0 +1,122 @@
+"""Which models may draft for another one: what is wrong is told before a weight is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from octavo.assets import BUILT_IN_DRAFT, built_in_draft_path, built_in_model_path
+from octavo.config import EngineConfig, ModelConfig, SpeculativeConfig
+from octavo.errors import ConfigError
+from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.startup import launch
+from octavo.startup.draft_checkpoint import find_draft_checkpoint
+from octavo.startup.launch import Checkpoint, launch_engine
+
+
+def find(target: dict[str, object] | None = None, /, **speculative: object):
+    """Return what drafts for the built-in model, loaded as target says."""
+    config = ModelConfig(**(target or {}))
+    return find_draft_checkpoint(SpeculativeConfig.parse(speculative or None), config, Checkpoint.find(config))
+
+
+def changed_draft(directory: Path, **changes: object) -> Path:
+    """Return a copy of the built-in draft model, without its weights: nothing may want to read them."""
+    shutil.copytree(built_in_draft_path(), directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return directory
+
+
+def refused(directory: Path) -> str:
+    with pytest.raises(ConfigError) as raised:
+        find(method="draft_model", model=str(directory))
+    return str(raised.value)
+
+
+def test_what_drafts_and_how_it_is_loaded(tmp_path):
+    assert find() is None
+    assert find(method="ngram") is None
+    assert find(method="suffix") is None
+    draft = find({"max_model_len": 300}, method="suffix", model=BUILT_IN_DRAFT, quantization="int8")
+    assert (draft.directory, draft.quantization, draft.shares_kv) == (built_in_draft_path(), "int8", False)
+    assert (draft.name, draft.max_model_len) == (BUILT_IN_DRAFT, 300)
+    draft = find({"quantization": "int8"}, method="quantized")
+    assert (draft.directory, draft.quantization, draft.shares_kv) == (built_in_model_path(), "int4", True)
+    # Not larger, and its tokenizer is the same one, told in other words.
+    same = changed_draft(tmp_path / "same")
+    (same / "tokenizer.json").write_text(json.dumps(json.loads((same / "tokenizer.json").read_text()), indent=3))
+    assert find(method="draft_model", model=str(same)).directory == same
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
+    assert "has a vocabulary of 1,537 tokens, the model one of 1,536" in refused(
+        changed_draft(tmp_path / "larger", vocab_size=1537)
+    )
+    other = changed_draft(tmp_path / "other")
+    described = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = described["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(described))
+    Tokenizer.from_file(str(other / "tokenizer.json"))
+    assert "has another vocabulary: token" in refused(other)
+    skipping = {"skip_tokenizer_init": True}
+    assert find(skipping, method="draft_model", model=str(other)).directory == other
+
+
+def test_a_draft_model_without_a_tokenizer_is_taken_with_a_warning(tmp_path, caplog):
+    bare = changed_draft(tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    assert find(method="draft_model", model=str(bare)).directory == bare
+    assert "its tokens are taken to be the model's" in caplog.text
+
+
+def test_a_draft_model_that_is_larger_is_refused(tmp_path):
+    message = refused(changed_draft(tmp_path / "large", hidden_size=512, num_hidden_layers=9))
+    assert "parameters, more than the model's" in message
+
+
+def test_a_draft_model_that_octavo_cannot_run_is_refused(tmp_path):
+    message = refused(changed_draft(tmp_path / "other", architectures=["MambaForCausalLM"]))
+    assert message.startswith("model of speculative_config: ")
+    assert "unknown architecture; octavo serves" in message
+    headless = write_checkpoint(tmp_path / "headless", tiny_config("LlamaForCausalLM", vocab_size=1536))
+    assert find(method="draft_model", model=str(headless)).directory == headless  # as long as it has a head
+    weights = {name: each for name, each in load_file(headless / "model.safetensors").items() if "lm_head" not in name}
+    weights = {name.removeprefix("model."): each for name, each in weights.items()}
+    save_file(weights, headless / "model.safetensors", metadata={"format": "pt"})
+    assert "gives embeddings and no tokens" in refused(headless)
+
+
+def test_a_draft_model_that_is_not_there_is_told(tmp_path):
+    assert "does not exist" in refused(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    assert "is a file" in refused(tmp_path / "file")
+
+
+def test_a_draft_model_for_shorter_texts_drafts_in_these(tmp_path, caplog):
+    short = changed_draft(tmp_path / "short", max_position_embeddings=100)
+    assert find(method="draft_model", model=str(short)).max_model_len == 100
+    assert "made for 100 positions, fewer than the 2048 of the model" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("quantization", "of_draft"),
+    [("int4", None), ("int4_all", None), ("int4", "int4_all"), ("int8", "int8"), ("int4", "int8")],
+)
+def test_a_model_that_has_no_more_bits_than_its_draft_is_refused(quantization, of_draft):
+    with pytest.raises(ConfigError, match=f"the model itself is loaded in {quantization}: a draft would take as long"):
+        find({"quantization": quantization}, method="quantized", quantization=of_draft)
+
+
+def test_errors_come_before_a_process_is_started(monkeypatch):
+    monkeypatch.setattr(launch.sys, "executable", "/nowhere")
+    config = EngineConfig(speculative=SpeculativeConfig(method="draft_model", model="/no/such/model"))
+    with pytest.raises(ConfigError, match="model of speculative_config: /no/such/model does not exist"):
+        launch_engine(config)

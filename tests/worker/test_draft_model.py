@@ -1,0 +1,345 @@
+"""A model that drafts: what its passes compute, which of its keys and values count as there, what a fault costs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from alone_and_crowd import needs_kernels
+from scripted_drafts import verify_all
+
+from octavo import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo.assets import BUILT_IN_DRAFT, built_in_draft_path, built_in_model_path
+from octavo.config import SpeculativeConfig
+from octavo.data.events import DraftsVerified
+from octavo.worker.draft_model import _within
+from octavo.worker.forward_pass import ForwardPass
+
+pytestmark = needs_kernels
+ITSELF = {"method": "draft_model", "model": str(built_in_model_path())}
+SMALLER = {"method": "draft_model", "model": BUILT_IN_DRAFT}
+QUANTIZED = {"method": "quantized"}
+BLOCK = 16
+PROMPT = [7 + i * 13 % 900 for i in range(10 * BLOCK + 3)]
+DRAFTS = 4
+
+
+class Watched:
+    """An engine whose passes are counted: the rows of each pass of the model that drafts, and what came of drafts."""
+
+    def __init__(self, monkeypatch, speculative: dict[str, str], budget: int = 512, **cache: object) -> None:
+        self.rows: list[int] = []
+        self.lengths: list[int] = []
+        self.drafted = self.accepted = 0
+        compute = ForwardPass.__call__
+
+        def watch(forward_pass, token_ids, batch):
+            if forward_pass is self.drafts.forward_pass:
+                self.rows.append(len(token_ids))
+                self.lengths += batch.seq_lens.tolist()
+            return compute(forward_pass, token_ids, batch)
+
+        self.engine = LLMEngine(
+            ModelConfig(),
+            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=budget, mixed_step_ms=0.0, preemption="swap"),
+            cache_config=CacheConfig(**{"num_gpu_blocks": 64, "block_size": BLOCK, **cache}),
+            speculative_config=SpeculativeConfig(**speculative, num_speculative_tokens=DRAFTS),
+            sink=self,
+        )
+        verify_all(self.engine)
+        self.worker = self.engine.core.executor.worker
+        self.runner = self.worker.runner
+        self.drafts = self.runner.draft_runner
+        monkeypatch.setattr(ForwardPass, "__call__", watch)
+
+    def emit(self, event) -> None:
+        if isinstance(event, DraftsVerified):
+            self.drafted += event.num_drafted
+            self.accepted += event.num_accepted
+
+    def add(self, name: str, prompt: list[int] = PROMPT, **asked: object) -> None:
+        params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": 40, **asked})
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def step(self) -> list[int]:
+        """Step once; return the rows of the passes that drafted."""
+        first = len(self.rows)
+        self.outputs = self.engine.step()
+        return self.rows[first:]
+
+    def finish(self) -> dict[str, list[int]]:
+        """Step until everybody is done; return the tokens."""
+        tokens = {}
+        while self.engine.has_unfinished_requests():
+            self.step()
+            for output in self.outputs:
+                if output.finished:
+                    assert output.error is None
+                    tokens[output.request_id] = output.outputs[0].token_ids
+        return tokens
+
+
+@pytest.fixture(scope="module")
+def right() -> list[int]:
+    """What follows the prompt."""
+    engine = LLMEngine(
+        ModelConfig(),
+        SchedulerConfig(max_num_seqs=1),
+        cache_config=CacheConfig(num_gpu_blocks=64),
+        speculative_config=SpeculativeConfig(method="none"),
+    )
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=40)
+    return engine.generate({"prompt_token_ids": PROMPT}, params).outputs[0].token_ids
+
+
+def test_a_pass_has_what_the_model_has_not_seen(monkeypatch, right):
+    """The prompt once; then what came since, all of whose drafts came true but the one that was never fed back."""
+    watched = Watched(monkeypatch, ITSELF)
+    watched.add("a")
+    assert watched.step() == [len(PROMPT) + 1, 1, 1, 1]
+    assert watched.step() == [2, 1, 1, 1]
+    assert watched.step() == [2, 1, 1, 1]
+    # Those behind the block that was the last one then are not kept: they stood in a block of nobody.
+    assert watched.step() == [3, 1, 1, 1]
+    assert watched.finish() == {"a": right}
+    assert watched.accepted == watched.drafted
+
+
+def test_a_rounded_model_needs_no_pass_over_a_prompt(monkeypatch, right):
+    watched = Watched(monkeypatch, QUANTIZED)
+    watched.add("a")
+    assert watched.step() == [1, 1, 1, 1]
+    assert watched.finish() == {"a": right}
+    assert 0 < watched.accepted < watched.drafted
+    assert watched.runner.draft_runner.kv.cache is watched.runner.kv_cache
+
+
+def test_a_shared_prompt_is_computed_once(monkeypatch, right):
+    watched = Watched(monkeypatch, ITSELF)
+    watched.add("a")
+    watched.step()
+    watched.add("b", PROMPT[: 5 * BLOCK] + [3] * 20)
+    assert watched.step()[0] == 2 + 20 + 1
+    watched.finish()
+    watched.add("c")
+    assert watched.step()[0] == 3 + 1, "what is behind the full blocks, as of the target, and the newest token"
+    assert watched.finish() == {"c": right}
+    assert watched.accepted == watched.drafted
+
+
+def test_what_a_shared_block_lacks_is_computed(monkeypatch, right):
+    """A request that nothing is guessed for has no keys and values of the model that drafts."""
+    watched = Watched(monkeypatch, ITSELF)
+    watched.add("a", num_speculative_tokens=0)
+    watched.finish()
+    assert watched.rows == []
+    watched.add("b")
+    assert watched.step()[0] == len(PROMPT) + 1
+    watched.add("c")  # and while it did so, another one learned of it
+    assert watched.step()[0] == 2 + 2
+    assert watched.finish() == {"b": right, "c": right}
+    assert watched.accepted == watched.drafted
+
+
+def test_blocks_that_were_given_away_count_as_empty(monkeypatch):
+    watched = Watched(monkeypatch, ITSELF, num_gpu_blocks=16, enable_prefix_caching=False)
+    for name, shift in (("a", 0), ("b", 1)):
+        watched.add(name, [token + shift for token in PROMPT])
+        assert watched.step()[0] == len(PROMPT) + 1
+        watched.finish()
+    assert watched.accepted == watched.drafted
+
+
+def test_a_swapped_request_has_its_keys_and_values_again(monkeypatch, right):
+    watched = Watched(monkeypatch, ITSELF, swap_space_bytes=64 << 20, enable_prefix_caching=False)
+    watched.add("a")
+    watched.step()
+    watched.step()
+    watched.engine.core.scheduler.preempt_requests(["a"])
+    watched.step()
+    watched.drafts.kv.cache.blocks.fill_(torch.nan)  # nothing is left of it but on the host
+    watched.drafts.kv._filled[:] = 0
+    assert watched.step()[0] <= BLOCK
+    assert watched.finish() == {"a": right}
+    assert watched.accepted == watched.drafted
+    assert watched.engine.core.scheduler.get_stats().total_swapped == 1
+
+
+def test_what_is_lacking_is_made_up_for_as_steps_have_room(monkeypatch, right):
+    """Who has little to catch up with comes first, and others draft once they have caught up."""
+    watched = Watched(monkeypatch, ITSELF, budget=64)
+    watched.add("a", PROMPT[:3])
+    watched.step()
+    watched.add("b")
+    passes = [watched.step() for _ in range(7)]
+    assert all(max(rows) <= 64 for rows in passes)
+    assert watched.finish()["b"] == right
+    assert watched.accepted == watched.drafted >= 60
+
+
+def test_room_goes_to_who_needs_least():
+    assert _within(10, np.array([7, 2, 30, 2])).tolist() == [6, 2, 0, 2]
+    assert _within(10, np.array([12, 1])).tolist() == [9, 1]
+
+
+def test_who_needs_no_more_drafts_is_in_no_more_passes(monkeypatch):
+    watched = Watched(monkeypatch, QUANTIZED)
+    watched.add("a", [5, 6, 7])
+    watched.add("b", [5, 6, 8], max_tokens=3)  # of which a draft can be one
+    watched.add("c", [5, 6, 9], num_speculative_tokens=2)
+    watched.add("d", [5, 6, 10], num_speculative_tokens=0)
+    assert watched.step() == [3, 2, 1, 1]
+
+
+def test_a_bound_on_drafts_is_kept(monkeypatch):
+    watched = Watched(monkeypatch, SMALLER)
+    schedule = watched.engine.core.scheduler.schedule
+
+    def bound():
+        scheduled = schedule()
+        scheduled.max_drafts["a"] = 1
+        scheduled.max_drafts["b"] = 0
+        return scheduled
+
+    monkeypatch.setattr(watched.engine.core.scheduler, "schedule", bound)
+    watched.add("a", [5, 6, 7])
+    watched.add("b", [5, 6, 8])
+    assert watched.step() == [4]
+
+
+def test_passes_and_their_time_are_told(monkeypatch):
+    watched = Watched(monkeypatch, SMALLER)
+    results, update = [], watched.engine.core.scheduler.update_from_output
+
+    def keep(scheduled, result):
+        results.append(result)
+        return update(scheduled, result)
+
+    monkeypatch.setattr(watched.engine.core.scheduler, "update_from_output", keep)
+    watched.add("a")
+    watched.step()
+    assert results[0].num_drafting_passes == len(results[0].draft_token_ids["a"]) == DRAFTS
+    assert results[0].drafting_s > 0
+
+
+@pytest.mark.parametrize(("speculative", "least"), [(QUANTIZED, 0.8), (SMALLER, 0.6)], ids=["quantized", "draft_model"])
+def test_what_the_built_in_models_guess_mostly_comes_true(monkeypatch, speculative, least):
+    watched = Watched(monkeypatch, speculative)
+    for topic in ("a fox and a lighthouse", "a boat", "the sea"):
+        message = {"role": "user", "content": f"Tell me a story about {topic}."}
+        prompt = watched.engine.input_processor.chat_prompt([message])
+        watched.engine.add_request(topic, prompt, SamplingParams(temperature=0.0, max_tokens=60))
+    watched.finish()
+    assert watched.drafted > 60
+    assert watched.accepted > least * watched.drafted
+
+
+def test_drafts_that_reach_over_a_requests_blocks_harm_nobody(monkeypatch):
+    """Blocks of two tokens: most drafts stand in blocks of nobody, behind those that requests have."""
+    alone = [PROMPT[i : i + 3] for i in range(4)]
+    for speculative in (ITSELF, QUANTIZED):
+        expected = {}
+        watched = Watched(monkeypatch, speculative, block_size=2, num_gpu_blocks=512)
+        for name, prompt in enumerate(alone):
+            watched.add(str(name), prompt)
+            expected |= watched.finish()
+        for name, prompt in enumerate(alone):
+            watched.add(str(name), prompt)
+        assert watched.finish() == expected
+        assert speculative is QUANTIZED or watched.accepted == watched.drafted
+        assert watched.accepted > 0.5 * watched.drafted
+
+
+@pytest.mark.parametrize("speculative", [SMALLER, QUANTIZED], ids=["draft_model", "quantized"])
+def test_a_model_that_fails_costs_no_request(monkeypatch, caplog, right, speculative):
+    watched = Watched(monkeypatch, speculative)
+    watched.add("a")
+    watched.step()
+    forward = watched.drafts.forward_pass.recorded
+    calls = []
+
+    def fail(*inputs):
+        calls.append(inputs)
+        if len(calls) % 2:
+            raise RuntimeError("on purpose")
+        return forward(*inputs)
+
+    watched.drafts.forward_pass.recorded = fail
+    assert watched.finish() == {"a": right}
+    assert len(calls) > 2
+    assert "nothing is guessed in this step" in caplog.text
+
+
+@pytest.mark.parametrize("speculative", [SMALLER, QUANTIZED], ids=["draft_model", "quantized"])
+def test_keys_and_values_that_are_no_numbers_harm_no_target(monkeypatch, right, speculative):
+    """Of the model's own all are broken; of the target's those that are written while something is guessed."""
+    watched = Watched(monkeypatch, speculative)
+    choose = watched.drafts.choose_next
+
+    def poison(indices):
+        cache, rows = watched.drafts.kv.cache, watched.drafts._rows
+        if speculative is SMALLER:
+            cache.blocks.fill_(torch.nan)
+        else:
+            cache.blocks[cache.num_blocks :].fill_(torch.nan)
+            for row, known in zip(rows, watched.drafts._num_known, strict=True):
+                block = watched.runner.batch.block_tables[row, (known - 1) // BLOCK]
+                cache.blocks[block, :, :, :, (known - 1) % BLOCK :].fill_(torch.nan)
+        return choose(indices)
+
+    monkeypatch.setattr(watched.drafts, "choose_next", poison)
+    watched.add("a")
+    assert watched.finish() == {"a": right}
+
+
+def test_a_model_for_shorter_texts_drafts_as_long_as_they_are_that_short(monkeypatch, tmp_path, right):
+    shutil.copytree(built_in_draft_path(), tmp_path / "short")
+    config = json.loads((tmp_path / "short" / "config.json").read_text())
+    (tmp_path / "short" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": len(PROMPT) + 12}))
+    watched = Watched(monkeypatch, {"method": "draft_model", "model": str(tmp_path / "short")})
+    watched.add("a")
+    assert watched.finish() == {"a": right}
+    assert len(watched.rows) >= 3
+    assert max(watched.lengths) == len(PROMPT) + 12
+
+
+def test_what_is_looked_up_costs_no_pass(monkeypatch, right):
+    """Where the suffix has stood before, the model is not asked, and catches up when it is."""
+    watched = Watched(monkeypatch, {"method": "suffix", "model": str(built_in_model_path())})
+    watched.add("a", right[:20] * 3)
+    expected = watched.finish()
+    num_alone = len(watched.rows)
+    watched.add("a", right[:20] * 3)  # whose answer is known now
+    assert watched.finish() == expected
+    assert len(watched.rows) == num_alone > 0
+    watched.add("b")
+    assert watched.step()[0] == len(PROMPT) + 1
+    assert watched.finish() == {"b": right}
+
+
+REJECTION = {"verification": "rejection"}
+
+
+@pytest.mark.parametrize("asked", [{"temperature": 1.3, "seed": 3, "top_p": 0.9}, {}], ids=["sampled", "greedy"])
+def test_rejection_sampling_accepts_what_the_target_would_draw(monkeypatch, right, asked):
+    watched = Watched(monkeypatch, ITSELF | REJECTION)
+    watched.add("a", **asked)
+    tokens = watched.finish()
+    assert (tokens["a"] == right) == (not asked)
+    watched.step()
+    assert not watched.runner.drafting.draft_probs, "of requests that ended nothing is kept"
+    assert watched.accepted == watched.drafted >= 30
+
+
+def test_a_draft_that_ends_a_request_is_verified_by_rejection_sampling_as_any_other(monkeypatch, right):
+    """Else whether a draft is verified would hang on which token it is."""
+    stop = right[3]
+    for verification, expected in ({}, [right[1:3]]), (REJECTION, [right[1:4]]):
+        watched = Watched(monkeypatch, ITSELF | verification)
+        watched.add("a", stop_token_ids=[stop])
+        watched.step()
+        assert [list(request.spec_token_ids) for request in watched.engine.core.scheduler.running] == expected
+        assert watched.finish() == {"a": right[:4]}

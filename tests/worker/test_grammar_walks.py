@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from octavo.worker.grammar_walks import GrammarWalks, Walk, Walked, wait_for
+
+
+def test_what_took_long_the_last_time_begins_behind_what_did_not():
+    walks, done, may_go_on = GrammarWalks(), [], threading.Event()
+
+    def walk(name, last_s):
+        each = Walk(1, [])
+        walks.begin(each, lambda: done.append(name) or Walked([], None), last_s)
+        return each
+
+    walks.begin(Walk(1, []), lambda: may_go_on.wait(60) and Walked([], None), 0.0)
+    begun = [walk("long", 5.0), walk("first", 0.0), walk("second", 0.0)]
+    may_go_on.set()
+    for each in begun:
+        each.result.result(60)
+    assert done == ["first", "second", "long"]
+
+
+def test_what_a_walk_raises_its_result_raises():
+    walks, walk = GrammarWalks(), Walk(1, [])
+
+    def fail():
+        raise KeyboardInterrupt
+
+    walks.begin(walk, fail, 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        walk.result.result(60)
+
+
+def test_a_step_does_not_wait_for_all_of_a_walk():
+    ready, pending = Walk(1, []), Walk(1, [])
+    ready.result.set_result(Walked([], None))
+    wait_for([ready, pending], 0.0, is_all=True)
+    wait_for([pending], 0.0, is_all=True)
+    assert (ready.is_ready, pending.is_ready) == (True, False)
