@@ -94,9 +94,9 @@ FAULTS = [
     ),
     Fault(
         "penalties of drafts that do not stand yet",
-        SampleTasks._make,
-        "known_tokens=known[: num_known[row]]",
-        "known_tokens=known",
+        SampleTasks.make,
+        "_task(request, known[: inputs.num_known[row]], allowed)",
+        "_task(request, known, allowed)",
         compare_tokens,
     ),
     Fault(
