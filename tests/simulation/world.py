@@ -96,6 +96,7 @@ class WorldConfig:
     lost_sample_rate: float = 0.005
     postpone_rate: float = 0.02
     remote_rate: float = 0.2
+    neighbour_rate: float = 0.3
     min_tokens_to_cache: int = 1
     deadline_rate: float = 0.05
     longest_prompt: int = 24
@@ -138,6 +139,7 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         max_drafts=rng.randint(0, 8),
         step_base_s=rng.choice([0.0, 0.05, 1.0]),
         remote_rate=rng.choice([0.0, 0.5, 1.0]),
+        neighbour_rate=rng.choice([0.0, 0.5]),
         min_tokens_to_cache=rng.choice([1, 1, rng.randint(1, 12)]),
         postpone_rate=rng.choice([0.0, 0.02, 0.5]),
         preempt_rate=rng.choice([0.0, 0.05, 0.2]),
@@ -608,7 +610,7 @@ class World:
             self._count("refused")
             return
         self.worker.identities[name] = identity
-        if rng.random() < self.store.rate / 2:  # another engine computed it before
+        if self.store.rate and rng.random() < config.neighbour_rate:  # another engine computed it before
             self.scheduler.kv_cache_manager.update_block_hashes(request)
             self.store.publish(request.block_hashes, Oracle(prompt, identity).contents)
         tracked = self.tracked[name] = Tracked(oracle, max_tokens, frozenset(stop_ids))
