@@ -16,11 +16,23 @@ QUESTIONS = [
 def main() -> None:
     """Print question and answer pairs."""
     llm = LLM()
+    params = SamplingParams(temperature=0, max_tokens=64)
     conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    for question, output in zip(
-        QUESTIONS, llm.chat(conversations, SamplingParams(temperature=0, max_tokens=64)), strict=True
-    ):
+    answers = llm.chat(conversations, params)
+    for question, output in zip(QUESTIONS, answers, strict=True):
         print(f"> {question}\n  {output.outputs[0].text}")
+
+    # Asked again, an answer is guessed from the one before: several of its tokens come of one step.
+    stats = llm.llm_engine.stats
+    num_drafted, num_accepted = stats.drafts.num_draft_tokens, stats.drafts.num_accepted_tokens
+    [again] = llm.chat(conversations[-1], params)
+    num_drafted = stats.drafts.num_draft_tokens - num_drafted
+    num_accepted = stats.drafts.num_accepted_tokens - num_accepted
+    is_same = again.outputs[0].token_ids == answers[-1].outputs[0].token_ids
+    print(
+        f"The last one asked again: {'the same' if is_same else 'other'} {len(again.outputs[0].token_ids)} tokens; "
+        f"{num_drafted} were guessed, {num_accepted} of these were right (docs/speculation.md)"
+    )
 
 
 if __name__ == "__main__":

@@ -218,7 +218,7 @@ def test_vllms_other_arguments(checkpoint):
         (
             {"model": "/no/such/path", "speculative_config": {"method": "x"}},
             ConfigError,
-            "one of auto, none, ngram, suffix, got 'x'",
+            "one of auto, none, ngram, suffix, draft_model, quantized, got 'x'",
         ),
         (
             {"model": "/no/such/path", "speculative_config": {"method": "suffix", "prompt_lookup_max": 3}},

@@ -470,6 +470,12 @@ def test_what_drafts_gain_is_told_where_it_is_known():
     assert policy.learn(Scheduled("ab"), guessed(0.5, 0), 1.5) is None
 
 
+def test_a_slow_first_step_is_no_gain_of_drafts():
+    policy = policy_with((1, 60.0))
+    policy.verified(make_request(), 3, 2)
+    assert policy.learn(Scheduled("a", drafts={"a": [1, 2, 3]}), guessed(0.25, 0), 1.25) == (1.0, 3.0)
+
+
 def test_what_drafts_gain_is_told_by_the_scheduler(make_core):
     now = [0.0]
     core = make_core(clock=lambda: now[0])

@@ -21,3 +21,14 @@ def test_how_much_may_be_guessed_for_a_request_arrives():
         sent = Request("r", [1], SamplingParams(num_speculative_tokens=most))
         (arrived,) = ipc.decode_to_engine(ipc.encode(ipc.Add.of("r", [sent]))).to_requests()
         assert arrived.sampling_params.num_speculative_tokens == most
+
+
+def test_a_prediction_arrives_once_for_all_streams():
+    predicted = list(range(1000, 3000))
+    sent = [Request(f"r-{i}", [1], SamplingParams(), predicted_token_ids=predicted) for i in range(3)]
+    encoded = ipc.encode(ipc.Add.of("r", sent))
+    assert len(encoded) < 2 * 3 * len(predicted)
+    arrived = ipc.decode_to_engine(encoded).to_requests()
+    assert [request.predicted_token_ids for request in arrived] == [predicted] * 3
+    (without,) = ipc.decode_to_engine(ipc.encode(ipc.Add.of("r", [Request("r", [1], SamplingParams())]))).to_requests()
+    assert without.predicted_token_ids is None

@@ -57,6 +57,8 @@ class SimulatedStore:
     rate: how often it offers what it has. checks: whether records are believed only with their checksum.
     """
 
+    max_steps = 4  # of a transfer
+
     def __init__(self, worker: HashWorker, rng: random.Random, rate: float) -> None:
         self.worker = worker
         self.rng = rng
@@ -137,7 +139,7 @@ class SimulatedStore:
             outcome = self.rng.choice(["failed", "lost"])
             self._count(f"{outcome} {order.direction.value}")
         blank = [[_UNREAD] * self.worker.block_size for _ in order.keys]
-        return Moving(order, step + self.rng.randint(0, 4), outcome, blank)
+        return Moving(order, step + self.rng.randint(0, self.max_steps), outcome, blank)
 
     def _cancel(self, transfer_id: int, step: int) -> None:
         moving = self.moving.pop(transfer_id, None)

@@ -39,7 +39,8 @@ def believe_everything(patch: pytest.MonkeyPatch) -> None:
 
 
 def release_what_is_saved(patch: pytest.MonkeyPatch) -> None:
-    """The blocks are given to others while they are read."""
+    """The blocks are given to others while they are read, which takes its time."""
+    patch.setattr(SimulatedStore, "max_steps", 20)
     offer = KVTransfers.offer
 
     def careless(self, request):

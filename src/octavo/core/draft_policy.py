@@ -154,7 +154,9 @@ class DraftPolicy:
         self._learn_gain(len(counts), num_rows, num_accepted, result.drafting_s, step_s)
         if not drafts or not self.step_cost.is_measured(len(counts)):
             return None
-        return step_s + guessing_s, (1 + num_accepted / len(counts)) * self.step_cost.seconds(len(counts))
+        # Steps of fewer rows take no longer than this one did, even where the first ones, still cold, were slow.
+        without_s = min(self.step_cost.seconds(len(counts)), step_s)
+        return step_s + guessing_s, (1 + num_accepted / len(counts)) * without_s
 
     def _learn_passes(self, scheduled: SchedulerOutput, result: ModelOutput) -> None:
         """Take in what a pass took, each of which guesses one more token of every request that is not at its bound."""

@@ -93,6 +93,7 @@ class Request:
     deadline: time on the engine's clock at which it is of no more use and ends with an error.
     acceptance: how often its drafts came true; None before any was verified.
     block_hashes: keys of its full blocks, written by the KV cache manager.
+    predicted_token_ids: what its client expects as its output, of which drafts are made; never changed.
     """
 
     __slots__ = (
@@ -109,6 +110,7 @@ class Request:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_logprobs",
+        "predicted_token_ids",
         "priority",
         "reads_prefix_cache",
         "request_id",
@@ -140,6 +142,7 @@ class Request:
         tenant_weight: float = 1.0,
         adapter: str | None = None,
         deadline: float | None = None,
+        predicted_token_ids: list[int] | None = None,
     ) -> None:
         self.request_id = request_id
         self.sequence = Sequence(list(prompt_token_ids), len(prompt_token_ids))
@@ -155,6 +158,7 @@ class Request:
         self.tenant_weight = tenant_weight
         self.adapter = adapter
         self.deadline = deadline
+        self.predicted_token_ids = predicted_token_ids
         self.status = RequestStatus.WAITING
         self.admitted_time: float | None = None
         self.stop_reason: int | str | None = None

@@ -16,7 +16,8 @@ class NewRequestData:
     """All of a request, sent once: when it starts, and again when it resumes after a preemption.
 
     token_ids: prompt and, after a preemption, the output so far. Tokens below `num_computed_tokens` are in the cache.
-    cache_salt: nothing of it is shared with requests that have another one.
+    cache_salt: nothing of it is shared with requests that have another one. predicted_token_ids: what its client
+    expects as its output.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class NewRequestData:
     block_ids: list[int]
     num_computed_tokens: int
     cache_salt: str | None = None
+    predicted_token_ids: list[int] | None = None
 
     @classmethod
     def from_request(cls, request: Request) -> NewRequestData:
@@ -45,6 +47,7 @@ class NewRequestData:
             block_ids=list(sequence.block_table),
             num_computed_tokens=request.num_computed_tokens,
             cache_salt=request.cache_salt,
+            predicted_token_ids=request.predicted_token_ids,
         )
 
 

@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 
     from octavo.config import ModelInfo
 
+_PREDICTED = "predicted_token_ids"
 _ORDINARY_CHARS = 16  # of a token: a vocabulary's longest has more, and finding it takes 0.1 s
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
-"""Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}."""
+"""Text, token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
+
+Beside those may stand "predicted_token_ids": what is expected as the answer. No token depends on it.
+"""
 
 
 class TextCodec(Protocol):
@@ -195,7 +199,8 @@ class InputProcessor:
         text, token_ids = self._read_prompt(prompt)
         # The scheduler refuses it, too: but not before it is copied for n outputs, or sent to another process.
         PromptTooLongError.check(len(token_ids), self.model_info.max_model_len)
-        self._check_token_ids(token_ids, params)
+        predicted = self._read_predicted(prompt)
+        self._check_token_ids(token_ids, params, predicted)
         arrival = next(self._arrivals)
         seed = params.seed if params.seed is not None else draw_seed(self._seed, arrival)
         further = params if params.n == 1 else replace(params, prompt_logprobs=None)  # the prompt's are told once
@@ -214,6 +219,7 @@ class InputProcessor:
                 tenant=tenant,
                 tenant_weight=tenant_weight,
                 deadline=None if timeout_s is None else arrival_time + timeout_s,
+                predicted_token_ids=predicted or None,
             )
             for index in range(params.n)
         ]
@@ -245,7 +251,19 @@ class InputProcessor:
             raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}", parameter="prompt")
         return None, [_token_id(each) for each in prompt]
 
-    def _check_token_ids(self, token_ids: list[int], params: SamplingParams) -> None:
+    def _read_predicted(self, prompt: Any) -> list[int]:
+        given = prompt.get(_PREDICTED) if hasattr(prompt, "keys") else None
+        if given is None:
+            return []
+        if isinstance(given, (str, bytes)) or not hasattr(given, "__iter__"):
+            raise RequestError(f"{_PREDICTED} must be token ids, got {given!r:.100}", parameter=_PREDICTED)
+        token_ids, most = [_token_id(each, _PREDICTED) for each in given], self.model_info.max_model_len
+        if len(token_ids) >= most:
+            message = f"{_PREDICTED}: {len(token_ids)} tokens > {most - 1} maximum, as max_model_len is {most}"
+            raise RequestError(message, parameter=_PREDICTED)
+        return token_ids
+
+    def _check_token_ids(self, token_ids: list[int], params: SamplingParams, predicted: list[int]) -> None:
         vocab_size = self.model_info.vocab_size
         if not token_ids:
             raise RequestError("the prompt is empty: at least one token is needed", parameter="prompt")
@@ -254,6 +272,7 @@ class InputProcessor:
             ("logit_bias", params.logit_bias or ()),
             ("allowed_token_ids", params.allowed_token_ids or ()),
             ("stop_token_ids", params.stop_token_ids),
+            (_PREDICTED, predicted),
         ):
             for token_id in ids:
                 if not 0 <= token_id < vocab_size:
@@ -262,14 +281,15 @@ class InputProcessor:
                     )
 
 
-def _token_id(value: Any) -> int:
+def _token_id(value: Any, parameter: str = "prompt") -> int:
     """Take any integer in, numpy's too; a truth value is none."""
     try:
         token_id = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         token_id = None
     if token_id is None:
-        raise RequestError(f"prompt token ids must be integers, got {value!r:.100}", parameter="prompt")
+        name = parameter.removesuffix("_token_ids")
+        raise RequestError(f"{name} token ids must be integers, got {value!r:.100}", parameter=parameter)
     return token_id
 
 

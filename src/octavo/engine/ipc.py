@@ -57,7 +57,7 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 class Stream(msgspec.Struct, frozen=True):
-    """One output stream of a request: what a `Request` has beside the prompt."""
+    """One output stream of a request: what a `Request` has beside the prompt and the prediction."""
 
     request_id: str
     sampling_params: SamplingParams
@@ -77,6 +77,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     prompt_token_ids: list[int]
+    predicted_token_ids: list[int] | None
     streams: list[Stream]
 
     @classmethod
@@ -84,7 +85,8 @@ class Add(msgspec.Struct, frozen=True, tag=True):
         """Take down the core's requests of one user's request."""
         fields = [name for name in Stream.__struct_fields__ if name != "request_id"]
         streams = [Stream(r.request_id, *(getattr(r, name) for name in fields)) for r in requests]
-        return cls(request_id, requests[0].sequence.prompt_token_ids, streams)
+        first = requests[0]
+        return cls(request_id, first.sequence.prompt_token_ids, first.predicted_token_ids, streams)
 
     def to_requests(self) -> list[Request]:
         """Return them as the core wants them; what form their answers must have is one object, as it was asked for."""
@@ -93,6 +95,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
         for stream in self.streams:
             stream.sampling_params.structured_outputs = wanted
             fields = {name: getattr(stream, name) for name in Stream.__struct_fields__}
+            fields["predicted_token_ids"] = self.predicted_token_ids
             requests.append(Request(fields.pop("request_id"), self.prompt_token_ids, **fields))
         return requests
 

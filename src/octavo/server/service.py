@@ -224,7 +224,7 @@ class Service:
         async def take_room(processed: ProcessedInput) -> None:
             nonlocal num_waiting
             check(processed)
-            num_tokens = len(processed.prompt_token_ids)
+            num_tokens = len(processed.prompt_token_ids) + len(processed.streams[0].predicted_token_ids or ())
             try:
                 async with asyncio.timeout_at(deadline):
                     await place.hold_tokens(num_tokens)

@@ -18,13 +18,15 @@ class DraftTask:
 
     token_ids: int32 [num_tokens], prompt and output, what this step sampled included; valid until the next step.
     They only ever grow. max_drafts: more than that are of no use. cache_salt: who has another one may not be told what
-    stands here, nor be guessed from.
+    stands here, nor be guessed from. predicted_token_ids: int32, what its client expects behind its prompt.
     """
 
     request_id: str
     token_ids: NDArray[np.int32]
     max_drafts: int
     cache_salt: str | None
+    num_prompt_tokens: int = 0
+    predicted_token_ids: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,8 @@ class Drafting:
             if max_drafts:
                 most = min(most, max_drafts.get(request_id, most))
             if most > 0:
-                tasks.append(DraftTask(request_id, known, most, request.cache_salt))
+                num_prompt_tokens, predicted = request.num_prompt_tokens, request.predicted_token_ids
+                tasks.append(DraftTask(request_id, known, most, request.cache_salt, num_prompt_tokens, predicted))
         self._drop_probs(sampled_token_ids)
         self.num_passes = 0
         if not tasks:

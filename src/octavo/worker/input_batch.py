@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class RequestRow:
     """What does not fit into the arrays. `row` is its place in them.
 
-    num_tokens: prompt and output, what the last step sampled included.
+    num_tokens: prompt and output, what the last step sampled included. predicted_token_ids: int32, what its client
+    expects as its output.
     """
 
     row: int
@@ -37,6 +38,7 @@ class RequestRow:
     sampling_params: SamplingParams
     stop_token_ids: frozenset[int]
     cache_salt: str | None = None
+    predicted_token_ids: NDArray[np.int32] | None = None
     num_tokens: int = 0
     matcher: Matcher | None = None  # its way through its grammar; one that comes back after a preemption walks it anew
     walk: Walk | None = None  # the last one there
@@ -115,7 +117,7 @@ class InputBatch:
 
     def add_request(self, data: NewRequestData) -> None:
         """Learn all of a request."""
-        row = self._free_rows.pop()
+        row, predicted = self._free_rows.pop(), data.predicted_token_ids
         self.requests[data.request_id] = RequestRow(
             row,
             data.request_id,
@@ -123,6 +125,7 @@ class InputBatch:
             data.sampling_params,
             data.stop_token_ids,
             data.cache_salt,
+            None if predicted is None else np.array(predicted, dtype=np.int32),
         )
         self.sampling.set(row, data.sampling_params, data.seed, data.sample_index)
         self.num_tokens[row] = self.num_blocks[row] = 0

@@ -15,6 +15,7 @@ from octavo.outputs import NOTHING_ALLOWED
 from octavo.runtime.faults import REQUEST_FAILED, is_fault, log_fault
 from octavo.speculative.model import ModelProposer
 from octavo.speculative.none import NoProposer
+from octavo.speculative.prediction import PredictionProposer
 from octavo.worker.draft_model import DraftRunner
 from octavo.worker.drafting import Drafting
 from octavo.worker.forward_pass import ForwardPass
@@ -79,7 +80,7 @@ class ModelRunner:
             num_scratch_blocks=0 if draft is None else draft.num_scratch_blocks,
         )
         self._tasks = SampleTasks(self.batch, grammars)
-        self.drafting = Drafting(proposer or NoProposer(), self.batch, self._tasks)
+        self.drafting = Drafting(PredictionProposer(proposer or NoProposer()), self.batch, self._tasks)
         self.draft_runner: DraftRunner | None = None
         if draft is not None:
             passes = ForwardPass(draft.model, kernels, draft_cache or kv_cache, max_num_batched_tokens)

@@ -10,6 +10,7 @@ import pytest
 from fakes import make_engine
 
 from octavo.data.events import (
+    DraftsTimed,
     DraftsVerified,
     RequestAdmitted,
     RequestFinished,
@@ -168,6 +169,19 @@ def test_a_step_tells_which_guesses_were_right() -> None:
         if isinstance(each, DraftsVerified)
     }
     assert {step[0]: step[4][0] for step in steps if step[4]} == verified
+    figures = watched.view.moment()["drafts"]
+    drafted, accepted = (sum(each[place] for each in verified.values()) for place in (1, 2))
+    assert (figures["drafted"], figures["accepted"]) == (drafted, accepted)
+    assert figures["tokens_per_step"] == round(1 + accepted / len(verified), 2)
+    timed = [each for each in watched.events if isinstance(each, DraftsTimed)]
+    without_s, with_s = sum(each.seconds_without for each in timed), sum(each.seconds for each in timed)
+    assert figures["speed_up"] == round(without_s / with_s, 2)
+
+
+def test_no_figures_of_drafts_where_there_were_none() -> None:
+    watched = Watched(0)
+    watched.serve(5)
+    assert watched.view.moment()["drafts"] is None
 
 
 def test_a_watcher_who_comes_back_late_gets_what_is_kept() -> None:

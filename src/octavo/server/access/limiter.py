@@ -322,7 +322,8 @@ class RequestLimiter:
         pool = self.waiting_tokens
         if pool.limit is not None and num_tokens > pool.limit:
             raise RequestError(
-                f"the prompt has {num_tokens} tokens; no more than {pool.limit} may wait here", parameter="prompt"
+                f"the prompt, with a prediction, has {num_tokens} tokens; no more than {pool.limit} may wait here",
+                parameter="prompt",
             )
         if place.is_in:
             await self.line.take(place.tenant, num_tokens)

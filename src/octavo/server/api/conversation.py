@@ -18,6 +18,7 @@ _TEXT = fields("text", harmless={"prompt_cache_breakpoint": CACHE})
 _MEDIA = dict.fromkeys(("image_url", "input_audio", "file"), MEDIA)
 TEXT_PARTS = BlockTypes({"text": _TEXT}, _MEDIA)
 ANSWER_PARTS = BlockTypes({"text": _TEXT, "refusal": fields("refusal")}, _MEDIA)
+PREDICTIONS = BlockTypes({"content": fields("content")})
 CALLS = BlockTypes({"function": fields("id", "function", "index")}, {"custom": "its tools are functions"})
 
 
@@ -73,6 +74,15 @@ def read_content(content: Any, place: str, types: BlockTypes) -> str | list[dict
         raise RequestError(f"{place} must be text or a list of text parts", parameter=place)
     texts = [_read_part(part, f"{place}[{index}]", types) for index, part in enumerate(content)]
     return [text_part(text) for text in texts]
+
+
+def read_prediction(prediction: Any) -> str:
+    """Return what a client expects as the answer; an empty text for nothing. Raises `RequestError` with the place."""
+    if prediction is None:
+        return ""
+    PREDICTIONS.check(prediction, "prediction")
+    content = read_content(prediction.get("content"), "prediction.content", TEXT_PARTS)
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _read_part(part: Any, place: str, types: BlockTypes) -> str:

@@ -59,7 +59,6 @@ def _of(switch: str) -> str:
 OPENAI: Table = {
     "max_tool_calls": "a limit of calls to the server's own tools: here there are none",
     "metadata": _KEPT,
-    "prediction": "a guess that may save time",
     "prompt_cache_key": _CACHE,
     "prompt_cache_options": _CACHE,
     "prompt_cache_retention": _CACHE,

@@ -117,6 +117,8 @@ AllowedChatChoice = TypedDict(
 Mode = Literal["none", "auto", "required"]
 ChatChoice = Mode | NamedChatTool | AllowedChatChoice
 
+Prediction = TypedDict("Prediction", {"type": Literal["content"], "content": Content})
+
 # --- of /v1/messages
 ToolUse = TypedDict("ToolUse", {"type": Literal["tool_use"], "id": str, "name": str, "input": Object})
 ToolResult = TypedDict(

@@ -14,7 +14,7 @@ from octavo.server.answers.answer_form import AnswerForm, AnswerReader
 from octavo.server.answers.answering import ChoiceUpdate, Job, answer
 from octavo.server.answers.tools import read_chat_tools
 from octavo.server.answers.usage import CompletionTokensDetails
-from octavo.server.api.conversation import effort_options, read_messages, template_options
+from octavo.server.api.conversation import effort_options, read_messages, read_prediction, template_options
 from octavo.server.api.openai.chunks import OpenAIReply, openai_options
 from octavo.server.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from octavo.server.api.openai.replies import (
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from octavo.engine.input_processor import InputProcessor
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
     from octavo.server.access.limiter import Permit
@@ -56,19 +57,21 @@ async def create_chat_completion(service: Service, http_request: Request, reques
     request.settle(service.extra_fields)
     style = service.answer_style
 
-    def read() -> tuple[SamplingParams, list[dict[str, Any]], Toolbox]:
+    def read() -> tuple[SamplingParams, list[dict[str, Any]], Toolbox, str]:
         default_max_tokens = service.model_info.generation_defaults.get("max_tokens")
         with request.named_as_sent():
             params = _params(request, service.default_params, default_max_tokens)
         messages = read_messages(request.messages)
         toolbox = read_chat_tools(request.tools, request.tool_choice, request.parallel_tool_calls, style.tools)
-        return params, messages, toolbox
+        return params, messages, toolbox, read_prediction(request.prediction)
 
-    params, messages, toolbox = await look_at(http_request, read)
+    params, messages, toolbox, prediction = await look_at(http_request, read)
     options = effort_options(request.reasoning_effort, "reasoning_effort") | template_options(request)
     truncation = Truncation.of(request, params.max_tokens, service.model_info.max_model_len)
     with service.enter(http_request, params.n) as place:
-        prompt = await render(service, http_request, place, messages, toolbox, options, truncation=truncation)
+        prompt = await render(
+            service, http_request, place, messages, toolbox, options, truncation=truncation, prediction=prediction
+        )
         form = AnswerForm.of(style, toolbox, prompt["prompt"])
         params = await look_at(http_request, lambda: form.applied_to(params))
         job = Job(
@@ -99,8 +102,12 @@ async def render(
     *,
     is_prompt: bool = True,
     truncation: Truncation = WHOLE,
+    prediction: str = "",
 ) -> dict[str, Any]:
-    """Spell a conversation as the chat template does, beside the event loop. is_prompt: it is to be answered."""
+    """Spell a conversation as the chat template does, beside the event loop. is_prompt: it is to be answered.
+
+    prediction: what is expected as its answer; without speculation it is not looked at.
+    """
     inputs, tools = service.engine.input_processor, list(toolbox.given) or None
 
     def work() -> dict[str, Any]:
@@ -109,13 +116,24 @@ async def render(
             token_ids = inputs.encode(text, add_special_tokens=False, is_prompt=is_prompt)
         else:
             token_ids = truncation.encode(text, inputs, add_special_tokens=False)
-        return {"prompt": text, "prompt_token_ids": token_ids}
+        prompt = {"prompt": text, "prompt_token_ids": token_ids}
+        if prediction and service.engine.capacity.num_speculative_tokens:
+            prompt["predicted_token_ids"] = _encode_prediction(inputs, prediction)
+        return prompt
 
     try:
         return await service.read(http_request, place, work)
     except PromptTooLongError as error:
         error.parameter = "messages"
         raise
+
+
+def _encode_prediction(inputs: InputProcessor, text: str) -> list[int]:
+    """Return its token ids. Raises `RequestError` for one that no answer can be as long as."""
+    try:
+        return inputs.encode(text, add_special_tokens=False, is_prompt=True)
+    except PromptTooLongError as error:
+        raise RequestError(str(error).replace("prompt", "prediction", 1), parameter="prediction") from None
 
 
 def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:

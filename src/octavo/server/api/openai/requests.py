@@ -18,6 +18,7 @@ from octavo.server.api.request_types import (
     MaxTokens,
     NumChoices,
     NumLogprobs,
+    Prediction,
     Prompts,
     RepetitionPenalty,
     ResponseFormat,
@@ -222,6 +223,7 @@ class ChatCompletionRequest(SamplingFields):
     tool_choice: Annotated[Any, Shown(ChatChoice | None)] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    prediction: Annotated[Any, Shown(Prediction | None)] = None
     include_reasoning: bool | None = None  # vLLM's: false leaves it out of the answer
 
     enable_thinking: bool | None = None  # DashScope's

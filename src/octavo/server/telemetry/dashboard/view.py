@@ -9,6 +9,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from octavo.data import events
+from octavo.data.draft_stats import DraftStats
 from octavo.data.snapshot import BlockState
 
 if TYPE_CHECKING:
@@ -158,6 +159,7 @@ class LiveView:
         self._num_requests = 0
         self._step: tuple[events.StepScheduled, list[tuple[int, int, bool]]] | None = None
         self._drafts: list[tuple[int, int, int]] = []
+        self._draft_stats = DraftStats()
 
     def take(self, snapshot: Snapshot) -> None:
         """Follow what happened."""
@@ -234,6 +236,19 @@ class LiveView:
             "usage": self._usage(),
             "preemptions": self.num_preemptions,
             "cache_hits": round(self.num_hit / self.num_queried, 4) if self.num_queried else None,
+            "drafts": self._draft_figures(),
+        }
+
+    def _draft_figures(self) -> dict[str, Any] | None:
+        """Return what came of all drafts that were seen; None where there was none."""
+        stats = self._draft_stats
+        if not stats.num_drafts:
+            return None
+        return {
+            "drafted": stats.num_draft_tokens,
+            "accepted": stats.num_accepted_tokens,
+            "tokens_per_step": round(stats.tokens_per_step, 2),
+            "speed_up": stats.speed_up and round(stats.speed_up, 2),
         }
 
     def _usage(self) -> float:
@@ -267,6 +282,8 @@ class LiveView:
                 each.settle()
 
     def _follow(self, event: Event) -> None:
+        if isinstance(event, events.DraftsVerified | events.DraftsTimed):
+            self._draft_stats.add(event)
         match event:
             case events.StepScheduled():
                 self._open_step(event)

@@ -55,6 +55,14 @@ function showMoment(frame) {
   at("itl99").textContent = `p99 ${duration(moment.itl[1])}`;
   at("usage").textContent = percent(moment.usage);
   at("hits").textContent = `${percent(moment.cache_hits)} of prompts found`;
+  at("drafts").textContent = draftsText(moment.drafts);
+}
+
+/** "19 of 25, 6.3 tokens a step, 4.65 times as fast as without"; nothing where nothing was guessed. */
+function draftsText(drafts) {
+  if (drafts === null) return "";
+  const speedUp = drafts.speed_up === null ? "" : `, ${drafts.speed_up} times as fast as without`;
+  return `${count(drafts.accepted)} of ${count(drafts.drafted)}, ${drafts.tokens_per_step} tokens a step${speedUp}`;
 }
 
 function takeFrame(frame) {

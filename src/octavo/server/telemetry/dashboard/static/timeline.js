@@ -1,4 +1,4 @@
-// The batches of the last steps: a column a step, a row a request; below, how many tokens each step had.
+// The batches of the last steps: a column a step, a row a request; below, how many tokens each step had. Accepted drafts are green.
 
 import { prepare, tellOnHover } from "./canvas.js";
 import { duration } from "./format.js";
@@ -6,6 +6,7 @@ import { color, onTheme, requestColor } from "./theme.js";
 
 const COLUMN = 7;
 const FOOT = 46;
+const MOST_SHOWN = 8; // accepted drafts of a request in a step; more look the same
 
 export class Timeline {
   /** name(number): the id of a request; ended(number): whether it has ended. */
@@ -75,13 +76,19 @@ export class Timeline {
         context.fillStyle = requestColor(number);
         if (isPrompt) context.fillRect(x, y, COLUMN - 1, thick);
         else {
-          const tall = Math.min(0.4 + 0.1 * (numRight.get(number) ?? 0), 1); // thicker with each guess that was right
-          context.fillRect(x, y + thick * (1 - tall) * 0.6, COLUMN - 1, Math.max(thick * tall, 1));
+          const thin = Math.max(thick * 0.3, 1);
+          context.fillRect(x, y + thick - thin, COLUMN - 1, thin);
+          const right = (thick - thin) * Math.min((numRight.get(number) ?? 0) / MOST_SHOWN, 1);
+          context.fillStyle = color("good");
+          context.fillRect(x, y + thick - thin - right, COLUMN - 1, right);
         }
       }
       context.fillStyle = color("cached");
       const tall = Math.max((tokens / most) * (FOOT - 18), 1);
       context.fillRect(x, height - 12 - tall, COLUMN - 1, tall);
+      const right = step[4].reduce((sum, draft) => sum + draft[2], 0);
+      context.fillStyle = color("good");
+      context.fillRect(x, height - 12 - tall, COLUMN - 1, (tall * right) / Math.max(tokens, 1));
     });
     context.fillStyle = color("quiet");
     context.font = "11px system-ui, sans-serif";
@@ -110,7 +117,7 @@ export class Timeline {
     const part = y < room && step[3].find((each) => this.lanes.get(each[0]) === Math.floor(y / lane));
     if (!part) return about;
     const draft = step[4].find((each) => each[0] === part[0]);
-    const guessed = draft ? `, ${draft[2]} of ${draft[1]} guessed ones right` : "";
+    const guessed = draft ? `, ${draft[2]} of ${draft[1]} drafts accepted` : "";
     const what = part[2] ? "of its prompt" : `generated${guessed}`;
     return `${this.name(part[0])}: ${part[1]} ${part[1] > 1 ? "tokens" : "token"} ${what}\n${about}`;
   }

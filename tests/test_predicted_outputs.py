@@ -1,0 +1,115 @@
+"""A prediction is a draft of its request: right, wrong or half right, the answer is the one without it."""
+
+from __future__ import annotations
+
+import pytest
+from alone_and_crowd import needs_kernels
+from test_speculation import CONFIGS, FEW_BLOCKS, Run, Verified, answers, expected, make_engine, make_requests
+
+from octavo import LLMEngine, SamplingParams
+from octavo.config import SpeculativeConfig
+from octavo.errors import RequestError
+
+pytestmark = needs_kernels
+COUNT = 15  # every way of asking
+WRONG = list(range(300, 340))
+KINDS = {
+    "right": lambda answer: answer,
+    "wrong": lambda _answer: WRONG,
+    "edited": lambda answer: answer[:9] + WRONG[:3] + answer[10:],
+    "without_its_beginning": lambda answer: answer[4:],
+    "longer": lambda answer: WRONG + answer + WRONG,
+}
+
+
+def run_predicted(kind: str, method: str, run: Run) -> tuple[float, int]:
+    """Compare with what is told without; return the share of drafts that came true, and how many did."""
+    told, sequences = expected("bfloat16", COUNT)
+    verified = Verified()
+    config = SpeculativeConfig(**CONFIGS[method], num_speculative_tokens=run.num_drafts)
+    engine = make_engine("bfloat16", run, config, verified)
+    encode = engine.input_processor.tokenizer.encode
+    requests = []
+    for index, (text, params) in enumerate(make_requests(COUNT)):
+        sequence = sequences[str(index) if params.n == 1 else f"{index}#0"]
+        requests.append(({"prompt": text, "predicted_token_ids": KINDS[kind](sequence[len(encode(text)) :])}, params))
+    assert answers(engine, requests) == told
+    assert (engine.core.scheduler.get_stats().total_preempted > 0) == (run.num_blocks is not None)
+    assert engine.core.scheduler.get_stats().kv_cache_usage == 0.0
+    return verified.num_accepted / verified.num_drafted, verified.num_accepted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_the_same_with_a_prediction(kind):
+    """Without one 92 drafts come true, a share of 0.28."""
+    share, num_accepted = run_predicted(kind, "ngram", Run("plain", num_drafts=8))
+    if kind == "wrong":
+        assert num_accepted < 110
+    else:
+        assert num_accepted > 220
+        assert share > 0.6
+
+
+@pytest.mark.parametrize(("method", "without"), [("suffix", 61), ("draft_model", 90), ("quantized", 299)])
+def test_every_method_takes_predictions(method, without):
+    """The third choice of three, say, was not predicted."""
+    _, num_accepted = run_predicted("right", method, Run("plain", num_drafts=4))
+    assert num_accepted > max(without + 20, 250)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_a_prediction_comes_back_with_a_preempted_request(method):
+    """Without one less than 90 drafts come true."""
+    _, num_accepted = run_predicted("edited", method, Run("preempted", **{**FEW_BLOCKS, "num_blocks": 40}))
+    assert num_accepted > 200
+
+
+def steps(method: str, predicted: list[int] | None, **params: int) -> tuple[list[int], int]:
+    """Return the tokens of one answer, and in how many steps they came."""
+    engine = make_engine("bfloat16", Run("one", num_drafts=8), SpeculativeConfig(method=method))
+    prompt = {"prompt": "a", "predicted_token_ids": predicted}
+    engine.add_request("r", prompt, SamplingParams(max_tokens=28, temperature=1.0, seed=1, ignore_eos=True, **params))
+    tokens, num_steps = [], 0
+    while engine.has_unfinished_requests():
+        num_steps += 1
+        for output in engine.step():
+            tokens = output.outputs[0].token_ids
+    return tokens, num_steps
+
+
+def test_from_the_first_token_on_a_step_takes_as_many_as_are_drafted():
+    tokens, num_steps = steps("ngram", None)
+    again, num_fewer = steps("ngram", tokens)
+    assert tokens == again
+    assert num_steps > 20
+    assert num_fewer == 1 + 3 + 1  # a token of the prompt's, three times 9, and one that tells of the end
+
+
+@pytest.mark.parametrize(("method", "params"), [("none", {}), ("ngram", {"num_speculative_tokens": 0})])
+def test_where_nothing_is_guessed_a_prediction_is_not_looked_at(method, params):
+    tokens, num_steps = steps(method, None, **params)
+    assert steps(method, tokens, **params) == (tokens, num_steps)
+    assert num_steps >= 28
+
+
+@pytest.fixture(scope="module")
+def engine() -> LLMEngine:
+    return make_engine("bfloat16", Run("one"), SpeculativeConfig(method="ngram"))
+
+
+@pytest.mark.parametrize(
+    ("predicted", "message"),
+    [
+        ("text", "predicted_token_ids must be token ids, got 'text'"),
+        (7, "predicted_token_ids must be token ids, got 7"),
+        ([1, "a"], "predicted token ids must be integers, got 'a'"),
+        ([1, 1 << 20], "predicted_token_ids: token id 1048576 is outside the vocabulary"),
+        ([-1], "predicted_token_ids: token id -1 is outside the vocabulary"),
+        ([1] * 2048, "predicted_token_ids: 2048 tokens > 2047 maximum, as max_model_len is 2048"),
+    ],
+)
+def test_what_is_no_prediction_is_refused(engine, predicted, message):
+    with pytest.raises(RequestError, match=message) as error:
+        engine.add_request("r", {"prompt": "a", "predicted_token_ids": predicted})
+    assert error.value.parameter == "predicted_token_ids"
+    assert not engine.has_unfinished_requests()
