@@ -19,11 +19,14 @@ def run_worlds() -> int:
     """Run worlds in which much is stored and fetched; return how many loads came through."""
     num_loads = 0
     for index in range(NUM_WORLDS):
-        config = draw_config(random.Random(index), 120)
+        config = draw_config(random.Random(index), 200)
         config = replace(config, remote_rate=1.0, hash_bits=None, enable_prefix_caching=True, min_tokens_to_cache=1)
         config = replace(config, mixed_step_ms=None, neighbour_rate=0.0, eviction_rate=0.5)
         if index % 2:  # much is given up
             config = replace(config, neighbour_rate=0.5, arrival_rate=0.8, abort_rate=0.2, freeze_rate=0.1)
+        else:  # few short texts come again and again, and are soon forgotten here
+            config = replace(config, num_blocks=12, block_size=2, longest_prompt=8, longest_output=8, num_host_blocks=0)
+            config = replace(config, max_num_waiting=None, max_num_waiting_tokens=None)
         num_loads += run_world(f"store:{index}", config).loads
     return num_loads
 
