@@ -37,7 +37,7 @@ INTERNAL: dict[type, set[str]] = {
         "skip_tokenizer_init",  # of Python alone: a command reads and writes text
     },
     CacheConfig: set(),
-    SchedulerConfig: {"kv_load_timeout_s"},  # there are no stores yet
+    SchedulerConfig: {"kv_transfer_timeout_s", "kv_lookup_timeout_s", "min_tokens_to_cache"},  # there are no stores yet
     DeviceConfig: set(),
     ServerConfig: {"max_open_requests", "max_num_waiting_tokens"},  # follow from the scheduler's options
 }

@@ -40,7 +40,9 @@ class Core:
         ticks = itertools.count()
         self.log = EventLog()
         self.scheduler = Scheduler(
-            SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 100, **scheduler_options}),
+            SchedulerConfig(
+                **{"max_num_seqs": 8, "max_num_batched_tokens": 100, "min_tokens_to_cache": 1, **scheduler_options}
+            ),
             CacheConfig(
                 block_size=block_size,
                 enable_prefix_caching=enable_prefix_caching,

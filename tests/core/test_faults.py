@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from stores import Store
 
 from octavo.core import invariants
 from octavo.core.kv_cache_manager import KVCacheManager
@@ -11,22 +12,6 @@ from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request, RequestStatus
 from octavo.errors import PromptTooLongError, QueueFullError
 from octavo.sampling_params import SamplingParams
-
-
-class Store:
-    """A connector that offers `num_tokens` to everyone."""
-
-    def __init__(self, num_tokens: int = 8) -> None:
-        self.num_tokens = num_tokens
-
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        return max(self.num_tokens - num_computed_tokens, 0)
-
-    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
-        pass
-
-    def request_finished(self, request, block_ids):
-        pass
 
 
 def check(core):
@@ -81,7 +66,7 @@ def test_F2_blocks_of_a_load_stay_held_until_the_worker_was_told(make_core):
     core = make_core(connector=Store(), num_blocks=10)
     core.add("a", 12)
     scheduled = core.scheduler.schedule()
-    [load] = scheduled.kv_loads
+    [load] = scheduled.kv_transfers
     finish_step(core, scheduled)
     core.scheduler.abort_request("a")
     assert used_blocks(core) == len(load.block_ids)
@@ -97,8 +82,8 @@ def test_F4_late_double_and_unknown_completions_change_nothing(make_core):
     core = make_core(connector=Store())
     core.add("a", 12, max_tokens=3)
     scheduled = core.scheduler.schedule()
-    [load] = scheduled.kv_loads
-    finish_step(core, scheduled, kv_loads=[(load.transfer_id, True), (load.transfer_id, True), (99, True)])
+    [load] = scheduled.kv_transfers
+    finish_step(core, scheduled, kv_transfers=[(load.transfer_id, 2), (load.transfer_id, 2), (99, 2)])
     assert len(core.log.of_type(events.StaleResultDropped)) == 2
     request = core.scheduler.requests["a"]
     assert (request.status, request.num_computed_tokens) == (RequestStatus.RUNNING, 8)
@@ -126,16 +111,16 @@ def test_F5_a_failed_load_is_computed_instead(make_core):
     core = make_core(connector=Store())
     core.add("a", 12, max_tokens=3)
     scheduled = core.scheduler.schedule()
-    finish_step(core, scheduled, kv_loads=[(scheduled.kv_loads[0].transfer_id, False)])
+    finish_step(core, scheduled, kv_transfers=[(scheduled.kv_transfers[0].transfer_id, 0)])
     scheduled = core.step()
     assert scheduled.num_scheduled_tokens == {"a": 12}
-    assert not scheduled.kv_loads
+    assert not scheduled.kv_transfers
     core.run()
     assert core.finished == {"a": "length"}
 
 
 def test_F7_a_load_that_never_ends_expires(make_core):
-    core = make_core(connector=Store(), kv_load_timeout_s=20.0)
+    core = make_core(connector=Store(), kv_transfer_timeout_s=20.0)
     core.add("a", 12, max_tokens=2)
     core.run()
     assert core.finished == {"a": "length"}
@@ -340,7 +325,7 @@ def test_a_load_that_fails_counts_its_request_once(make_core):
     core.add("a", 12, max_tokens=3, tenant="t")
     core.add("keep", 12, max_tokens=30)
     scheduled = core.scheduler.schedule()
-    finish_step(core, scheduled, kv_loads=[(load.transfer_id, False) for load in scheduled.kv_loads])
+    finish_step(core, scheduled, kv_transfers=[(load.transfer_id, 0) for load in scheduled.kv_transfers])
     core.step()
     assert core.scheduler.policy.counters.served("t") <= 12 + 2
     asked = [event.request_id for event in core.log.of_type(events.PrefixCacheQueried)]

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from stores import Store
 
 from octavo.core import invariants
 from octavo.core.block_pool import Block
 from octavo.data.request import RequestStatus
 
 
-class Store:
-    """A connector that offers 8 tokens to those named so."""
-
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        return max(8 - num_computed_tokens, 0) if request.request_id.startswith("loads") else 0
-
-    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
-        pass
-
-    def request_finished(self, request, block_ids):
-        pass
-
-
 @pytest.fixture
 def core(make_core):
     """One who decodes in three blocks, one preempted whose KV is in host memory, one who loads, one who waits."""
-    core = make_core(num_blocks=12, num_host_blocks=8, preemption="swap", max_num_seqs=2, connector=Store())
+    core = make_core(
+        num_blocks=12, num_host_blocks=8, preemption="swap", max_num_seqs=2, connector=Store(prefix="loads")
+    )
     core.add("runs", 9, max_tokens=4)
     core.add("swapped", 5)
     core.step()
@@ -268,7 +258,7 @@ def test_a_request_in_no_place_or_in_two(core, place):
         scheduler.room._deferred["again"] = type("Deferred", (), {"request": request})()
         scheduler.room.num_tokens += request.num_tokens
     else:
-        scheduler.transfers._loads[77] = scheduler.transfers._loads[0]
+        scheduler.transfers._pending[77] = scheduler.transfers._pending[0]
         scheduler.config = scheduler.config.__class__(max_num_seqs=8)
     assert breaches(core) == [(12, ())]
     if place == "waiting":
@@ -278,7 +268,7 @@ def test_a_request_in_no_place_or_in_two(core, place):
     elif place == "running":
         scheduler.running.clear()
     else:
-        scheduler.transfers._loads.clear()
+        scheduler.transfers._pending.clear()
     [breach] = [each for each in invariants.check(scheduler) if each.invariant == 12]
     assert f"in no place or in several: {{{request.request_id!r}}}, " in breach.message
 
@@ -302,7 +292,7 @@ def test_the_number_of_waiting_tokens_is_their_sum(core, change):
 
 
 def test_reservations_are_those_of_who_runs_and_loads(make_core):
-    core = make_core(num_blocks=12, admission="reservation", max_batch_total_tokens=40, connector=Store())
+    core = make_core(num_blocks=12, admission="reservation", max_batch_total_tokens=40, connector=Store(prefix="loads"))
     core.add("runs", 9, max_tokens=4)
     core.add("loads", 12, max_tokens=15)
     core.step()

@@ -3,47 +3,50 @@
 from __future__ import annotations
 
 import pytest
+from stores import Store
 
+from octavo.config import SchedulerConfig
 from octavo.core.event_emitter import EventEmitter
 from octavo.core.kv_cache_manager import NO_COMPUTED_BLOCKS, ComputedBlocks, KVCacheManager
 from octavo.core.kv_connector import NullConnector
 from octavo.core.kv_transfers import KVTransfers
 from octavo.data import events
 from octavo.data.request import Request
+from octavo.data.scheduler_output import CachedRequestData, SchedulerOutput, TransferDirection
 from octavo.sampling_params import SamplingParams
 
-
-class Store:
-    def __init__(self):
-        self.num_tokens = 8
-        self.told = []
-
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        self.told.append(("asked", request.request_id, num_computed_tokens))
-        return self.num_tokens
-
-    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
-        self.told.append(("allocated", request.request_id, block_ids, num_external_tokens))
-
-    def request_finished(self, request, block_ids):
-        self.told.append(("finished", request.request_id, block_ids))
+CONFIG = SchedulerConfig(kv_transfer_timeout_s=5.0, kv_lookup_timeout_s=0.5, min_tokens_to_cache=4)
 
 
 class Transfers:
-    """Transfers of a store into 8 blocks of 4 tokens, which may take 5 s; `log` has what is told of them."""
+    """Transfers of a store into 16 blocks of 4 tokens, which may take 5 s; `log` has what is told of them."""
 
     def __init__(self):
-        self.log, self.store = events.EventLog(), Store()
+        self.log, self.store = events.EventLog(), Store(wants=True)
         self.emitter = EventEmitter(self.log)
-        self.manager = KVCacheManager(8, 4)
-        self.transfers = KVTransfers(self.store, self.manager, 5.0, self.emitter)
+        self.manager = KVCacheManager(16, 4)
+        self.transfers = KVTransfers(self.store, self.manager, CONFIG, self.emitter)
 
     def start(self, name, now=0.0):
-        """Begin one of 8 tokens into 2 blocks; return request and order."""
+        """Begin a load of 8 tokens into 2 blocks; return request and order."""
         self.emitter.now = now
         request = Request(name, list(range(12)), SamplingParams())
+        assert self.find(request) == 8
         block_ids = self.manager.allocate_slots(request, 8)
-        return request, self.transfers.start(request, NO_COMPUTED_BLOCKS, 8, block_ids)
+        self.transfers.start_load(request, NO_COMPUTED_BLOCKS, 8, block_ids)
+        [order] = self.transfers.take_orders()
+        return request, order
+
+    def find(self, request, computed=NO_COMPUTED_BLOCKS, *, may_wait=True):
+        return self.transfers.num_external_tokens(request, computed, may_wait=may_wait)
+
+    def commit(self, name, num_tokens, num_computed=None):
+        """Return a request whose tokens are computed and shared, all but the last one if not said otherwise."""
+        request = Request(name, [ord(name[0])] * num_tokens, SamplingParams())
+        self.manager.allocate_slots(request, num_tokens)
+        request.num_computed_tokens = num_tokens - 1 if num_computed is None else num_computed
+        self.manager.commit(request)
+        return request
 
     def told(self):
         ended = self.log.of_type(events.KVLoadEnded)
@@ -55,66 +58,230 @@ def made():
     return Transfers()
 
 
+# --- look up ----------------------------------------------------------------------------------------------------------
+
+
 def test_whether_there_is_a_store(made):
     assert made.transfers.has_store is True
-    without = KVTransfers(NullConnector(), made.manager, 5.0, made.emitter)
+    without = KVTransfers(NullConnector(), made.manager, CONFIG, made.emitter)
     assert without.has_store is False
-    assert without.num_external_tokens(Request("a", list(range(12)), SamplingParams()), NO_COMPUTED_BLOCKS) == 0
+    request = Request("a", list(range(12)), SamplingParams())
+    assert without.num_external_tokens(request, NO_COMPUTED_BLOCKS, may_wait=True) == 0
 
 
 @pytest.mark.parametrize(
-    ("offered", "num_computed", "expected"),
-    [(8, 0, 8), (99, 0, 11), (99, 4, 7), (0, 4, 0), (3, 11, 0), (3, 12, 0), (-3, 0, 0)],
+    ("num_tokens", "offered", "expected"),
+    [(13, 8, 8), (13, 99, 12), (13, 11, 8), (12, 99, 12), (13, 3, 0), (13, 0, 0), (5, 99, 4), (4, 99, 0), (3, 99, 0)],
 )
-def test_a_token_is_always_left_to_compute(made, offered, num_computed, expected):
+def test_whole_blocks_are_fetched_and_none_where_it_would_spare_less_than_the_fewest_tokens(
+    made, num_tokens, offered, expected
+):
     made.store.num_tokens = offered
-    request = Request("a", list(range(12)), SamplingParams())
-    assert made.transfers.num_external_tokens(request, ComputedBlocks([], num_computed)) == expected
-    assert made.store.told == [("asked", "a", num_computed)]
+    assert made.find(Request("a", list(range(num_tokens)), SamplingParams())) == expected
+
+
+def test_what_is_computed_here_is_not_fetched(made):
+    made.store.num_tokens = 12
+    first = made.commit("a", 14)
+    request = Request("b", first.sequence.token_ids[:13], SamplingParams())
+    found = made.manager.get_computed_blocks(request)
+    assert (found.num_tokens, made.find(request, found)) == (12, 0)
+    found = ComputedBlocks(found.blocks[:1], 4)
+    assert made.find(request, found) == 8
+    assert made.store.told[-1] == ("asked", "b", 4)
+    assert request.block_hashes == first.block_hashes
+    assert made.find(request, ComputedBlocks(found.blocks[:1], 6, source=found.blocks[0])) == 0  # a copy goes on there
 
 
 def test_who_scores_its_prompt_or_gave_up_is_not_asked_for(made):
     scored = Request("a", list(range(12)), SamplingParams(prompt_logprobs=1))
-    assert made.transfers.num_external_tokens(scored, NO_COMPUTED_BLOCKS) == 0
+    assert made.find(scored) == 0
     request, order = made.start("b")
-    made.transfers.end(order.transfer_id, arrived=False)
+    made.transfers.end(order.transfer_id, 0)
     made.store.told.clear()
-    assert made.transfers.num_external_tokens(request, NO_COMPUTED_BLOCKS) == 0
+    assert made.find(request) == 0
     assert made.store.told == []
     assert made.transfers.num_records == 1
     made.transfers.request_finished(request)
     assert made.transfers.num_records == 0
-    assert made.transfers.num_external_tokens(request, NO_COMPUTED_BLOCKS) == 8
+    assert made.find(request) == 8
 
 
-def test_what_a_transfer_is_and_who_is_told(made):
-    made.start("before")
+def test_a_store_that_does_not_know_yet_is_asked_again_until_it_has_taken_too_long(made):
     request = Request("a", list(range(12)), SamplingParams())
-    found = ComputedBlocks([], 4)
-    request.sequence.block_table += made.manager.allocate_slots(Request("x", [1], SamplingParams()), 12)
-    block_ids = request.sequence.block_table
-    order = made.transfers.start(request, found, 6, block_ids)
-    assert (order.request_id, order.token_ids, order.num_present) == ("a", list(range(10)), 4)
-    assert order.block_ids == block_ids
-    assert order.block_ids is not block_ids
-    assert made.store.told[-1] == ("allocated", "a", block_ids, 6)
-    assert [block.block_id for block in made.manager.pinned_blocks()][-3:] == block_ids
+    made.store.num_tokens = None
+    assert made.find(request) is None
+    assert (made.transfers.num_pending, made.transfers.num_records) == (1, 1)
+    assert made.transfers.is_looking_up(request)
+    made.emitter.now = 0.4
+    assert made.transfers.is_looking_up(request)
+    assert made.find(request) is None
+    made.store.num_tokens = 8
+    assert not made.transfers.is_looking_up(request)
+    made.store.num_tokens = None
+    made.emitter.now = 0.5
+    assert not made.transfers.is_looking_up(request)
+    assert made.find(request) == 0
+    made.store.num_tokens = 8
+    assert made.find(request) == 0  # it asks no more
+    assert (made.transfers.num_pending, made.transfers.num_records) == (0, 1)
+
+
+def test_who_cannot_wait_computes_itself_and_who_hears_fetches(made):
+    first, second = (Request(name, list(range(12)), SamplingParams()) for name in "ab")
+    made.store.num_tokens = None
+    assert made.find(first, may_wait=False) == 0
+    assert made.find(second) is None
+    made.store.num_tokens = 8
+    assert made.find(second) == 8
+    assert made.transfers.num_pending == 0
+    assert not made.transfers.is_looking_up(second)
+
+
+def test_a_load_that_took_longer_than_computing_is_not_made_again_at_once(made):
+    scheduled = SchedulerOutput(1, [], CachedRequestData.make_empty(), {"x": 100}, 100)
+    made.transfers.learn_step(scheduled, 1.0)
+    _, order = made.start("a", now=1.0)
+    made.emitter.now = 1.07
+    made.transfers.end(order.transfer_id, 2)
+    request, order = made.start("b", now=2.0)  # 10 ms a token: eight of them in 70 ms
+    made.emitter.now = 3.0
+    made.transfers.end(order.transfer_id, 2)
+    assert made.find(request) == 0
+    assert [made.find(Request("c", list(range(12)), SamplingParams())) for _ in range(31)].count(8) == 1
+
+
+# --- load -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_load_is_and_who_is_told(made):
+    made.start("before")
+    first = made.commit("f", 6)
+    request = Request("a", [*first.sequence.token_ids[:4], *range(9)], SamplingParams())
+    found = made.manager.get_computed_blocks(request)
+    made.store.num_tokens = 12
+    assert made.find(request, found) == 8
+    block_ids = made.manager.allocate_slots(request, 8, found)
+    made.transfers.start_load(request, found, 8, block_ids)
+    [order] = made.transfers.take_orders()
+    assert (order.direction, order.request_id) == (TransferDirection.LOAD, "a")
+    assert (order.keys, order.block_ids) == (request.block_hashes[1:3], block_ids[1:3])
+    assert made.store.told[-1] == ("allocated", "a", block_ids, 8)
+    assert [block.block_id for block in made.manager.pinned_blocks()][-2:] == block_ids[1:3]
     [_, started] = made.log.of_type(events.KVLoadStarted)
-    assert (started.request_id, started.transfer_id, started.num_tokens) == ("a", order.transfer_id, 6)
-    assert made.transfers.end(order.transfer_id, arrived=True).num_tokens == 10
+    assert (started.request_id, started.transfer_id, started.num_tokens) == ("a", order.transfer_id, 8)
+    load = made.transfers.end(order.transfer_id, 2)
+    assert [made.transfers.num_computed_tokens(load, count) for count in (0, 1, 2)] == [4, 8, 12]
+    assert made.store.told[-1] == ("ended", order.transfer_id, 2)
+
+
+def test_a_token_is_always_left_to_compute(made):
+    made.store.num_tokens = 12
+    request = Request("a", list(range(12)), SamplingParams())
+    assert made.find(request) == 12
+    made.transfers.start_load(request, NO_COMPUTED_BLOCKS, 12, made.manager.allocate_slots(request, 12))
+    [order] = made.transfers.take_orders()
+    load = made.transfers.end(order.transfer_id, 3)
+    assert made.transfers.num_computed_tokens(load, 3) == 11
+
+
+def test_a_load_that_arrives_in_part_is_of_use_and_asks_no_more(made):
+    request, order = made.start("a")
+    load = made.transfers.end(order.transfer_id, 1)
+    assert made.transfers.num_computed_tokens(load, 1) == 4
+    assert made.told() == [("a", order.transfer_id, "failed")]
+    assert made.find(request) == 0
+
+
+# --- save -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_can_be_shared_is_offered_once_and_what_is_wanted_is_saved(made):
+    request = made.commit("a", 10)
+    made.transfers.offer(request)
+    [order] = made.transfers.take_orders()
+    assert made.store.told[-1] == ("offered", request.block_hashes[:2])
+    assert (order.direction, order.request_id) == (TransferDirection.SAVE, None)
+    assert (order.keys, order.block_ids) == (request.block_hashes[:2], request.sequence.block_table[:2])
+    assert [block.block_id for block in made.manager.pinned_blocks()] == order.block_ids
+    assert made.transfers.requests() == []
+    assert len(made.transfers) == 0
+    assert made.transfers.has_work
+    made.transfers.offer(request)
+    assert made.transfers.take_orders() == []
+    assert made.transfers.end(order.transfer_id, 2) is None
+    assert (made.manager.num_transfers, made.transfers.has_work) == (0, False)
+    [started], [ended] = made.log.of_type(events.KVSaveStarted), made.log.of_type(events.KVSaveEnded)
+    assert (started.num_blocks, ended.num_blocks, ended.outcome) == (2, 2, "done")
+    made.transfers.request_finished(request)
+    assert made.transfers.num_records == 0
+
+
+def test_what_nobody_wants_or_is_too_short_is_not_saved(made):
+    made.store.wants = False
+    made.transfers.offer(made.commit("a", 10))
+    made.store.wants = True
+    made.transfers.offer(made.commit("b", 4))
+    short = KVTransfers(made.store, made.manager, SchedulerConfig(min_tokens_to_cache=9), made.emitter)
+    request = made.commit("c", 10)
+    short.offer(request)
+    assert short.num_records == 0
+    request.sequence.token_ids += [1, 2, 3]
+    made.manager.allocate_slots(request, 4)
+    request.num_computed_tokens = 12
+    made.manager.commit(request)
+    short.offer(request)
+    [order] = short.take_orders()  # from the first block on
+    assert order.keys == request.block_hashes[:2]
+    assert made.transfers.take_orders() == []
+
+
+def test_saves_hold_few_blocks_at_once(made):
+    first, second = made.commit("a", 5), made.commit("b", 10)
+    made.transfers.offer(first)
+    made.transfers.offer(second)
+    orders = made.transfers.take_orders()
+    assert [len(order.keys) for order in orders] == [1, 1]  # of 16 blocks two
+    assert orders[1].keys == second.block_hashes[:1]
+    made.transfers.offer(second)
+    assert made.transfers.take_orders() == []
+    made.transfers.end(orders[0].transfer_id, 0)
+    made.transfers.offer(second)
+    [order] = made.transfers.take_orders()
+    assert order.keys == second.block_hashes[1:2]
+
+
+def test_a_save_that_takes_too_long_is_given_up_and_its_blocks_are_held_until_the_worker_was_told(made):
+    request = made.commit("a", 5)
+    made.transfers.offer(request)
+    [order] = made.transfers.take_orders()
+    made.manager.free(request)
+    assert made.transfers.expired(4.9) == []
+    assert made.transfers.take_cancels() == []
+    assert made.transfers.expired(5.0) == []
+    assert made.transfers.take_cancels() == [order.transfer_id]
+    assert made.store.told[-1] == ("ended", order.transfer_id, None)
+    assert made.manager.num_transfers == 1
+    made.transfers.end_cancels([order.transfer_id])
+    assert made.manager.num_transfers == 0
+    assert made.transfers.end(order.transfer_id, 1) is None
+    assert len(made.log.of_type(events.StaleResultDropped)) == 1
+
+
+# --- it ends ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_transfer_ends_once_and_its_id_never_comes_back(made):
     request, order = made.start("a")
     assert (len(made.transfers), made.transfers.num_records, made.transfers.requests()) == (1, 1, [request])
-    load = made.transfers.end(order.transfer_id, arrived=True)
-    assert (load.request, load.num_tokens) == (request, 8)
+    load = made.transfers.end(order.transfer_id, 2)
+    assert (load.request, made.transfers.num_computed_tokens(load, 2)) == (request, 8)
     assert (len(made.transfers), made.transfers.num_records, made.transfers.requests()) == (0, 0, [])
     assert made.manager.num_transfers == 0
     assert made.told() == [("a", order.transfer_id, "done")]
     ids = {order.transfer_id, *(made.start(name)[1].transfer_id for name in "bcd")}
     assert len(ids) == 4
-    assert made.transfers.end(order.transfer_id, arrived=True) is None
+    assert made.transfers.end(order.transfer_id, 2) is None
     assert len(made.transfers) == 3
     [dropped] = made.log.of_type(events.StaleResultDropped)
     assert f"transfer {order.transfer_id} " in dropped.detail
@@ -122,10 +289,10 @@ def test_a_transfer_ends_once_and_its_id_never_comes_back(made):
 
 def test_a_failed_transfer_lets_go_of_its_blocks(made):
     request, order = made.start("a")
-    assert made.transfers.end(order.transfer_id, arrived=False).request is request
+    assert made.transfers.end(order.transfer_id, 0).request is request
     assert made.told() == [("a", order.transfer_id, "failed")]
     assert made.manager.num_transfers == 0
-    assert not made.transfers.has_cancels
+    assert not made.transfers.has_work
 
 
 def test_expired_is_whose_deadline_has_come(made):
@@ -143,26 +310,34 @@ def test_a_cancelled_transfer_keeps_its_blocks_until_the_worker_was_told(made):
     made.transfers.cancel(request, "expired")
     assert made.told() == [("a", order.transfer_id, "expired")]
     assert made.transfers.requests() == [other]
-    assert made.transfers.num_external_tokens(request, NO_COMPUTED_BLOCKS) == 0
-    assert made.transfers.has_cancels is True
+    assert made.find(request) == 0
     assert made.transfers.take_cancels() == [order.transfer_id]
-    assert made.transfers.has_cancels is False
     assert made.transfers.take_cancels() == []
     assert made.manager.num_transfers == 2
     made.transfers.end_cancels([order.transfer_id])
     assert made.manager.num_transfers == 1
 
 
+def test_what_the_worker_never_heard_of_is_not_cancelled_there(made):
+    request = made.commit("a", 5)
+    made.transfers.offer(request)
+    made.transfers.expired(5.0)
+    assert (made.transfers.take_orders(), made.transfers.take_cancels()) == ([], [])
+    assert made.manager.num_transfers == 0
+
+
 def test_a_failed_step_gives_up_its_own_orders_and_tells_its_cancels_again(made):
     first, order = made.start("a")
     _, stale = made.start("b")
-    made.transfers.end(stale.transfer_id, arrived=True)
+    made.transfers.end(stale.transfer_id, 2)
     made.start("b")  # another transfer of the same id
-    _, ended = made.start("c")
-    made.transfers.end(ended.transfer_id, arrived=True)
-    assert made.transfers.fail_step([order, stale, ended], [77]) == [first]
-    assert made.transfers.take_cancels() == [77, order.transfer_id]
+    saved = made.commit("s", 5)
+    made.transfers.offer(saved)
+    [save] = made.transfers.take_orders()
+    assert made.transfers.fail_step([order, stale, save], [77]) == [first]
+    assert made.transfers.take_cancels() == [77, order.transfer_id, save.transfer_id]
     assert made.told()[-1] == ("a", order.transfer_id, "failed")
+    assert made.log.of_type(events.KVSaveEnded)[-1].outcome == "failed"
     assert [request.request_id for request in made.transfers.requests()] == ["b"]
 
 

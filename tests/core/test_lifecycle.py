@@ -5,27 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+from stores import Store
 
 from octavo.core import invariants
 from octavo.data import events
 from octavo.data.request import Request, RequestStatus
 from octavo.sampling_params import SamplingParams
-
-
-class Store:
-    """A connector that offers 8 tokens, and notes what ended."""
-
-    def __init__(self):
-        self.finished = []
-
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        return max(8 - num_computed_tokens, 0)
-
-    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
-        pass
-
-    def request_finished(self, request, block_ids):
-        self.finished.append((request.request_id, block_ids))
 
 
 def lifecycle_of(core):
@@ -173,9 +158,9 @@ def test_what_arrived_from_outside_is_shared_at_once(make_core):
     prompt = list(range(12))
     core.add("a", prompt)
     scheduled = core.scheduler.schedule()
-    [order] = scheduled.kv_loads
+    [order] = scheduled.kv_transfers
     result = core.compute(scheduled)
-    result.kv_loads.append((order.transfer_id, True))
+    result.kv_transfers.append((order.transfer_id, 2))
     core.scheduler.update_from_output(scheduled, result)
     assert core.scheduler.requests["a"].status is RequestStatus.RUNNING
     assert core.scheduler.requests["a"].num_computed_tokens == 8
@@ -205,7 +190,7 @@ def test_an_ending_leaves_nothing_and_is_told_to_everyone(make_core, state):
     [told] = core.log.of_type(events.RequestFinished)
     assert (told.request_id, told.reason, told.num_output_tokens) == ("a", "abort", int(state == "running"))
     if store is not None:
-        assert store.finished == [("a", table)]
+        assert store.told[-1] == ("finished", "a", table)
         assert [event.outcome for event in core.log.of_type(events.KVLoadEnded)] == ["cancelled"]
     scheduled = core.scheduler.schedule()
     assert scheduled.finished_req_ids == {"a"}

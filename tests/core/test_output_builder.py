@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from stores import Store
 
+from octavo.config import SchedulerConfig
 from octavo.core.event_emitter import EventEmitter
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.kv_connector import NullConnector
@@ -18,7 +20,7 @@ from octavo.sampling_params import SamplingParams
 class Builder:
     def __init__(self):
         self.manager = KVCacheManager(16, 4)
-        self.transfers = KVTransfers(NullConnector(), self.manager, 5.0, EventEmitter(EventLog()))
+        self.transfers = KVTransfers(NullConnector(), self.manager, SchedulerConfig(), EventEmitter(EventLog()))
         self.builder = OutputBuilder(self.manager, self.transfers)
         self.requests = {name: Request(name, [1, 2, 3], SamplingParams()) for name in "ab"}
         self.step = 0
@@ -96,17 +98,18 @@ def test_copies_and_transfers_go_with_the_step(made):
     request = made.requests["a"]
     block_ids = made.manager.allocate_slots(request, 3)
     other = Request("other", [1, 2, 3], SamplingParams())
-    order = made.transfers.start(request, made.manager.get_computed_blocks(other), 2, block_ids)
-    made.transfers.start(other, made.manager.get_computed_blocks(other), 2, block_ids)
+    made.transfers.start_load(request, made.manager.get_computed_blocks(other), 4, block_ids)
+    [told] = made.transfers.take_orders()
+    made.transfers.start_load(other, made.manager.get_computed_blocks(other), 4, block_ids)
     made.transfers.cancel(request, "cancelled")
     plan = StepPlan(9)
-    plan.kv_loads.append(order)
     request.num_computed_tokens = 3
     made.manager.commit(request)
     same = Request("same", [1, 2, 3], SamplingParams())
     made.manager.allocate_slots(same, 1, made.manager.get_computed_blocks(same))
     output = made.builder.build(1, plan, made.requests, {})
-    assert (output.kv_loads, output.kv_cancels, output.num_pending_loads) == ([order], [order.transfer_id], 1)
+    assert [each.request_id for each in output.kv_transfers] == ["other"]
+    assert (output.kv_cancels, output.num_pending_transfers) == ([told.transfer_id], 1)
     assert len(output.copies.block_copies) == 1
     assert not made.build({}).copies
 
@@ -170,22 +173,12 @@ def test_endings_are_told_once_and_again_when_the_step_failed(make_core):
     assert not core.scheduler.has_work()
 
 
-def test_a_step_that_only_waits_for_loads_says_so(make_core):
-    class Store:
-        def get_num_new_matched_tokens(self, request, num_computed_tokens):
-            return 8 if request.request_id == "loads" else 0
-
-        def update_state_after_alloc(self, request, block_ids, num_external_tokens):
-            pass
-
-        def request_finished(self, request, block_ids):
-            pass
-
-    core = make_core(connector=Store())
+def test_a_step_that_only_waits_for_transfers_says_so(make_core):
+    core = make_core(connector=Store(prefix="loads"))
     core.add("runs", 4, max_tokens=2)
-    assert not core.step().only_waits_for_loads
+    assert not core.step().only_waits_for_transfers
     core.add("loads", 12)
     scheduled = core.step()
-    assert (scheduled.num_scheduled_tokens, scheduled.num_pending_loads) == ({"runs": 1}, 1)
-    assert not scheduled.only_waits_for_loads
-    assert core.step().only_waits_for_loads
+    assert (scheduled.num_scheduled_tokens, scheduled.num_pending_transfers) == ({"runs": 1}, 1)
+    assert not scheduled.only_waits_for_transfers
+    assert core.step().only_waits_for_transfers

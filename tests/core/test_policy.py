@@ -285,6 +285,6 @@ def test_prefill_first_serves_prompts_and_only_without_any_answers():
 def test_prefill_first_a_load_is_a_prompt():
     filler = Filler()
     plan = StepPlan(10)
-    plan.kv_loads.append(object())
+    plan.has_admitted = True
     PrefillFirstBatching().fill(plan, [decoding("a")], [], filler.grow, filler.admit)
     assert filler.asked == [[], None]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from stores import Store
 
 from octavo.core import invariants
 from octavo.data import events
@@ -211,16 +212,6 @@ def test_what_was_pooled_goes_with_its_request(make_core):
 
 
 def test_a_step_that_failed_gives_up_the_loads_it_ordered(make_core):
-    class Store:
-        def get_num_new_matched_tokens(self, request, num_computed_tokens):
-            return 8
-
-        def update_state_after_alloc(self, request, block_ids, num_external_tokens):
-            pass
-
-        def request_finished(self, request, block_ids):
-            pass
-
     core = make_core(connector=Store())
     request = core.add("a", 12)
     scheduled = core.scheduler.schedule()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from stores import Store
 
 from octavo.config import CacheConfig
 from octavo.core.scheduler import Scheduler
@@ -21,17 +22,6 @@ class Clock:
 
     def __call__(self):
         return self.now
-
-
-class Store:
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        return 8 if request.request_id.startswith("loads") and not num_computed_tokens else 0
-
-    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
-        pass
-
-    def request_finished(self, request, block_ids):
-        pass
 
 
 def told(core, kind):
@@ -86,7 +76,7 @@ def test_without_host_memory_and_a_store_there_is_none(make_core):
     )
     assert scheduler.kv_cache_manager.host.num_blocks == 0
     assert not scheduler.transfers.has_store
-    assert make_core(connector=Store()).scheduler.transfers.has_store
+    assert make_core(connector=Store(prefix="loads")).scheduler.transfers.has_store
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -95,7 +85,7 @@ def test_without_host_memory_and_a_store_there_is_none(make_core):
 @pytest.fixture
 def busy(make_core):
     """One who decodes, one whose prompt is cut, one who loads, one who waits."""
-    core = make_core(max_num_seqs=3, max_num_batched_tokens=20, connector=Store(), num_blocks=40)
+    core = make_core(max_num_seqs=3, max_num_batched_tokens=20, connector=Store(prefix="loads"), num_blocks=40)
     core.add("decodes", 5)
     core.step()
     core.add("loads", 12)
@@ -124,9 +114,9 @@ def test_counts_and_statistics(busy):
 def test_records_are_counted_in_every_part(busy):
     scheduler = busy.scheduler
     assert scheduler._builder.num_records == 2
-    assert scheduler.transfers.num_records == 1
+    assert scheduler.transfers.num_records == 3  # a load, and what was offered of two
     assert scheduler.room.num_records == 1
-    assert scheduler.num_kept_records == 2 + 1 + 1 + scheduler.kv_cache_manager.num_tracked_requests
+    assert scheduler.num_kept_records == 2 + 3 + 1 + scheduler.kv_cache_manager.num_tracked_requests
 
 
 def test_the_map_of_blocks_names_their_holders(busy):
@@ -149,7 +139,7 @@ def test_there_is_work_while_anything_is_to_be_told(make_core):
     assert scheduler.has_work() is True  # the worker has to hear of it
     core.step()
     assert scheduler.has_work() is False
-    core = make_core(connector=Store())
+    core = make_core(connector=Store(prefix="loads"))
     request = core.add("loads", 12)
     core.scheduler.schedule()
     core.scheduler.transfers.cancel(request, "cancelled")
@@ -368,7 +358,7 @@ def test_a_deadline_ends_at_its_very_moment(make_core):
 
 def test_a_transfer_expires_after_the_time_that_it_may_take(make_core):
     clock = Clock()
-    core = make_core(clock=clock, connector=Store(), kv_load_timeout_s=5.0)
+    core = make_core(clock=clock, connector=Store(prefix="loads"), kv_transfer_timeout_s=5.0)
     request = core.add("loads", 12)
     core.step()
     clock.now = 4.9

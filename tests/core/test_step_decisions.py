@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from stores import Store
 
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core.scheduler import Scheduler
@@ -11,19 +12,6 @@ from octavo.data.events import WaitReason
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
-
-
-class Store:
-    """Offers 8 tokens to those whose names begin with "loads"."""
-
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        return 8 if request.request_id.startswith("loads") else 0
-
-    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
-        pass
-
-    def request_finished(self, request, block_ids):
-        pass
 
 
 def blocked(core):
@@ -36,9 +24,11 @@ def preempted(core):
 
 def load(core, scheduled):
     """Take a step's result in, with which its loads arrived."""
-    arrived = [(order.transfer_id, True) for order in scheduled.kv_loads]
+    arrived = [(order.transfer_id, len(order.keys)) for order in scheduled.kv_transfers]
     result = core.compute(scheduled)
-    core.scheduler.update_from_output(scheduled, ModelOutput(result.step, result.sampled_token_ids, kv_loads=arrived))
+    core.scheduler.update_from_output(
+        scheduled, ModelOutput(result.step, result.sampled_token_ids, kv_transfers=arrived)
+    )
 
 
 def test_nobody_has_to_listen():
@@ -148,7 +138,12 @@ def test_who_was_preempted_did_not_give_way_as_well(make_core):
 
 def test_nobody_falls_in_a_step_that_began_a_load(make_core):
     core = make_core(
-        policy="priority", ageing_s=None, max_num_batched_tokens=16, num_blocks=12, block_size=4, connector=Store()
+        policy="priority",
+        ageing_s=None,
+        max_num_batched_tokens=16,
+        num_blocks=12,
+        block_size=4,
+        connector=Store(prefix="loads"),
     )
     core.add("answer", 4, priority=9)
     core.step()
@@ -158,7 +153,7 @@ def test_nobody_falls_in_a_step_that_began_a_load(make_core):
     pool = core.scheduler.kv_cache_manager.pool
     pool.take(pool.num_free_blocks - 5)
     scheduled = core.scheduler.schedule()
-    assert [order.request_id for order in scheduled.kv_loads] == ["loads"]
+    assert [order.request_id for order in scheduled.kv_transfers] == ["loads"]
     assert preempted(core) == []
 
 
@@ -207,7 +202,7 @@ def test_who_ran_in_between_is_told_of_again(make_core):
 
 
 def test_who_loaded_in_between_is_told_of_again(make_core):
-    core = make_core(connector=Store(), enable_prefix_caching=False)
+    core = make_core(connector=Store(prefix="loads"), enable_prefix_caching=False)
     core.add("loads", 12)
     for _ in range(2):
         load(core, core.scheduler.schedule())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from octavo.core.request_queue import FCFSRequestQueue
@@ -51,10 +53,10 @@ def test_who_is_put_back_goes_first(room):
 
 def test_the_parked_come_back_in_order_once_nobody_computes_their_block(room):
     requests = [add(room, name) for name in "abc"]
-    for name in (b"x", b"y", b"x"):
-        room.defer(name, 0)
+    for is_pending in (False, True, False):
+        room.defer(partial(bool, is_pending), 0)
     late = add(room, "late")
-    assert room.resume_deferred(lambda block: block == b"y", 1) == [(requests[2], False), (requests[0], False)]
+    assert room.resume_deferred(1) == [(requests[2], False), (requests[0], False)]
     assert list(room.queue) == [requests[0], requests[2], late]
     assert room.num_deferred == 1
     assert all(room.may_defer(request) for request in requests)
@@ -62,9 +64,9 @@ def test_the_parked_come_back_in_order_once_nobody_computes_their_block(room):
 
 def test_nobody_waits_longer_than_16_steps_and_only_once(room):
     request = add(room, "a")
-    room.defer(b"x", 100)
-    assert room.resume_deferred(lambda _block: True, 115) == []
-    assert room.resume_deferred(lambda _block: True, 116) == [(request, True)]
+    room.defer(lambda: True, 100)
+    assert room.resume_deferred(115) == []
+    assert room.resume_deferred(116) == [(request, True)]
     assert not room.may_defer(request)
     assert (ids(room), room.num_deferred, room.num_records) == (["a"], 0, 2)
     room.remove(request)

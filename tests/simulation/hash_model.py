@@ -7,7 +7,7 @@ sampled. Freed blocks are poisoned. The oracle computes the same from the list o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.data.model_output import ModelOutput
@@ -15,8 +15,7 @@ from octavo.data.model_output import ModelOutput
 if TYPE_CHECKING:
     import random
 
-    from octavo.data.request import Request
-    from octavo.data.scheduler_output import KVLoad, SchedulerOutput
+    from octavo.data.scheduler_output import SchedulerOutput
 
 VOCAB_SIZE = 1 << 16
 _MASK = (1 << 61) - 1
@@ -78,16 +77,6 @@ class Row:
     table: list[int]
     computed: int
     identity: int
-
-
-@dataclass(slots=True)
-class Transfer:
-    """A load under way; `outcome`: done, failed, lost. due: the step in which it ends."""
-
-    order: KVLoad
-    due: int
-    outcome: str
-    contents: list[int] = field(default_factory=list)
 
 
 class HashWorker:
@@ -166,77 +155,3 @@ class HashWorker:
         size = self.block_size
         for block_id in block_ids:
             self.blocks[block_id] = [POISON] * size
-
-
-class SimulatedStore:
-    """Both halves of a store of KV outside, with delays, failures, and late, lost and double completions.
-
-    As a `KVConnector` it offers a seeded number of tokens; as a worker it writes contents that the oracle knows.
-    """
-
-    def __init__(self, worker: HashWorker, rng: random.Random, rate: float) -> None:
-        self.worker = worker
-        self.rng = rng
-        self.rate = rate
-        self.faulty = True
-        self.transfers: dict[int, Transfer] = {}
-        self.late: list[tuple[int, int, bool]] = []
-        self.faults: dict[str, int] = {}
-        self.contents_of: dict[str, Oracle] = {}
-
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Offer some tokens of some requests."""
-        if self.rng.random() >= self.rate:
-            return 0
-        return self.rng.randint(0, max(request.num_tokens - num_computed_tokens, 0))
-
-    def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        """Nothing to note: the order comes with the step."""
-
-    def request_finished(self, request: Request, block_ids: list[int]) -> None:
-        """Nothing is stored: contents are computed."""
-
-    def run(self, scheduled: SchedulerOutput) -> list[tuple[int, bool]]:
-        """Move bytes for one step; return the transfers that ended."""
-        for transfer_id in scheduled.kv_cancels:
-            transfer = self.transfers.pop(transfer_id, None)
-            if transfer is None:
-                continue
-            self._write(transfer, whole=False)  # it was on its way: nothing is written after this step
-            if self.faulty and self.rng.random() < 0.5:
-                self._count("late completion")
-                self.late.append((scheduled.step + self.rng.randint(0, 3), transfer_id, True))
-        for order in scheduled.kv_loads:
-            self.transfers[order.transfer_id] = self._transfer(order, scheduled.step)
-        ended = [(transfer_id, ok) for due, transfer_id, ok in self.late if due <= scheduled.step]
-        self.late = [each for each in self.late if each[0] > scheduled.step]
-        for transfer_id, transfer in list(self.transfers.items()):
-            self._write(transfer, whole=transfer.outcome == "done" and transfer.due <= scheduled.step)
-            if transfer.due > scheduled.step or transfer.outcome == "lost":
-                continue
-            del self.transfers[transfer_id]
-            ended.append((transfer_id, transfer.outcome == "done"))
-            if self.faulty and self.rng.random() < 0.1:
-                self._count("double completion")
-                self.late.append((scheduled.step + self.rng.randint(0, 3), transfer_id, True))
-        self.rng.shuffle(ended)
-        return ended
-
-    def _transfer(self, order: KVLoad, step: int) -> Transfer:
-        outcome = "done"
-        if self.faulty and self.rng.random() < 0.3:
-            outcome = self.rng.choice(["failed", "lost"])
-            self._count(f"{outcome} load")
-        row = Oracle(order.token_ids, self.worker.identities[order.request_id])
-        return Transfer(order, step + self.rng.randint(0, 4), outcome, row.contents)
-
-    def _write(self, transfer: Transfer, *, whole: bool) -> None:
-        """Write what arrived: some slots of a transfer under way, all of one that is done."""
-        order, size = transfer.order, self.worker.block_size
-        for position in range(order.num_present, len(order.token_ids)):
-            if whole or self.rng.random() < 0.3:
-                block_id = order.block_ids[position // size]
-                self.worker.blocks[block_id][position % size] = transfer.contents[position]
-
-    def _count(self, fault: str) -> None:
-        self.faults[fault] = self.faults.get(fault, 0) + 1

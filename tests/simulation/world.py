@@ -18,7 +18,8 @@ from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
-from simulation.hash_model import VOCAB_SIZE, HashWorker, Oracle, SimulatedStore
+from simulation.hash_model import VOCAB_SIZE, HashWorker, Oracle
+from simulation.store import SimulatedStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -95,6 +96,8 @@ class WorldConfig:
     lost_sample_rate: float = 0.005
     postpone_rate: float = 0.02
     remote_rate: float = 0.2
+    neighbour_rate: float = 0.3
+    min_tokens_to_cache: int = 1
     deadline_rate: float = 0.05
     longest_prompt: int = 24
     longest_output: int = 12
@@ -127,7 +130,7 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         ageing_s=rng.choice([None, 0.0, 5.0, 60.0]),
         swap_block_cost_tokens=rng.choice([0.0, 1.0, 3.0]),
         max_num_waiting=rng.choice([None, None, None, rng.randint(1, 10)]),
-        hash_bits=rng.choice([None, None, 1, 2, 6]),
+        hash_bits=rng.choice([None, None, None, 1, 2, 6]),
         num_steps=num_steps,
         max_open=rng.choice([2, 6, 12]),
         arrival_rate=rng.choice([0.1, 0.4, 0.8]),
@@ -135,7 +138,9 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         draft_error=rng.choice([0.0, 0.05, 0.5, 1.0]),
         max_drafts=rng.randint(0, 8),
         step_base_s=rng.choice([0.0, 0.05, 1.0]),
-        remote_rate=rng.choice([0.0, 0.3, 0.8]),
+        remote_rate=rng.choice([0.0, 0.5, 1.0]),
+        neighbour_rate=rng.choice([0.0, 0.5]),
+        min_tokens_to_cache=rng.choice([1, 1, rng.randint(1, 12)]),
         postpone_rate=rng.choice([0.0, 0.02, 0.5]),
         preempt_rate=rng.choice([0.0, 0.05, 0.2]),
         eviction_rate=rng.choice([0.0, 0.02, 0.2]),
@@ -180,6 +185,8 @@ class Totals:
     evictions: int = 0
     hits: int = 0
     copies: int = 0
+    loads: int = 0
+    saves: int = 0
     withheld: int = 0
     postponed: int = 0
     drafted: int = 0
@@ -223,7 +230,9 @@ class World:
         self.num_added = 0
         self.worker = HashWorker(config.num_blocks, config.block_size, config.num_host_blocks)
         self.shared = Sharing(0, may_be=False, must_be=False, is_short=False)
-        self.store = SimulatedStore(self.worker, random.Random(seed + "store"), config.remote_rate)
+        # Keys that collide are no keys: what a store has under one is not compared token by token.
+        rate = config.remote_rate if config.hash_bits is None else 0.0
+        self.store = SimulatedStore(self.worker, random.Random(seed + "store"), rate)
         self.sample_rng = random.Random(seed + "samples")
         self.forced: set[str] = set()
         self.admission_step = self.preemption_step = -1
@@ -242,7 +251,13 @@ class World:
         names = {each.name for each in fields(SchedulerConfig)} & {each.name for each in fields(WorldConfig)}
         options: dict[str, Any] = {name: getattr(c, name) for name in names}
         scheduler = Scheduler(
-            SchedulerConfig(**options, kv_load_timeout_s=6.0, waiting_served_ratio=0.5, max_waiting_tokens=3),
+            SchedulerConfig(
+                **options,
+                kv_transfer_timeout_s=6.0,
+                kv_lookup_timeout_s=0.5,
+                waiting_served_ratio=0.5,
+                max_waiting_tokens=3,
+            ),
             CacheConfig(
                 block_size=c.block_size,
                 enable_prefix_caching=c.enable_prefix_caching,
@@ -369,7 +384,7 @@ class World:
             self._fail_step(scheduled)
             return
         result = self.worker.execute(scheduled)
-        result.kv_loads.extend(self.store.run(scheduled))
+        result.kv_transfers.extend(self.store.run(scheduled))
         if not self.healed and self.scheduler.requests and self.rng.random() < self.config.async_abort_rate:
             if self.rng.random() < 0.5:
                 self._replace(self.rng.choice(list(self.scheduler.requests)))
@@ -394,7 +409,7 @@ class World:
             limit = self.scheduler.get_stats().prefill_limit
             self._take(self.scheduler.update_from_output(scheduled, result))
             self._expect_limit(limit, limit, "after a result that came twice")
-        self.last = scheduled, replace(result, kv_loads=[])
+        self.last = scheduled, replace(result, kv_transfers=[])
         self._draft(scheduled)
 
     def _miscount(self, scheduled: SchedulerOutput, result: ModelOutput) -> str | None:
@@ -455,7 +470,7 @@ class World:
         self._count("failed step")
         if self.rng.random() < 0.5:
             self.worker.execute(scheduled)
-        self.store.transfers = {}
+        self.store.moving = {}
         alive = [name for name in scheduled.num_scheduled_tokens if name in self.scheduler.requests]
         replaced = self.rng.choice(alive) if alive and self.rng.random() < 0.3 else None
         if replaced is not None:
@@ -595,6 +610,9 @@ class World:
             self._count("refused")
             return
         self.worker.identities[name] = identity
+        if self.store.rate and rng.random() < config.neighbour_rate:  # another engine computed it before
+            self.scheduler.kv_cache_manager.update_block_hashes(request)
+            self.store.publish(request.block_hashes, Oracle(prompt, identity).contents)
         tracked = self.tracked[name] = Tracked(oracle, max_tokens, frozenset(stop_ids))
         self.totals.requests += 1
         tracked.features |= {config.policy, config.admission} & set(FEATURES)
@@ -674,8 +692,15 @@ class World:
             totals.evictions += 1
         elif kind is events.DraftsVerified:
             self._check_drafts(event)
-        elif kind is events.KVLoadEnded and event.outcome == "done":
-            self.tracked[event.request_id].features.add("remote")
+        elif (kind is events.KVLoadEnded or kind is events.KVSaveEnded) and event.outcome == "done":
+            self._note_moved(event)
+
+    def _note_moved(self, event: events.KVLoadEnded | events.KVSaveEnded) -> None:
+        if isinstance(event, events.KVSaveEnded):
+            self.totals.saves += 1
+            return
+        self.totals.loads += 1
+        self.tracked[event.request_id].features.add("remote")
 
     def _check_drafts(self, event: events.DraftsVerified) -> None:
         self.tracked[event.request_id].features.add("speculation")

@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 
 from core.conftest import Core
+from stores import Store
 
 from octavo.config import CacheConfig
 from octavo.data.capacity import EngineCapacity
@@ -18,27 +19,11 @@ from octavo.worker import worker
 from octavo.worker.worker import LocalExecutor
 
 
-class Store:
-    """A connector that offers 8 tokens to the requests it is told of."""
-
-    def __init__(self, *names):
-        self.names = names
-
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        return 8 - num_computed_tokens if request.request_id in self.names else 0
-
-    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
-        pass
-
-    def request_finished(self, request, block_ids):
-        pass
-
-
 class Loading:
     """An engine core whose request "loading" waits for KV; a step that only waits does so for `wait_s`."""
 
     def __init__(self, monkeypatch, wait_s):
-        self.core = Core(connector=Store("loading"), clock=time.monotonic, kv_load_timeout_s=1000.0)
+        self.core = Core(connector=Store(prefix="loading"), clock=time.monotonic, kv_transfer_timeout_s=1000.0)
         self.request = self.core.add("loading", 12, max_tokens=2)
         self.worker = SimpleNamespace(execute=self.core.compute)
         self.executor = LocalExecutor(self.worker)
@@ -48,7 +33,7 @@ class Loading:
         self.engine.step()  # orders the load
         assert self.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         if wait_s is not None:
-            monkeypatch.setattr(worker, "LOAD_WAIT_S", wait_s)
+            monkeypatch.setattr(worker, "TRANSFER_WAIT_S", wait_s)
 
 
 def test_steps_that_only_wait_for_a_load_do_not_spin(monkeypatch):
@@ -57,7 +42,7 @@ def test_steps_that_only_wait_for_a_load_do_not_spin(monkeypatch):
     while time.monotonic() < start + 0.2:
         loading.engine.step()
         count += 1
-    assert count <= 0.2 / worker.LOAD_WAIT_S + 1
+    assert count <= 0.2 / worker.TRANSFER_WAIT_S + 1
 
 
 def test_a_load_that_ends_wakes_the_step_that_waits_for_it(monkeypatch):
@@ -70,7 +55,7 @@ def test_a_load_that_ends_wakes_the_step_that_waits_for_it(monkeypatch):
 
     def move():
         computed.wait()
-        loading.executor.ended_loads.put((0, True))
+        loading.executor.ended_transfers.put((0, 2))
 
     loading.worker.execute = execute
     mover = threading.Thread(target=move)
@@ -84,10 +69,10 @@ def test_a_load_that_ends_wakes_the_step_that_waits_for_it(monkeypatch):
 
 def test_all_that_ended_is_told_with_the_next_step_and_a_failed_load_is_computed(monkeypatch):
     loading = Loading(monkeypatch, 600.0)
-    for ended in [(0, False), (99, True)]:
-        loading.executor.ended_loads.put(ended)
+    for ended in [(0, 0), (99, 2)]:
+        loading.executor.ended_transfers.put(ended)
     loading.engine.step()
-    assert loading.executor.ended_loads.empty()
+    assert loading.executor.ended_transfers.empty()
     assert loading.request.status is RequestStatus.WAITING
     loading.engine.step()
     assert loading.request.sequence.output_token_ids == [7]
@@ -106,7 +91,7 @@ def test_what_ended_in_a_step_that_failed_is_told_with_the_next(monkeypatch):
     loading = Loading(monkeypatch, 600.0)
     execute = loading.worker.execute
     monkeypatch.setattr(loading.worker, "execute", lambda _scheduled: 1 // 0)
-    loading.executor.ended_loads.put((0, True))
+    loading.executor.ended_transfers.put((0, 2))
     loading.engine.step()
     assert loading.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     monkeypatch.setattr(loading.worker, "execute", execute)

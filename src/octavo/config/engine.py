@@ -213,7 +213,9 @@ class SchedulerConfig:
     swap_block_cost_tokens: `auto` swaps a victim out when its blocks, at this many tokens each, cost less than
     computing its tokens again.
     max_num_preemptions: who was preempted so often starts again only with all the blocks it may ever need, and stays.
-    kv_load_timeout_s: so long may KV from outside take; then it is computed here.
+    kv_transfer_timeout_s: so long may KV take on its way from or to a store outside; then it is computed here, or not
+    saved. kv_lookup_timeout_s: so long may a request wait to hear what the store has of it.
+    min_tokens_to_cache: shorter beginnings are neither saved in a store outside nor fetched from it.
 
     With `admission` = reservation (the rule of Hugging Face TGI): max_batch_total_tokens bounds prompt + max_tokens of
     all running requests (None: the cache), max_batch_prefill_tokens the prompt tokens admitted in one step (None: the
@@ -304,7 +306,9 @@ class SchedulerConfig:
         1.0, "auto: tokens that could be computed while a block goes to host memory and back."
     )
     max_num_preemptions: int = option(8, "So often may one request be preempted; then it is protected.")
-    kv_load_timeout_s: float = 30.0
+    kv_transfer_timeout_s: float = 30.0
+    kv_lookup_timeout_s: float = 0.1
+    min_tokens_to_cache: int = 64
 
     def __post_init__(self) -> None:
         at_least("max_num_seqs", self.max_num_seqs, 1)

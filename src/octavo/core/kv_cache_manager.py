@@ -37,13 +37,13 @@ NO_COMPUTED_BLOCKS = ComputedBlocks([], 0)
 
 @dataclass(slots=True)
 class _Chain:
-    """A request's block hashes so far, how many of its blocks are committed, and the last committed one's link.
+    """A request's block hashes so far (its own list), how many blocks are committed, and the last committed one's link.
 
     partial: the name under which the last, partly filled block of its prompt can be copied by others.
     """
 
     extra_keys: tuple[str, ...]
-    hashes: list[BlockHash] = field(default_factory=list)
+    hashes: list[BlockHash]
     num_committed: int = 0
     link: BlockLink | None = None
     partial: BlockHash | None = None
@@ -138,7 +138,8 @@ class KVCacheManager:
             return ComputedBlocks(found, num_tokens - 1, source=source)
         return ComputedBlocks(found, num_found) if found else NO_COMPUTED_BLOCKS
 
-    def _reads_cache(self, request: Request) -> bool:
+    def reads_cache(self, request: Request) -> bool:
+        """Whether what others computed may be used for a request."""
         return self.enable_prefix_caching and request.reads_prefix_cache
 
     def _num_useful_blocks(self, request: Request) -> int:
@@ -147,7 +148,7 @@ class KVCacheManager:
         return min(num_tokens // self.block_size, self.num_blocks_for(num_tokens - 1))
 
     def _find_full_blocks(self, request: Request) -> list[Block]:
-        if not self._reads_cache(request):
+        if not self.reads_cache(request):
             return []
         hashes, extra_keys = self._hashes(request), self._chain(request).extra_keys
         token_ids = request.sequence.token_ids
@@ -165,7 +166,7 @@ class KVCacheManager:
 
     def _find_partial(self, request: Request, found: list[Block]) -> Block | None:
         """Find a block in which another request with the same prompt holds the tokens behind its last full block."""
-        if not (self._partials and self._reads_cache(request)) or request.sequence.num_output_tokens:
+        if not (self._partials and self.reads_cache(request)) or request.sequence.num_output_tokens:
             return None
         if len(found) != request.num_prompt_tokens // self.block_size:
             return None
@@ -194,7 +195,7 @@ class KVCacheManager:
         """Say why a lookup found no more full blocks; None when there was no more to find."""
         index, size = len(computed.blocks), self.block_size
         token_ids = request.sequence.token_ids
-        if not self._reads_cache(request):
+        if not self.reads_cache(request):
             return None
         num_useful = self._num_useful_blocks(request)
         if num_useful == 0:
@@ -209,7 +210,7 @@ class KVCacheManager:
     def awaited_block(self, request: Request, computed: ComputedBlocks) -> tuple[BlockHash, str] | None:
         """Return the next block a lookup would need and who is computing it right now; None when nobody is."""
         index = len(computed.blocks)
-        if not self._reads_cache(request) or computed.num_tokens > index * self.block_size:
+        if not self.reads_cache(request) or computed.num_tokens > index * self.block_size:
             return None
         if index >= self._num_useful_blocks(request):
             return None
@@ -284,7 +285,7 @@ class KVCacheManager:
     def _announce(self, request: Request, num_found: int) -> None:
         """Tell which blocks this request is about to compute and share."""
         self.drop_saved(request.request_id)  # it is copied in by now, or no longer needed
-        if not self._reads_cache(request):
+        if not self.reads_cache(request):
             return
         num_shared = len(request.sequence.token_ids) if self.cache_decoded_blocks else request.num_prompt_tokens
         for block_hash in self._hashes(request)[num_found : num_shared // self.block_size]:
@@ -330,12 +331,17 @@ class KVCacheManager:
     def _register_partial(self, request: Request, chain: _Chain) -> None:
         if request.num_computed_tokens // self.block_size > request.num_prompt_tokens // self.block_size:
             return  # the block is full by now
-        name = self._partial_name(request) if self._reads_cache(request) else None
+        name = self._partial_name(request) if self.reads_cache(request) else None
         if name is not None and name not in self._partials:
             index = request.num_prompt_tokens // self.block_size
             block = self.pool.blocks[request.sequence.block_table[index]]
             self._partials[name] = _Partial(block, (self._prompt_tail(request), chain.link, chain.extra_keys))
             chain.partial = name
+
+    def num_committed_blocks(self, request: Request) -> int:
+        """Return how many of a request's blocks, from its start, others can share by now."""
+        chain = self._chains.get(request.request_id)
+        return 0 if chain is None else chain.num_committed
 
     # --- give back ----------------------------------------------------------------------------------------------------
 
@@ -431,6 +437,10 @@ class KVCacheManager:
 
     # --- names --------------------------------------------------------------------------------------------------------
 
+    def update_block_hashes(self, request: Request) -> None:
+        """Name all full blocks of a request's known tokens in `request.block_hashes`."""
+        self._hashes(request)
+
     def _hashes(self, request: Request) -> list[BlockHash]:
         """Return the hashes of all full blocks of a request's known tokens."""
         chain = self._chain(request)
@@ -445,5 +455,6 @@ class KVCacheManager:
             keys = [f"{name}:{value}" for name, value in own.items() if value is not None]
             if self._weights_epoch:
                 keys.append(f"weights:{self._weights_epoch}")
-            chain = self._chains[request.request_id] = _Chain((*self._extra_keys, *keys))
+            request.block_hashes = []
+            chain = self._chains[request.request_id] = _Chain((*self._extra_keys, *keys), request.block_hashes)
         return chain

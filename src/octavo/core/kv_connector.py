@@ -1,6 +1,7 @@
-"""The scheduler's half of KV transfer: what is stored outside.
+"""The scheduler's half of KV transfer: what a store outside of this engine has, and what it wants.
 
-Names and division follow vLLM's KVConnector: this half decides, in the worker's half bytes move.
+Names and division follow vLLM's KVConnector: this half decides, in the worker's half bytes move. Neither half is
+trusted: what a store says it has may be gone, late or wrong, which costs time and never a token.
 """
 
 from __future__ import annotations
@@ -8,18 +9,39 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.core.block_hash import BlockHash
     from octavo.data.request import Request
+    from octavo.data.scheduler_output import KVTransfer
 
 
 class KVConnector(Protocol):
-    """A store of KV outside of this engine."""
+    """A store of KV blocks by key, outside of this engine; `request.block_hashes` are the keys of a request's blocks.
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Return how many tokens beyond `num_computed_tokens` could be fetched for a request now."""
+    Every method returns at once: what has to ask somebody else does so beside the steps.
+    """
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Return how many tokens beyond `num_computed_tokens`, a whole number of blocks, it has; None: not known yet.
+
+        Asked again until it is known, or has taken too long.
+        """
         ...
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         """Take note that blocks were found for them: the transfer is ordered with this step."""
+        ...
+
+    def keys_to_save(self, keys: Sequence[BlockHash]) -> set[BlockHash]:
+        """Return those of these keys whose blocks it wants: it has them not yet."""
+        ...
+
+    def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
+        """Take note that so many of a transfer's blocks, from the first on, were moved, and the others could not be.
+
+        None: it was given up, and nobody knows.
+        """
         ...
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
@@ -30,12 +52,20 @@ class KVConnector(Protocol):
 class NullConnector:
     """Nothing is stored anywhere else."""
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Find nothing."""
         del request, num_computed_tokens
         return 0
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+        """Do nothing."""
+
+    def keys_to_save(self, keys: Sequence[BlockHash]) -> set[BlockHash]:
+        """Want nothing."""
+        del keys
+        return set()
+
+    def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
         """Do nothing."""
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:

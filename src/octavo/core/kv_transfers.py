@@ -1,6 +1,7 @@
-"""Transfers of KV from a store outside: which are under way, which were given up, and who computes everything itself.
+"""Transfers of KV between this engine and a store outside: what is fetched, what is saved, what was given up.
 
-The blocks of a transfer are pinned until it has ended or the worker was told to write no more.
+The blocks of a transfer are pinned until it has ended or the worker was told to give it up: nothing else is written
+into what is loaded, nor into what is still to be read for a save.
 """
 
 from __future__ import annotations
@@ -9,49 +10,79 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.core.kv_connector import NullConnector
+from octavo.core.transfer_cost import TransferCost
 from octavo.data import events
-from octavo.data.scheduler_output import KVLoad
+from octavo.data.scheduler_output import KVTransfer, TransferDirection
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from octavo.config import SchedulerConfig
     from octavo.core.event_emitter import EventEmitter
     from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
     from octavo.core.kv_connector import KVConnector
     from octavo.data.request import Request
+    from octavo.data.scheduler_output import SchedulerOutput
+
+_PROMPT_SHARE = 16  # tokens a request, from which on a step shows what prompts cost
+_SAVE_SHARE = 8  # at most one of so many blocks is pinned for saves at once; the others are offered again later
 
 
 @dataclass(frozen=True, slots=True)
-class PendingLoad:
-    """A transfer under way: with it the first `num_tokens` of `request` are computed."""
+class PendingTransfer:
+    """A transfer under way. request: who waits for it, None for a save. num_present: its blocks before the first one.
 
-    transfer_id: int
-    request: Request
-    num_tokens: int
+    started, deadline: seconds of the core's clock.
+    """
+
+    order: KVTransfer
+    request: Request | None
+    num_present: int
+    started: float
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """A question to the store that it has not answered yet."""
+
+    num_computed_tokens: int
     deadline: float
 
 
 class KVTransfers:
     """The only user of the connector, and of pins in the KV cache. The state of a request is its caller's.
 
-    Ids are never used twice, so a late or double completion finds nothing. timeout_s: how long a transfer may take.
+    Ids are never used twice, so a late or double completion finds nothing.
     """
 
     def __init__(
-        self, connector: KVConnector, kv_cache_manager: KVCacheManager, timeout_s: float, emitter: EventEmitter
+        self,
+        connector: KVConnector,
+        kv_cache_manager: KVCacheManager,
+        config: SchedulerConfig,
+        emitter: EventEmitter,
     ) -> None:
         self._connector = connector
         self._manager = kv_cache_manager
-        self._timeout_s = timeout_s
         self._emitter = emitter
-        self._loads: dict[int, PendingLoad] = {}
-        self._by_request: dict[str, int] = {}
+        self._timeout_s = config.kv_transfer_timeout_s
+        self._lookup_timeout_s = config.kv_lookup_timeout_s
+        self._min_tokens = max(config.min_tokens_to_cache, 1)
+        self._cost = TransferCost()
+        self._pending: dict[int, PendingTransfer] = {}
+        self._load_of: dict[str, int] = {}
+        self._lookups: dict[str, _Lookup] = {}
+        self._num_offered: dict[str, int] = {}  # blocks of a request that the store was asked about
+        self._num_saving = 0  # blocks that are pinned for saves
         self._next_id = 0
+        self._orders: list[KVTransfer] = []
         self._cancels: list[int] = []
         self._gave_up: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self._loads)
+        """How many requests wait for their KV."""
+        return len(self._load_of)
 
     @property
     def has_store(self) -> bool:
@@ -59,71 +90,191 @@ class KVTransfers:
         return not isinstance(self._connector, NullConnector)
 
     @property
-    def has_cancels(self) -> bool:
-        """Whether the worker has to be told of transfers that were given up."""
-        return bool(self._cancels)
+    def has_work(self) -> bool:
+        """Whether the worker has to be told something, or asked what became of a transfer."""
+        return bool(self._cancels or self._pending)
+
+    @property
+    def num_pending(self) -> int:
+        """Transfers under way, and questions that the store has not answered."""
+        return len(self._pending) + len(self._lookups)
 
     @property
     def num_records(self) -> int:
         """What is kept of single requests; 0 when nobody is left."""
-        return len(self._loads) + len(self._gave_up)
+        return len(self._load_of) + len(self._gave_up) + len(self._lookups) + len(self._num_offered)
 
     def requests(self) -> list[Request]:
         """Return the requests that wait for their KV."""
-        return [load.request for load in self._loads.values()]
+        return [each.request for each in self._pending.values() if each.request is not None]
 
-    def num_external_tokens(self, request: Request, computed: ComputedBlocks) -> int:
-        """How many tokens behind what is computed here can be fetched, one always left to compute."""
-        if not request.reads_prefix_cache or request.request_id in self._gave_up:
+    # --- look up ------------------------------------------------------------------------------------------------------
+
+    def num_external_tokens(self, request: Request, computed: ComputedBlocks, *, may_wait: bool) -> int | None:
+        """How many tokens behind what is computed here are to be fetched, whole blocks of them; None: not known yet.
+
+        may_wait: whether the request can wait until it is known, for a short time; else there is nothing to fetch.
+        """
+        size = self._manager.block_size
+        may_ask = self._manager.reads_cache(request) and request.request_id not in self._gave_up
+        if not may_ask or not self.has_store or computed.num_tokens > len(computed.blocks) * size:
             return 0
+        most = request.num_tokens // size * size - computed.num_tokens
+        if min(most, request.num_tokens - 1 - computed.num_tokens) < self._min_tokens:
+            return 0
+        self._manager.update_block_hashes(request)
         found = self._connector.get_num_new_matched_tokens(request, computed.num_tokens)
-        return max(min(found, request.num_tokens - 1 - computed.num_tokens), 0)
+        if found is None:
+            return self._wait_for_lookup(request, computed.num_tokens, may_wait=may_wait)
+        self._lookups.pop(request.request_id, None)
+        found = min(found, most) // size * size
+        return found if found >= self._min_tokens and self._cost.is_worth_loading(found) else 0
 
-    def start(self, request: Request, computed: ComputedBlocks, num_external: int, block_ids: list[int]) -> KVLoad:
-        """Begin a transfer into a request's blocks, and return the order for the worker."""
-        num_tokens = computed.num_tokens + num_external
-        load = PendingLoad(self._next_id, request, num_tokens, self._emitter.now + self._timeout_s)
+    def _wait_for_lookup(self, request: Request, num_computed_tokens: int, *, may_wait: bool) -> int | None:
+        now, name = self._emitter.now, request.request_id
+        lookup = self._lookups.get(name)
+        if may_wait and (lookup is None or now < lookup.deadline):
+            deadline = now + self._lookup_timeout_s if lookup is None else lookup.deadline
+            self._lookups[name] = _Lookup(num_computed_tokens, deadline)
+            return None
+        self._lookups.pop(name, None)
+        self._gave_up.add(name)
+        return 0
+
+    def is_looking_up(self, request: Request) -> bool:
+        """Whether the store has still to say what it has of a request, and there is time left for it."""
+        lookup = self._lookups.get(request.request_id)
+        if lookup is None or self._emitter.now >= lookup.deadline:
+            return False
+        return self._connector.get_num_new_matched_tokens(request, lookup.num_computed_tokens) is None
+
+    # --- load ---------------------------------------------------------------------------------------------------------
+
+    def start_load(
+        self, request: Request, computed: ComputedBlocks, num_external_tokens: int, block_ids: list[int]
+    ) -> None:
+        """Order KV of tokens behind what is computed into a request's blocks; block_ids: all that it has."""
+        first, num_blocks = len(computed.blocks), num_external_tokens // self._manager.block_size
+        keys = request.block_hashes[first : first + num_blocks]
+        order = self._order(TransferDirection.LOAD, keys, block_ids[first : first + num_blocks], request, first)
+        self._load_of[request.request_id] = order.transfer_id
+        self._connector.update_state_after_alloc(request, block_ids, num_external_tokens)
+        self._emitter.emit(events.KVLoadStarted, request.request_id, order.transfer_id, num_external_tokens)
+
+    def _order(
+        self,
+        direction: TransferDirection,
+        keys: list[bytes],
+        block_ids: list[int],
+        request: Request | None = None,
+        num_present: int = 0,
+    ) -> KVTransfer:
+        name, now = None if request is None else request.request_id, self._emitter.now
+        order = KVTransfer(self._next_id, direction, keys, block_ids, name)
         self._next_id += 1
-        self._loads[load.transfer_id] = load
-        self._by_request[request.request_id] = load.transfer_id
-        self._manager.pin(load.transfer_id, block_ids)
-        self._connector.update_state_after_alloc(request, block_ids, num_external)
-        self._emitter.emit(events.KVLoadStarted, request.request_id, load.transfer_id, num_external)
-        token_ids = request.sequence.token_ids[:num_tokens]
-        return KVLoad(load.transfer_id, request.request_id, token_ids, list(block_ids), computed.num_tokens)
+        self._pending[order.transfer_id] = PendingTransfer(order, request, num_present, now, now + self._timeout_s)
+        self._manager.pin(order.transfer_id, block_ids)
+        self._orders.append(order)
+        return order
 
-    def end(self, transfer_id: int, *, arrived: bool) -> PendingLoad | None:
-        """Take in that a transfer ended; None for one that is unknown or over. What failed is not asked for again."""
-        load = self._loads.get(transfer_id)
-        if load is None:
+    def num_computed_tokens(self, load: PendingTransfer, num_blocks: int) -> int:
+        """Return how many tokens of a request are computed with so many blocks of its load: one is always left."""
+        assert load.request is not None
+        return min((load.num_present + num_blocks) * self._manager.block_size, load.request.num_tokens - 1)
+
+    # --- save ---------------------------------------------------------------------------------------------------------
+
+    def offer(self, request: Request) -> None:
+        """Order what the store wants of a request's blocks that can be shared by now, as far as there is room."""
+        if not self.has_store:
+            return
+        name, table = request.request_id, request.sequence.block_table
+        first, end = self._num_offered.get(name, 0), self._manager.num_committed_blocks(request)
+        if end <= first or end * self._manager.block_size < self._min_tokens:
+            return
+        wanted = self._connector.keys_to_save(request.block_hashes[first:end])
+        chosen = [index for index in range(first, end) if request.block_hashes[index] in wanted]
+        room = max(self._manager.pool.num_blocks // _SAVE_SHARE, 1) - self._num_saving
+        self._num_offered[name] = chosen[room] if len(chosen) > room else end
+        chosen = chosen[:room]
+        if chosen:
+            keys = [request.block_hashes[index] for index in chosen]
+            order = self._order(TransferDirection.SAVE, keys, [table[index] for index in chosen])
+            self._num_saving += len(chosen)
+            self._emitter.emit(events.KVSaveStarted, order.transfer_id, len(chosen))
+
+    # --- it ends ------------------------------------------------------------------------------------------------------
+
+    def end(self, transfer_id: int, num_blocks: int) -> PendingTransfer | None:
+        """Take in that a transfer ended with so many blocks; return a load that somebody waits for, else None.
+
+        Who did not get all that was ordered does not ask again.
+        """
+        pending = self._pending.get(transfer_id)
+        if pending is None:
             self._emitter.emit(events.StaleResultDropped, f"transfer {transfer_id} is over or unknown")
             return None
+        order = pending.order
         self._manager.unpin(transfer_id)
-        self._drop(load, "done" if arrived else "failed")
-        if not arrived:
-            self._gave_up.add(load.request.request_id)
-        return load
+        self._drop(pending, num_blocks, "done" if num_blocks == len(order.keys) else "failed")
+        if pending.request is None:
+            return None
+        if num_blocks < len(order.keys):
+            self._gave_up.add(pending.request.request_id)
+        else:
+            num_tokens = num_blocks * self._manager.block_size
+            self._cost.learn_load(num_tokens, self._emitter.now - pending.started)
+        return pending
+
+    def learn_step(self, scheduled: SchedulerOutput, seconds: float) -> None:
+        """Take in how long a step took, if prompts were most of it."""
+        num_tokens = scheduled.total_num_scheduled_tokens
+        if self.has_store and num_tokens >= _PROMPT_SHARE * len(scheduled.num_scheduled_tokens) > 0:
+            self._cost.learn_step(num_tokens, seconds)
 
     def expired(self, now: float) -> list[Request]:
-        """Return the requests whose transfers have taken too long: deadlines grow with ids."""
-        found = []
-        for load in self._loads.values():
-            if load.deadline > now:
+        """Give up saves that have taken too long; return the requests whose loads have: deadlines grow with ids."""
+        late = []
+        for pending in self._pending.values():
+            if pending.deadline > now:
                 break
-            found.append(load.request)
-        return found
+            late.append(pending)
+        for pending in late:
+            if pending.request is None:
+                self._cancel(pending, "expired")
+        return [pending.request for pending in late if pending.request is not None]
 
     def cancel(self, request: Request, outcome: str) -> None:
-        """Give up a request's transfer; it asks no more. Its blocks stay pinned until the worker has been told."""
-        load = self._loads[self._by_request[request.request_id]]
-        self._cancels.append(load.transfer_id)
+        """Give up a request's load; it asks no more. Its blocks stay pinned until the worker has been told."""
         self._gave_up.add(request.request_id)
-        self._drop(load, outcome)
+        self._cancel(self._pending[self._load_of[request.request_id]], outcome)
 
-    def _drop(self, load: PendingLoad, outcome: str) -> None:
-        del self._loads[load.transfer_id]
-        del self._by_request[load.request.request_id]
-        self._emitter.emit(events.KVLoadEnded, load.request.request_id, load.transfer_id, outcome)
+    def _cancel(self, pending: PendingTransfer, outcome: str) -> None:
+        transfer_id = pending.order.transfer_id
+        if pending.order in self._orders:  # the worker never hears of it
+            self._orders.remove(pending.order)
+            self._manager.unpin(transfer_id)
+        else:
+            self._cancels.append(transfer_id)
+        self._drop(pending, None, outcome)
+
+    def _drop(self, pending: PendingTransfer, num_blocks: int | None, outcome: str) -> None:
+        order = pending.order
+        del self._pending[order.transfer_id]
+        self._connector.transfer_ended(order, num_blocks)
+        if pending.request is None:
+            self._num_saving -= len(order.keys)
+            self._emitter.emit(events.KVSaveEnded, order.transfer_id, num_blocks or 0, outcome)
+        else:
+            del self._load_of[pending.request.request_id]
+            self._emitter.emit(events.KVLoadEnded, pending.request.request_id, order.transfer_id, outcome)
+
+    # --- with the worker ----------------------------------------------------------------------------------------------
+
+    def take_orders(self) -> list[KVTransfer]:
+        """Return the transfers that begin with the next step."""
+        orders, self._orders = self._orders, []
+        return orders
 
     def take_cancels(self) -> list[int]:
         """Return the transfers that were given up since the last step."""
@@ -131,22 +282,28 @@ class KVTransfers:
         return cancels
 
     def end_cancels(self, transfer_ids: Iterable[int]) -> None:
-        """Take in that the worker was told: nothing is written into the blocks of these transfers any more."""
+        """Take in that the worker was told: blocks of these transfers are neither written nor read any more."""
         for transfer_id in transfer_ids:
             self._manager.unpin(transfer_id)
 
-    def fail_step(self, loads: Iterable[KVLoad], cancels: Iterable[int]) -> list[Request]:
+    def fail_step(self, orders: Iterable[KVTransfer], cancels: Iterable[int]) -> list[Request]:
         """Give up the orders of a step that failed and tell its cancels again; return whose loads these were."""
         self._cancels += cancels
         failed = []
-        for order in loads:
-            if self._by_request.get(order.request_id) == order.transfer_id:
-                request = self._loads[order.transfer_id].request
-                self.cancel(request, "failed")
-                failed.append(request)
+        for order in orders:
+            pending = self._pending.get(order.transfer_id)
+            if pending is None:
+                continue
+            if pending.request is None:
+                self._cancel(pending, "failed")
+            else:
+                self.cancel(pending.request, "failed")
+                failed.append(pending.request)
         return failed
 
     def request_finished(self, request: Request) -> None:
         """Tell the store that a request ended, before its blocks are freed, and keep nothing of it."""
         self._gave_up.discard(request.request_id)
+        self._lookups.pop(request.request_id, None)
+        self._num_offered.pop(request.request_id, None)
         self._connector.request_finished(request, list(request.sequence.block_table))

@@ -107,7 +107,7 @@ class RequestLifecycle:
         self._note_admitted(request, computed)
 
     def end_loading(self, request: Request, num_tokens: int) -> None:
-        """Let a request run on: its first `num_tokens` arrived, and may be shared."""
+        """Let a request run on: its first `num_tokens` are there, and may be shared."""
         self._run(request, num_tokens)
         self._manager.commit(request)
 

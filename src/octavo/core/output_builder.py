@@ -70,9 +70,9 @@ class OutputBuilder:
             scheduled_spec_decode_tokens=drafts,
             max_drafts=max_drafts,
             copies=self._manager.take_copies(),
-            kv_loads=plan.kv_loads,
+            kv_transfers=self._transfers.take_orders(),
             kv_cancels=self._transfers.take_cancels(),
-            num_pending_loads=len(self._transfers),
+            num_pending_transfers=self._transfers.num_pending,
         )
 
     def preempted(self, request_id: str) -> None:

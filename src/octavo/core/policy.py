@@ -243,7 +243,7 @@ class PrefillFirstBatching:
         """Serve prompts, or else answers."""
         grow(plan, [request for request in running if is_prefill(request) and request not in outranked])
         admit_in_turn(plan, outranked, grow, admit)
-        if not (plan.num_tokens or plan.kv_loads):
+        if not (plan.num_tokens or plan.has_admitted):
             grow(plan, [request for request in running if is_decode(request)])
 
     def learn(self, seconds: float) -> None:

@@ -49,8 +49,8 @@ class ResultProcessor:
         """Take the result of a step in; return the news of its requests."""
         lifecycle, requests, outputs = self._lifecycle, self._lifecycle.requests, []
         self._transfers.end_cancels(scheduled.kv_cancels)
-        for transfer_id, arrived in result.kv_loads:
-            self._end_load(transfer_id, arrived=arrived)
+        for transfer_id, num_blocks in result.kv_transfers:
+            self._end_transfer(transfer_id, num_blocks)
         new_tokens: dict[str, int] = {}
         num_served: defaultdict[str, float] = defaultdict(float)
         errors, drafts = result.errors, scheduled.scheduled_spec_decode_tokens
@@ -79,13 +79,13 @@ class ResultProcessor:
             self._emitter.emit(events.StepCompleted, new_tokens)
         return outputs
 
-    def _end_load(self, transfer_id: int, *, arrived: bool) -> None:
+    def _end_transfer(self, transfer_id: int, num_blocks: int) -> None:
         """Let a request run on with what arrived, or put it back to compute everything itself."""
-        load = self._transfers.end(transfer_id, arrived=arrived)
-        if load is None:
+        load = self._transfers.end(transfer_id, num_blocks)
+        if load is None or load.request is None:
             return
-        if arrived:
-            self._lifecycle.end_loading(load.request, load.num_tokens)
+        if num_blocks:
+            self._lifecycle.end_loading(load.request, self._transfers.num_computed_tokens(load, num_blocks))
         else:
             self._lifecycle.give_up_loading(load.request)
 
@@ -120,6 +120,7 @@ class ResultProcessor:
             request.num_computed_tokens = min(request.num_computed_tokens, len(request.sequence.token_ids) - 1)
         if request.num_computed_tokens >= request.sequence.next_commit:
             self._manager.commit(request)
+            self._transfers.offer(request)
         if status is not None:
             self._lifecycle.finish(request, status)
         elif not (accepted or prompt_logprobs):
@@ -144,7 +145,7 @@ class ResultProcessor:
         lifecycle = self._lifecycle
         for request_id in scheduled.preempted_req_ids:
             self._manager.drop_saved(request_id)  # nobody knows whether it was copied
-        for loading in self._transfers.fail_step(scheduled.kv_loads, scheduled.kv_cancels):
+        for loading in self._transfers.fail_step(scheduled.kv_transfers, scheduled.kv_cancels):
             lifecycle.give_up_loading(loading)
         outputs = []
         for request_id in scheduled.num_scheduled_tokens:

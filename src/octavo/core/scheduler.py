@@ -10,6 +10,7 @@ result: `result_processor`. KV from outside: `kv_transfers`.
 from __future__ import annotations
 
 from bisect import bisect
+from functools import partial
 from typing import TYPE_CHECKING
 
 from octavo.core import invariants
@@ -101,7 +102,7 @@ class Scheduler:
         self.admission = create_admission(scheduler_config, manager)
         self._batching = create_batching(scheduler_config)
         self._prompt_cost = PromptCost(scheduler_config.attention_cost_tokens or 0.0)
-        self.transfers = KVTransfers(connector or NullConnector(), manager, scheduler_config.kv_load_timeout_s, emitter)
+        self.transfers = KVTransfers(connector or NullConnector(), manager, scheduler_config, emitter)
         self._builder = OutputBuilder(manager, self.transfers)
         self._lifecycle = RequestLifecycle(self.policy, self.admission, manager, self.transfers, self._builder, emitter)
         self.requests, self.running, self.room = self._lifecycle.requests, self._lifecycle.running, self._lifecycle.room
@@ -200,9 +201,7 @@ class Scheduler:
             lifecycle.give_up_loading(request)
 
     def _return_parked(self) -> None:
-        for request, timed_out in self.room.resume_deferred(
-            self.kv_cache_manager.is_being_computed, self._num_busy_steps
-        ):
+        for request, timed_out in self.room.resume_deferred(self._num_busy_steps):
             self._emit(events.RequestUnparked, request.request_id, timed_out)
 
     def _preempt_as_told(self, plan: StepPlan) -> None:
@@ -314,16 +313,21 @@ class Scheduler:
         computed = self.kv_cache_manager.get_computed_blocks(request)
         awaited = self.kv_cache_manager.awaited_block(request, computed)
         if awaited is not None and self.room.may_defer(request) and self._may_wait_for(awaited[1], request):
-            self.room.defer(awaited[0], self._num_busy_steps)
-            self._blocked = None
-            self._emit(events.RequestParked, request.request_id, awaited[1])
+            self._park(partial(self.kv_cache_manager.is_being_computed, awaited[0]), awaited[1])
             return None
         reason = self.admission.refusal(request, computed, len(self.running))
         if reason is not None:
             return reason
-        num_external = self.transfers.num_external_tokens(request, computed)
+        num_external = self.transfers.num_external_tokens(request, computed, may_wait=self.room.may_defer(request))
+        if num_external is None:
+            self._park(partial(self.transfers.is_looking_up, request), None)
+            return None
         if num_external:
             return self._start_load(request, computed, num_external, plan)
+        return self._start_computing(request, computed, plan)
+
+    def _start_computing(self, request: Request, computed: ComputedBlocks, plan: StepPlan) -> WaitReason | None:
+        """Give the head of the queue its first tokens and blocks for them; return why not, or None."""
         admission, cost, budget = self.admission, self._prompt_cost, plan.budget
         num_remaining, threshold = request.num_tokens - computed.num_tokens, self.config.long_prefill_token_threshold
         room = cost.num_tokens_within(budget, computed.num_tokens)
@@ -348,6 +352,12 @@ class Scheduler:
         plan.has_admitted = True
         return None
 
+    def _park(self, is_pending: Callable[[], bool], owner: str | None) -> None:
+        """Let the head of the queue wait beside it, as long as something is pending; nobody is held up by it."""
+        request = self.room.defer(is_pending, self._num_busy_steps)
+        self._blocked = None
+        self._emit(events.RequestParked, request.request_id, owner)
+
     def _start_load(
         self, request: Request, computed: ComputedBlocks, num_external: int, plan: StepPlan
     ) -> WaitReason | None:
@@ -359,7 +369,7 @@ class Scheduler:
             return WaitReason.NO_BLOCKS
         self._blocked = None
         self._lifecycle.start_loading(request, computed)
-        plan.kv_loads.append(self.transfers.start(request, computed, num_external, block_ids))
+        self.transfers.start_load(request, computed, num_external, block_ids)
         plan.has_admitted = True
         return None
 
@@ -404,6 +414,7 @@ class Scheduler:
             return []
         self._open_step = None
         self._batching.learn(now - self._step_start)
+        self.transfers.learn_step(scheduled, now - self._step_start)
         outputs = self._take_news() + self._results.process(scheduled, result)
         timed = self._draft_policy.learn(scheduled, result, now - self._step_start)
         if timed is not None:
@@ -436,7 +447,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step has anything to compute, or an ending to deliver to the worker."""
-        return bool(self.requests or self._builder.has_endings or self._news or self.transfers.has_cancels)
+        return bool(self.requests or self._builder.has_endings or self._news or self.transfers.has_work)
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""
@@ -472,22 +483,7 @@ class Scheduler:
 
     def get_stats(self) -> SchedulerStats:
         """Totals since the start, read from the event stream, and the state now."""
-        count = self.counters.count
-        return SchedulerStats(
-            total_scheduled=self.counters.num_scheduled,
-            total_preempted=count[events.RequestPreempted],
-            total_swapped=self.counters.num_swapped,
-            total_finished=count[events.RequestFinished],
-            total_tokens_scheduled=self.counters.num_tokens_scheduled,
-            total_tokens_generated=self.counters.num_tokens_generated,
-            num_waiting=len(self.room) + len(self.transfers),
-            num_running=len(self.running),
-            kv_cache_usage=self.kv_cache_manager.pool.usage,
-            cache_hit_rate=self.counters.cache_hit_rate,
-            num_cached_blocks=self.kv_cache_manager.num_cached_blocks,
-            num_steps=count[events.StepScheduled],
-            prefill_limit=self._batching.prefill_limit,
-        )
+        return SchedulerStats.of(self, self._batching.prefill_limit)
 
     def block_map(self) -> BlockMap:
         """Who holds which block now; transfers hold some, too, for nobody or beside a request."""

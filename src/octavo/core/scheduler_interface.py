@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from octavo.data import events
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from octavo.core.scheduler import Scheduler
     from octavo.data.model_output import ModelOutput
     from octavo.data.request import Request, RequestStatus
     from octavo.data.scheduler_output import SchedulerOutput
@@ -87,3 +90,24 @@ class SchedulerStats:
     num_cached_blocks: int
     num_steps: int
     prefill_limit: int
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, prefill_limit: int) -> SchedulerStats:
+        """Read them from a scheduler and its event stream."""
+        counters, manager = scheduler.counters, scheduler.kv_cache_manager
+        num_running, num_waiting = scheduler.get_request_counts()
+        return cls(
+            total_scheduled=counters.num_scheduled,
+            total_preempted=counters.count[events.RequestPreempted],
+            total_swapped=counters.num_swapped,
+            total_finished=counters.count[events.RequestFinished],
+            total_tokens_scheduled=counters.num_tokens_scheduled,
+            total_tokens_generated=counters.num_tokens_generated,
+            num_waiting=num_waiting,
+            num_running=num_running,
+            kv_cache_usage=manager.pool.usage,
+            cache_hit_rate=counters.cache_hit_rate,
+            num_cached_blocks=manager.num_cached_blocks,
+            num_steps=counters.count[events.StepScheduled],
+            prefill_limit=prefill_limit,
+        )

@@ -1,4 +1,4 @@
-"""A step while it is being decided: budget left, who gets how much, who lost its blocks, what is fetched."""
+"""A step while it is being decided: budget left, who gets how much, and who lost its blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from octavo.data.events import WaitReason
     from octavo.data.request import Request
-    from octavo.data.scheduler_output import KVLoad
 
 
 @dataclass(slots=True)
@@ -25,7 +24,6 @@ class StepPlan:
     num_tokens: dict[str, int] = field(default_factory=dict)
     surcharge: dict[str, int] = field(default_factory=dict)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
-    kv_loads: list[KVLoad] = field(default_factory=list)
     preempted: dict[str, Request] = field(default_factory=dict)
     held_up: WaitReason | None = None
     has_admitted: bool = False

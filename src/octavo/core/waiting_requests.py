@@ -1,4 +1,4 @@
-"""Everyone who waits without a block: in the queue, or beside it for a block that another request is computing."""
+"""Everyone who waits without a block: in the queue, or beside it for what another request or a store has soon."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from octavo.errors import QueueFullError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from octavo.core.block_hash import BlockHash
     from octavo.core.request_queue import RequestQueue
     from octavo.data.request import Request
 
-MAX_DEFERRED_STEPS = 16  # without the block having come; after that the request computes it itself
+MAX_DEFERRED_STEPS = 16  # without what is awaited having come; after that the request computes it itself
 
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
     request: Request
-    awaited: BlockHash
+    is_pending: Callable[[], bool]
     until_step: int
 
 
@@ -93,17 +92,17 @@ class WaitingRequests:
         """Whether a request has not waited in vain before."""
         return request.request_id not in self._impatient
 
-    def defer(self, awaited: BlockHash, step: int) -> Request:
-        """Let the head of the queue wait beside it for a block."""
+    def defer(self, is_pending: Callable[[], bool], step: int) -> Request:
+        """Let the head of the queue wait beside it, as long as something is pending."""
         request = self.queue.pop_request()
-        self._deferred[request.request_id] = _Deferred(request, awaited, step + MAX_DEFERRED_STEPS)
+        self._deferred[request.request_id] = _Deferred(request, is_pending, step + MAX_DEFERRED_STEPS)
         return request
 
-    def resume_deferred(self, is_being_computed: Callable[[BlockHash], bool], step: int) -> list[tuple[Request, bool]]:
+    def resume_deferred(self, step: int) -> list[tuple[Request, bool]]:
         """Put back who waits for nothing any more, or for too long: (request, whether it waited in vain) of each."""
         returned = []
         for deferred in reversed(list(self._deferred.values())):  # last first: each comes before those behind
-            is_coming = is_being_computed(deferred.awaited)
+            is_coming = deferred.is_pending()
             if is_coming and step < deferred.until_step:
                 continue
             request = self._deferred.pop(deferred.request.request_id).request

@@ -63,9 +63,9 @@ class RequestBlocked(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestParked(RequestEvent):
-    """It left the queue to wait for a block that `owner` is computing right now."""
+    """It left the queue to wait for a block that `owner` is computing right now; None: to hear what a store has."""
 
-    owner: str
+    owner: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,23 @@ class KVLoadEnded(RequestEvent):
     """The transfer is over: `outcome` is done, failed, expired or cancelled."""
 
     transfer_id: int
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class KVSaveStarted(Event):
+    """So many blocks that can be shared by now are being copied to the store outside."""
+
+    transfer_id: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVSaveEnded(Event):
+    """So many of its blocks are in the store: `outcome` is done, failed or expired."""
+
+    transfer_id: int
+    num_blocks: int
     outcome: str
 
 

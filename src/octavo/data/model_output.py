@@ -27,7 +27,7 @@ class ModelOutput:
     pooled: the vectors of requests for embeddings whose prompt is computed, float32 in the machine's byte order.
     errors: requests whose logits were not numbers; they fail alone.
     postponed: requests that get none of their tokens in this step, as what the choice depends on is still computed.
-    kv_loads: transfers that ended, by id, and whether all of their KV arrived.
+    kv_transfers: those that ended, by id, and how many of their blocks, from the first on, were moved.
     draft_token_ids: what is guessed to follow, to be verified in the next step.
     drafting_s: what guessing took of the step. num_drafting_passes: forward passes of a model that it took; 0 for what
     is looked up.
@@ -40,7 +40,7 @@ class ModelOutput:
     errors: dict[str, str] = field(default_factory=dict)
     pooled: dict[str, bytes] = field(default_factory=dict)
     postponed: set[str] = field(default_factory=set)
-    kv_loads: list[tuple[int, bool]] = field(default_factory=list)
+    kv_transfers: list[tuple[int, int]] = field(default_factory=list)
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     drafting_s: float = 0.0
     num_drafting_passes: int = 0

@@ -92,6 +92,7 @@ class Request:
     adapter: identity of weights laid over the model's, part of the KV's.
     deadline: time on the engine's clock at which it is of no more use and ends with an error.
     acceptance: how often its drafts came true; None before any was verified.
+    block_hashes: keys of its full blocks, written by the KV cache manager.
     predicted_token_ids: what its client expects as its output, of which drafts are made; never changed.
     """
 
@@ -101,6 +102,7 @@ class Request:
         "admitted_time",
         "arrival_index",
         "arrival_time",
+        "block_hashes",
         "cache_salt",
         "deadline",
         "max_total_tokens",
@@ -167,6 +169,7 @@ class Request:
         self.num_prompt_logprobs = 0
         self.spec_token_ids: list[int] = []
         self.acceptance: AcceptanceRates | None = None
+        self.block_hashes: list[bytes] = []
         self.reads_prefix_cache = sampling_params.prompt_logprobs is None and sampling_params.pooling != "mean"
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -94,15 +95,27 @@ class BlockCopies:
         return bool(self.swap_out or self.block_copies or self.swap_in)
 
 
+class TransferDirection(Enum):
+    """Which way KV moves: LOAD into this engine's blocks, SAVE from them."""
+
+    LOAD = "load"
+    SAVE = "save"
+
+
 @dataclass(frozen=True, slots=True)
-class KVLoad:
-    """An order to fetch the KV of `token_ids`, all but the first `num_present`, from outside into its blocks."""
+class KVTransfer:
+    """An order to move whole blocks between this engine and a store, beside the steps.
+
+    keys: one for each of block_ids, a hash of all that the KV in it depends on (`core.block_hash`): what is loaded into
+    a block is what was saved under its key, or it counts as not there. The blocks are pinned until the transfer ended,
+    or the worker was told that it is cancelled. request_id: who waits for it; None for what is saved.
+    """
 
     transfer_id: int
-    request_id: str
-    token_ids: list[int]
+    direction: TransferDirection
+    keys: list[bytes]
     block_ids: list[int]
-    num_present: int
+    request_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +123,11 @@ class SchedulerOutput:
     """One step: what is copied first, who gets how many tokens, and which requests the worker may forget.
 
     num_scheduled_tokens is in the order in which the rows of the batch stand.
-    kv_loads: transfers to start. kv_cancels: transfers to give up; nothing of them is written after this step.
+    kv_transfers: to start. kv_cancels: ids of those to give up; after this step nothing of them is written, neither
+    into blocks nor into a store.
+    num_pending_transfers: under way, lookups included, so that somebody must ask for their results.
     max_drafts: how many tokens are worth guessing behind a request's newest one, 0 for none; one that is not named has
     no bound but the proposer's.
-    num_pending_loads: transfers under way, so that somebody must ask for their results.
     """
 
     step: int
@@ -126,25 +140,25 @@ class SchedulerOutput:
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
     max_drafts: dict[str, int] = field(default_factory=dict)
     copies: BlockCopies = field(default_factory=BlockCopies)
-    kv_loads: list[KVLoad] = field(default_factory=list)
+    kv_transfers: list[KVTransfer] = field(default_factory=list)
     kv_cancels: list[int] = field(default_factory=list)
-    num_pending_loads: int = 0
+    num_pending_transfers: int = 0
 
     @property
     def is_empty(self) -> bool:
-        """Whether the worker need not hear of it: nothing to compute, to fetch or to forget."""
+        """Whether the worker need not hear of it: nothing to compute, to move or to forget."""
         return not (
             self.num_scheduled_tokens
             or self.finished_req_ids
             or self.preempted_req_ids
-            or self.num_pending_loads
+            or self.num_pending_transfers
             or self.kv_cancels
         )
 
     @property
-    def only_waits_for_loads(self) -> bool:
-        """Whether there is nothing to compute, and somebody waits for KV from outside."""
-        return bool(self.num_pending_loads) and not self.num_scheduled_tokens
+    def only_waits_for_transfers(self) -> bool:
+        """Whether there is nothing to compute, and KV is on its way."""
+        return bool(self.num_pending_transfers) and not self.num_scheduled_tokens
 
     @property
     def block_ids(self) -> dict[str, list[int]]:

@@ -16,7 +16,7 @@ class Executor(Protocol):
     """Computes steps, one at a time: `submit` hands one over, `collect` waits for its result.
 
     Everything a step must do besides computing rides inside these two. `collect` raises `ExecutionError` when the step
-    failed; the executor is then ready for the next one. A step that `only_waits_for_loads` ends when one of them has
+    failed; the executor is then ready for the next one. A step that `only_waits_for_transfers` ends when one has
     ended, or after a few milliseconds: it must neither spin nor keep the engine from those who arrive.
     """
 

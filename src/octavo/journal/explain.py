@@ -226,7 +226,12 @@ class _Teller:
             self.enter(QUEUED, event.time)
         elif isinstance(event, events.RequestParked):
             self.enter(DEFERRED, event.time)
-            reasons.append(f"it waited for {event.owner}, which was computing the same beginning")
+            what = (
+                "what the store outside has"
+                if event.owner is None
+                else f"{event.owner}, which was computing the same beginning"
+            )
+            reasons.append(f"it waited for {what}")
         elif isinstance(event, events.RequestUnparked):
             self.enter(QUEUED, event.time)
         elif isinstance(event, events.RequestAdmitted):

@@ -106,7 +106,7 @@ def checksum(scheduled: SchedulerOutput) -> int:
         [(name, len(drafts)) for name, drafts in scheduled.scheduled_spec_decode_tokens.items()],
         scheduled.max_drafts,
         (copies.swap_out, copies.swap_in, copies.block_copies) if copies else None,
-        [(load.transfer_id, load.block_ids, load.num_present) for load in scheduled.kv_loads],
+        [(each.transfer_id, each.direction.value, each.block_ids) for each in scheduled.kv_transfers],
         scheduled.kv_cancels,
     )
     numbers = array("q", [len(counts), *counts.values(), *cached.num_computed_tokens])  # thrice as fast as their repr

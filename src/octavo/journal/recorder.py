@@ -155,9 +155,9 @@ class RecordingScheduler:
                 told.append([number, num_sampled, num_accepted, reason, output.error])
         if result.drafting_s:
             guessing = result.drafting_s, result.num_drafting_passes
-            self._write(["u", self._elapsed(), told, result.kv_loads, *guessing])
-        elif told or result.kv_loads:
-            self._write(["u", self._elapsed(), told, result.kv_loads])
+            self._write(["u", self._elapsed(), told, result.kv_transfers, *guessing])
+        elif told or result.kv_transfers:
+            self._write(["u", self._elapsed(), told, result.kv_transfers])
         else:
             self._write_line(f'["u",{self._elapsed()},[],[]]\n')
         if told:

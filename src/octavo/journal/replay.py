@@ -98,7 +98,7 @@ class _Player:
     def _play_u(
         self,
         told: list[list[Any]],
-        kv_loads: list[tuple[int, bool]],
+        kv_transfers: list[tuple[int, int]],
         drafting_s: float = 0.0,
         num_drafting_passes: int = 0,
     ) -> None:
@@ -125,7 +125,7 @@ class _Player:
             sampled_ids,
             errors=errors,
             postponed=postponed,
-            kv_loads=kv_loads,
+            kv_transfers=kv_transfers,
             drafting_s=drafting_s,
             num_drafting_passes=num_drafting_passes,
         )

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from octavo.data.scheduler_output import TransferDirection
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -95,8 +97,9 @@ class OwnDraftKV:
                 filled[target] = filled[source]
             for host, block in copies.swap_in:
                 filled[block] = self._filled_on_host[host]
-        for load in scheduled.kv_loads:
-            filled[load.block_ids[load.num_present // self.cache.block_size :]] = 0
+        for transfer in scheduled.kv_transfers:
+            if transfer.direction is TransferDirection.LOAD:  # of the target's KV alone
+                filled[transfer.block_ids] = 0
         for new in scheduled.scheduled_new_reqs:
             self._start(new)
         for block_ids in scheduled.scheduled_cached_reqs.new_block_ids:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 WARM_UP_TOKENS = 16
-LOAD_WAIT_S = 0.01  # at most at once for KV from outside: so long who arrives or leaves meanwhile is not heard
+TRANSFER_WAIT_S = 0.01  # at most at once for KV on its way: so long who arrives or leaves meanwhile is not heard
 _WARM_UP = "octavo-warm-up"  # the id of its request
 ResultT = TypeVar("ResultT")
 
@@ -280,12 +280,12 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
 class LocalExecutor:
     """An `Executor` that runs its one worker in this process: `submit` computes, `collect` hands over.
 
-    ended_loads: (transfer id, whether all of its KV arrived), put there from any thread by what moves KV.
+    ended_transfers: (transfer id, how many of its blocks were moved), put there from any thread by what moves KV.
     """
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.ended_loads: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
+        self.ended_transfers: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._only_waits = False
         self._result: ModelOutput | ExecutionError | None = None
 
@@ -298,7 +298,7 @@ class LocalExecutor:
 
     def submit(self, scheduled: SchedulerOutput) -> None:
         """Compute a step now; a failure is kept for `collect`."""
-        self._only_waits = scheduled.only_waits_for_loads
+        self._only_waits = scheduled.only_waits_for_transfers
         try:
             self._result = self.worker.execute(scheduled)
         except Exception as error:  # whatever a kernel or torch raises ends this step's requests, not the engine
@@ -308,23 +308,23 @@ class LocalExecutor:
     def collect(self) -> ModelOutput:
         """Return the result of the step that was submitted, or raise its `ExecutionError`.
 
-        A step that only waits for KV ends when some has come, after `LOAD_WAIT_S` at the latest.
+        A step that only waits for KV ends when some has come, after `TRANSFER_WAIT_S` at the latest.
         """
         result, self._result = self._result, None
         if isinstance(result, ExecutionError):
             raise result
         assert result is not None, "collect without submit"
-        if self._only_waits or not self.ended_loads.empty():
-            result.kv_loads.extend(self._take_ended_loads())
+        if self._only_waits or not self.ended_transfers.empty():
+            result.kv_transfers.extend(self._take_ended_transfers())
         return result
 
-    def _take_ended_loads(self) -> list[tuple[int, bool]]:
-        ended: list[tuple[int, bool]] = []
+    def _take_ended_transfers(self) -> list[tuple[int, int]]:
+        ended: list[tuple[int, int]] = []
         with contextlib.suppress(queue.Empty):
             if self._only_waits:
-                ended.append(self.ended_loads.get(timeout=LOAD_WAIT_S))
+                ended.append(self.ended_transfers.get(timeout=TRANSFER_WAIT_S))
             while True:
-                ended.append(self.ended_loads.get_nowait())
+                ended.append(self.ended_transfers.get_nowait())
         return ended
 
     def shutdown(self) -> None:

@@ -1,0 +1,113 @@
+"""Faults that stores of KV are known for, done on purpose, are seen by the simulation: else it would prove nothing."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv_transfers import KVTransfers
+from simulation.store import SimulatedStore
+from simulation.world import SimulationError, draw_config, run_world
+
+NUM_WORLDS = 30
+
+
+def run_worlds() -> int:
+    """Run worlds in which much is stored and fetched; return how many loads came through."""
+    num_loads = 0
+    for index in range(NUM_WORLDS):
+        config = draw_config(random.Random(index), 200)
+        config = replace(config, remote_rate=1.0, hash_bits=None, enable_prefix_caching=True, min_tokens_to_cache=1)
+        config = replace(config, mixed_step_ms=None, neighbour_rate=0.0, eviction_rate=0.5)
+        if index % 2:  # much is given up
+            config = replace(config, neighbour_rate=0.5, arrival_rate=0.8, abort_rate=0.2, freeze_rate=0.1)
+        else:  # few short texts come again and again, and are soon forgotten here
+            config = replace(config, num_blocks=12, block_size=2, longest_prompt=8, longest_output=8, num_host_blocks=0)
+            config = replace(config, max_num_waiting=None, max_num_waiting_tokens=None)
+        num_loads += run_world(f"store:{index}", config).loads
+    return num_loads
+
+
+def believe_everything(patch: pytest.MonkeyPatch) -> None:
+    init = SimulatedStore.__init__
+
+    def trusting(self, *args):
+        init(self, *args)
+        self.checks = False
+
+    patch.setattr(SimulatedStore, "__init__", trusting)
+
+
+def release_what_is_saved(patch: pytest.MonkeyPatch) -> None:
+    """The blocks are given to others while they are read, which takes its time."""
+    patch.setattr(SimulatedStore, "max_steps", 20)
+    offer = KVTransfers.offer
+
+    def careless(self, request):
+        offer(self, request)
+        for order in self._orders:
+            if order.request_id is None:
+                self._manager.unpin(order.transfer_id)
+
+    patch.setattr(KVTransfers, "offer", careless)
+
+
+def release_what_is_cancelled(patch: pytest.MonkeyPatch) -> None:
+    """The blocks of a transfer that is given up are given to others before the worker was told."""
+    cancel = KVTransfers._cancel
+
+    def hasty(self, pending, outcome):
+        cancel(self, pending, outcome)
+        self._manager.unpin(pending.order.transfer_id)
+
+    patch.setattr(KVTransfers, "_cancel", hasty)
+
+
+def leave_out(name: str):
+    """Name blocks as if all requests had the same salt, or adapter."""
+
+    def patch_chain(patch: pytest.MonkeyPatch) -> None:
+        chain = KVCacheManager._chain
+
+        def shared(self, request):
+            own = getattr(request, name)
+            setattr(request, name, None)
+            try:
+                return chain(self, request)
+            finally:
+                setattr(request, name, own)
+
+        patch.setattr(KVCacheManager, "_chain", shared)
+
+    return patch_chain
+
+
+def count_what_did_not_arrive(patch: pytest.MonkeyPatch) -> None:
+    """A load that ended early counts as whole."""
+    end = KVTransfers.num_computed_tokens
+    patch.setattr(KVTransfers, "num_computed_tokens", lambda self, load, _: end(self, load, len(load.order.keys)))
+
+
+def test_nothing_is_wrong_as_long_as_nobody_does_anything():
+    assert run_worlds() > 20
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        believe_everything,
+        release_what_is_saved,
+        release_what_is_cancelled,
+        leave_out("cache_salt"),
+        leave_out("adapter"),
+        count_what_did_not_arrive,
+    ],
+    ids=["no checksum", "unpinned save", "unpinned cancel", "no salt", "no adapter", "a part is the whole"],
+)
+def test_a_fault_is_seen(fault, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(SimulationError):
+        run_worlds()

@@ -1,0 +1,35 @@
+"""Stores of KV outside, as tests of the core need them: what they offer is said, and no bytes move."""
+
+from __future__ import annotations
+
+
+class Store:
+    """Offers the first `num_tokens` of requests whose id begins with `prefix`, and notes what it is told.
+
+    num_tokens None: it does not know yet. wants: whether it saves what it is offered.
+    """
+
+    def __init__(self, num_tokens=8, prefix="", *, wants=False):
+        self.num_tokens = num_tokens
+        self.prefix = prefix
+        self.wants = wants
+        self.told = []
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        self.told.append(("asked", request.request_id, num_computed_tokens))
+        if not request.request_id.startswith(self.prefix):
+            return 0
+        return None if self.num_tokens is None else max(self.num_tokens - num_computed_tokens, 0)
+
+    def update_state_after_alloc(self, request, block_ids, num_external_tokens):
+        self.told.append(("allocated", request.request_id, list(block_ids), num_external_tokens))
+
+    def keys_to_save(self, keys):
+        self.told.append(("offered", list(keys)))
+        return set(keys) if self.wants else set()
+
+    def transfer_ended(self, transfer, num_blocks):
+        self.told.append(("ended", transfer.transfer_id, num_blocks))
+
+    def request_finished(self, request, block_ids):
+        self.told.append(("finished", request.request_id, block_ids))
