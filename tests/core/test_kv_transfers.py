@@ -53,6 +53,10 @@ class Transfers:
         return [(event.request_id, event.transfer_id, event.outcome) for event in ended]
 
 
+def step_of(num_tokens):
+    return SchedulerOutput(1, [], CachedRequestData.make_empty(), {"x": num_tokens}, num_tokens)
+
+
 @pytest.fixture
 def made():
     return Transfers()
@@ -138,9 +142,17 @@ def test_who_cannot_wait_computes_itself_and_who_hears_fetches(made):
     assert not made.transfers.is_looking_up(second)
 
 
+@pytest.mark.parametrize(("num_tokens", "is_told"), [(15, False), (16, True), (100, True)])
+def test_what_computing_takes_is_learned_of_steps_of_prompts(made, num_tokens, is_told):
+    made.transfers.learn_step(step_of(num_tokens), 0.01 * num_tokens)
+    request, order = made.start("a", now=1.0)
+    made.emitter.now = 3.0
+    made.transfers.end(order.transfer_id, 2)
+    assert made.find(request) == (0 if is_told else 8)
+
+
 def test_a_load_that_took_longer_than_computing_is_not_made_again_at_once(made):
-    scheduled = SchedulerOutput(1, [], CachedRequestData.make_empty(), {"x": 100}, 100)
-    made.transfers.learn_step(scheduled, 1.0)
+    made.transfers.learn_step(step_of(100), 1.0)
     _, order = made.start("a", now=1.0)
     made.emitter.now = 1.07
     made.transfers.end(order.transfer_id, 2)
@@ -217,6 +229,31 @@ def test_what_can_be_shared_is_offered_once_and_what_is_wanted_is_saved(made):
     assert made.transfers.num_records == 0
 
 
+def test_what_is_not_computed_yet_is_not_offered(made):
+    request = made.commit("a", 14, num_computed=9)
+    made.transfers.offer(request)
+    assert made.store.told[-1] == ("offered", request.block_hashes[:2])
+    assert len(request.block_hashes) == 3
+
+
+def test_without_a_store_nothing_is_kept_of_anybody(made):
+    without = KVTransfers(NullConnector(), made.manager, CONFIG, made.emitter)
+    without.offer(made.commit("a", 10))
+    assert (without.num_records, without.take_orders()) == (0, [])
+
+
+def test_of_a_small_cache_one_block_is_saved_at_once(made):
+    manager = KVCacheManager(4, 4)
+    transfers = KVTransfers(made.store, manager, CONFIG, made.emitter)
+    request = Request("a", list(range(12)), SamplingParams())
+    manager.allocate_slots(request, 12)
+    request.num_computed_tokens = 11
+    manager.commit(request)
+    transfers.offer(request)
+    [order] = transfers.take_orders()
+    assert order.keys == request.block_hashes[:1]
+
+
 def test_what_nobody_wants_or_is_too_short_is_not_saved(made):
     made.store.wants = False
     made.transfers.offer(made.commit("a", 10))
@@ -266,6 +303,8 @@ def test_a_save_that_takes_too_long_is_given_up_and_its_blocks_are_held_until_th
     assert made.manager.num_transfers == 0
     assert made.transfers.end(order.transfer_id, 1) is None
     assert len(made.log.of_type(events.StaleResultDropped)) == 1
+    [ended] = made.log.of_type(events.KVSaveEnded)
+    assert (ended.num_blocks, ended.outcome) == (0, "expired")
 
 
 # --- it ends ----------------------------------------------------------------------------------------------------------
