@@ -328,6 +328,37 @@ def test_looking_up_is_seldom_tried_where_it_takes_more_than_it_gains():
     assert all(guesses([5], 1) for _ in range(30))
 
 
+def test_a_trial_is_made_for_eight_requests_others_each_time():
+    policy, requests = DraftPolicy(), [make_request(f"r{number}") for number in range(20)]
+    tried = []
+    for _ in range(3 * 16):
+        policy.learn(Scheduled("r"), guessed(0.1, 0), 1.1)
+        bound = bounds(policy, *requests)
+        assert set(bound.values()) == {0}
+        tried.append([number for number in range(20) if f"r{number}" not in bound])
+    assert tried == [
+        *[[]] * 15,
+        [8, 9, 10, 11, 12, 13, 14, 15],
+        *[[]] * 15,
+        [0, 1, 2, 3, 16, 17, 18, 19],
+        *[[]] * 15,
+        [4, 5, 6, 7, 8, 9, 10, 11],
+    ]
+    assert bounds(policy) == {}
+
+
+def test_nothing_is_measured_where_nothing_is_guessed_but_drafts_are():
+    policy, request = DraftPolicy(), make_request()
+    for _ in range(2):
+        policy.learn(Scheduled("r"), guessed(0.1, 0), 1.1)
+        bounds(policy, request)
+    assert policy.step_cost.seconds(1) == pytest.approx(1.0)
+    policy.learn(Scheduled("r"), guessed(0.1, 0), 2.0)
+    assert policy.step_cost.seconds(1) == pytest.approx(1.0)
+    policy.learn(Scheduled("r", drafts={"r": [5]}), guessed(0.1, 0), 2.0)
+    assert policy.step_cost.seconds(2) == pytest.approx(1.9)
+
+
 def test_nobody_is_bound_before_a_model_was_measured():
     policy = DraftPolicy()
     policy.learn(Scheduled("r"), guessed(0.5, 4), 1.0)

@@ -160,7 +160,7 @@ def test_a_load_that_took_longer_than_computing_is_not_made_again_at_once(made):
     made.emitter.now = 3.0
     made.transfers.end(order.transfer_id, 2)
     assert made.find(request) == 0
-    assert [made.find(Request("c", list(range(12)), SamplingParams())) for _ in range(31)].count(8) == 1
+    assert [made.find(Request("c", list(range(12)), SamplingParams())) for _ in range(31)] == [*[0] * 30, 8]
 
 
 # --- load -------------------------------------------------------------------------------------------------------------
@@ -242,16 +242,18 @@ def test_without_a_store_nothing_is_kept_of_anybody(made):
     assert (without.num_records, without.take_orders()) == (0, [])
 
 
-def test_of_a_small_cache_one_block_is_saved_at_once(made):
-    manager = KVCacheManager(4, 4)
+@pytest.mark.parametrize(("num_blocks", "num_saved"), [(56, 7), (15, 1), (4, 1)])
+def test_an_eighth_of_a_cache_is_saved_at_once(made, num_blocks, num_saved):
+    manager = KVCacheManager(num_blocks, 4)
     transfers = KVTransfers(made.store, manager, CONFIG, made.emitter)
-    request = Request("a", list(range(12)), SamplingParams())
-    manager.allocate_slots(request, 12)
-    request.num_computed_tokens = 11
+    num_tokens = min(4 * num_blocks, 40)
+    request = Request("a", list(range(num_tokens)), SamplingParams())
+    manager.allocate_slots(request, num_tokens)
+    request.num_computed_tokens = num_tokens - 1
     manager.commit(request)
     transfers.offer(request)
     [order] = transfers.take_orders()
-    assert order.keys == request.block_hashes[:1]
+    assert order.keys == request.block_hashes[:num_saved]
 
 
 def test_what_nobody_wants_or_is_too_short_is_not_saved(made):
