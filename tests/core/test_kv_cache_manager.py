@@ -469,3 +469,13 @@ def test_what_is_released_unfinished_is_no_longer_being_computed():
     manager.release(first)
     assert [manager.is_being_computed(name) for name in names] == [False, False]
     manager.release(make_request("unknown", [1]))
+
+
+def test_other_weights_give_blocks_other_keys():
+    manager, request = KVCacheManager(4, 4), Request("a", list(range(8)), SamplingParams())
+    manager.update_block_hashes(request)
+    before = list(request.block_hashes)
+    assert manager.advance_weights_epoch()
+    manager.update_block_hashes(request)
+    assert len(request.block_hashes) == len(before) == 2
+    assert not set(before) & set(request.block_hashes)

@@ -90,11 +90,20 @@ def test_what_is_computed_here_is_not_fetched(made):
     request = Request("b", first.sequence.token_ids[:13], SamplingParams())
     found = made.manager.get_computed_blocks(request)
     assert (found.num_tokens, made.find(request, found)) == (12, 0)
-    found = ComputedBlocks(found.blocks[:1], 4)
+    both, found = found.blocks[:2], ComputedBlocks(found.blocks[:1], 4)
     assert made.find(request, found) == 8
     assert made.store.told[-1] == ("asked", "b", 4)
     assert request.block_hashes == first.block_hashes
     assert made.find(request, ComputedBlocks(found.blocks[:1], 6, source=found.blocks[0])) == 0  # a copy goes on there
+    request = Request("c", first.sequence.token_ids[:12], SamplingParams())
+    assert made.find(request, ComputedBlocks(both, 8)) == 0  # of four tokens one is computed anyway
+
+
+def test_what_is_shorter_than_a_block_is_not_asked_for(made):
+    transfers = KVTransfers(made.store, made.manager, SchedulerConfig(min_tokens_to_cache=0), made.emitter)
+    request = Request("a", [1, 2, 3], SamplingParams())
+    assert transfers.num_external_tokens(request, NO_COMPUTED_BLOCKS, may_wait=True) == 0
+    assert made.store.told == []
 
 
 def test_who_scores_its_prompt_or_gave_up_is_not_asked_for(made):
@@ -191,6 +200,7 @@ def test_a_token_is_always_left_to_compute(made):
     made.store.num_tokens = 12
     request = Request("a", list(range(12)), SamplingParams())
     assert made.find(request) == 12
+    assert len(request.block_hashes) == 3
     made.transfers.start_load(request, NO_COMPUTED_BLOCKS, 12, made.manager.allocate_slots(request, 12))
     [order] = made.transfers.take_orders()
     load = made.transfers.end(order.transfer_id, 3)

@@ -369,3 +369,18 @@ def test_a_transfer_expires_after_the_time_that_it_may_take(make_core):
     assert [event.outcome for event in core.log.of_type(events.KVLoadEnded)] == ["expired"]
     assert request.status is RequestStatus.RUNNING  # computed here, at once
     assert scheduled.kv_cancels == [0]
+
+
+def test_who_waits_to_hear_what_a_store_has_holds_nobody_up(make_core):
+    store = Store(None, prefix="loads")
+    core = make_core(connector=store, kv_lookup_timeout_s=1e9)
+    core.add("loads", 12, max_tokens=2)
+    core.add("plain", 5, max_tokens=20)
+    assert core.step().num_scheduled_tokens == {"plain": 5}
+    assert told(core, events.RequestParked) == [(None,)]
+    assert core.scheduler.room.num_deferred == 1
+    core.step()
+    store.num_tokens = 8
+    [order] = core.step().kv_transfers
+    assert order.request_id == "loads"
+    assert [event.timed_out for event in core.log.of_type(events.RequestUnparked)] == [False]

@@ -82,8 +82,9 @@ class ResultProcessor:
     def _end_transfer(self, transfer_id: int, num_blocks: int) -> None:
         """Let a request run on with what arrived, or put it back to compute everything itself."""
         load = self._transfers.end(transfer_id, num_blocks)
-        if load is None or load.request is None:
+        if load is None:
             return
+        assert load.request is not None
         if num_blocks:
             self._lifecycle.end_loading(load.request, self._transfers.num_computed_tokens(load, num_blocks))
         else:
