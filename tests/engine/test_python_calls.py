@@ -11,8 +11,8 @@ pytestmark = [
     pytest.mark.performance,
     pytest.mark.skipif(not COMPILED, reason="plain torch enters Python for every operation"),
 ]
-CALLS_OF_A_STEP = 175  # 158 when this was written
-CALLS_OF_A_REQUEST = 22  # 19, for each one more that runs
+# Of a step with one request, and of each one more that runs; in brackets what they were when this was written.
+BOUNDS = {"none": (175, 22), "suffix": (255, 56)}  # (158, 19), (229, 50): what is guessed comes true here, and is more
 
 
 def python_calls(call):
@@ -31,8 +31,9 @@ def python_calls(call):
     return count
 
 
-def test_a_decode_step_enters_few_python_functions():
-    engine = LLM(max_num_seqs=32).llm_engine
+@pytest.mark.parametrize("method", BOUNDS)
+def test_a_decode_step_enters_few_python_functions(method):
+    engine = LLM(max_num_seqs=32, speculative_config={"method": method}).llm_engine
     counts = {}
     for running in (1, 32):
         params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -45,5 +46,5 @@ def test_a_decode_step_enters_few_python_functions():
         engine.abort_request(names)
         engine.step()
     a_request = (counts[32] - counts[1]) / 31
-    assert counts[1] < CALLS_OF_A_STEP, counts
-    assert a_request < CALLS_OF_A_REQUEST, counts
+    assert counts[1] < BOUNDS[method][0], counts
+    assert a_request < BOUNDS[method][1], counts
