@@ -53,7 +53,7 @@ class _Lookup:
 class KVTransfers:
     """The only user of the connector, and of pins in the KV cache. The state of a request is its caller's.
 
-    Ids are never used twice, so a late or double completion finds nothing.
+    Ids are never used twice, so a late or double completion finds nothing. has_store: whether there is a store at all.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class KVTransfers:
         emitter: EventEmitter,
     ) -> None:
         self._connector = connector
+        self.has_store = not isinstance(connector, NullConnector)
         self._manager = kv_cache_manager
         self._emitter = emitter
         self._timeout_s = config.kv_transfer_timeout_s
@@ -83,11 +84,6 @@ class KVTransfers:
     def __len__(self) -> int:
         """How many requests wait for their KV."""
         return len(self._load_of)
-
-    @property
-    def has_store(self) -> bool:
-        """Whether there is a store of KV outside."""
-        return not isinstance(self._connector, NullConnector)
 
     @property
     def has_work(self) -> bool:
@@ -229,7 +225,7 @@ class KVTransfers:
     def learn_step(self, scheduled: SchedulerOutput, seconds: float) -> None:
         """Take in how long a step took, if prompts were most of it."""
         num_tokens = scheduled.total_num_scheduled_tokens
-        if self.has_store and num_tokens >= _PROMPT_SHARE * len(scheduled.num_scheduled_tokens) > 0:
+        if num_tokens >= _PROMPT_SHARE * len(scheduled.num_scheduled_tokens) > 0:
             self._cost.learn_step(num_tokens, seconds)
 
     def expired(self, now: float) -> list[Request]:
@@ -239,6 +235,8 @@ class KVTransfers:
             if pending.deadline > now:
                 break
             late.append(pending)
+        if not late:
+            return []
         for pending in late:
             if pending.request is None:
                 self._cancel(pending, "expired")

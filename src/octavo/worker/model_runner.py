@@ -111,7 +111,8 @@ class ModelRunner:
     def _execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         self.kv_cache.copy(scheduled.copies)
         self.drafting.finish(scheduled.finished_req_ids)
-        self.drafting.forget(scheduled.preempted_req_ids)
+        if scheduled.preempted_req_ids:
+            self.drafting.forget(scheduled.preempted_req_ids)
         self.batch.update(scheduled)
         if self.draft_runner is not None:
             self.draft_runner.update(scheduled)

@@ -50,11 +50,13 @@ class SampleTasks:
         self._grammars = grammars
         self._walks = GrammarWalks()
         self._start_s = 0.0
+        self._asking: list[tuple[RequestRow, range]] = []  # in the step that has begun
 
     def begin(self, inputs: ModelInputs) -> None:
         """Begin to walk the grammars of a step's requests, while the model computes."""
         self._start_s = time.monotonic()
-        for request, rows in self._not_plain(inputs):
+        self._asking = self._not_plain(inputs)
+        for request, rows in self._asking:
             if request.sampling_params.structured_outputs is not None:
                 known = self._batch.token_ids[request.row, : inputs.num_known[rows[-1]]]
                 self._begin_walk(request, known, len(rows) - 1)
@@ -67,8 +69,9 @@ class SampleTasks:
         troubles: rows of those whose grammar cannot go on, and so what is behind them. postponed: whose grammar is not
         walked yet.
         """
-        tasks = dict[int, SampleTask]()
-        not_plain = self._not_plain(inputs)
+        tasks, not_plain, self._asking = dict[int, SampleTask](), self._asking, []
+        if not not_plain:
+            return tasks
         walks = [request.walk for request, _ in not_plain if request.walk is not None]
         wait_for(walks, time.monotonic() - self._start_s, is_all=len(walks) == len(inputs.requests))
         for request, rows in not_plain:
