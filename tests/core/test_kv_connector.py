@@ -7,3 +7,4 @@ from octavo.sampling_params import SamplingParams
 
 def test_nothing_is_stored_elsewhere():
     assert NullConnector().get_num_new_matched_tokens(Request("a", [1, 2, 3], SamplingParams()), 0) == 0
+    assert NullConnector().keys_to_save([b"x"]) == set()

@@ -384,3 +384,13 @@ def test_who_waits_to_hear_what_a_store_has_holds_nobody_up(make_core):
     [order] = core.step().kv_transfers
     assert order.request_id == "loads"
     assert [event.timed_out for event in core.log.of_type(events.RequestUnparked)] == [False]
+
+
+def test_what_computing_takes_is_learned_where_there_is_a_store(make_core):
+    now = [5.0]
+    core = make_core(clock=lambda: now[0], connector=Store(0))
+    core.add("a", 40)
+    scheduled = core.scheduler.schedule()
+    now[0] += 2.0
+    core.scheduler.update_from_output(scheduled, core.compute(scheduled))
+    assert core.scheduler.transfers._cost._seconds_per_token == 2.0 / 40
