@@ -8,7 +8,7 @@ agree in tokens, and nothing else can be read from them. A cache salt stands as 
     ["a", t, number, id, prompt, max_total_tokens, {options}]       a request arrived
     ["f", t, [numbers], status]                                     requests were ended from outside
     ["s", t, checksum]                                              a step was decided
-    ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, arrived], ...], seconds, passes]
+    ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, blocks], ...], seconds, passes]
                                                                     its result; who was due one token and got it is left
                                                                     out; one whose token is postponed has none, and no
                                                                     error; the last two are what guessing took, left out
