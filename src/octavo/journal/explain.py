@@ -295,7 +295,11 @@ def _how_drafts_went(drafts: DraftStats) -> str:
     return (
         f"{drafts.num_accepted_tokens} of {drafts.num_draft_tokens} guessed tokens were right (by their place in the "
         f"guess: {rates}); it got {drafts.tokens_per_step:.2f} tokens of a step in which some were verified"
-    ) + ("" if drafts.speed_up is None else f", {drafts.speed_up:.2f} times as fast as without")
+    ) + (
+        ""
+        if drafts.speed_up is None
+        else f"; for all in them these steps were {drafts.speed_up:.2f} times as fast as without"
+    )
 
 
 def _why_missed(event: events.PrefixCacheQueried) -> str:
