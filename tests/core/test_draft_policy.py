@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.core.draft_policy import DraftPolicy, StepCost
+from octavo.core.draft_policy import DraftPolicy
+from octavo.core.step_cost import StepCost
 from octavo.data.draft_stats import AcceptanceRates
 from octavo.data.events import DraftsTimed
 from octavo.data.model_output import ModelOutput

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.core.draft_policy import StepCost
+from octavo.core.step_cost import StepCost
 
 
 class TransferCost:
