@@ -131,19 +131,14 @@ class DiskStore:
         self._directory.look()
         lacking = self._directory.index.lacking(keys)
         chosen = {key: index for index, key in reversed(list(enumerate(keys))) if key in lacking}
-        new = sorted(chosen.values())[: self._max_blocks()]
+        new = sorted(chosen.values())
+        while file_bytes(len(new), self.block_bytes) > self._max_bytes:
+            new.pop()
         if not new:
             return
         new_keys, new_blocks = tuple(keys[index] for index in new), [blocks[index] for index in new]
         size = file_bytes(len(new), self.block_bytes)
         self._directory.write(size, new_keys, lambda descriptor: write_blocks(descriptor, new_keys, new_blocks))
-
-    def _max_blocks(self) -> int:
-        """Return how many blocks a file may have."""
-        count = self._max_bytes // self.block_bytes
-        while file_bytes(count, self.block_bytes) > self._max_bytes:
-            count -= 1
-        return count
 
     def _write(self, change: Callable[[], None]) -> None:
         try:
