@@ -12,6 +12,7 @@ other threads run meanwhile. A file is never changed once it has its name.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import struct
@@ -72,7 +73,8 @@ def write_blocks(descriptor: int, keys: Sequence[bytes], blocks: Sequence[memory
     entries = b"".join(key + block_checksum(key, block) for key, block in zip(keys, blocks, strict=True))
     table = entries.ljust(_header_bytes(len(keys)) - _TABLE_AT, b"\0")
     header = start + hashlib.sha256(start + table).digest() + table
-    _move_all(os.pwritev, descriptor, [memoryview(header), *blocks], 0)
+    if _move_all(os.pwritev, descriptor, [memoryview(header), *blocks], 0):
+        raise OSError(errno.EIO, "the system writes nothing")
     os.fsync(descriptor)
 
 
@@ -118,21 +120,25 @@ def read_blocks(descriptor: int, header: Header, first: int, blocks: Sequence[me
 
 def _move_all(
     move: Callable[[int, list[memoryview], int], int], descriptor: int, views: Sequence[memoryview], offset: int
-) -> None:
-    """Move all bytes between views and a file, or as many as it has: one system call may move fewer than it was asked."""
+) -> bool:
+    """Move bytes between views and a file; return whether it ended before they did.
+
+    One system call may move fewer bytes than it was asked to.
+    """
     waiting = list(reversed(views))
     while waiting:
-        batch, num_bytes = [waiting.pop()], 0
+        batch = [waiting.pop()]
         num_bytes = len(batch[0])
         while waiting and len(batch) < _MAX_VECTORS and num_bytes + len(waiting[-1]) <= _MAX_CALL_BYTES:
             batch.append(waiting.pop())
             num_bytes += len(batch[-1])
         moved = move(descriptor, batch, offset)
         if not moved:
-            return
+            return True
         offset += moved
         while batch and moved >= len(batch[0]):
             moved -= len(batch.pop(0))
         if moved:
             batch[0] = batch[0][moved:]
         waiting.extend(reversed(batch))
+    return False
