@@ -20,5 +20,10 @@ class KVTransferConfig:
         2, "Loads from stores of KV that go on at once, each on a thread of its own.", name="kv_transfer_threads"
     )
 
+    @property
+    def names_store(self) -> bool:
+        """Whether there is any store."""
+        return False
+
     def __post_init__(self) -> None:
         within("num_threads of kv_transfer", self.num_threads, 1, _MAX_THREADS)
