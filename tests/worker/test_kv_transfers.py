@@ -130,8 +130,6 @@ def test_whatever_is_raised_is_an_end_that_is_told_once(direction, error):
     assert moved.move(direction, keys, range(2)) == 0
     assert moved.threads.num_moving == 0
     assert moved.ended.empty()
-    moved.store = None
-    del fail
 
 
 @pytest.mark.parametrize("direction", [LOAD, SAVE])
@@ -164,7 +162,8 @@ def test_after_a_cancel_a_block_is_neither_written_nor_told_of(direction):
         )
 
 
-def test_a_store_that_hangs_holds_up_neither_loads_by_saves_nor_the_end():
+def test_a_store_that_hangs_holds_up_neither_loads_by_saves_nor_the_end(monkeypatch):
+    monkeypatch.setattr(kv_transfers, "_SHUTDOWN_S", 0.2)
     stores = []
 
     def make(block_bytes):
