@@ -1,4 +1,6 @@
-"""Blocks whose content follows from their key, so that who finds one knows what it must be; run, it writes until killed.
+"""Blocks whose content follows from their key, so that who finds one knows what it must be.
+
+Run, it writes until it is killed:
 
 python disk_blocks.py DIRECTORY MAX_BYTES SEED
 """

@@ -66,9 +66,8 @@ def test_only_what_is_lacking_is_written(directory):
     store, keys = store_in(directory), keys_from(0, 6)
     assert save(store, keys[1:3]) == 2
     assert save(store, [*keys, keys[5]]) == 7
-    assert sorted(path.stat().st_size for path in files(directory)) == [file_bytes(2, BLOCK_BYTES)] + [
-        file_bytes(4, BLOCK_BYTES)
-    ]
+    sizes = sorted(path.stat().st_size for path in files(directory))
+    assert sizes == [file_bytes(count, BLOCK_BYTES) for count in (2, 4)]
     assert (load(store, keys), store.stats().num_blocks) == (6, 6)
 
 
@@ -182,7 +181,7 @@ def test_it_does_as_a_dict_does(steps):
             keys = keys_from(first, count)
             if what == "save":
                 new = [key for key in keys if key not in files_of]
-                files_of |= {key: new for key in new}
+                files_of |= dict.fromkeys(new, new)
                 assert save(store, keys) == count
             elif what == "forget":
                 store.forget(keys)

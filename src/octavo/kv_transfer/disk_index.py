@@ -1,4 +1,4 @@
-"""What a disk store knows of its directory without asking it: the files, their sizes and ages, and which keys they hold."""
+"""What a disk store knows of its directory without asking it: files with their sizes and ages, and keys in them."""
 
 from __future__ import annotations
 
