@@ -90,27 +90,29 @@ class DiskStore:
 
     def _load(self, name: str, first: int, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
         """Fill blocks from a file; one that is gone is forgotten, one that is not what was written is set aside."""
-        loaded = 0
+        loaded, fault = 0, ""
         try:
             with self._directory.open(name) as (descriptor, found):
                 header = self._directory.header(descriptor, found.st_size)
                 if header.block_bytes != self.block_bytes or header.keys[first : first + len(keys)] != tuple(keys):
-                    raise CorruptFileError("it has other blocks than it had")
-                loaded = read_blocks(descriptor, header, first, blocks)
-                if loaded < len(keys):
-                    raise CorruptFileError(f"block {first + loaded} does not agree with its checksum")
+                    fault = "it has other blocks than it had"
+                else:
+                    loaded = read_blocks(descriptor, header, first, blocks)
+                    fault = "" if loaded == len(keys) else f"block {first + loaded} does not agree with its checksum"
         except FileNotFoundError:
             self._directory.index.drop(name)
         except CorruptFileError as error:
-            with self._lock:
-                self._num_corrupt += 1
-            self._directory.set_aside(name, str(error))
+            fault = str(error)
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
             with self._lock:
                 self._num_read_errors += 1
             self._directory.set_aside(name, str(error))
+        if fault:
+            with self._lock:
+                self._num_corrupt += 1
+            self._directory.set_aside(name, fault)
         return loaded
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:

@@ -378,9 +378,7 @@ class DiskDirectory:
                 raise
             os.close(descriptor)
             if time.monotonic() > until:
-                raise TimeoutError(
-                    errno.ETIMEDOUT, f"another process has kept {self._root}/lock for {_LOCK_WAIT_S:g} s"
-                )
+                raise TimeoutError(errno.ETIMEDOUT, f"another process keeps {self._root}/lock ({_LOCK_WAIT_S:g} s)")
             time.sleep(_LOCK_POLL_S)
 
     def _is_in_place(self, descriptor: int) -> bool:
