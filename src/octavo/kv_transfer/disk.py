@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 import threading
 import time
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 logger = logging.getLogger(__name__)
+DEFAULT_BYTES = 16 << 30
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
@@ -34,23 +36,28 @@ class DiskStore:
     name = "disk"
 
     def __init__(
-        self, directory: Path, block_bytes: int, max_bytes: int, *, clock: Callable[[], float] = time.monotonic
+        self, directory: Path, block_bytes: int, max_bytes: int | None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Read what is there, by the headers of its files alone. Raises `ConfigError` and `StoreError`."""
-        smallest = file_bytes(1, block_bytes)
-        if max_bytes < smallest:
-            raise ConfigError(
-                f"kv_disk_bytes is {max_bytes}; a file of one block takes {smallest} bytes: give it so many at least"
-            )
+        self.check_bound(block_bytes, max_bytes)
         self.block_bytes = block_bytes
-        self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._num_corrupt = self._num_read_errors = 0
         self._writing = _Writing(directory, clock)
         self._is_closed = False
         with self._reading(directory):
-            self._directory = DiskDirectory(directory, block_bytes, max_bytes)
+            self._max_bytes = default_bound(directory) if max_bytes is None else max_bytes
+            self._directory = DiskDirectory(directory, block_bytes, self._max_bytes)
         self._write(lambda: self._directory.make_room(0))  # the bound may be lower than it was
+
+    @staticmethod
+    def check_bound(block_bytes: int, max_bytes: int | None) -> None:
+        """Raise `ConfigError` for a bound that is less than one block takes."""
+        smallest = file_bytes(1, block_bytes)
+        if max_bytes is not None and max_bytes < smallest:
+            raise ConfigError(
+                f"kv_disk_bytes is {max_bytes}; a file of one block takes {smallest} bytes: give it so many at least"
+            )
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
         """Return how many of these, from the first one on, it has; they count as used now."""
@@ -183,6 +190,13 @@ class DiskStore:
             with self._lock:
                 self._num_read_errors += 1
             raise StoreError(f"{directory} cannot be read: {error}") from error
+
+
+def default_bound(directory: Path) -> int:
+    """Return 16 GiB, or half of what is free and of what it has already where that is less. Raises `OSError`."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files = [path.lstat() for path in directory.glob("*.kv")]
+    return min(DEFAULT_BYTES, (shutil.disk_usage(directory).free + sum(file.st_size for file in files)) // 2)
 
 
 class _Writing:

@@ -321,7 +321,7 @@ class DiskDirectory:
         self.num_evicted += len(file.keys) if file is not None else 0
 
     def _count(self) -> None:
-        """Know all files, if another process may have added some since that was so; remove temporary ones of the dead."""
+        """Know all files, if another process may have added some since; remove temporary ones of the dead."""
         now = time.monotonic()
         if self._generation and self._read_generation() == self._generation and now < self._counted_at + _RECOUNT_S:
             return
