@@ -336,6 +336,16 @@ def test_what_is_not_ours_is_neither_followed_nor_deleted(directory, tmp_path):
     assert all(path.is_symlink() or path.exists() for path in [*odd, temporary, *others])
 
 
+def test_a_link_in_the_place_of_a_file_is_a_miss(directory, tmp_path):
+    store = store_in(directory)
+    save(store, [key_of(0)])
+    [file] = files(directory)
+    file.rename(tmp_path / "victim")
+    file.symlink_to(tmp_path / "victim")
+    assert (load(store, [key_of(0)]), store.lacks([key_of(0)])) == (0, {key_of(0)})
+    assert file.is_symlink()
+
+
 def test_a_lock_that_is_a_link_is_not_followed(directory, tmp_path):
     directory.mkdir()
     victim = tmp_path / "victim"

@@ -111,6 +111,9 @@ class DiskStore:
         except CorruptFileError as error:
             fault = str(error)
         except OSError as error:
+            if error.errno == errno.ELOOP:  # a link stands in its place
+                self._directory.index.drop(name)
+                return 0
             if error.errno != errno.EIO:
                 raise
             with self._lock:
