@@ -46,6 +46,7 @@ INTERNAL: dict[type, set[str]] = {
 NEEDED = {  # what else has to be said
     "group_size": ["--quantization", "int4"],
     "max_num_seqs": ["--max-num-batched-tokens", "1000"],
+    "disk_bytes": ["--kv-disk-dir", "kv"],
     "ssl_certfile": ["--ssl-keyfile", "key.pem"],
     "ssl_keyfile": ["--ssl-certfile", "cert.pem"],
 }

@@ -57,7 +57,9 @@ def _annotation(option: Option, field: str, kind: Any, default: Any, panel: str)
         kind = list[str]
     is_size = option.unit in _SIZES and kind in {int, int | None}
     flags = [f"--{(option.name or field).replace('_', '-')}", option.short] if option.short else []
-    shown: dict[str, Any] = {"dir_okay": False} if kind in {Path, Path | None} else {}
+    is_directory = option.unit == "DIR"
+    paths = {"dir_okay": is_directory, "file_okay": not is_directory}
+    shown: dict[str, Any] = paths if kind in {Path, Path | None} else {}
     return Annotated[
         kind if default is not None else kind | None,
         typer.Option(

@@ -28,7 +28,7 @@ class KVTransferConfig:
     disk_bytes: int | None = option(
         None,
         "Let files in kv_disk_dir take so many bytes. Default: 16 GiB, at most half of what is free there.",
-        unit="BYTES",
+        unit="SIZE",
         name="kv_disk_bytes",
     )
     num_threads: int = option(
