@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.core.block_pool import BlockPool, HostBlockPool
+from octavo.core.block_pool import BlockPool
+from octavo.core.host_block_pool import HostBlockPool
 from octavo.data.snapshot import BlockState
 
 KEYS = ("salt:a",)
@@ -150,12 +151,12 @@ def test_a_private_block_given_back_renews_the_one_that_stands_for_it():
 
 
 def test_evicted_is_free_told_of_and_found_no_more():
-    told: list[int] = []
-    pool = BlockPool(2, told.append)
+    told = []
+    pool = BlockPool(2, lambda block: told.append((block.block_id, block.hash)))
     block = filled(pool, b"a", 1)
     pool.release([block])
     pool.evict(block)
-    assert told == [block.block_id]
+    assert told == [(block.block_id, b"a")]
     assert pool.find(b"a", (1,), None) is None
     assert (block.hash, block.token_ids, block.parent, block.extra_keys) == (None, (), None, ())
     assert block.block_id in pool.free_list()
