@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from octavo.core.block_pool import BlockPool
-from octavo.core.host_block_pool import HostBlockPool
 from octavo.data.snapshot import BlockState
 
 KEYS = ("salt:a",)
@@ -205,15 +204,3 @@ def test_quarantine_of_a_block_that_another_one_stands_for_leaves_the_other():
     fresh = filled(pool, b"a", 1)
     pool.quarantine(block)
     assert pool.indexed(b"a") is fresh
-
-
-def test_host_blocks():
-    pool = HostBlockPool(3)
-    assert (pool.num_blocks, pool.num_free_blocks) == (3, 3)
-    assert pool.take(4) is None
-    assert pool.take(2) == [0, 1]
-    assert pool.num_free_blocks == 1
-    pool.release([0])
-    assert pool.take(2) == [0, 2]
-    assert pool.take(0) == []
-    assert pool.free_block_ids() == []

@@ -689,23 +689,29 @@ class World:
             self.admission_step = event.step
             if self.admission_step == self.preemption_step:
                 raise SimulationError(f"{event.request_id}: admitted in a step that preempted")
-        elif kind is events.PrefixCacheQueried:
-            totals.hits += event.num_hit_tokens > 0
-            if event.num_hit_tokens:
-                self.tracked[event.request_id].features.add("prefix")
-        elif kind is events.BlockEvicted:
-            totals.evictions += 1
-        elif kind is events.BlockOffloaded:
-            totals.offloads += 1
-        elif kind is events.HostBlockEvicted:
-            totals.host_evictions += 1
-        elif kind is events.HostBlocksFound:
-            totals.host_hits += 1
-            self.tracked[event.request_id].features.add("host")
         elif kind is events.DraftsVerified:
             self._check_drafts(event)
         elif (kind is events.KVLoadEnded or kind is events.KVSaveEnded) and event.outcome == "done":
             self._note_moved(event)
+        else:
+            self._note_cached(event)
+
+    def _note_cached(self, event: events.Event) -> None:
+        totals = self.totals
+        match event:
+            case events.PrefixCacheQueried():
+                totals.hits += event.num_hit_tokens > 0
+                if event.num_hit_tokens:
+                    self.tracked[event.request_id].features.add("prefix")
+            case events.BlockEvicted():
+                totals.evictions += 1
+            case events.BlockOffloaded():
+                totals.offloads += 1
+            case events.HostBlockEvicted():
+                totals.host_evictions += 1
+            case events.HostBlocksFound():
+                totals.host_hits += 1
+                self.tracked[event.request_id].features.add("host")
 
     def _note_moved(self, event: events.KVLoadEnded | events.KVSaveEnded) -> None:
         if isinstance(event, events.KVSaveEnded):

@@ -29,7 +29,17 @@ class Block:
     same content in the index.
     """
 
-    __slots__ = ("block_id", "canonical", "extra_keys", "generation", "hash", "name", "parent", "ref_count", "token_ids")
+    __slots__ = (
+        "block_id",
+        "canonical",
+        "extra_keys",
+        "generation",
+        "hash",
+        "name",
+        "parent",
+        "ref_count",
+        "token_ids",
+    )
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id

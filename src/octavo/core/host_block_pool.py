@@ -96,22 +96,26 @@ class HostBlockPool:
         """Whether the content of that name is here."""
         return name in self._names
 
-    def indexed(self, block_hash: BlockHash | None) -> HostBlock | None:
-        """Return what stands under a hash."""
-        return None if block_hash is None else self._index.get(block_hash)
+    def indexed(self, block_hash: BlockHash) -> HostBlock | None:
+        """Return what stands under a hash, for tests and invariants."""
+        return self._index.get(block_hash)
 
     def keep(self, block: Block) -> int | None:
         """Take a block for the content of a device's block, which is to be copied there, and return it.
 
-        None where that content is here (it counts as used), another one stands under its hash, or there is no room.
+        None where that content is here (it counts as used), or where there is no room. What stands under its hash and
+        has another name makes room: it is the same behind a beginning that was lost, and found no more.
         """
         assert block.hash is not None
         assert block.name is not None
         present = self._index.get(block.hash)
-        if present is not None:
-            if present.name == block.name and present.block_id in self._cached:
-                self._cached.move_to_end(present.block_id)
+        if present is not None and present.block_id in self.lent:
             return None
+        if present is not None and present.name == block.name:
+            self._cached.move_to_end(present.block_id)
+            return None
+        if present is not None:
+            self.drop(present.block_id)
         if not self.num_free_blocks:
             return None
         block_id = self._take_one()

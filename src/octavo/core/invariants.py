@@ -114,7 +114,7 @@ def _check_host(scheduler: Scheduler) -> Iterator[Breach]:
         yield Breach(5, f"{len(cached)} host blocks are cached, {host.num_cached_blocks} are indexed")
     if any(len(block.token_ids) != manager.block_size for block in cached):
         yield Breach(5, "a host block is findable and not full")
-    contents = {block.name: (block.token_ids, block.extra_keys, block.parent) for block in cached}
+    contents: dict[object, object] = {block.name: (block.token_ids, block.extra_keys, block.parent) for block in cached}
     for block in manager.pool.blocks:
         mine = block.token_ids, block.extra_keys, block.parent
         if block.hash is not None and contents.get(block.name, mine) != mine:

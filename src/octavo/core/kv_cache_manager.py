@@ -443,16 +443,13 @@ class KVCacheManager:
         self._on_evict(block.block_id)
         if not self._is_reachable(block.parent):
             return
-        present = self.host.indexed(block.hash)
-        if present is not None and not self._is_reachable(present.parent):
-            self.host.drop(present.block_id)
         host_block = self.host.keep(block)
         if host_block is not None:
             self._copies.swap_out.append((block.block_id, host_block))
             self._on_offload(block.block_id, host_block)
 
     def _is_reachable(self, parent: BlockLink | None) -> bool:
-        """Whether what stands behind this content can still be found: without its beginning a chain is of no use."""
+        """Whether what stands behind this content may still be found: without its beginning a chain is of no use."""
         return parent is None or self.pool.has_name(parent) or self.host.has_name(parent)
 
     def saved_blocks(self) -> dict[str, list[int]]:

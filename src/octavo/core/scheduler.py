@@ -59,7 +59,7 @@ IDLE_CHECK_INTERVAL_S = 10.0
 class Scheduler:
     """Decides each step, and joins the parts of the core; blocks belong to the `KVCacheManager` it asks.
 
-    num_host_blocks: room in host memory for the KV of preempted requests and of evicted blocks. connector: a store of KV outside.
+    num_host_blocks: room in host memory for KV of preempted requests and of evicted blocks. connector: a store outside.
     """
 
     def __init__(
