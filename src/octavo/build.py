@@ -101,6 +101,7 @@ def build_core(
         num_host_blocks=num_host_blocks,
         kv_cache_dtype=worker.kv_dtype,
         speculative=speculative_config,
+        kv_block_bytes=sum(cache.bytes_per_block for cache in worker.runner.kv_caches),
     )
     _log_capacity(worker, capacity)
     clock = RecordedClock(time.monotonic)

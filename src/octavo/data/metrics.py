@@ -86,6 +86,8 @@ class EngineStats:
     time_to_first_token, queue_time and e2e_latency begin when the request arrived. inter_token_latency: from a step
     that had tokens for a request to the next one. prefill_time: from the first admission to the first token,
     decode_time: from there to the last one. tenant_tokens: prompt and generated tokens of each tenant.
+    host_cache_hits: tokens whose KV came back from host memory, and host_cache_hit_blocks the blocks with it;
+    num_offloaded_blocks went there when they were evicted. evicted_blocks: cached blocks that made room, by tier.
     """
 
     num_requests_running: int = 0
@@ -98,11 +100,15 @@ class EngineStats:
     scheduled_tokens: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    host_cache_hits: int = 0
+    host_cache_hit_blocks: int = 0
+    num_offloaded_blocks: int = 0
     num_preemptions: int = 0
     recomputed_tokens: int = 0
     num_failed_steps: int = 0
     num_quarantined_blocks: int = 0
     request_success: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REASONS, 0))
+    evicted_blocks: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0})
     tenant_tokens: dict[str, list[int]] = field(default_factory=dict)
     drafts: DraftStats = field(default_factory=DraftStats)
     iteration_tokens: Histogram = field(default_factory=partial(Histogram, _STEP_TOKEN_BOUNDS))
@@ -174,6 +180,10 @@ class EngineMetrics:
             case events.PrefixCacheQueried():
                 stats.prefix_cache_queries += event.num_query_tokens
                 stats.prefix_cache_hits += event.num_hit_tokens
+            case events.BlockEvicted():
+                stats.evicted_blocks["device"] += 1
+            case events.BlockOffloaded() | events.HostBlockEvicted() | events.HostBlocksFound():
+                self._count_host(event)
             case events.DraftsVerified() | events.DraftsTimed():
                 stats.drafts.add(event)
             case events.BlocksQuarantined():
@@ -181,6 +191,17 @@ class EngineMetrics:
             case events.StepFailed():
                 stats.num_failed_steps += 1
                 self._end_step()
+
+    def _count_host(self, event: events.BlockOffloaded | events.HostBlockEvicted | events.HostBlocksFound) -> None:
+        stats = self.stats
+        match event:
+            case events.BlockOffloaded():
+                stats.num_offloaded_blocks += 1
+            case events.HostBlockEvicted():
+                stats.evicted_blocks["host"] += 1
+            case events.HostBlocksFound():
+                stats.host_cache_hits += event.num_tokens
+                stats.host_cache_hit_blocks += event.num_blocks
 
     def _move(self, life: _Life, *, runs: bool) -> None:
         """Count a request among those who run, or those who wait."""

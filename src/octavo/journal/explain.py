@@ -251,6 +251,8 @@ class _Teller:
             self.num_outranked += 1
         elif isinstance(event, events.PrefixCacheQueried):
             reasons.append(_why_missed(event))
+        elif isinstance(event, events.HostBlocksFound):
+            reasons.append(f"{event.num_tokens:,} tokens from host memory, where they went when they were evicted")
         elif isinstance(event, events.RequestFinished):
             self.num_tokens = event.num_output_tokens
             self.result.ending = f"ended with {event.reason!r} after {event.num_output_tokens} tokens"
