@@ -177,7 +177,9 @@ def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> It
         evicted.add_metric([*model, tier], count)
     yield evicted
     moved = CounterMetricFamily(
-        "octavo:host_cache_bytes", "Bytes of evicted blocks, to host memory and back.", labels=["model_name", "direction"]
+        "octavo:host_cache_bytes",
+        "Bytes of evicted blocks, to host memory and back.",
+        labels=["model_name", "direction"],
     )
     for direction, num_blocks in (("out", stats.num_offloaded_blocks), ("in", stats.host_cache_hit_blocks)):
         moved.add_metric([*model, direction], num_blocks * capacity.kv_block_bytes)
