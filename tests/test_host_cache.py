@@ -1,4 +1,4 @@
-"""Tokens and log probabilities are `==`, wherever KV was meanwhile: the cache is tiny, and host memory has what it lost."""
+"""Tokens and log probabilities are `==`, wherever KV was meanwhile: host memory has what a tiny cache lost."""
 
 from __future__ import annotations
 

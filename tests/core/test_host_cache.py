@@ -119,6 +119,22 @@ def test_a_chain_that_lost_its_beginning_makes_room_for_the_same_one_computed_an
     assert manager.get_computed_blocks(make_request("a", PROMPT)).num_tokens == 12
 
 
+def test_a_chain_whose_beginning_went_to_host_memory_before_it_is_kept():
+    manager = KVCacheManager(4, 4, num_host_blocks=8)
+    compute(manager, "first", PROMPT)
+    for name in hashes(PROMPT):
+        manager.pool.evict(manager.pool.indexed(name))
+    assert [block for block, _ in manager.take_copies().swap_out] == [0, 1, 2]
+    assert manager.get_computed_blocks(make_request("a", PROMPT)).num_tokens == 12
+
+
+def test_what_follows_a_block_that_cannot_be_found_is_no_beginning():
+    manager = KVCacheManager(8, 4, hash_function=lambda _parent, tokens, _keys: bytes(tokens[-1:]))
+    compute(manager, "first", [1, 2, 3, 9, 0])
+    compute(manager, "second", [4, 5, 6, 9, 7, 7, 7, 8, 0])  # its first block has the name of another one
+    assert manager.get_computed_blocks(make_request("a", [7, 7, 7, 8, 0])).num_tokens == 0
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_content_whose_names_collide_is_told_apart(same):
     manager = KVCacheManager(2, 4, num_host_blocks=8, hash_function=lambda *_: b"one name for all")
@@ -153,6 +169,14 @@ def test_what_follows_the_devices_blocks_comes_from_host_memory(num_on_device):
     on_device = manager.get_computed_blocks(make_request("next", PROMPT))
     assert (len(on_device.blocks), on_device.host_blocks) == (3, [])
     assert manager.num_host_tokens(on_device) == 0
+
+
+def test_what_is_copied_on_the_device_did_not_come_from_host_memory():
+    manager = KVCacheManager(8, 4, num_host_blocks=8)
+    compute(manager, "first", PROMPT)
+    found = manager.get_computed_blocks(make_request("same", PROMPT[:12]))
+    assert (found.num_tokens, found.source is None) == (11, False)
+    assert manager.num_host_tokens(found) == 0
 
 
 def test_one_token_is_computed_where_host_memory_has_them_all():
@@ -222,7 +246,9 @@ def test_what_was_saved_of_itself_is_taken_if_it_is_more(num_saved, expected):
     assert (found.num_tokens, found.is_saved) == (num_saved, expected)
     assert (found.host_blocks == saved) is expected
     assert manager.num_host_tokens(found) == (0 if expected else 12)
-    assert manager.awaited_block(request, found) is None
+    manager._computing[hashes(PROMPT)[0]] = "other"
+    assert manager.awaited_block(request, found) == (None if expected else (hashes(PROMPT)[0], "other"))
+    assert manager.awaited_block(request, manager.get_computed_blocks(make_request("x", PROMPT[:12]))) is not None
     assert manager.saved_blocks() == {}
     assert set(saved) <= set(manager.host.lent)  # until it is copied
     manager.take_copies()

@@ -190,7 +190,7 @@ class KVCacheManager:
 
     def _find_in_host(self, request: Request, found: list[Block]) -> list[int]:
         """Return the host blocks with what follows the blocks that were found on the device."""
-        if not (self.host.num_cached_blocks and self.reads_cache(request)):
+        if not self.reads_cache(request):
             return []
         hashes, extra_keys = self._hashes(request), self._chain(request).extra_keys
         token_ids = request.sequence.token_ids

@@ -177,13 +177,6 @@ class EngineMetrics:
                 self._ended.append((event.request_id, event))
                 if not self._is_in_step:
                     self._settle()
-            case events.PrefixCacheQueried():
-                stats.prefix_cache_queries += event.num_query_tokens
-                stats.prefix_cache_hits += event.num_hit_tokens
-            case events.BlockEvicted():
-                stats.evicted_blocks["device"] += 1
-            case events.BlockOffloaded() | events.HostBlockEvicted() | events.HostBlocksFound():
-                self._count_host(event)
             case events.DraftsVerified() | events.DraftsTimed():
                 stats.drafts.add(event)
             case events.BlocksQuarantined():
@@ -191,10 +184,18 @@ class EngineMetrics:
             case events.StepFailed():
                 stats.num_failed_steps += 1
                 self._end_step()
+            case _:
+                self._count_cached(event)
 
-    def _count_host(self, event: events.BlockOffloaded | events.HostBlockEvicted | events.HostBlocksFound) -> None:
+    def _count_cached(self, event: Event) -> None:
+        """Count what the prefix cache found, on the device and in host memory, and what made room there."""
         stats = self.stats
         match event:
+            case events.PrefixCacheQueried():
+                stats.prefix_cache_queries += event.num_query_tokens
+                stats.prefix_cache_hits += event.num_hit_tokens
+            case events.BlockEvicted():
+                stats.evicted_blocks["device"] += 1
             case events.BlockOffloaded():
                 stats.num_offloaded_blocks += 1
             case events.HostBlockEvicted():

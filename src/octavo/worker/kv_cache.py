@@ -22,9 +22,9 @@ class PagedKVCache:
 
     dtype: that of the activations, or int8. Then behind the rows of each block, layer and head stand their scales, in
     float32, so that a block is one object all the same. Memory is reserved here, and touched when a block is first
-    written or by `octavo.worker.prefault`. num_host_blocks: room in host memory for blocks of preempted requests and for
-    evicted ones, in the same layout. num_scratch_blocks: behind the others, for what is guessed; nobody is told of them.
-    allocate(num_bytes): where the memory comes from, for a backend that wants it in a certain way.
+    written or by `octavo.worker.prefault`. num_host_blocks: room in host memory for blocks of preempted requests and
+    for evicted ones, in the same layout. num_scratch_blocks: behind the others, for what is guessed; nobody is told of
+    them. allocate(num_bytes): where the memory comes from, for a backend that wants it in a certain way.
     """
 
     def __init__(
