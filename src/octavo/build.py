@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from octavo.config import DEFAULT_MIXED_STEP_MS, AdmissionRule, BatchingMode, EngineConfig, kernels_required
+import torch
+
+from octavo import __version__
+from octavo.config import (
+    DEFAULT_MIXED_STEP_MS,
+    AdmissionRule,
+    BatchingMode,
+    EngineConfig,
+    kernels_required,
+    kv_secret_from_environment,
+)
 from octavo.core.scheduler import Scheduler
 from octavo.data.capacity import EngineCapacity
 from octavo.data.events import FanOut, NullSink, RecentEvents
-from octavo.data.metrics import EngineMetrics
+from octavo.data.metrics import EngineMetrics, EngineStats
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.llm_engine import Engine
 from octavo.errors import ConfigError
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
+from octavo.journal.stores import RecordedConnector
 from octavo.kernels import are_exact, attention_slowness, instruction_sets
+from octavo.kv_transfer import create_store
+from octavo.kv_transfer.connector import StoreConnector
+from octavo.models.weights_identity import WeightsIdentity
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.launch import Checkpoint, make_grammars, make_processors
+from octavo.worker.kv_cache import LAYOUT_VERSION
 from octavo.worker.worker import LocalExecutor, Worker, resolve_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from octavo.config import DeviceConfig, SchedulerConfig, SpeculativeConfig
+    from octavo.config import DeviceConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+    from octavo.core.kv_connector import KVConnector
     from octavo.data.events import EventSink
+    from octavo.kv_transfer import StoreFactory
+    from octavo.kv_transfer.tiers import TieredStore
     from octavo.models.architecture import Architecture
 
 
@@ -39,14 +58,16 @@ def build_engine(
     *,
     sink: EventSink | None = None,
     progress: Callable[[int, int], None] | None = None,
+    kv_store: StoreFactory | None = None,
 ) -> Engine:
     """Load the checkpoint, size the KV cache, and return an engine that is ready.
 
-    progress(done, total) is told of packed bytes of weights. Raises `ConfigError` and `ModelError`.
+    progress(done, total) is told of packed bytes of weights. kv_store: as in `build_core`. Raises `ConfigError` and
+    `ModelError`.
     """
     checkpoint = Checkpoint.find(config.model)
     input_processor, output_processor = make_processors(config.model, checkpoint)
-    core = build_core(config, checkpoint, sink=sink, progress=progress)
+    core = build_core(config, checkpoint, sink=sink, progress=progress, kv_store=kv_store)
     return Engine(core, input_processor, output_processor, time.monotonic)
 
 
@@ -57,10 +78,13 @@ def build_core(
     sink: EventSink | None = None,
     progress: Callable[[int, int], None] | None = None,
     reads_ahead: bool = False,
+    kv_store: StoreFactory | None = None,
 ) -> EngineCore:
     """Return what an engine is without its text side: a scheduler, and a worker with the weights in place.
 
     reads_ahead: all that requests may ask for is read now, so that none waits for what another one asks for first.
+    kv_store(block_bytes) makes a store of KV that is asked before those of the configuration: a `MemoryStore`, say,
+    over a pool that several engines of this process share.
     """
     model_config = config.model
     checkpoint = checkpoint or Checkpoint.find(model_config)
@@ -72,6 +96,8 @@ def build_core(
     speculative_config = _resolve_speculative(config.speculative, device_config)
     grammars = make_grammars(model_config, checkpoint)
     reading = grammars.read_ahead() if reads_ahead and grammars is not None else None
+    has_store = kv_store is not None or config.kv_transfer.names_store
+    identity = _find_identity(model_config, checkpoint) if has_store else None
     worker = Worker(
         checkpoint.directory,
         architecture,
@@ -96,9 +122,11 @@ def build_core(
     scheduler_config = fit_reservation(worker.scheduler_config, num_blocks * config.cache.block_size)
     capacity = _capacity(worker, scheduler_config, speculative_config)
     _log_capacity(worker, capacity)
+    store = create_store(config.kv_transfer, worker.kv_cache.block_bytes, kv_store)
+    executor = LocalExecutor(worker, store, num_threads=config.kv_transfer.num_threads)
+    connector, recorded = _connect(config, store, executor)
     clock = RecordedClock(time.monotonic)
-    metrics, recent = EngineMetrics(), RecentEvents()
-    identity = f"model:{checkpoint.directory.resolve()}"
+    metrics, recent = EngineMetrics(EngineStats(kv_stores={} if store is None else store.figures)), RecentEvents()
     scheduler = Scheduler(
         scheduler_config,
         config.cache,
@@ -107,14 +135,47 @@ def build_core(
         clock=clock,
         sink=FanOut([metrics, recent, sink or NullSink()]),
         num_host_blocks=num_host_blocks,
-        cache_keys=(
-            identity,
-            f"kv:{worker.kv_dtype}",
-            f"weights:{model_config.quantization}:{model_config.group_size}",
-            f"kernels:{worker.kernels.identity} on {worker.device.type}",
-        ),
+        cache_keys=_cache_keys(config, worker, dtype, identity),
+        connector=connector,
     )
-    return EngineCore(_recorded(scheduler, clock, config.record), LocalExecutor(worker), metrics, recent, capacity)
+    return EngineCore(_recorded(scheduler, clock, config.record, recorded), executor, metrics, recent, capacity)
+
+
+def _connect(
+    config: EngineConfig, store: TieredStore | None, executor: LocalExecutor
+) -> tuple[KVConnector | None, RecordedConnector | None]:
+    """Return what the scheduler asks of stores, and the same once more where its answers go into a journal."""
+    if store is None:
+        return None, None
+    connector = StoreConnector(store, config.cache.block_size, executor.wake)
+    if config.record is None:
+        return connector, None
+    recorded = RecordedConnector(connector)
+    return recorded, recorded
+
+
+def _find_identity(config: ModelConfig, checkpoint: Checkpoint) -> WeightsIdentity:
+    """Begin to find out what the weights are, beside their loading."""
+    seed = config.seed if config.load_format == "dummy" else None
+    return WeightsIdentity(checkpoint.directory, checkpoint.architecture, seed)
+
+
+def _cache_keys(config: EngineConfig, worker: Worker, dtype: str, identity: WeightsIdentity | None) -> tuple[str, ...]:
+    """Return all that the KV of a token depends on besides the tokens before it.
+
+    identity: of the weights; None where what is computed here stays here, so that nothing is of other weights.
+    """
+    model, cache = config.model, config.cache
+    keys = [
+        f"kv:{worker.kv_dtype} in blocks of {cache.block_size}, layout {LAYOUT_VERSION}",
+        f"weights:{dtype} for {worker.dtype}, {model.quantization}:{model.group_size}",
+        f"kernels:{worker.kernels.identity} on {worker.device.type}",
+    ]
+    if identity is not None:
+        secret = hashlib.sha256(kv_secret_from_environment().encode()).hexdigest()
+        versions = f"octavo {__version__}, torch {torch.__version__}"
+        keys += [f"model:{identity.result()}", f"versions:{versions}", f"secret:{secret}"]
+    return tuple(keys)
 
 
 def _resolve_speculative(config: SpeculativeConfig, device_config: DeviceConfig) -> SpeculativeConfig | None:
@@ -147,12 +208,14 @@ def _log_capacity(worker: Worker, capacity: EngineCapacity) -> None:
         logger.info("the engine drafts with %s", draft.summary(kv_cache.num_blocks))
 
 
-def _recorded(scheduler: Scheduler, clock: RecordedClock, path: Path | None) -> Scheduler | RecordingScheduler:
+def _recorded(
+    scheduler: Scheduler, clock: RecordedClock, path: Path | None, store: RecordedConnector | None
+) -> Scheduler | RecordingScheduler:
     """Let a journal be written where one is asked for."""
     if path is None:
         return scheduler
     try:
-        return RecordingScheduler(scheduler, clock, path, describe(scheduler))
+        return RecordingScheduler(scheduler, clock, path, describe(scheduler), store)
     except OSError as error:
         raise ConfigError(f"the journal {path} cannot be written: {error.strerror}") from None
 

@@ -33,9 +33,11 @@ from octavo.config.environment import (
     cache_directory,
     forget_service_link,
     kernels_required,
+    kv_secret_from_environment,
     threads_from_environment,
 )
 from octavo.config.fields import QUANTIZATIONS, Option, options_of
+from octavo.config.kv_transfer import KVTransferConfig
 from octavo.config.server import DEFAULT_MAX_BODY_BYTES, LOG_FORMATS, LOG_LEVELS, ServerConfig
 from octavo.config.speculative import SpeculativeConfig
 
@@ -63,6 +65,7 @@ __all__ = [
     "CacheConfig",
     "DeviceConfig",
     "EngineConfig",
+    "KVTransferConfig",
     "ModelConfig",
     "ModelInfo",
     "Option",
@@ -76,6 +79,7 @@ __all__ = [
     "default_max_num_batched_tokens",
     "forget_service_link",
     "kernels_required",
+    "kv_secret_from_environment",
     "options_of",
     "scheduling_policy",
     "threads_from_environment",

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from octavo.data.scheduler_output import BlockCopies
 
+LAYOUT_VERSION = 1  # of the bytes of a block, which stores keep; a block of another version is not found
+
 
 class PagedKVCache:
     """Keys and values of all layers, [blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
@@ -62,6 +64,11 @@ class PagedKVCache:
     def num_host_blocks(self) -> int:
         """Blocks in host memory."""
         return self.host_blocks.shape[0]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.blocks[0].nbytes
 
     @property
     def num_bytes(self) -> int:
