@@ -6,6 +6,7 @@
 Lines:
 
     host    the beginning was evicted to host memory and comes back, in one engine whose cache holds one such beginning
+    disk    another engine saved the beginning on disk, and ended; it is read by one that starts on the directory
 
 A turn asks for a new beginning, and for one that the tier has by then; their own tokens behind it differ. A ratio is
 the second time by the first, the median of the turns' own. The first tokens must be those of an engine without tiers.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +96,32 @@ def host(setting: Setting) -> Iterator[tuple[Answer, Answer]]:
         yield computed, setting.ask(llm, before, is_found=True)
 
 
+def disk(setting: Setting) -> Iterator[tuple[Answer, Answer]]:
+    """Ask a new engine for a new beginning, and for the one that the engine before was asked for."""
+    with tempfile.TemporaryDirectory() as place:
+        llm = setting.load(kv_disk_dir=place, kv_cache_memory_bytes=1 << 28)
+        beginning = setting.beginning()
+        setting.ask(llm, beginning, is_found=False)
+        for _ in range(setting.repeat):
+            end_saves(llm)
+            llm = setting.load(kv_disk_dir=place, kv_cache_memory_bytes=1 << 28)
+            before, beginning = beginning, setting.beginning()
+            computed = setting.ask(llm, beginning, is_found=False)
+            yield computed, setting.ask(llm, before, is_found=True)
+        end_saves(llm)
+
+
+def end_saves(llm: LLM) -> None:
+    """Let an engine save what it is saving, and shut it down."""
+    core = llm.llm_engine.core
+    while core.has_work():
+        llm.llm_engine.step()
+    core.executor.shutdown()
+
+
 LINES = [
     Line("host", 4096, 0.15, host),
+    Line("disk", 4096, 0.25, disk),
 ]
 
 

@@ -65,7 +65,9 @@ def alone(checkpoint):
     return run
 
 
-def engine_over(make_store, checkpoint, schedule=SCHEDULES[0], dtype="bfloat16", sink=None, **scheduler_options):
+def engine_over(
+    make_store, checkpoint, schedule=SCHEDULES[0], dtype="bfloat16", sink=None, stores=None, **scheduler_options
+):
     return LLMEngine(
         ModelConfig(model=str(checkpoint), **precision(dtype), skip_tokenizer_init=True, max_model_len=512),
         cache_config=CacheConfig(
@@ -82,6 +84,7 @@ def engine_over(make_store, checkpoint, schedule=SCHEDULES[0], dtype="bfloat16",
         ),
         device_config=DeviceConfig(device="cpu"),
         kv_store=make_store,
+        kv_transfer_config=stores,
         sink=sink,
     )
 

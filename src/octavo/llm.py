@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from octavo.build import build_engine
@@ -169,6 +170,8 @@ class LLM:
         kernels: str = "auto",
         isa: str = "auto",
         num_threads: int | None = None,
+        kv_disk_dir: str | None = None,
+        kv_disk_bytes: int | None = None,
         speculative_config: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
@@ -214,6 +217,9 @@ class LLM:
                 ),
                 device_config=DeviceConfig(device=device, kernels=kernels, isa=isa, num_threads=num_threads),
                 speculative_config=SpeculativeConfig.parse(speculative_config),
+                kv_transfer_config=KVTransferConfig(
+                    disk_dir=None if kv_disk_dir is None else Path(kv_disk_dir), disk_bytes=kv_disk_bytes
+                ),
                 progress=progress,
             )
 

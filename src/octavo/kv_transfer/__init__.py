@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from octavo.kv_transfer.disk import DiskStore
+from octavo.kv_transfer.guard import GuardedStore
 from octavo.kv_transfer.tiers import TieredStore
 
 if TYPE_CHECKING:
@@ -21,6 +23,9 @@ def create_store(config: KVTransferConfig, block_bytes: int, first: StoreFactory
     first(block_bytes) makes one that is asked before those of the configuration. A store that is down is no error: it
     is opened when it is asked, and again later.
     """
-    del config  # names no store yet
     stores = [] if first is None else [first(block_bytes)]
+    directory, max_bytes = config.disk_dir, config.disk_bytes
+    if directory is not None:
+        DiskStore.check_bound(block_bytes, max_bytes)
+        stores.append(GuardedStore("disk", block_bytes, lambda: DiskStore(directory, block_bytes, max_bytes)))
     return TieredStore(stores) if stores else None

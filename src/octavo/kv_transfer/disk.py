@@ -1,0 +1,240 @@
+"""Blocks in files of a directory: they outlive the process, and engines that share the directory share them."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from octavo.errors import ConfigError
+from octavo.kv_transfer.disk_directory import DiskDirectory
+from octavo.kv_transfer.disk_file import KEY_BYTES, CorruptFileError, file_bytes, read_blocks, write_blocks
+from octavo.kv_transfer.interface import StoreError, StoreStats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+logger = logging.getLogger(__name__)
+DEFAULT_BYTES = 16 << 30
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+
+
+class DiskStore:
+    """A `KVStore` in a directory that may be shared with other processes, of other models and versions too.
+
+    What is saved together stands in one file. max_bytes bounds all files in the directory, whoever wrote them; each
+    process keeps to its own bound. The longest unused file makes way first, over restarts too. Where nothing can be
+    written (no space, no right), what is there is served, and saving is tried again after a growing pause; calls that
+    cannot read raise `StoreError`.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self, directory: Path, block_bytes: int, max_bytes: int | None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Read what is there, by the headers of its files alone. Raises `ConfigError` and `StoreError`."""
+        self.check_bound(block_bytes, max_bytes)
+        self.block_bytes = block_bytes
+        self._lock = threading.Lock()
+        self._num_corrupt = self._num_read_errors = 0
+        self._writing = _Writing(directory, clock)
+        self._is_closed = False
+        with self._reading(directory):
+            self._max_bytes = default_bound(directory) if max_bytes is None else max_bytes
+            self._directory = DiskDirectory(directory, block_bytes, self._max_bytes)
+        self._write(lambda: self._directory.make_room(0))  # the bound may be lower than it was
+
+    @staticmethod
+    def check_bound(block_bytes: int, max_bytes: int | None) -> None:
+        """Raise `ConfigError` for a bound that is less than one block takes."""
+        smallest = file_bytes(1, block_bytes)
+        if max_bytes is not None and max_bytes < smallest:
+            raise ConfigError(
+                f"kv_disk_bytes is {max_bytes}; a file of one block takes {smallest} bytes: give it so many at least"
+            )
+
+    def num_matched(self, keys: Sequence[bytes]) -> int:
+        """Return how many of these, from the first one on, it has; they count as used now."""
+        if self._is_closed:
+            return 0
+        with self._reading(self._directory.path):
+            self._directory.look()
+            count, names = self._directory.index.files_of(keys)
+            self._directory.touch(names)
+        return count
+
+    def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Return those that it does not have; none while nothing can be written."""
+        if self._is_closed or not self._writing.may_try():
+            return set()
+        return self._directory.index.lacking(keys)
+
+    def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
+        """Fill blocks in order; return how many, from the first one on, are whole."""
+        done = 0
+        while done < len(keys) and not self._is_closed:
+            found = self._directory.index.run(keys[done:])
+            if found is None:
+                break
+            file, first, count = found
+            try:
+                with self._reading(self._directory.path):
+                    loaded = self._load(file.name, first, keys[done : done + count], blocks[done : done + count])
+            except StoreError:
+                if done:
+                    break
+                raise
+            done += loaded
+            if loaded < count:
+                break
+        return done
+
+    def _load(self, name: str, first: int, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
+        """Fill blocks from a file; one that is gone is forgotten, one that is not what was written is set aside."""
+        loaded, fault = 0, ""
+        try:
+            with self._directory.open(name) as (descriptor, found):
+                header = self._directory.header(descriptor, found.st_size)
+                if header.block_bytes != self.block_bytes or header.keys[first : first + len(keys)] != tuple(keys):
+                    fault = "it has other blocks than it had"
+                else:
+                    loaded = read_blocks(descriptor, header, first, blocks)
+                    fault = "" if loaded == len(keys) else f"block {first + loaded} does not agree with its checksum"
+        except FileNotFoundError:
+            self._directory.index.drop(name)
+        except CorruptFileError as error:
+            fault = str(error)
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # a link stands in its place
+                self._directory.index.drop(name)
+                return 0
+            if error.errno != errno.EIO:
+                raise
+            with self._lock:
+                self._num_read_errors += 1
+            self._directory.set_aside(name, str(error))
+        if fault:
+            with self._lock:
+                self._num_corrupt += 1
+            self._directory.set_aside(name, fault)
+        return loaded
+
+    def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
+        """Keep blocks; return how many, from the first one on, it has now.
+
+        As many as the bound allows at once, and none while nothing can be written.
+        """
+        if self._is_closed:
+            return 0
+        wrong = next((key for key in keys if len(key) != KEY_BYTES), None)
+        if wrong is not None:
+            raise ValueError(f"a key of {KEY_BYTES} bytes was expected, got {len(wrong)}")
+        if self._writing.may_try():
+            self._write(lambda: self._save(keys, blocks))
+        return self._directory.index.files_of(keys)[0]
+
+    def _save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
+        self._directory.look()
+        lacking = self._directory.index.lacking(keys)
+        chosen = {key: index for index, key in reversed(list(enumerate(keys))) if key in lacking}
+        new = sorted(chosen.values())
+        while file_bytes(len(new), self.block_bytes) > self._max_bytes:
+            new.pop()
+        if not new:
+            return
+        new_keys, new_blocks = tuple(keys[index] for index in new), [blocks[index] for index in new]
+        size = file_bytes(len(new), self.block_bytes)
+        self._directory.write(size, new_keys, lambda descriptor: write_blocks(descriptor, new_keys, new_blocks))
+
+    def _write(self, change: Callable[[], None]) -> None:
+        try:
+            change()
+        except OSError as error:
+            self._writing.failed(error)
+        else:
+            self._writing.succeeded()
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Delete the files that hold these, with what else is in them; unknown keys are passed over."""
+        names = {name for key in keys for name in self._directory.index.files_of([key])[1]}
+        if names and not self._is_closed:
+            with self._reading(self._directory.path):
+                self._directory.remove(sorted(names))
+
+    def stats(self) -> StoreStats:
+        """Return its figures; bytes are those of all files in the directory, blocks those that it could serve."""
+        directory = self._directory
+        return StoreStats(
+            directory.index.num_blocks,
+            directory.num_bytes,
+            self._max_bytes,
+            directory.num_evicted,
+            self._num_corrupt + directory.num_corrupt,
+            self._num_read_errors + self._writing.num_errors,
+            self._writing.error,
+        )
+
+    def close(self) -> None:
+        """Do nothing any more; the files stay."""
+        self._is_closed = True
+
+    @contextmanager
+    def _reading(self, directory: Path) -> Iterator[None]:
+        """Raise `StoreError` for what the system raises."""
+        try:
+            yield
+        except OSError as error:
+            with self._lock:
+                self._num_read_errors += 1
+            raise StoreError(f"{directory} cannot be read: {error}") from error
+
+
+def default_bound(directory: Path) -> int:
+    """Return 16 GiB, or half of what is free and of what it has already where that is less. Raises `OSError`."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files = [path.lstat() for path in directory.glob("*.kv")]
+    return min(DEFAULT_BYTES, (shutil.disk_usage(directory).free + sum(file.st_size for file in files)) // 2)
+
+
+class _Writing:
+    """Whether it is worth trying to write: after a failure not for a pause, which doubles while it goes on to fail."""
+
+    def __init__(self, directory: Path, clock: Callable[[], float]) -> None:
+        self.error = ""
+        self.num_errors = 0
+        self._directory, self._clock = directory, clock
+        self._lock = threading.Lock()
+        self._pause_s = self._resumes_at = 0.0
+
+    def may_try(self) -> bool:
+        """Whether no pause is on."""
+        return not self.error or self._clock() >= self._resumes_at
+
+    def failed(self, error: OSError) -> None:
+        """Begin a pause; the first of several failures is told."""
+        with self._lock:
+            is_first = not self.error
+            self.error = f"nothing can be written: {error}"
+            self.num_errors += 1
+            self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+            self._resumes_at = self._clock() + self._pause_s
+        if is_first:
+            logger.warning(
+                "%s: no KV can be written (%s); what is there is served, and writing is tried again from time to time",
+                self._directory,
+                error,
+            )
+
+    def succeeded(self) -> None:
+        """End the pauses."""
+        with self._lock:
+            was_failing = bool(self.error)
+            self.error, self._pause_s = "", 0.0
+        if was_failing:
+            logger.info("%s: KV can be written again", self._directory)

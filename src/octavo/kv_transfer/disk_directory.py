@@ -1,0 +1,393 @@
+"""The directory of a disk store, which several processes share: what is in it, who may add to it, what makes way.
+
+    TOKEN.kv      blocks, see `octavo.kv_transfer.disk_file`; never changed, its time is that of its last use
+    TOKEN.tmp     one that is being written; locked by its writer, so without a lock its writer is dead
+    TOKEN.bad     one that was not what had been written: set aside, and the first to make way
+    lock          locked while files are added or removed; random bytes in it, new ones for each such time
+
+Everything else in it is left alone and not followed: other names, links, what belongs to another user. Reading takes
+no lock: a file that goes under a reader is a miss. Adding takes it twice, and not while bytes are written: to make room
+for a file of that size, and to give it its name. So files never take more than the bound, those under way included.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from octavo.kv_transfer.disk_file import CorruptFileError, OtherFormatError, read_header
+from octavo.kv_transfer.disk_index import BlockFile, DiskIndex
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from octavo.kv_transfer.disk_file import Header
+
+logger = logging.getLogger(__name__)
+_FILE_MODE, _DIRECTORY_MODE = 0o600, 0o700
+_NAME = re.compile(r"[0-9a-f]{32}\.(kv|tmp|bad)")
+_LOCK_WAIT_S, _LOCK_POLL_S = 2.0, 0.002  # a process that was stopped may hold it for ever
+_GENERATION_BYTES = 16
+_RECOUNT_S = 60.0  # what others removed or left behind unseen is found after so long
+_SCAN_SHARE = 0.05  # of one thread's time, at most, is spent on looking for what others wrote
+_SETTLED_NS = 50_000_000  # a change within the file system's clock tick leaves the directory's time as it was
+_UNREADABLE_S = 60.0  # after which a file that the disk did not give is tried again
+
+
+class DiskDirectory:
+    """Files of blocks of `block_bytes` in a directory, at most `max_bytes` of them. Any thread may call.
+
+    Raises `OSError` where the directory cannot be read; it is made where it is missing and can be made.
+    """
+
+    def __init__(self, path: Path, block_bytes: int, max_bytes: int) -> None:
+        self.path = path
+        self._root = str(path)
+        self.index = DiskIndex()
+        self.num_evicted = 0  # blocks
+        self.num_corrupt = 0  # files whose header was not what was written
+        self._block_bytes, self._max_bytes = block_bytes, max_bytes
+        self._mutex = threading.Lock()  # of what is known of the directory: one thread lists, adds, removes
+        self._writing: dict[str, int] = {}  # temporary files with their sizes, those of others too
+        self._own: set[str] = set()  # those of them that this process writes
+        self._unreadable: dict[str, float] = {}
+        self._generation = b""  # of the lock file when files were counted last; b"": they have to be
+        self._counted_at = 0.0
+        self._lock_descriptor = -1
+        self._seen_ns: int | None = None  # time of the directory when it was listed
+        self._next_look_at = 0.0
+        path.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
+        with self._mutex:
+            self._list()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files, those that are being written included."""
+        return self.index.num_bytes + sum(list(self._writing.values()))
+
+    # --- what others did ----------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """See what other processes added and removed, if the directory has changed and that was not just done."""
+        if time.monotonic() < self._next_look_at and not self._is_gone():
+            return
+        with self._mutex:
+            if self._unreadable or self._changed_ns() != self._seen_ns or self._seen_ns is None:
+                self._list()
+
+    def _is_gone(self) -> bool:
+        return self._seen_ns != 0 and not self.path.exists()
+
+    def _changed_ns(self) -> int:
+        try:
+            return self.path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def _list(self, *, locked: bool = False) -> None:
+        """Compare what is known with what is there; read the headers of new files. locked: whether the lock is held."""
+        began, changed_ns = time.monotonic(), self._changed_ns()
+        is_settled = time.time_ns() - changed_ns > _SETTLED_NS
+        names, new = self._entries()
+        temporary = {name for name in names if name.endswith(".tmp")}
+        is_as_known = not new and temporary == set(self._writing)
+        for name in self.index.names() - names:
+            self.index.drop(name)
+            is_as_known = False
+        for name in new:
+            self._take_in(name, locked=locked)
+        self._writing = {name: self._writing.get(name) or self._size(name) for name in temporary}
+        if not is_as_known and not locked:
+            self._generation = b""  # what is under way elsewhere may be seen half
+        self._seen_ns = changed_ns if is_settled else None
+        ended = time.monotonic()
+        self._next_look_at = ended + (ended - began) / _SCAN_SHARE
+
+    def _entries(self) -> tuple[set[str], list[str]]:
+        """Return the names of all files that may be ours, and those of them that have to be looked at."""
+        names, new = set(), []
+        now = time.monotonic()
+        again = {name for name, until in self._unreadable.items() if until <= now}
+        for name in again:
+            del self._unreadable[name]
+        with suppress(FileNotFoundError), os.scandir(self.path) as entries:
+            for entry in entries:
+                name = entry.name
+                if name in self.index and name not in again:
+                    names.add(name)
+                elif _NAME.fullmatch(name) and entry.is_file(follow_symlinks=False):
+                    names.add(name)
+                    if not name.endswith(".tmp"):
+                        new.append(name)
+        return names, new
+
+    def _size(self, name: str) -> int:
+        try:
+            found = (self.path / name).lstat()
+        except FileNotFoundError:
+            return 0
+        return found.st_size if _is_ours(found) else 0
+
+    def _take_in(self, name: str, *, locked: bool) -> None:
+        """Look at a new file, by its header alone."""
+        is_bad = name.endswith(".bad")
+        try:
+            with self.open(name) as (descriptor, found):
+                if not _is_ours(found):
+                    return
+                keys = () if is_bad else self._keys_of(descriptor, found.st_size)
+        except FileNotFoundError:
+            return
+        except CorruptFileError as error:
+            self.num_corrupt += 1
+            self._set_aside(name, str(error), locked=locked)
+        except OSError as error:
+            if error.errno == errno.EIO:
+                self._set_aside(name, str(error), locked=locked)
+            else:  # no right to read it, too many open files: nothing that is wrong with it
+                self._leave_alone(name)
+        else:
+            self.index.add(BlockFile(name, found.st_size, keys), 0 if is_bad else found.st_mtime_ns)
+
+    def _keys_of(self, descriptor: int, num_bytes: int) -> tuple[bytes, ...]:
+        try:
+            header = read_header(descriptor, num_bytes)
+        except OtherFormatError:  # of an older octavo, perhaps one that runs
+            return ()
+        return header.keys if header.block_bytes == self._block_bytes else ()
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[tuple[int, os.stat_result]]:
+        """Open a file to read it; it is closed in the end. Links are not followed. Raises `OSError`."""
+        descriptor = os.open(f"{self._root}/{name}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            yield descriptor, os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def header(self, descriptor: int, num_bytes: int) -> Header:
+        """Read the header of a file that was opened. Raises `CorruptFileError` and `OSError`."""
+        try:
+            return read_header(descriptor, num_bytes)
+        except OtherFormatError as error:
+            raise CorruptFileError(str(error)) from error  # it was not when it was taken in
+
+    def touch(self, names: list[str]) -> None:
+        """Count files as used now, the first of them last: what a chain begins with is of use without its end."""
+        now_ns = time.time_ns()
+        for place, name in enumerate(names):
+            try:
+                os.utime(f"{self._root}/{name}", ns=(now_ns - place, now_ns - place), follow_symlinks=False)
+            except OSError as error:  # who may only read has no say in what makes way
+                if error.errno not in {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS}:
+                    raise
+
+    # --- removing -----------------------------------------------------------------------------------------------------
+
+    def set_aside(self, name: str, reason: str) -> None:
+        """Serve a file that is not what was written, or that the disk does not give, no more."""
+        with self._mutex:
+            self._set_aside(name, reason, locked=False)
+
+    def _set_aside(self, name: str, reason: str, *, locked: bool) -> None:
+        file = self.index.drop(name)
+        logger.warning("KV file %s is set aside: %s", self.path / name, reason)
+        bad = name.removesuffix(".kv") + ".bad"
+        try:
+            if locked:
+                (self.path / name).rename(self.path / bad)
+            else:
+                with self._locked():
+                    (self.path / name).rename(self.path / bad)
+        except FileNotFoundError:
+            return
+        except OSError:  # no right to write, or the disk fails as a whole
+            self._leave_alone(name)
+            return
+        size = file.num_bytes if file is not None else self._size(bad)
+        self.index.add(BlockFile(bad, size), 0)
+
+    def _leave_alone(self, name: str) -> None:
+        """Count a file without its blocks, and look at it again after a while."""
+        self._unreadable[name] = time.monotonic() + _UNREADABLE_S
+        self.index.add(BlockFile(name, self._size(name)), 0)
+
+    def remove(self, names: list[str]) -> None:
+        """Delete files. Raises `OSError`."""
+        with self._mutex, self._locked():
+            self._new_generation()
+            for name in names:
+                self.index.drop(name)
+                (self.path / name).unlink(missing_ok=True)
+
+    # --- adding -------------------------------------------------------------------------------------------------------
+
+    def make_room(self, num_bytes: int) -> None:
+        """Let the longest unused files make way until so many bytes fit; clean up after the dead. Raises `OSError`."""
+        with self._mutex, self._locked():
+            self._make_room(num_bytes)
+
+    def write(self, num_bytes: int, keys: tuple[bytes, ...], fill: Callable[[int], None]) -> None:
+        """Add a file of so many bytes, which `fill` writes into a descriptor. Raises `OSError`: then there is none."""
+        name = secrets.token_hex(16)
+        temporary, final = f"{name}.tmp", f"{name}.kv"
+        self.path.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
+        descriptor = self._begin(temporary, num_bytes)
+        try:
+            fill(descriptor)
+            now_ns = time.time_ns()
+            os.utime(descriptor, ns=(now_ns, now_ns))
+            with self._mutex, self._locked():
+                (self.path / temporary).rename(self.path / final)
+                self._writing.pop(temporary, None)
+                self.index.add(BlockFile(final, num_bytes, keys), now_ns)
+        except BaseException:
+            with suppress(OSError):
+                (self.path / temporary).unlink(missing_ok=True)
+            with self._mutex:
+                self._writing.pop(temporary, None)
+            raise
+        finally:
+            self._own.discard(temporary)
+            os.close(descriptor)
+        self._sync()
+
+    def _begin(self, temporary: str, num_bytes: int) -> int:
+        """Create a temporary file that takes its room already, and is locked."""
+        with self._mutex, self._locked():
+            self._make_room(num_bytes)
+            self._new_generation()
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(self.path / temporary, flags, _FILE_MODE)
+            self._own.add(temporary)
+            self._writing[temporary] = num_bytes
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(descriptor, num_bytes)
+            except BaseException:
+                self._own.discard(temporary)
+                self._writing.pop(temporary, None)
+                with suppress(OSError):
+                    (self.path / temporary).unlink(missing_ok=True)
+                os.close(descriptor)
+                raise
+            return descriptor
+
+    def _sync(self) -> None:
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    # --- room, under the lock -----------------------------------------------------------------------------------------
+
+    def _make_room(self, num_bytes: int) -> None:
+        self._count()
+        while self.num_bytes + num_bytes > self._max_bytes:
+            oldest = self.index.oldest()
+            if oldest is None:
+                raise OSError(errno.ENOSPC, f"all of {self._max_bytes} bytes are of files that are being written")
+            self._evict(*oldest)
+
+    def _evict(self, used_ns: int, name: str) -> None:
+        """Delete a file that was used last at this time, unless it has been used since."""
+        path = self.path / name
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            found = None
+        if found is None or not _is_ours(found):
+            self.index.drop(name)
+            return
+        if used_ns and found.st_mtime_ns > used_ns:
+            self.index.used(name, found.st_mtime_ns)
+            return
+        self._new_generation()
+        path.unlink(missing_ok=True)
+        file = self.index.drop(name)
+        self.num_evicted += len(file.keys) if file is not None else 0
+
+    def _count(self) -> None:
+        """Know all files, if another process may have added some since; remove temporary ones of the dead."""
+        now = time.monotonic()
+        if self._generation and self._read_generation() == self._generation and now < self._counted_at + _RECOUNT_S:
+            return
+        self._list(locked=True)
+        for name in set(self._writing) - self._own:
+            if self._is_dead(name):
+                (self.path / name).unlink(missing_ok=True)
+                del self._writing[name]
+        self._generation = self._read_generation()
+        self._counted_at = now
+
+    def _is_dead(self, name: str) -> bool:
+        try:
+            with self.open(name) as (descriptor, found):
+                if not _is_ours(found):
+                    return False
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except FileNotFoundError:
+            return True
+        return True
+
+    def _read_generation(self) -> bytes:
+        return os.pread(self._lock_descriptor, _GENERATION_BYTES, 0)
+
+    def _new_generation(self) -> None:
+        """Let others know that files are added or removed, before they are."""
+        self._generation = secrets.token_bytes(_GENERATION_BYTES)
+        os.pwrite(self._lock_descriptor, self._generation, 0)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock, within the mutex. Raises `TimeoutError` where another process keeps it, and `OSError`."""
+        self._lock_descriptor = self._lock()
+        try:
+            yield
+        finally:
+            os.close(self._lock_descriptor)
+
+    def _lock(self) -> int:
+        until = time.monotonic() + _LOCK_WAIT_S
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        while True:
+            descriptor = os.open(f"{self._root}/lock", flags, _FILE_MODE)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is_in_place(descriptor):
+                    return descriptor
+            except BlockingIOError:
+                pass
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+            if time.monotonic() > until:
+                raise TimeoutError(errno.ETIMEDOUT, f"another process keeps {self._root}/lock ({_LOCK_WAIT_S:g} s)")
+            time.sleep(_LOCK_POLL_S)
+
+    def _is_in_place(self, descriptor: int) -> bool:
+        """Whether a lock file that was opened is still the one that others open."""
+        try:
+            return os.path.samestat(os.fstat(descriptor), (self.path / "lock").lstat())
+        except FileNotFoundError:
+            return False
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()

@@ -1,0 +1,144 @@
+"""A file of a disk store: several blocks with their keys, none of which is believed without its checksum.
+
+    offset 0   magic, format version, number of blocks, bytes of a block (little-endian, 8 + 4 + 4 + 8)
+          24   SHA-256 of the header: of what stands before this and of all that follows it
+          56   of each block its key, and SHA-256 of key and content
+               zeros up to a multiple of 4096
+               the blocks, one behind the other
+
+SHA-256 because processors have instructions for it (1.8 GB/s on one core where BLAKE2b takes 0.9 GB/s); hashlib lets
+other threads run meanwhile. A file is never changed once it has its name.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+KEY_BYTES = 32
+FORMAT_VERSION = 1
+_MAGIC = b"octavoKV"
+_START = struct.Struct("<8sIIQ")
+_CHECKSUM_BYTES = hashlib.sha256().digest_size
+_TABLE_AT = _START.size + _CHECKSUM_BYTES
+_ENTRY_BYTES = KEY_BYTES + _CHECKSUM_BYTES
+_PAGE_BYTES = 4096
+_MAX_VECTORS = 256  # of one system call; the system's limit is 1024
+_MAX_CALL_BYTES = 64 << 20
+
+
+class CorruptFileError(Exception):
+    """A file is not what was written: bits have changed, or some of it is missing."""
+
+
+class OtherFormatError(Exception):
+    """A file is of another version of the format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of its blocks. checksums: SHA-256 of each one's key and content."""
+
+    block_bytes: int
+    keys: tuple[bytes, ...]
+    checksums: tuple[bytes, ...]
+
+
+def file_bytes(num_blocks: int, block_bytes: int) -> int:
+    """Return the size of a file."""
+    return _header_bytes(num_blocks) + num_blocks * block_bytes
+
+
+def _header_bytes(num_blocks: int) -> int:
+    return -(-(_TABLE_AT + num_blocks * _ENTRY_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def block_checksum(key: bytes, block: memoryview) -> bytes:
+    """Return SHA-256 of a key and the content under it."""
+    digest = hashlib.sha256(key)
+    digest.update(block)
+    return digest.digest()
+
+
+def write_blocks(descriptor: int, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
+    """Write a whole file from its beginning, and wait until the disk has it. Raises `OSError`."""
+    start = _START.pack(_MAGIC, FORMAT_VERSION, len(keys), len(blocks[0]))
+    entries = b"".join(key + block_checksum(key, block) for key, block in zip(keys, blocks, strict=True))
+    table = entries.ljust(_header_bytes(len(keys)) - _TABLE_AT, b"\0")
+    header = start + hashlib.sha256(start + table).digest() + table
+    if _move_all(os.pwritev, descriptor, [memoryview(header), *blocks], 0):
+        raise OSError(errno.EIO, "the system writes nothing")
+    os.fsync(descriptor)
+
+
+def read_header(descriptor: int, num_bytes: int) -> Header:
+    """Read the header of a file of so many bytes.
+
+    Raises `CorruptFileError` where it is not what was written, `OtherFormatError` and `OSError`.
+    """
+    first = os.pread(descriptor, _PAGE_BYTES, 0)
+    if len(first) < _TABLE_AT:
+        raise CorruptFileError("it ends within its header")
+    magic, version, num_blocks, block_bytes = _START.unpack_from(first)
+    if magic != _MAGIC:
+        raise CorruptFileError("it does not begin as it should")
+    if version != FORMAT_VERSION:
+        raise OtherFormatError(f"its format has version {version}, this is version {FORMAT_VERSION}")
+    if not num_blocks or file_bytes(num_blocks, block_bytes) != num_bytes:
+        raise CorruptFileError(f"it says {num_blocks} blocks of {block_bytes} bytes, and has {num_bytes} bytes")
+    size = _header_bytes(num_blocks)
+    whole = first if size == _PAGE_BYTES else first + os.pread(descriptor, size - _PAGE_BYTES, _PAGE_BYTES)
+    if hashlib.sha256(whole[: _START.size] + whole[_TABLE_AT:]).digest() != whole[_START.size : _TABLE_AT]:
+        raise CorruptFileError("its header does not agree with its checksum")
+    table = range(_TABLE_AT, _TABLE_AT + num_blocks * _ENTRY_BYTES, _ENTRY_BYTES)
+    return Header(
+        block_bytes,
+        tuple(whole[at : at + KEY_BYTES] for at in table),
+        tuple(whole[at + KEY_BYTES : at + _ENTRY_BYTES] for at in table),
+    )
+
+
+def read_blocks(descriptor: int, header: Header, first: int, blocks: Sequence[memoryview]) -> int:
+    """Fill blocks with those of a file from the `first` on; return how many, from the beginning on, are whole.
+
+    Raises `OSError`.
+    """
+    offset = _header_bytes(len(header.keys)) + first * header.block_bytes
+    _move_all(os.preadv, descriptor, blocks, offset)  # where the file ends early, checksums tell
+    for index, block in enumerate(blocks):
+        if block_checksum(header.keys[first + index], block) != header.checksums[first + index]:
+            return index
+    return len(blocks)
+
+
+def _move_all(
+    move: Callable[[int, list[memoryview], int], int], descriptor: int, views: Sequence[memoryview], offset: int
+) -> bool:
+    """Move bytes between views and a file; return whether it ended before they did.
+
+    One system call may move fewer bytes than it was asked to.
+    """
+    waiting = list(reversed(views))
+    while waiting:
+        batch = [waiting.pop()]
+        num_bytes = len(batch[0])
+        while waiting and len(batch) < _MAX_VECTORS and num_bytes + len(waiting[-1]) <= _MAX_CALL_BYTES:
+            batch.append(waiting.pop())
+            num_bytes += len(batch[-1])
+        moved = move(descriptor, batch, offset)
+        if not moved:
+            return True
+        offset += moved
+        while batch and moved >= len(batch[0]):
+            moved -= len(batch.pop(0))
+        if moved:
+            batch[0] = batch[0][moved:]
+        waiting.extend(reversed(batch))
+    return False

@@ -1,0 +1,381 @@
+"""What a disk store keeps, for how long, and what it makes of a directory that is not as it left it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_transfer.disk_blocks import BLOCK_BYTES, content_of, key_of, keys_from, load, save
+
+from octavo.errors import ConfigError
+from octavo.kv_transfer.disk import DiskStore
+from octavo.kv_transfer.disk_file import (
+    CorruptFileError,
+    OtherFormatError,
+    file_bytes,
+    read_blocks,
+    read_header,
+    write_blocks,
+)
+
+ONE = file_bytes(1, BLOCK_BYTES)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "kv"
+
+
+def store_in(directory, max_bytes=1 << 20, **options):
+    return DiskStore(directory, BLOCK_BYTES, max_bytes, **options)
+
+
+def files(directory, suffix=".kv"):
+    return sorted(path for path in directory.iterdir() if path.name.endswith(suffix))
+
+
+def listed(store):
+    """Let it see what others did, without waiting for the time that it gives itself."""
+    store._directory._next_look_at = 0.0
+    return store
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_found_and_loaded(directory):
+    store, keys = store_in(directory), keys_from(0, 5)
+    assert (store.num_matched(keys), store.lacks(keys)) == (0, set(keys))
+    assert save(store, keys[:4]) == 4
+    assert (store.num_matched(keys), store.lacks(keys), load(store, keys)) == (4, {keys[4]}, 4)
+    assert load(store, keys[1:3]) == 2
+    assert store.num_matched(keys[4:]) == 0
+    [file] = files(directory)
+    assert file.stat().st_size == file_bytes(4, BLOCK_BYTES) == store.stats().num_bytes
+    assert (directory.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+    assert (directory / "lock").stat().st_mode & 0o777 == 0o600
+
+
+def test_only_what_is_lacking_is_written(directory):
+    store, keys = store_in(directory), keys_from(0, 6)
+    assert save(store, keys[1:3]) == 2
+    assert save(store, [*keys, keys[5]]) == 7
+    sizes = sorted(path.stat().st_size for path in files(directory))
+    assert sizes == [file_bytes(count, BLOCK_BYTES) for count in (2, 4)]
+    assert (load(store, keys), store.stats().num_blocks) == (6, 6)
+
+
+def test_many_blocks_in_one_call(directory):
+    keys = keys_from(0, 700)  # more than one system call takes, and a header of several pages
+    assert save(store_in(directory, 1 << 24), keys) == 700
+    again = store_in(directory, 1 << 24)
+    assert (again.num_matched(keys), load(again, keys), load(again, keys[650:])) == (700, 700, 50)
+
+
+def test_it_is_there_after_a_restart(directory):
+    keys = keys_from(0, 3)
+    first = store_in(directory)
+    save(first, keys)
+    first.close()
+    first.close()
+    assert (first.num_matched(keys), first.lacks(keys), save(first, keys), load(first, keys)) == (0, set(), 0, 0)
+    assert load(store_in(directory), keys) == 3
+
+
+def test_only_headers_are_read_at_the_start(directory, monkeypatch):
+    store = store_in(directory, 1 << 22)
+    for first in range(0, 320, 32):
+        save(store, keys_from(first, 32))
+    asked, pread = [], os.pread
+
+    def counted(descriptor, count, offset):
+        asked.append(count)
+        return pread(descriptor, count, offset)
+
+    monkeypatch.setattr(os, "pread", counted)
+    monkeypatch.delattr(os, "preadv")
+    assert store_in(directory, 1 << 22).stats().num_blocks == 320
+    assert sum(asked) <= 10 * 4096 + 64
+
+
+def test_the_longest_unused_makes_way_over_restarts(directory):
+    max_bytes = 3 * ONE
+    store = store_in(directory, max_bytes)
+    for number in range(3):
+        save(store, [key_of(number)])
+    assert store.num_matched([key_of(0)]) == 1  # a use
+    store = store_in(directory, max_bytes)
+    save(store, [key_of(3)])
+    assert store.lacks(keys_from(0, 4)) == {key_of(1)}
+    assert listed(store_in(directory, max_bytes)).num_matched([key_of(2)]) == 1
+    save(store, [key_of(4)])  # the use by another one counts
+    assert store.lacks(keys_from(0, 5)) == {key_of(0), key_of(1)}
+    assert (store.stats().num_evicted, store.stats().num_bytes) == (2, max_bytes)
+
+
+def test_what_a_chain_begins_with_outlasts_its_end(directory):
+    store = store_in(directory, 3 * ONE)
+    for number in range(3):
+        save(store, [key_of(number)])
+    assert store.num_matched(keys_from(0, 3)) == 3
+    save(store, [key_of(3)])
+    assert store.lacks(keys_from(0, 4)) == {key_of(2)}
+
+
+def test_a_lower_bound_holds_from_the_start(directory):
+    store = store_in(directory)
+    for number in range(8):
+        save(store, [key_of(number)])
+    assert store_in(directory, 2 * ONE).stats().num_bytes == 2 * ONE
+    assert len(files(directory)) == 2
+
+
+def test_a_save_larger_than_the_bound_keeps_what_fits(directory):
+    store = store_in(directory, file_bytes(3, BLOCK_BYTES))
+    assert (save(store, keys_from(0, 5)), load(store, keys_from(0, 5))) == (3, 3)
+
+
+def test_a_bound_below_one_block_is_refused(directory):
+    with pytest.raises(ConfigError, match=f"kv_disk_bytes is {ONE - 1}.*{ONE} bytes"):
+        store_in(directory, ONE - 1)
+
+
+def test_a_key_of_another_length_is_an_error(directory):
+    with pytest.raises(ValueError, match="key of 32 bytes was expected, got 3"):
+        store_in(directory).save([b"key"], [memoryview(bytes(BLOCK_BYTES))])
+
+
+def test_forgotten_is_forgotten_after_a_restart(directory):
+    store = store_in(directory)
+    save(store, keys_from(0, 1))
+    save(store, keys_from(1, 2))
+    store.forget([key_of(2), key_of(9)])
+    for each in (store, store_in(directory)):
+        assert each.lacks(keys_from(0, 3)) == {key_of(1), key_of(2)}  # what stood with it has gone, too
+
+
+def test_two_share_a_directory_without_a_restart(directory):
+    first, second = store_in(directory), store_in(directory)
+    save(first, keys_from(0, 3))
+    assert listed(second).num_matched(keys_from(0, 3)) == load(second, keys_from(0, 3)) == 3
+    first.forget([key_of(0)])
+    assert load(second, keys_from(0, 3)) == 0  # deleted under a reader: a miss
+    assert second.stats().num_corrupt == second.stats().num_errors == 0
+    assert listed(second).lacks(keys_from(0, 1)) == {key_of(0)}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["save", "load", "forget", "restart"]), st.integers(0, 12), st.integers(1, 5)))
+)
+def test_it_does_as_a_dict_does(steps):
+    with tempfile.TemporaryDirectory() as place:
+        store, files_of = store_in(Path(place)), {}  # of each key all that were saved with it
+        for what, first, count in steps:
+            keys = keys_from(first, count)
+            if what == "save":
+                new = [key for key in keys if key not in files_of]
+                files_of |= dict.fromkeys(new, new)
+                assert save(store, keys) == count
+            elif what == "forget":
+                store.forget(keys)
+                for key in [each for forgotten in keys for each in files_of.get(forgotten, ())]:
+                    files_of.pop(key, None)
+            elif what == "restart":
+                store.close()
+                store = store_in(Path(place))
+            known = next((i for i, key in enumerate(keys) if key not in files_of), count)
+            assert store.num_matched(keys) == load(store, keys) == known
+            assert store.lacks(keys) == {key for key in keys if key not in files_of}
+
+
+# --- what is not as it was written ------------------------------------------------------------------------------------
+
+
+def whole_file(path, num_blocks=2, block_bytes=64):
+    keys = keys_from(0, num_blocks)
+    with path.open("w+b") as file:
+        write_blocks(file.fileno(), keys, [memoryview(content_of(key, block_bytes)) for key in keys])
+    return path.read_bytes()
+
+
+def num_read(path, num_blocks=2, block_bytes=64):
+    """Return how many blocks are read from a file that may not be whole, all of which are right."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        header = read_header(descriptor, os.fstat(descriptor).st_size)
+        buffers = [bytearray(header.block_bytes) for _ in header.keys]
+        count = read_blocks(descriptor, header, 0, [memoryview(buffer) for buffer in buffers])
+    except (CorruptFileError, OtherFormatError):
+        return 0
+    finally:
+        os.close(descriptor)
+    assert [bytes(each) for each in buffers[:count]] == [content_of(key, block_bytes) for key in header.keys[:count]]
+    return count
+
+
+def test_a_change_of_any_byte_is_found(tmp_path):
+    path = tmp_path / "file"
+    data = bytearray(whole_file(path))
+    assert num_read(path) == 2
+    with path.open("r+b", buffering=0) as file:
+        for at, byte in enumerate(data):
+            os.pwrite(file.fileno(), bytes([byte ^ 1 << at % 8]), at)
+            assert num_read(path) == (1 if at >= len(data) - 64 else 0), at
+            os.pwrite(file.fileno(), bytes([byte]), at)
+    assert num_read(path) == 2
+
+
+def test_any_other_length_is_found(tmp_path):
+    path = tmp_path / "file"
+    data = whole_file(path)
+    for length in [*range(0, len(data), 61), len(data) - 1, len(data) + 1]:
+        path.write_bytes((data + b"\0")[:length])
+        assert num_read(path) == 0, length
+
+
+def tamper(path, at, byte=b"\xff"):
+    with path.open("r+b") as file:
+        file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
+        file.write(byte)
+
+
+@pytest.mark.parametrize("at", [0, 30, 60, 100, 4000])
+def test_a_header_that_was_changed_is_set_aside_at_the_start(directory, caplog, at):
+    save(store_in(directory), keys_from(0, 2))
+    tamper(files(directory)[0], at)
+    store = store_in(directory)
+    assert store.lacks(keys_from(0, 2)) == set(keys_from(0, 2))
+    assert (store.stats().num_corrupt, len(files(directory)), len(files(directory, ".bad"))) == (1, 0, 1)
+    assert "is set aside" in caplog.text
+    assert store.stats().num_bytes == file_bytes(2, BLOCK_BYTES)  # it counts
+
+
+def test_a_file_that_ends_early_is_set_aside_at_the_start(directory):
+    save(store_in(directory), keys_from(0, 2))
+    os.truncate(files(directory)[0], 5000)
+    assert store_in(directory).num_matched(keys_from(0, 2)) == 0
+
+
+@pytest.mark.parametrize("at", [0, 30, 60, -1])
+def test_what_is_changed_while_it_runs_is_a_miss(directory, at):
+    store, keys = store_in(directory), keys_from(0, 3)
+    save(store, keys)
+    tamper(files(directory)[0], at)
+    assert store.num_matched(keys) == 3
+    assert load(store, keys) == (2 if at == -1 else 0)
+    assert store.num_matched(keys) == 0
+    assert (store.stats().num_corrupt, len(files(directory, ".bad"))) == (1, 1)
+    assert (save(store, keys), load(store, keys)) == (3, 3)
+
+
+def test_another_whole_file_in_a_files_place_is_a_miss(directory):
+    store = store_in(directory)
+    save(store, keys_from(0, 2))
+    save(store, keys_from(2, 2))
+    one, other = files(directory)
+    one.write_bytes(other.read_bytes())
+    assert sorted([load(store, keys_from(0, 2)), load(store, keys_from(2, 2))]) == [0, 2]
+
+
+def test_what_was_set_aside_makes_way_first(directory):
+    store = store_in(directory, 2 * ONE)
+    save(store, [key_of(0)])
+    save(store, [key_of(1)])
+    tamper(next(path for path in files(directory) if key_of(1) in path.read_bytes()), -1)
+    load(store, [key_of(1)])
+    save(store, [key_of(2)])
+    assert store.lacks(keys_from(0, 3)) == {key_of(1)}
+    assert files(directory, ".bad") == []
+
+
+@pytest.mark.parametrize("what", ["an older version", "another layout"])
+def test_files_of_others_stay_until_there_is_no_room(directory, what):
+    other = DiskStore(directory, BLOCK_BYTES if what == "an older version" else 512, 1 << 20)
+    save(other, [key_of(0)])
+    [file] = files(directory)
+    if what == "an older version":
+        tamper(file, 8, struct.pack("<I", 0))
+    store = store_in(directory, file.stat().st_size + ONE)
+    assert (store.num_matched([key_of(0)]), store.stats().num_corrupt) == (0, 0)
+    assert store.stats().num_bytes == file.stat().st_size
+    save(store, [key_of(1)])
+    assert file.exists()
+    save(store, [key_of(2)])
+    assert not file.exists()
+
+
+# --- what is not ours -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_ours_is_neither_followed_nor_deleted(directory, tmp_path):
+    save(store_in(directory), [key_of(0)])
+    victim = tmp_path / "victim"
+    files(directory)[0].rename(victim)
+    odd = [directory / f"{letter * 32}.kv" for letter in "abc"]
+    odd[0].symlink_to(victim)
+    odd[1].mkdir()
+    os.mkfifo(odd[2])
+    temporary = directory / f"{'d' * 32}.tmp"
+    temporary.symlink_to(victim)
+    others = [directory / "notes.txt", directory / "ab.kv", directory / f"{'E' * 32}.kv"]
+    for path in others:
+        path.write_bytes(bytes(5 * ONE))
+    store = store_in(directory, 2 * ONE)
+    assert (store.num_matched([key_of(0)]), store.stats().num_bytes) == (0, 0)
+    for number in range(4):
+        save(store, [key_of(number)])
+    assert store.stats().num_bytes == 2 * ONE
+    assert victim.stat().st_size == ONE
+    assert all(path.is_symlink() or path.exists() for path in [*odd, temporary, *others])
+
+
+def test_a_link_in_the_place_of_a_file_is_a_miss(directory, tmp_path):
+    store = store_in(directory)
+    save(store, [key_of(0)])
+    [file] = files(directory)
+    file.rename(tmp_path / "victim")
+    file.symlink_to(tmp_path / "victim")
+    assert (load(store, [key_of(0)]), store.lacks([key_of(0)])) == (0, {key_of(0)})
+    assert file.is_symlink()
+
+
+def test_a_lock_that_is_a_link_is_not_followed(directory, tmp_path):
+    directory.mkdir()
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"important")
+    (directory / "lock").symlink_to(victim)
+    store = store_in(directory)
+    assert (save(store, [key_of(0)]), victim.read_bytes()) == (0, b"important")
+    assert "nothing can be written" in store.stats().error
+
+
+def test_files_of_another_user_are_not_read(directory, monkeypatch):
+    save(store_in(directory), [key_of(0)])
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    assert store_in(directory).num_matched([key_of(0)]) == 0
+
+
+def test_temporary_files_of_the_dead_go_and_those_of_the_living_stay(directory):
+    directory.mkdir()
+    dead, living = directory / f"{'a' * 32}.tmp", directory / f"{'b' * 32}.tmp"
+    dead.write_bytes(bytes(100))
+    living.write_bytes(bytes(ONE))
+    with living.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        store = store_in(directory, 2 * ONE)
+        assert not dead.exists()
+        assert store.stats().num_bytes == ONE  # the room that is taken already
+        save(store, [key_of(0)])
+        save(store, [key_of(1)])
+        assert store.stats().num_bytes == 2 * ONE
+        assert living.exists()
+    assert store_in(directory, 2 * ONE).stats().num_bytes == ONE
+    assert not living.exists()

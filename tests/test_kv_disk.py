@@ -1,0 +1,132 @@
+"""Engines with KV on disk give the tokens and logprobs of one without: warm, killed, full, shared, of other models."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_exactness import answers, make_requests, needs_kernels
+from test_kv_stores import DTYPES, NUM_TRIED, SCHEDULES, alone, checkpoint, count, engine_over, settle
+
+from octavo.config import KVTransferConfig
+from octavo.data import events
+from octavo.data.events import EventLog
+from octavo.errors import ConfigError
+from octavo.kv_transfer import create_store
+from octavo.models.random_weights import tiny_config, write_checkpoint
+
+__all__ = ["alone", "checkpoint"]  # fixtures
+pytestmark = needs_kernels
+
+
+def over_disk(directory, checkpoint, dtype="bfloat16", sink=None, **options):
+    stores = KVTransferConfig(disk_dir=directory, disk_bytes=1 << 28)
+    return engine_over(None, checkpoint, SCHEDULES[0], dtype, sink, stores, **options)
+
+
+def asked(engine, dtype_answers):
+    """Answer all requests as an engine without a store does; then shut down."""
+    assert answers(engine, make_requests()[:NUM_TRIED]) == dtype_answers
+    settle(engine)
+    engine.core.executor.shutdown()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_an_engine_that_starts_again_loads_what_the_one_before_saved(tmp_path, checkpoint, alone, dtype):
+    asked(over_disk(tmp_path / "kv", checkpoint, dtype), alone(dtype))
+    log = EventLog()
+    asked(over_disk(tmp_path / "kv", checkpoint, dtype, sink=log), alone(dtype))
+    assert count(log, events.KVLoadEnded, outcome="done") >= 4
+
+
+def test_two_engines_at_once_share_a_directory(tmp_path, checkpoint, alone):
+    log = EventLog()
+    first, second = over_disk(tmp_path / "kv", checkpoint), over_disk(tmp_path / "kv", checkpoint, sink=log)
+    asked(first, alone("bfloat16"))
+    asked(second, alone("bfloat16"))
+    assert count(log, events.KVLoadEnded, outcome="done") >= 4
+
+
+def test_a_full_disk_costs_no_request(tmp_path, checkpoint, alone, monkeypatch):
+    def is_full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", is_full)
+    asked(over_disk(tmp_path / "kv", checkpoint), alone("bfloat16"))
+    assert [path.name for path in (tmp_path / "kv").iterdir()] == ["lock"]
+
+
+def test_what_was_changed_on_disk_is_computed(tmp_path, checkpoint, alone):
+    asked(over_disk(tmp_path / "kv", checkpoint), alone("bfloat16"))
+    files = list((tmp_path / "kv").glob("*.kv"))
+    for path in files:
+        with path.open("r+b") as file:
+            file.seek(-5, os.SEEK_END)
+            byte = file.read(1)[0]
+            file.seek(-5, os.SEEK_END)
+            file.write(bytes([byte ^ 4]))
+    asked(over_disk(tmp_path / "kv", checkpoint), alone("bfloat16"))
+    assert list((tmp_path / "kv").glob("*.bad"))
+
+
+def test_another_model_never_hits(tmp_path, checkpoint, alone):
+    config = tiny_config(
+        "Qwen3ForCausalLM", hidden_size=192, intermediate_size=320, head_dim=48, num_hidden_layers=3, vocab_size=1500
+    )
+    other = write_checkpoint(tmp_path / "other", config, std=0.1, seed=1)
+    engine = over_disk(tmp_path / "kv", other)
+    answers(engine, make_requests()[:NUM_TRIED])
+    settle(engine)
+    engine.core.executor.shutdown()
+    assert list((tmp_path / "kv").glob("*.kv"))
+    log = EventLog()
+    asked(over_disk(tmp_path / "kv", checkpoint, sink=log), alone("bfloat16"))
+    assert count(log, events.KVLoadEnded) == 0
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from test_kv_disk import over_disk
+from test_exactness import answers, make_requests, needs_kernels
+engine = over_disk(Path(sys.argv[1]), Path(sys.argv[2]))
+print("ready", flush=True)
+while True:
+    answers(engine, make_requests())
+    engine.core.scheduler.reset_prefix_cache()
+"""
+
+
+def test_an_engine_killed_under_load_leaves_what_the_next_one_may_use(tmp_path, checkpoint, alone):
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path / "kv"), str(checkpoint)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        end = time.monotonic() + 30
+        while not list((tmp_path / "kv").glob("*.kv")) and time.monotonic() < end:
+            time.sleep(0.01)  # until it has saved something
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert list((tmp_path / "kv").glob("*.kv"))
+    asked(over_disk(tmp_path / "kv", checkpoint), alone("bfloat16"))
+    assert (list((tmp_path / "kv").glob("*.tmp")), list((tmp_path / "kv").glob("*.bad"))) == ([], [])
+
+
+def test_options_that_do_not_go_together_are_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="kv_disk_bytes is 5, but there is no kv_disk_dir"):
+        KVTransferConfig(disk_bytes=5)
+    with pytest.raises(ConfigError, match="is no directory"):
+        KVTransferConfig(disk_dir=tmp_path / "file")
+    with pytest.raises(ConfigError, match="give it so many at least"):
+        create_store(KVTransferConfig(disk_dir=tmp_path / "kv", disk_bytes=100), 2048)
