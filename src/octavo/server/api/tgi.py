@@ -385,7 +385,7 @@ class GenerateReply:
         return Token(token_id, text, None if logprob is None else logprob.logprob, self._is_special(token_id))
 
     def _prefill(self, output: RequestOutput) -> list[PrefillToken]:
-        entries = output.prompt_logprobs or []
+        entries: Sequence[dict[int, Logprob] | None] = output.prompt_logprobs or []
         return [
             self._prefill_token(token_id, entry[token_id] if entry else None)
             for token_id, entry in zip(output.prompt_token_ids, entries, strict=False)
