@@ -83,6 +83,12 @@ def test_a_cached_host_block_that_is_not_indexed(with_cached):
     assert breaches(with_cached) == [(5, ())]
 
 
+def test_an_index_of_more_host_blocks_than_are_cached(with_cached):
+    host, block = host_of(with_cached)
+    host._index[b"more"] = block
+    assert breaches(with_cached) == [(5, ())]
+
+
 def test_an_index_that_names_another_host_block(with_cached):
     host, block = host_of(with_cached)
     host._index[block.hash] = replace(block)

@@ -9,7 +9,7 @@ import pytest
 
 from octavo.core.host_block_pool import HostBlock, HostBlockPool
 from octavo.core.kv_cache_manager import KVCacheManager
-from simulation.world import SimulationError, draw_config, run_world
+from simulation.world import SimulationError, World, draw_config, run_world
 
 NUM_WORLDS = 30
 
@@ -23,7 +23,7 @@ def run_worlds() -> int:
         config = replace(config, enable_prefix_caching=True, longest_prompt=12, longest_output=8, remote_rate=0.0)
         config = replace(config, hash_bits=(None, None, 3)[index % 3])
         config = replace(config, max_num_waiting=None, max_num_waiting_tokens=None, mixed_step_ms=None)
-        config = replace(config, arrival_rate=0.8, step_failure_rate=0.02 * (index % 3))
+        config = replace(config, arrival_rate=(0.8, 0.15, 0.8)[index % 3], step_failure_rate=0.02 * (index % 3))
         num_hits += run_world(f"host:{index}", config).host_hits
     return num_hits
 
@@ -107,6 +107,15 @@ def keep_what_is_forgotten(patch: pytest.MonkeyPatch) -> None:
         return done
 
     patch.setattr(KVCacheManager, "advance_weights_epoch", unnamed)
+    disturb = World._disturb
+
+    def restless(self):
+        """There are new weights whenever nobody is there."""
+        if not (self.scheduler.requests or self.scheduler.has_work()):
+            self.epoch += self.scheduler.kv_cache_manager.advance_weights_epoch()
+        disturb(self)
+
+    patch.setattr(World, "_disturb", restless)
 
 
 def test_nothing_is_wrong_as_long_as_nobody_does_anything():

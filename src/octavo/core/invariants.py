@@ -117,7 +117,7 @@ def _check_host(scheduler: Scheduler) -> Iterator[Breach]:
     contents: dict[object, object] = {block.name: (block.token_ids, block.extra_keys, block.parent) for block in cached}
     for block in manager.pool.blocks:
         mine = block.token_ids, block.extra_keys, block.parent
-        if block.hash is not None and contents.get(block.name, mine) != mine:
+        if contents.get(block.name, mine) != mine:
             yield Breach(6, f"{block} has the name of other content in host memory", (block.block_id,))
     for name in saved:
         request = scheduler.requests.get(name)
