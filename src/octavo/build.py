@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import DEFAULT_MIXED_STEP_MS, AdmissionRule, BatchingMode, EngineConfig, kernels_required
+from octavo.core.kv_connector import NullConnector
 from octavo.core.scheduler import Scheduler
 from octavo.data.capacity import EngineCapacity
 from octavo.data.events import FanOut, NullSink, RecentEvents
@@ -17,6 +18,8 @@ from octavo.engine.llm_engine import Engine
 from octavo.errors import ConfigError
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
 from octavo.kernels import are_exact, attention_slowness, instruction_sets
+from octavo.kv_transfer import create_store
+from octavo.kv_transfer.connector import StoreConnector
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.launch import Checkpoint, make_grammars, make_processors
 from octavo.worker.worker import LocalExecutor, Worker, resolve_device
@@ -25,8 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from octavo.config import DeviceConfig, SchedulerConfig, SpeculativeConfig
+    from octavo.config import DeviceConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+    from octavo.core.kv_connector import KVConnector
     from octavo.data.events import EventSink
+    from octavo.kv_transfer import StoreFactory
     from octavo.models.architecture import Architecture
 
 
@@ -39,14 +44,16 @@ def build_engine(
     *,
     sink: EventSink | None = None,
     progress: Callable[[int, int], None] | None = None,
+    kv_store: StoreFactory | None = None,
 ) -> Engine:
     """Load the checkpoint, size the KV cache, and return an engine that is ready.
 
-    progress(done, total) is told of packed bytes of weights. Raises `ConfigError` and `ModelError`.
+    progress(done, total) is told of packed bytes of weights. kv_store: as in `build_core`. Raises `ConfigError` and
+    `ModelError`.
     """
     checkpoint = Checkpoint.find(config.model)
     input_processor, output_processor = make_processors(config.model, checkpoint)
-    core = build_core(config, checkpoint, sink=sink, progress=progress)
+    core = build_core(config, checkpoint, sink=sink, progress=progress, kv_store=kv_store)
     return Engine(core, input_processor, output_processor, time.monotonic)
 
 
@@ -57,10 +64,13 @@ def build_core(
     sink: EventSink | None = None,
     progress: Callable[[int, int], None] | None = None,
     reads_ahead: bool = False,
+    kv_store: StoreFactory | None = None,
 ) -> EngineCore:
     """Return what an engine is without its text side: a scheduler, and a worker with the weights in place.
 
     reads_ahead: all that requests may ask for is read now, so that none waits for what another one asks for first.
+    kv_store(block_bytes) makes a store of KV that is asked before those of the configuration: a `MemoryStore`, say,
+    over a pool that several engines of this process share.
     """
     model_config = config.model
     checkpoint = checkpoint or Checkpoint.find(model_config)
@@ -103,9 +113,13 @@ def build_core(
         speculative=speculative_config,
     )
     _log_capacity(worker, capacity)
+    store = create_store(config.kv_transfer, worker.kv_cache.block_bytes, kv_store)
+    executor = LocalExecutor(worker, store, num_threads=config.kv_transfer.num_threads)
+    connector: KVConnector = NullConnector()
+    if store is not None:
+        connector = StoreConnector(store, block_size=config.cache.block_size, on_answer=executor.wake)
     clock = RecordedClock(time.monotonic)
     metrics, recent = EngineMetrics(), RecentEvents()
-    identity = f"model:{checkpoint.directory.resolve()}"
     scheduler = Scheduler(
         scheduler_config,
         config.cache,
@@ -114,14 +128,20 @@ def build_core(
         clock=clock,
         sink=FanOut([metrics, recent, sink or NullSink()]),
         num_host_blocks=num_host_blocks,
-        cache_keys=(
-            identity,
-            f"kv:{worker.kv_dtype}",
-            f"weights:{model_config.quantization}:{model_config.group_size}",
-            f"kernels:{worker.kernels.identity} on {worker.device.type}",
-        ),
+        cache_keys=_cache_keys(model_config, checkpoint, worker),
+        connector=connector,
     )
-    return EngineCore(_recorded(scheduler, clock, config.record), LocalExecutor(worker), metrics, recent, capacity)
+    return EngineCore(_recorded(scheduler, clock, config.record), executor, metrics, recent, capacity)
+
+
+def _cache_keys(model_config: ModelConfig, checkpoint: Checkpoint, worker: Worker) -> tuple[str, ...]:
+    """Return all that the KV of a token depends on besides the tokens before it."""
+    return (
+        f"model:{checkpoint.directory.resolve()}",
+        f"kv:{worker.kv_dtype}",
+        f"weights:{model_config.quantization}:{model_config.group_size}",
+        f"kernels:{worker.kernels.identity} on {worker.device.type}",
+    )
 
 
 def _resolve_speculative(config: SpeculativeConfig, device_config: DeviceConfig) -> SpeculativeConfig | None:

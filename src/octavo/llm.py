@@ -20,6 +20,7 @@ from octavo.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
     SchedulingPolicy,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from octavo.engine.input_processor import Prompt
     from octavo.engine.remote_engine import RemoteEngine
     from octavo.engine.tokenizer import Tokenizer
+    from octavo.kv_transfer import StoreFactory
     from octavo.outputs import RequestOutput
 
     Params = SamplingParams | Sequence[SamplingParams] | None
@@ -52,7 +54,7 @@ class LLMEngine(Engine):
     """An engine built from configurations, to be stepped by the caller.
 
     device: "cpu", "cuda", or None for the best there is; the same as `DeviceConfig(device=...)`.
-    sink reads the event stream (`octavo.data.events`).
+    sink reads the event stream (`octavo.data.events`). kv_store: as in `octavo.build.build_core`.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class LLMEngine(Engine):
         cache_config: CacheConfig | None = None,
         device_config: DeviceConfig | None = None,
         speculative_config: SpeculativeConfig | None = None,
+        kv_transfer_config: KVTransferConfig | None = None,
+        kv_store: StoreFactory | None = None,
         sink: EventSink | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -75,8 +79,9 @@ class LLMEngine(Engine):
             scheduler=scheduler_config or SchedulerConfig(),
             device=device_config or DeviceConfig(device=device),
             speculative=speculative_config or SpeculativeConfig(),
+            kv_transfer=kv_transfer_config or KVTransferConfig(),
         )
-        built = build_engine(config, sink=sink, progress=progress)
+        built = build_engine(config, sink=sink, progress=progress, kv_store=kv_store)
         super().__init__(built.core, built.input_processor, built.output_processor, built.clock)
 
 

@@ -36,6 +36,7 @@ from octavo.config.environment import (
     threads_from_environment,
 )
 from octavo.config.fields import QUANTIZATIONS, Option, options_of
+from octavo.config.kv_transfer import KVTransferConfig
 from octavo.config.server import DEFAULT_MAX_BODY_BYTES, LOG_FORMATS, LOG_LEVELS, ServerConfig
 from octavo.config.speculative import SpeculativeConfig
 
@@ -63,6 +64,7 @@ __all__ = [
     "CacheConfig",
     "DeviceConfig",
     "EngineConfig",
+    "KVTransferConfig",
     "ModelConfig",
     "ModelInfo",
     "Option",

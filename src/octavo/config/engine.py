@@ -11,6 +11,7 @@ from pathlib import Path  # noqa: TC003 - commands read the types of fields
 from typing import TYPE_CHECKING, Any
 
 from octavo.config.fields import QUANTIZATIONS, at_least, check_choices, choice, not_negative, option
+from octavo.config.kv_transfer import KVTransferConfig
 from octavo.config.speculative import SpeculativeConfig
 from octavo.errors import ConfigError, RequestError
 
@@ -389,6 +390,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    kv_transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
     record: Path | None = option(
         None,
         "Write every decision of the scheduler to FILE, without text: for octavo replay, explain and trace. "

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from octavo.config import SchedulerConfig
+    from octavo.core.block_hash import BlockHash
     from octavo.core.event_emitter import EventEmitter
     from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
     from octavo.core.kv_connector import KVConnector
@@ -75,7 +76,7 @@ class KVTransfers:
         self._load_of: dict[str, int] = {}
         self._lookups: dict[str, _Lookup] = {}
         self._num_offered: dict[str, int] = {}  # blocks of a request that the store was asked about
-        self._num_saving = 0  # blocks that are pinned for saves
+        self._saving: set[BlockHash] = set()  # of the blocks that are pinned for saves
         self._next_id = 0
         self._orders: list[KVTransfer] = []
         self._cancels: list[int] = []
@@ -188,15 +189,15 @@ class KVTransfers:
         first, end = self._num_offered.get(name, 0), self._manager.num_committed_blocks(request)
         if end <= first or end * self._manager.block_size < self._min_tokens:
             return
-        wanted = self._connector.keys_to_save(request.block_hashes[first:end])
+        wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving
         chosen = [index for index in range(first, end) if request.block_hashes[index] in wanted]
-        room = max(self._manager.pool.num_blocks // _SAVE_SHARE, 1) - self._num_saving
+        room = max(self._manager.pool.num_blocks // _SAVE_SHARE, 1) - len(self._saving)
         self._num_offered[name] = chosen[room] if len(chosen) > room else end
         chosen = chosen[:room]
         if chosen:
             keys = [request.block_hashes[index] for index in chosen]
             order = self._order(TransferDirection.SAVE, keys, [table[index] for index in chosen])
-            self._num_saving += len(chosen)
+            self._saving.update(keys)
             self._emitter.emit(events.KVSaveStarted, order.transfer_id, len(chosen))
 
     # --- it ends ------------------------------------------------------------------------------------------------------
@@ -261,7 +262,7 @@ class KVTransfers:
         del self._pending[order.transfer_id]
         self._connector.transfer_ended(order, num_blocks)
         if pending.request is None:
-            self._num_saving -= len(order.keys)
+            self._saving.difference_update(order.keys)
             self._emitter.emit(events.KVSaveEnded, order.transfer_id, num_blocks or 0, outcome)
         else:
             del self._load_of[pending.request.request_id]

@@ -123,8 +123,8 @@ class SchedulerOutput:
     """One step: what is copied first, who gets how many tokens, and which requests the worker may forget.
 
     num_scheduled_tokens is in the order in which the rows of the batch stand.
-    kv_transfers: to start. kv_cancels: ids of those to give up; after this step nothing of them is written, neither
-    into blocks nor into a store.
+    kv_transfers: to start, behind `copies`. kv_cancels: ids of those to give up; after this step their blocks are
+    neither written nor read.
     num_pending_transfers: under way, lookups included, so that somebody must ask for their results.
     max_drafts: how many tokens are worth guessing behind a request's newest one, 0 for none; one that is not named has
     no bound but the proposer's.

@@ -64,6 +64,11 @@ class PagedKVCache:
         return self.host_blocks.shape[0]
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.blocks[0].nbytes
+
+    @property
     def num_bytes(self) -> int:
         """Bytes reserved on the device."""
         return self.blocks.nbytes

@@ -20,6 +20,7 @@ from octavo.worker.draft_model import DraftRunner
 from octavo.worker.drafting import Drafting
 from octavo.worker.forward_pass import ForwardPass
 from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
+from octavo.worker.kv_transfers import NoKVMover
 from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
 from octavo.worker.pooler import Pooler
 from octavo.worker.sample_tasks import SampleTasks, Trouble
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from octavo.structured_output.grammars import GrammarCompiler
     from octavo.worker.draft_model import DraftModel
     from octavo.worker.kv_cache import PagedKVCache
+    from octavo.worker.kv_transfers import KVMover
     from octavo.worker.verification import Verification
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ class ModelRunner:
 
     proposer: guesses what follows; then draft does, where there is one, and where the other has found nothing.
     draft_cache: of its keys and values, with blocks of the same numbers; None where it reads those of the target.
+    kv_mover: moves KV from and to a store outside; whoever has one sets it.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class ModelRunner:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.forward_pass = ForwardPass(model, kernels, kv_cache, max_num_batched_tokens)
         self.kv_cache = kv_cache
+        self.kv_mover: KVMover = NoKVMover()
         self.sampler = Sampler(kernels)
         self.verification = verification or ExactVerification(kernels)
         self._pooler = Pooler()
@@ -110,6 +114,7 @@ class ModelRunner:
 
     def _execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         self.kv_cache.copy(scheduled.copies)
+        self.kv_mover.begin(scheduled)  # behind the copies: what is loaded may stand where they read
         self.drafting.finish(scheduled.finished_req_ids)
         if scheduled.preempted_req_ids:
             self.drafting.forget(scheduled.preempted_req_ids)

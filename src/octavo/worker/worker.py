@@ -23,6 +23,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.speculative import create_proposer
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.kv_cache import PagedKVCache
+from octavo.worker.kv_transfers import KVTransferThreads, NoKVMover
 from octavo.worker.memory import decide_num_blocks, decide_num_host_blocks, largest_batch
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.prefault import Prefault
@@ -35,10 +36,12 @@ if TYPE_CHECKING:
 
     from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig, SpeculativeConfig
     from octavo.data.model_output import ModelOutput
+    from octavo.kv_transfer.interface import KVStore
     from octavo.models.architecture import Architecture
     from octavo.models.draft_checkpoint import DraftCheckpoint
     from octavo.models.layers import CausalLM
     from octavo.structured_output.grammars import GrammarCompiler
+    from octavo.worker.kv_transfers import KVMover
 
 logger = logging.getLogger(__name__)
 WARM_UP_TOKENS = 16
@@ -280,12 +283,18 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
 class LocalExecutor:
     """An `Executor` that runs its one worker in this process: `submit` computes, `collect` hands over.
 
-    ended_transfers: (transfer id, how many of its blocks were moved), put there from any thread by what moves KV.
+    ended_transfers: (transfer id, how many of its blocks were moved), put there from any thread by what moves KV; None
+    only ends the wait for one. store: of KV outside; it is closed with the executor. num_threads: for loads from it.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, store: KVStore | None = None, *, num_threads: int = 1) -> None:
         self.worker = worker
-        self.ended_transfers: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self.ended_transfers: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._kv_mover: KVMover = NoKVMover()
+        if store is not None:
+            self._kv_mover = worker.runner.kv_mover = KVTransferThreads(
+                worker.kv_cache, store, self.ended_transfers.put, num_threads=num_threads
+            )
         self._only_waits = False
         self._result: ModelOutput | ExecutionError | None = None
 
@@ -318,15 +327,21 @@ class LocalExecutor:
             result.kv_transfers.extend(self._take_ended_transfers())
         return result
 
+    def wake(self) -> None:
+        """End a step that only waits for KV, from any thread: there is something new to decide."""
+        self.ended_transfers.put(None)
+
     def _take_ended_transfers(self) -> list[tuple[int, int]]:
-        ended: list[tuple[int, int]] = []
+        ended: list[tuple[int, int] | None] = []
         with contextlib.suppress(queue.Empty):
             if self._only_waits:
                 ended.append(self.ended_transfers.get(timeout=TRANSFER_WAIT_S))
             while True:
                 ended.append(self.ended_transfers.get_nowait())
-        return ended
+        return [each for each in ended if each is not None]
 
     def shutdown(self) -> None:
-        """Drop the references to weights and KV; a second call changes nothing."""
+        """Close the store, and drop the references to weights and KV; a second call changes nothing."""
+        kv_mover, self._kv_mover = self._kv_mover, NoKVMover()
+        kv_mover.shutdown()
         self.__dict__.pop("worker", None)

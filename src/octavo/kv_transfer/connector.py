@@ -1,0 +1,103 @@
+"""The scheduler's half of a store: what it has of a request is asked on threads, beside the steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from octavo.runtime.daemon_threads import DaemonThreads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from octavo.data.request import Request
+    from octavo.data.scheduler_output import KVTransfer
+    from octavo.kv_transfer.tiers import TieredStore
+
+_LOOKUP_THREADS = 2
+
+
+@dataclass(slots=True)
+class _Lookup:
+    """What a store has of a request's blocks [first, num_blocks). end: up to which it has them; None: not known yet."""
+
+    first: int
+    num_blocks: int
+    end: int | None = None
+    is_wanted: bool = True
+
+
+class StoreConnector:
+    """A `core.kv_connector.KVConnector` over a store.
+
+    An answer is kept until the request ends, or has more blocks to ask for. A store that is not usable is not asked.
+    on_answer is called from other threads when a lookup has ended.
+    """
+
+    def __init__(self, store: TieredStore, *, block_size: int, on_answer: Callable[[], None] = lambda: None) -> None:
+        self._store = store
+        self._block_size = block_size
+        self._on_answer = on_answer
+        self._lookups: dict[str, _Lookup] = {}
+        self._threads = DaemonThreads(_LOOKUP_THREADS, "octavo-kv-lookup")
+        self._threads.submit(store.open)
+
+    @property
+    def num_lookups(self) -> int:
+        """Requests of which something is kept."""
+        return len(self._lookups)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Return how many tokens beyond these it has; None while it is being asked."""
+        first, num_blocks = num_computed_tokens // self._block_size, len(request.block_hashes)
+        lookup = self._lookups.get(request.request_id)
+        if lookup is None or first < lookup.first or num_blocks != lookup.num_blocks:
+            lookup = self._ask(request, first)
+        end = lookup.end
+        return None if end is None else max(end - first, 0) * self._block_size
+
+    def _ask(self, request: Request, first: int) -> _Lookup:
+        self._drop(request.request_id)
+        lookup = _Lookup(first, len(request.block_hashes))
+        self._lookups[request.request_id] = lookup
+        if self._store.is_usable:
+            self._threads.submit(partial(self._look_up, lookup, request.block_hashes[first:]))
+        else:
+            lookup.end = first
+        return lookup
+
+    def _look_up(self, lookup: _Lookup, keys: list[bytes]) -> None:
+        count = 0
+        try:
+            if lookup.is_wanted:
+                count = self._store.num_matched(keys)
+        finally:
+            lookup.end = lookup.first + count
+            self._on_answer()
+
+    def _drop(self, request_id: str) -> None:
+        lookup = self._lookups.pop(request_id, None)
+        if lookup is not None:
+            lookup.is_wanted = False
+
+    def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+        """Nothing to note: the order comes with the step."""
+
+    def keys_to_save(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Return those that the store lacks."""
+        return self._store.lacks(keys)
+
+    def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
+        """Forget what the store was said to have of a request whose blocks did not all come."""
+        if transfer.request_id is not None and num_blocks != len(transfer.keys):
+            self._drop(transfer.request_id)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> None:
+        """Keep nothing of a request; if it is still to be asked for, it is not."""
+        del block_ids
+        self._drop(request.request_id)
+
+    def close(self) -> None:
+        """Ask nothing more; a call that hangs is left behind."""
+        self._threads.close(0.0)

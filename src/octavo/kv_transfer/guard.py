@@ -1,0 +1,200 @@
+"""A store whose failures are misses: what it raises is told once, and it is left alone for a growing while."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from octavo.kv_transfer.interface import StoreError, StoreStats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from octavo.kv_transfer.interface import KVStore
+
+logger = logging.getLogger(__name__)
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+HANGS_AFTER_S = 5.0  # a call that takes longer is not waited for by others
+ResultT = TypeVar("ResultT")
+
+
+class GuardedStore:
+    """A `KVStore` over one that may fail, hang, or not be there yet. It raises nothing.
+
+    open_store makes it, at the first call and again where that failed. After a failure it is asked nothing for a pause,
+    which doubles while it goes on to fail; then one call tries. Nor is it asked while a call has been hanging.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        block_bytes: int,
+        open_store: Callable[[], KVStore],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.block_bytes = block_bytes
+        self._open_store = open_store
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        self._store: KVStore | None = None
+        self._calls: dict[int, float] = {}  # those under way, with their beginnings
+        self._num_calls = 0
+        self._error = ""
+        self._num_failures = 0  # of calls here; a store counts its own errors as it sees fit
+        self._num_refused = 0  # blocks that were not what they should be, as seen from here
+        self._pause_s = 0.0
+        self._resumes_at = 0.0
+        self._is_closed = False
+
+    @classmethod
+    def of(cls, store: KVStore) -> GuardedStore:
+        """Guard a store that is open."""
+        guard = cls(store.name, store.block_bytes, lambda: store)
+        guard._store = store
+        return guard
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it may be asked now."""
+        now = self._clock()
+        with self._lock:
+            return not self._is_closed and now >= self._resumes_at and not self._hangs(now)
+
+    def _hangs(self, now: float) -> bool:
+        return any(now - start > HANGS_AFTER_S for start in self._calls.values())
+
+    def open(self) -> None:
+        """Open it now, if it is not."""
+        self._ask(lambda _: None, None)
+
+    def num_matched(self, keys: Sequence[bytes]) -> int:
+        """Return how many of these, from the first one on, it says it has."""
+        return min(self._ask(lambda store: store.num_matched(keys), 0), len(keys))
+
+    def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Return those that it does not have; none while it is not usable, so that nothing is saved in it."""
+        store = self._store
+        if store is None or not self.is_usable:
+            return set()
+        try:
+            return store.lacks(keys)
+        except Exception as error:  # noqa: BLE001 - see `_ask`
+            self._failed(error)
+            return set()
+
+    def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
+        """Fill blocks; return how many are whole. The first one that is not is forgotten, unless the call failed."""
+        count = self._ask(lambda store: store.load(keys, blocks), None)
+        if count is None:
+            return 0
+        count = min(count, len(keys))
+        if count < len(keys):
+            self.forget(keys[count : count + 1])
+        return count
+
+    def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
+        """Keep blocks; return how many, from the first one on, it has now."""
+        return min(self._ask(lambda store: store.save(keys, blocks), 0), len(keys))
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Drop blocks."""
+        self._ask(lambda store: store.forget(keys), None)
+
+    def stats(self) -> StoreStats:
+        """Return the store's figures, and why it is not usable."""
+        store = self._store
+        try:
+            stats = StoreStats(0, 0, None) if store is None else store.stats()
+        except Exception as error:  # noqa: BLE001 - see `_ask`
+            self._failed(error)
+            stats = StoreStats(0, 0, None)
+        now = self._clock()
+        with self._lock:
+            hangs, error_text = self._hangs(now), self._error
+        if hangs:
+            error_text = f"a call has taken more than {HANGS_AFTER_S:g} s"
+        return StoreStats(
+            stats.num_blocks,
+            stats.num_bytes,
+            stats.max_bytes,
+            stats.num_evicted,
+            stats.num_corrupt,
+            max(stats.num_errors, self._num_failures),
+            error_text or stats.error,
+        )
+
+    def close(self) -> None:
+        """Close the store; nothing is asked of it any more."""
+        with self._lock:
+            self._is_closed = True
+        if self._store is not None:
+            try:
+                self._store.close()
+            except Exception as error:  # noqa: BLE001 - see `_ask`
+                self._failed(error)
+
+    def _ask(self, ask: Callable[[KVStore], ResultT], otherwise: ResultT) -> ResultT:
+        """Let a store do something, or return what it counts as where it cannot, whatever it raises."""
+        if not self._may_ask():
+            return otherwise
+        try:
+            with self._call():
+                result = ask(self._opened())
+        except Exception as error:  # noqa: BLE001 - a fault of a store is no fault of requests
+            self._failed(error)
+            return otherwise
+        self._succeeded()
+        return result
+
+    def _may_ask(self) -> bool:
+        """Whether a call may be made; behind a pause that is one alone, until it is known what comes of it."""
+        now = self._clock()
+        with self._lock:
+            if self._is_closed or now < self._resumes_at or self._hangs(now):
+                return False
+            if self._pause_s:
+                self._resumes_at = now + self._pause_s
+            return True
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        with self._lock:
+            self._num_calls += 1
+            number = self._num_calls
+            self._calls[number] = self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._calls[number]
+
+    def _opened(self) -> KVStore:
+        with self._opening:
+            if self._store is None:
+                self._store = self._open_store()
+            return self._store
+
+    def _failed(self, error: Exception) -> None:
+        with self._lock:
+            is_new = not self._error
+            self._error = str(error) or type(error).__name__
+            self._num_failures += 1
+            self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+            self._resumes_at = self._clock() + self._pause_s
+        if is_new and isinstance(error, StoreError):
+            logger.warning("KV store %s is left alone for a while and tried again: %s", self.name, error)
+        elif is_new:
+            logger.error("KV store %s failed; it is left alone and tried again", self.name, exc_info=error)
+
+    def _succeeded(self) -> None:
+        with self._lock:
+            was_failing = bool(self._error)
+            self._error, self._pause_s, self._resumes_at = "", 0.0, 0.0
+        if was_failing:
+            logger.info("KV store %s works again", self.name)

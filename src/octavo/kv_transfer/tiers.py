@@ -1,0 +1,152 @@
+"""Stores behind each other: what a faster one lacks is looked for in the next."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from octavo.kv_transfer.guard import GuardedStore
+from octavo.kv_transfer.interface import StoreStats
+from octavo.runtime.daemon_threads import DaemonThreads
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.kv_transfer.interface import KVStore
+
+_MAX_RAISED_BYTES = 64 << 20  # of copies on their way from a slower store into a faster one
+_CLOSE_S = 2.0
+
+
+class TieredStore:
+    """A `KVStore` over one or several, the fastest first. One that fails or hangs is passed over: nothing is raised.
+
+    Saves go to each that lacks the block. What was loaded from a slower one goes into the faster ones, beside the loads
+    and as long as the copies for it are within a bound.
+    """
+
+    name = "tiers"
+
+    def __init__(self, stores: Sequence[KVStore]) -> None:
+        self.tiers = [store if isinstance(store, GuardedStore) else GuardedStore.of(store) for store in stores]
+        self.block_bytes = self.tiers[0].block_bytes
+        self._raising = DaemonThreads(1, "octavo-kv-tiers") if len(self.tiers) > 1 else None
+        self._lock = threading.Lock()
+        self._raised_bytes = 0
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether any of them may be asked now."""
+        return any(tier.is_usable for tier in self.tiers)
+
+    def open(self) -> None:
+        """Open those that are not."""
+        for tier in self.tiers:
+            tier.open()
+
+    def num_matched(self, keys: Sequence[bytes]) -> int:
+        """Return how many of these, from the first one on, they have together."""
+        count = 0
+        while count < len(keys):
+            before = count
+            for tier in self.tiers:
+                if count < len(keys):
+                    count += tier.num_matched(keys[count:])
+            if count == before or len(self.tiers) == 1:
+                break
+        return count
+
+    def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Return those that any of them does not have."""
+        return set().union(*(tier.lacks(keys) for tier in self.tiers))
+
+    def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
+        """Fill blocks, each from the first store that has it; return how many, from the first one on, are whole."""
+        done = 0
+        while done < len(keys):
+            count = self._load_next(keys[done:], blocks[done:])
+            if not count:
+                break
+            done += count
+        return done
+
+    def _load_next(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
+        """Fill the first blocks from the first store that has them; return how many that are."""
+        for index, tier in enumerate(self.tiers):
+            is_last = index == len(self.tiers) - 1  # the core was told that it is there, so somebody has to have it
+            count = len(keys) if is_last else tier.num_matched(keys)
+            loaded = tier.load(keys[:count], blocks[:count]) if count else 0
+            if loaded:
+                self._raise_up(index, keys[:loaded], blocks[:loaded])
+                return loaded
+        return 0
+
+    def _raise_up(self, index: int, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
+        """Put what came from a tier into those before it, from a copy: the blocks' memory is the caller's."""
+        wanted: dict[int, set[bytes]] = {each: self.tiers[each].lacks(keys) for each in range(index)}
+        num_bytes = self.block_bytes * len(set().union(*wanted.values()))
+        raising = self._raising
+        with self._lock:
+            if raising is None or not num_bytes or self._raised_bytes + num_bytes > _MAX_RAISED_BYTES:
+                return
+            self._raised_bytes += num_bytes
+        copies = {
+            key: memoryview(bytes(block))
+            for key, block in zip(keys, blocks, strict=True)
+            if any(key in each for each in wanted.values())
+        }
+
+        def save() -> None:
+            try:
+                for each, lacking in wanted.items():
+                    chosen = [key for key in copies if key in lacking]
+                    if chosen:
+                        self.tiers[each].save(chosen, [copies[key] for key in chosen])
+            finally:
+                with self._lock:
+                    self._raised_bytes -= num_bytes
+
+        raising.submit(save)
+
+    def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
+        """Keep blocks in each store that lacks them; return how many, from the first one on, any of them has now."""
+        kept: set[bytes] = set()
+        for tier in self.tiers:
+            if not tier.is_usable:
+                continue
+            lacking = tier.lacks(keys)
+            chosen = [index for index, key in enumerate(keys) if key in lacking]
+            kept.update(key for key in keys if key not in lacking)
+            if chosen:
+                count = tier.save([keys[index] for index in chosen], [blocks[index] for index in chosen])
+                kept.update(keys[index] for index in chosen[:count])
+        return next((index for index, key in enumerate(keys) if key not in kept), len(keys))
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Drop blocks from all of them."""
+        for tier in self.tiers:
+            tier.forget(keys)
+
+    def stats(self) -> StoreStats:
+        """Return the figures of all together; `tiers` have their own."""
+        each = [tier.stats() for tier in self.tiers]
+        bounds = [stats.max_bytes for stats in each]
+        known = [bound for bound in bounds if bound is not None]
+        return StoreStats(
+            sum(stats.num_blocks for stats in each),
+            sum(stats.num_bytes for stats in each),
+            sum(known) if len(known) == len(bounds) else None,
+            sum(stats.num_evicted for stats in each),
+            sum(stats.num_corrupt for stats in each),
+            sum(stats.num_errors for stats in each),
+            ""
+            if self.is_usable
+            else "; ".join(f"{tier.name}: {stats.error}" for tier, stats in zip(self.tiers, each, strict=True)),
+        )
+
+    def close(self) -> None:
+        """Close all of them."""
+        if self._raising is not None:
+            self._raising.close(_CLOSE_S)
+        for tier in self.tiers:
+            tier.close()

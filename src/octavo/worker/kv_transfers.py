@@ -1,0 +1,226 @@
+"""The worker's half of a store: threads that move bytes between it and the KV cache, beside the steps.
+
+Bytes go through buffers of these threads. They come into a block only when the store vouches for them, and out of it
+before anything is told to the store; either happens under the transfer's lock and not after a cancel. So whatever a
+store does, however late, a block that was given up is neither written nor read.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from octavo.data.scheduler_output import TransferDirection
+from octavo.runtime.daemon_threads import DaemonThreads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from octavo.data.scheduler_output import KVTransfer, SchedulerOutput
+    from octavo.kv_transfer.interface import KVStore
+    from octavo.worker.kv_cache import PagedKVCache
+
+logger = logging.getLogger(__name__)
+_PIECE_BYTES = 8 << 20  # moved at once: a cancel waits for a copy of so much, and a save of more is several files
+_SHUTDOWN_S = 2.0
+
+
+class KVMover(Protocol):
+    """What moves KV between the blocks of this worker and somewhere else."""
+
+    def begin(self, scheduled: SchedulerOutput) -> None:
+        """Give up and begin what a step orders. Its copies of blocks are made, and nothing is computed yet."""
+        ...
+
+    def shutdown(self) -> None:
+        """Move nothing any more; returns within a few seconds."""
+        ...
+
+
+class NoKVMover:
+    """Nothing is stored anywhere else."""
+
+    def begin(self, scheduled: SchedulerOutput) -> None:
+        """Do nothing."""
+
+    def shutdown(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(slots=True)
+class _Moving:
+    """A transfer until it is reported. lock: held while bytes go into its blocks or come out of them."""
+
+    order: KVTransfer
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_cancelled: bool = False
+    num_moved: int = 0
+
+
+class KVTransferThreads:
+    """Carries out the transfers of steps, and closes the store in the end.
+
+    report((transfer_id, number of blocks moved from the first on)) is called once for each, from any thread; for one
+    that was cancelled not at all. num_threads: for loads, and one more for saves, so that loads do not wait for them.
+    """
+
+    def __init__(
+        self, kv_cache: PagedKVCache, store: KVStore, report: Callable[[tuple[int, int]], None], *, num_threads: int
+    ) -> None:
+        self._blocks = BlockBytes(kv_cache.blocks)
+        assert store.block_bytes == self._blocks.block_bytes, "the store is of blocks of another size"
+        self._store = store
+        self._report = report
+        self._moving: dict[int, _Moving] = {}
+        self._lock = threading.Lock()
+        self._piece_blocks = piece_blocks(self._blocks.block_bytes)
+        self._threads = {
+            TransferDirection.LOAD: DaemonThreads(num_threads, "octavo-kv-load"),
+            TransferDirection.SAVE: DaemonThreads(1, "octavo-kv-save"),
+        }
+        self._buffers: dict[TransferDirection, queue.SimpleQueue[Tensor]] = {
+            TransferDirection.LOAD: queue.SimpleQueue(),
+            TransferDirection.SAVE: queue.SimpleQueue(),
+        }
+        for direction, count in ((TransferDirection.LOAD, num_threads), (TransferDirection.SAVE, 1)):
+            for _ in range(count):
+                self._buffers[direction].put(self._blocks.make_buffer(self._piece_blocks))
+
+    @property
+    def num_moving(self) -> int:
+        """Transfers that have not ended."""
+        return len(self._moving)
+
+    def begin(self, scheduled: SchedulerOutput) -> None:
+        """Give up what is cancelled: when this returns, its blocks are neither written nor read. Begin what is new."""
+        for transfer_id in scheduled.kv_cancels:
+            with self._lock:
+                moving = self._moving.pop(transfer_id, None)
+            if moving is not None:
+                with moving.lock:
+                    moving.is_cancelled = True
+        for order in scheduled.kv_transfers:
+            moving = _Moving(order)
+            with self._lock:
+                self._moving[order.transfer_id] = moving
+            self._threads[order.direction].submit(partial(self._run, moving))
+
+    def _run(self, moving: _Moving) -> None:
+        order = moving.order
+        buffers = self._buffers[order.direction]
+        buffer = buffers.get()
+        move = self._load if order.direction is TransferDirection.LOAD else self._save
+        try:
+            for first in range(0, len(order.keys), self._piece_blocks):
+                if moving.is_cancelled or not move(moving, first, buffer):
+                    break
+        except BaseException:  # whatever a store raises: the transfer ends with what was moved
+            logger.exception("a %s of KV failed", order.direction.value)
+        finally:
+            buffers.put(buffer)
+            with self._lock:
+                is_known = self._moving.pop(order.transfer_id, None) is not None
+            if is_known:
+                self._report((order.transfer_id, moving.num_moved))
+
+    def _load(self, moving: _Moving, first: int, buffer: Tensor) -> bool:
+        """Load a piece; return whether to go on with the next."""
+        keys, block_ids = self._piece(moving, first)
+        count = self._store.load(keys, self._blocks.views(buffer, len(keys)))
+        with moving.lock:
+            if moving.is_cancelled:
+                return False
+            self._blocks.write(block_ids[:count], buffer)
+        moving.num_moved += count
+        return count == len(keys)
+
+    def _save(self, moving: _Moving, first: int, buffer: Tensor) -> bool:
+        """Save a piece; return whether to go on with the next."""
+        keys, block_ids = self._piece(moving, first)
+        with moving.lock:
+            if moving.is_cancelled:
+                return False
+            self._blocks.read(block_ids, buffer)
+        count = self._store.save(keys, self._blocks.views(buffer, len(keys)))
+        moving.num_moved += count
+        return count == len(keys)
+
+    def _piece(self, moving: _Moving, first: int) -> tuple[list[bytes], list[int]]:
+        end = first + self._piece_blocks
+        return moving.order.keys[first:end], moving.order.block_ids[first:end]
+
+    def shutdown(self) -> None:
+        """Give up everything and close the store; one that hangs is left behind."""
+        with self._lock:
+            all_moving = list(self._moving.values())
+            self._moving.clear()
+        for moving in all_moving:
+            with moving.lock:
+                moving.is_cancelled = True
+        for threads in self._threads.values():
+            threads.close(_SHUTDOWN_S / 2)
+        closing = threading.Thread(target=self._store.close, name="octavo-kv-close", daemon=True)
+        closing.start()
+        closing.join(_SHUTDOWN_S)
+        if closing.is_alive():
+            logger.warning("KV store %s did not close within %g s; it is left behind", self._store.name, _SHUTDOWN_S)
+
+
+def piece_blocks(block_bytes: int) -> int:
+    """Return how many blocks are moved at once."""
+    return max(_PIECE_BYTES // block_bytes, 1)
+
+
+def staging_bytes(block_bytes: int, num_threads: int) -> int:
+    """Return what the buffers of so many threads for loads, and of the one for saves, take in host memory."""
+    return (num_threads + 1) * piece_blocks(block_bytes) * block_bytes
+
+
+class BlockBytes:
+    """The blocks of a KV cache as bytes, and host memory they are copied to and from.
+
+    On a CPU copies are numpy's, which take one thread and let others run; torch would spread each over all cores.
+    """
+
+    def __init__(self, blocks: Tensor) -> None:
+        self._bytes = blocks.view(torch.uint8).view(blocks.shape[0], -1)
+        self.block_bytes = self._bytes.shape[1]
+        self._on_cpu = blocks.device.type == "cpu"
+        self._array = self._bytes.numpy() if self._on_cpu else None
+
+    def make_buffer(self, num_blocks: int) -> Tensor:
+        """Return host memory for so many blocks, [num_blocks, block_bytes]."""
+        return torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, pin_memory=not self._on_cpu)
+
+    def views(self, buffer: Tensor, count: int) -> list[memoryview]:
+        """Return the first blocks of a buffer, each as its bytes."""
+        return [memoryview(row) for row in buffer[:count].numpy()]
+
+    def write(self, block_ids: list[int], buffer: Tensor) -> None:
+        """Copy the first blocks of a buffer into these (mutates them)."""
+        if self._array is not None:
+            rows = buffer.numpy()
+            for row, block_id in enumerate(block_ids):
+                np.copyto(self._array[block_id], rows[row])
+            return
+        for row, block_id in enumerate(block_ids):
+            self._bytes[block_id].copy_(buffer[row])
+
+    def read(self, block_ids: list[int], buffer: Tensor) -> None:
+        """Copy these blocks into the first of a buffer (mutates it)."""
+        if self._array is not None:
+            rows = buffer.numpy()
+            for row, block_id in enumerate(block_ids):
+                np.copyto(rows[row], self._array[block_id])
+            return
+        for row, block_id in enumerate(block_ids):
+            buffer[row].copy_(self._bytes[block_id])
