@@ -36,12 +36,8 @@ def store(pool):
     store.close()
 
 
-def room(count=len(KEYS)):
-    return [memoryview(bytearray(BLOCK_BYTES)) for _ in range(count)]
-
-
 def load(store, keys=KEYS):
-    into = room(len(keys))
+    into = [memoryview(bytearray(BLOCK_BYTES)) for _ in keys]
     count = store.load(keys, into)
     return [bytes(block) for block in into[:count]]
 
@@ -154,7 +150,7 @@ def test_a_call_that_hangs_is_given_up_and_others_go_on(store, pool, monkeypatch
     monkeypatch.setattr(mooncake_client, "CALL_S", 0.2)
     store.save(KEYS, BLOCKS)
     (pool / "get.hangs").touch()
-    with pytest.raises(StoreError, match="has not answered within 0.2 s"):
+    with pytest.raises(StoreError, match="has not answered"):
         load(store)
     assert store.num_matched(KEYS) == len(KEYS)
     (pool / "get.hangs").unlink()
@@ -264,7 +260,7 @@ def test_no_client_to_be_had(pool, monkeypatch):
         MooncakeStore(BLOCK_BYTES, master=MASTER)
     (pool / "setup.hangs").touch()
     monkeypatch.setattr(mooncake_client, "OPEN_S", 0.5)
-    with pytest.raises(StoreError, match="no answer in 0.5 s"):
+    with pytest.raises(StoreError, match="no answer in"):
         MooncakeStore(BLOCK_BYTES, master=MASTER)
 
 

@@ -1,4 +1,4 @@
-"""Two stores over a real pool: what one saved the other one loads, whoever of master and donor dies, freezes or returns."""
+"""Two stores over a real pool: what one saved the other one loads, whoever of master and donor dies or freezes."""
 
 from __future__ import annotations
 
@@ -35,16 +35,8 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture(scope="module")
-def shared_master():
-    master = Master()
-    yield master
-    master.kill()
-
-
 @pytest.fixture
 def master():
-    """One that a test may end."""
     master = Master()
     yield master
     master.kill()
@@ -99,8 +91,8 @@ def client_of(store):
     return store._client._process
 
 
-def test_what_one_saved_the_other_one_loads(shared_master, open_store):
-    donor, reader = open_store(shared_master, LENT_BYTES), open_store(shared_master)
+def test_what_one_saved_the_other_one_loads(master, open_store):
+    donor, reader = open_store(master, LENT_BYTES), open_store(master)
     assert reader.num_matched(KEYS) == 0
     assert donor.save(KEYS, BLOCKS) == len(KEYS)
     assert reader.num_matched([*KEYS, os.urandom(32)]) == len(KEYS)
@@ -112,8 +104,8 @@ def test_what_one_saved_the_other_one_loads(shared_master, open_store):
     assert load(reader) == BLOCKS[:3]
 
 
-def test_a_store_that_lends_nothing_saves_in_what_others_lend(shared_master, open_store):
-    donor, writer = open_store(shared_master, LENT_BYTES), open_store(shared_master)
+def test_a_store_that_lends_nothing_saves_in_what_others_lend(master, open_store):
+    donor, writer = open_store(master, LENT_BYTES), open_store(master)
     keys = [os.urandom(32) for _ in range(3)]
     assert writer.save(keys, BLOCKS[:3]) == 3
     assert load(donor, keys) == BLOCKS[:3]
@@ -124,26 +116,28 @@ def test_more_than_the_pool_takes(open_store, master):
     keys = [os.urandom(32) for _ in range(120)]
     count = donor.save(keys, [BLOCKS[index % len(BLOCKS)] for index in range(120)])
     assert 0 < count < 120
-    assert len(donor.lacks(keys)) >= 120 - count - 1
+    lacking = donor.lacks(keys)
+    assert keys[count] in lacking
+    assert not lacking & set(keys[:count])
     reader = open_store(master)
     for index in range(0, 120, 24):
         loaded = load(reader, keys[index : index + 24])
         assert loaded == BLOCKS[: len(loaded)]
 
 
-def test_bytes_that_somebody_else_put_under_a_key(shared_master, open_store):
-    donor, reader = open_store(shared_master, LENT_BYTES), open_store(shared_master)
+def test_bytes_that_somebody_else_put_under_a_key(master, open_store):
+    donor, reader = open_store(master, LENT_BYTES), open_store(master)
     assert donor.save(KEYS, BLOCKS) == len(KEYS)
     size = len(donor._client._areas[0].objects[0])
     names = [_name(KEYS[5]), _name(KEYS[7])]
-    command = [sys.executable, "-c", THIRD_PARTY, shared_master.address, str(size), *names]
+    command = [sys.executable, "-c", THIRD_PARTY, master.address, str(size), *names]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as third_party:
         try:
             assert third_party.stdout.read(4) == b"done"
             assert load(reader) == BLOCKS[:5]
-            assert reader.stats().num_corrupt == 1
+            assert reader.stats().num_corrupt == 2
             reader.forget(KEYS[5:6])
             assert reader.save(KEYS[5:6], BLOCKS[5:6]) == 1
             assert load(reader) == BLOCKS[:7]
@@ -151,9 +145,10 @@ def test_bytes_that_somebody_else_put_under_a_key(shared_master, open_store):
             third_party.kill()
 
 
-def test_blocks_that_are_evicted_while_they_are_read(open_store):
-    """Leases of a millisecond, and a writer that needs the memory: what is read is right, or not there."""
-    master = Master(leases_ms=1)
+@pytest.mark.parametrize("leases_ms", [1, 300])
+def test_blocks_that_are_evicted_while_they_are_read(open_store, leases_ms):
+    """A writer needs the memory, and a millisecond is over before they have come: they are right, or not there."""
+    master = Master(leases_ms=leases_ms)
     writer, reader = open_store(master, 16 << 20), open_store(master)
     is_over = Event()
 
@@ -167,15 +162,15 @@ def test_blocks_that_are_evicted_while_they_are_read(open_store):
     writing.start()
     counts = []
     try:
-        for _ in range(60):
-            counts.append(len(load(reader)))
-            assert loads_right(reader) in {True, False}
+        for _ in range(20):
+            loaded = load(reader)
+            assert loaded == BLOCKS[: len(loaded)]
+            counts.append(len(loaded))
     finally:
         is_over.set()
         writing.join()
         master.kill()
-    assert max(counts) > 0
-    assert min(counts) < len(KEYS)
+    assert min(counts) < len(KEYS) if leases_ms == 1 else max(counts) > 0
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
