@@ -26,7 +26,7 @@ OPEN_S = 15.0  # until a client is there, its process's start included
 CALL_S = 4.0  # until a call is answered, or counts as failed
 REST_S = 30.0  # for which an area is left alone where a transfer failed: Mooncake may write it later than it says so
 GONE_S = 30.0  # a process that has not answered for so long is ended
-CLOSE_S = 5.0
+CLOSE_S = 5.0  # Mooncake takes 2 s to give back what it lent
 NUM_AREAS = 4
 AREA_BYTES = 8 << 20
 TRANSFER_FAILED = -800
@@ -199,8 +199,11 @@ class MooncakeClient:
                 self._free.wait(deadline - now)
 
     def close(self) -> None:
-        """Let the process end, or end it."""
+        """Let the process end by itself, or end it in a while; returns at once."""
         self._control.close()
+        threading.Thread(target=self._end, name="octavo-mooncake-close", daemon=True).start()
+
+    def _end(self) -> None:
         try:
             self._process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
