@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from octavo.config import DEFAULT_MIXED_STEP_MS, AdmissionRule, BatchingMode, EngineConfig, kernels_required
-from octavo.core.kv_connector import NullConnector
+import torch
+
+from octavo import __version__
+from octavo.config import (
+    DEFAULT_MIXED_STEP_MS,
+    AdmissionRule,
+    BatchingMode,
+    EngineConfig,
+    kernels_required,
+    kv_secret_from_environment,
+)
 from octavo.core.scheduler import Scheduler
 from octavo.data.capacity import EngineCapacity
 from octavo.data.events import FanOut, NullSink, RecentEvents
@@ -20,8 +30,10 @@ from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
 from octavo.kernels import are_exact, attention_slowness, instruction_sets
 from octavo.kv_transfer import create_store
 from octavo.kv_transfer.connector import StoreConnector
+from octavo.models.weights_identity import WeightsIdentity
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.launch import Checkpoint, make_grammars, make_processors
+from octavo.worker.kv_cache import LAYOUT_VERSION
 from octavo.worker.worker import LocalExecutor, Worker, resolve_device
 
 if TYPE_CHECKING:
@@ -29,7 +41,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from octavo.config import DeviceConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
-    from octavo.core.kv_connector import KVConnector
     from octavo.data.events import EventSink
     from octavo.kv_transfer import StoreFactory
     from octavo.models.architecture import Architecture
@@ -82,6 +93,8 @@ def build_core(
     speculative_config = _resolve_speculative(config.speculative, device_config)
     grammars = make_grammars(model_config, checkpoint)
     reading = grammars.read_ahead() if reads_ahead and grammars is not None else None
+    has_store = kv_store is not None or config.kv_transfer.names_store
+    identity = _find_identity(model_config, checkpoint) if has_store else None
     worker = Worker(
         checkpoint.directory,
         architecture,
@@ -115,9 +128,7 @@ def build_core(
     _log_capacity(worker, capacity)
     store = create_store(config.kv_transfer, worker.kv_cache.block_bytes, kv_store)
     executor = LocalExecutor(worker, store, num_threads=config.kv_transfer.num_threads)
-    connector: KVConnector = NullConnector()
-    if store is not None:
-        connector = StoreConnector(store, block_size=config.cache.block_size, on_answer=executor.wake)
+    connector = None if store is None else StoreConnector(store, config.cache.block_size, executor.wake)
     clock = RecordedClock(time.monotonic)
     metrics, recent = EngineMetrics(), RecentEvents()
     scheduler = Scheduler(
@@ -128,20 +139,34 @@ def build_core(
         clock=clock,
         sink=FanOut([metrics, recent, sink or NullSink()]),
         num_host_blocks=num_host_blocks,
-        cache_keys=_cache_keys(model_config, checkpoint, worker),
+        cache_keys=_cache_keys(config, worker, dtype, identity),
         connector=connector,
     )
     return EngineCore(_recorded(scheduler, clock, config.record), executor, metrics, recent, capacity)
 
 
-def _cache_keys(model_config: ModelConfig, checkpoint: Checkpoint, worker: Worker) -> tuple[str, ...]:
-    """Return all that the KV of a token depends on besides the tokens before it."""
-    return (
-        f"model:{checkpoint.directory.resolve()}",
-        f"kv:{worker.kv_dtype}",
-        f"weights:{model_config.quantization}:{model_config.group_size}",
+def _find_identity(config: ModelConfig, checkpoint: Checkpoint) -> WeightsIdentity:
+    """Begin to find out what the weights are, beside their loading."""
+    seed = config.seed if config.load_format == "dummy" else None
+    return WeightsIdentity(checkpoint.directory, checkpoint.architecture, seed)
+
+
+def _cache_keys(config: EngineConfig, worker: Worker, dtype: str, identity: WeightsIdentity | None) -> tuple[str, ...]:
+    """Return all that the KV of a token depends on besides the tokens before it.
+
+    identity: of the weights; None where what is computed here stays here, so that nothing is of other weights.
+    """
+    model, cache = config.model, config.cache
+    keys = [
+        f"kv:{worker.kv_dtype} in blocks of {cache.block_size}, layout {LAYOUT_VERSION}",
+        f"weights:{dtype} for {worker.dtype}, {model.quantization}:{model.group_size}",
         f"kernels:{worker.kernels.identity} on {worker.device.type}",
-    )
+    ]
+    if identity is not None:
+        secret = hashlib.sha256(kv_secret_from_environment().encode()).hexdigest()
+        versions = f"octavo {__version__}, torch {torch.__version__}"
+        keys += [f"model:{identity.result()}", f"versions:{versions}", f"secret:{secret}"]
+    return tuple(keys)
 
 
 def _resolve_speculative(config: SpeculativeConfig, device_config: DeviceConfig) -> SpeculativeConfig | None:

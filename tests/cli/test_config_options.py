@@ -19,6 +19,7 @@ from octavo.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
     ServerConfig,
@@ -30,15 +31,16 @@ if TYPE_CHECKING:
 
 # Fields that no option sets, and why.
 INTERNAL: dict[type, set[str]] = {
-    EngineConfig: {"model", "cache", "scheduler", "device", "speculative"},  # the parts; the last is an object of JSON
+    EngineConfig: {"model", "cache", "scheduler", "device", "speculative", "kv_transfer"},  # the parts
     ModelConfig: {
         "model",  # MODEL and --model, of which one counts more
         "served_model_name",  # follows from it
         "skip_tokenizer_init",  # of Python alone: a command reads and writes text
     },
     CacheConfig: set(),
-    SchedulerConfig: {"kv_transfer_timeout_s", "kv_lookup_timeout_s", "min_tokens_to_cache"},  # there are no stores yet
+    SchedulerConfig: set(),
     DeviceConfig: set(),
+    KVTransferConfig: set(),
     ServerConfig: {"max_open_requests", "max_num_waiting_tokens"},  # follow from the scheduler's options
 }
 NEEDED = {  # what else has to be said
@@ -73,7 +75,7 @@ def other_values(part: type) -> Iterator[tuple[str, str, Any]]:
         elif "Path" in kind:
             value = Path("some.file")
         elif kind.startswith(("int", "float")):
-            value = 64 + (default or 0)
+            value = 32 + (default or 0)
         elif kind.startswith("tuple"):
             value = FREE.get(name, ("a", "b"))
         yield "--" + (option.name or name).replace("_", "-"), name, value
@@ -96,6 +98,6 @@ def test_every_option_sets_its_field(part: type) -> None:
         result = CliRunner().invoke(look_app, [*NEEDED.get(name, []), *words])
         assert result.exit_code == 0, (words, result.output)
         engine, server = made.pop()
-        parts = (engine, engine.model, engine.cache, engine.scheduler, engine.device, server)
+        parts = (engine, engine.model, engine.cache, engine.scheduler, engine.device, engine.kv_transfer, server)
         found = getattr(next(each for each in parts if type(each) is part), name)
         assert (found[: len(value)] if isinstance(value, tuple) else found) == value, words

@@ -131,6 +131,7 @@ def _parts(server: ServerConfig, engine: EngineConfig) -> dict[str, Any]:
         "scheduler": engine.scheduler,
         "device": engine.device,
         "speculative": engine.speculative,
+        "kv_transfer": engine.kv_transfer,
     }
 
 

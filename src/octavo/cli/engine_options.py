@@ -14,6 +14,7 @@ from octavo.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
     SchedulingPolicy,
@@ -35,6 +36,7 @@ _PANELS = {
     EngineConfig: "Scheduler",
     DeviceConfig: "Device",
     SpeculativeConfig: "Speculation",
+    KVTransferConfig: "KV stores",
 }
 
 
@@ -129,6 +131,7 @@ class EngineOptions:
             scheduler=scheduler,
             device=read_part(self, DeviceConfig),
             speculative=self._speculative(),
+            kv_transfer=read_part(self, KVTransferConfig),
         )
 
     def _speculative(self) -> SpeculativeConfig:

@@ -33,6 +33,7 @@ from octavo.config.environment import (
     cache_directory,
     forget_service_link,
     kernels_required,
+    kv_secret_from_environment,
     threads_from_environment,
 )
 from octavo.config.fields import QUANTIZATIONS, Option, options_of
@@ -78,6 +79,7 @@ __all__ = [
     "default_max_num_batched_tokens",
     "forget_service_link",
     "kernels_required",
+    "kv_secret_from_environment",
     "options_of",
     "scheduling_policy",
     "threads_from_environment",

@@ -307,9 +307,21 @@ class SchedulerConfig:
         1.0, "auto: tokens that could be computed while a block goes to host memory and back."
     )
     max_num_preemptions: int = option(8, "So often may one request be preempted; then it is protected.")
-    kv_transfer_timeout_s: float = 30.0
-    kv_lookup_timeout_s: float = 0.1
-    min_tokens_to_cache: int = 64
+    kv_transfer_timeout_s: float = option(
+        30.0,
+        "So long may KV take from or to a store; then it is computed here, or not saved.",
+        unit="SECONDS",
+        panel="KV stores",
+    )
+    kv_lookup_timeout_s: float = option(
+        0.1, "So long may a request wait to hear what a store has of it.", unit="SECONDS", panel="KV stores"
+    )
+    min_tokens_to_cache: int = option(
+        64,
+        "Shorter beginnings of prompts are neither saved in a store nor fetched from it.",
+        unit="TOKENS",
+        panel="KV stores",
+    )
 
     def __post_init__(self) -> None:
         at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -322,7 +334,10 @@ class SchedulerConfig:
             at_least(name, getattr(self, name), 1, may_be_none=True)
         at_least("max_waiting_tokens", self.max_waiting_tokens, 0)
         at_least("max_num_preemptions", self.max_num_preemptions, 0)
+        at_least("min_tokens_to_cache", self.min_tokens_to_cache, 0)
         for name in ("fair_input_weight", "fair_output_weight", "swap_block_cost_tokens", "waiting_served_ratio"):
+            not_negative(name, getattr(self, name))
+        for name in ("kv_transfer_timeout_s", "kv_lookup_timeout_s"):
             not_negative(name, getattr(self, name))
         for name in ("ageing_s", "attention_cost_tokens", "mixed_step_ms"):
             if getattr(self, name) is not None:

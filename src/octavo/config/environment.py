@@ -31,6 +31,15 @@ def api_key_from_environment() -> str | None:
     return os.environ.get(API_KEY_VARIABLE) or None
 
 
+def kv_secret_from_environment() -> str:
+    """Return what goes into the keys of KV in stores (OCTAVO_KV_SECRET), "" where nothing is set.
+
+    Who reads keys there and does not know it cannot test guesses of what was asked. Engines share what they store where
+    it is the same.
+    """
+    return os.environ.get("OCTAVO_KV_SECRET", "")
+
+
 def forget_service_link() -> str | None:
     """Forget an OCTAVO_SERVE_PORT that is none, and return it: tcp://10.0.0.1:8000, say.
 

@@ -46,6 +46,11 @@ class KVTransferConfig:
         name="kv_mooncake_protocol",
     )
 
+    @property
+    def names_store(self) -> bool:
+        """Whether there is any store."""
+        return False
+
     def __post_init__(self) -> None:
         within("num_threads of kv_transfer", self.num_threads, 1, _MAX_THREADS)
         check_choices(self)

@@ -35,7 +35,7 @@ class StoreConnector:
     on_answer is called from other threads when a lookup has ended.
     """
 
-    def __init__(self, store: TieredStore, *, block_size: int, on_answer: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, store: TieredStore, block_size: int, on_answer: Callable[[], None] = lambda: None) -> None:
         self._store = store
         self._block_size = block_size
         self._on_answer = on_answer

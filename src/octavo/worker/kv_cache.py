@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from octavo.data.scheduler_output import BlockCopies
 
+LAYOUT_VERSION = 1  # of the bytes of a block, which stores keep; a block of another version is not found
+
 
 class PagedKVCache:
     """Keys and values of all layers, [blocks, num_layers, 2, num_kv_heads, block_size, head_dim].

@@ -1,0 +1,55 @@
+"""What weights are, whatever their directory is called: in the keys of KV that is kept for other processes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from octavo.config import cache_directory
+from octavo.errors import ConfigError, ModelError
+from octavo.models.packed_cache import HASHES_FILE, Identity
+from octavo.models.weight_files import find_weight_files
+from octavo.models.weight_hashes import FileHashes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from octavo.models.architecture import Architecture
+
+
+class WeightsIdentity:
+    """A hash over all bytes of a checkpoint's weights and what its configuration computes with them.
+
+    The files are read on a thread, beside their loading; those that are known by their state are not read again.
+    seed: of random weights, which have no files. Raises `ConfigError` where there is no place to know files by.
+    """
+
+    def __init__(self, directory: Path, architecture: Architecture, seed: int | None = None) -> None:
+        self._directory = directory
+        self._described = f"{architecture!r} seed:{seed}"
+        self._identity: Identity | None = None
+        if seed is not None:
+            return
+        try:
+            hashes = FileHashes(cache_directory() / "packed" / HASHES_FILE)
+        except RuntimeError as error:
+            raise ConfigError(f"a store of KV needs to know the weights' files: {error}; set XDG_CACHE_HOME") from None
+        self._identity = Identity(find_weight_files(directory), (self._described,), hashes, lambda: None)
+        pool = ThreadPoolExecutor(1, thread_name_prefix="octavo-weights")
+        self._digest = pool.submit(self._identity.digest)
+        pool.shutdown(wait=False)
+
+    def result(self) -> str:
+        """Return it, once the weights are loaded. Raises `ModelError` for files that were changed meanwhile."""
+        identity = self._identity
+        if identity is None:
+            return self._described
+        try:
+            digest = self._digest.result()
+            is_current = identity.is_current()
+        except OSError as error:
+            raise ModelError(f"{self._directory}: the weights cannot be read ({error})") from None
+        if not is_current:
+            raise ModelError(f"{self._directory} was changed while it was loaded; start again")
+        identity.keep()
+        return digest
