@@ -10,7 +10,9 @@ from threading import Thread
 
 import pytest
 
-from octavo.kv_transfer import mooncake_client
+from octavo.config import KVTransferConfig
+from octavo.errors import ConfigError
+from octavo.kv_transfer import create_store, mooncake_client
 from octavo.kv_transfer.interface import StoreError
 from octavo.kv_transfer.mooncake import MooncakeStore, _name
 
@@ -282,3 +284,39 @@ def test_the_process_ends_with_the_one_that_started_it(store):
     process = store._client._process
     store._client._control.close()  # as the system does for one that is gone
     assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:99999", "a b:1", "http://host:1"])
+def test_what_is_no_address_of_a_master(address):
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        KVTransferConfig(mooncake=address)
+
+
+@pytest.mark.parametrize("more", [{"mooncake_segment_bytes": 0}, {"mooncake_protocol": "rdma"}])
+def test_what_is_of_no_use_without_a_master(more):
+    with pytest.raises(ConfigError, match="of no use"):
+        KVTransferConfig(**more)
+    assert KVTransferConfig(mooncake="[::1]:50051", **more).names_store
+
+
+def test_other_protocols_and_sizes_are_refused():
+    with pytest.raises(ConfigError, match="tcp, rdma"):
+        KVTransferConfig(mooncake=MASTER, mooncake_protocol="udp")
+    with pytest.raises(ConfigError, match="mooncake_segment_bytes"):
+        KVTransferConfig(mooncake=MASTER, mooncake_segment_bytes=-1)
+
+
+def test_the_configuration_makes_a_store_that_is_opened_when_it_is_asked(pool, monkeypatch):
+    monkeypatch.setattr("octavo.kv_transfer.find_spec", lambda _: True)
+    assert create_store(KVTransferConfig(), BLOCK_BYTES) is None
+    store = create_store(KVTransferConfig(mooncake=MASTER), BLOCK_BYTES)
+    store.open()
+    assert store.save(KEYS, BLOCKS) == len(KEYS)
+    assert len(list(pool.iterdir())) == len(KEYS)
+    store.close()
+
+
+def test_a_pool_without_the_package_is_refused(monkeypatch):
+    monkeypatch.setattr("octavo.kv_transfer.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install 'octavo\[mooncake\]'"):
+        create_store(KVTransferConfig(mooncake=MASTER), BLOCK_BYTES)

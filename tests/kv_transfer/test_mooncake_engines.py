@@ -1,4 +1,4 @@
-"""Engines that share a pool of Mooncake: the second one computes nothing of what the first one has, and says the same."""
+"""Engines that share a pool of Mooncake: the second one computes nothing of what the first has, and says the same."""
 
 from __future__ import annotations
 

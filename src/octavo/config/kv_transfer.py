@@ -49,7 +49,7 @@ class KVTransferConfig:
     @property
     def names_store(self) -> bool:
         """Whether there is any store."""
-        return False
+        return self.mooncake is not None
 
     def __post_init__(self) -> None:
         within("num_threads of kv_transfer", self.num_threads, 1, _MAX_THREADS)
