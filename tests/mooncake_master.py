@@ -26,13 +26,13 @@ class Master:
     """leases_ms: how long an object that was asked for is kept. clients_s: how long one may be silent."""
 
     def __init__(self, *, leases_ms: int = 2000, clients_s: int = 2) -> None:
-        self.port, metrics = _free_port(), _free_port()
+        self.port, self.metrics_port = _free_port(), _free_port()
         self.address = f"127.0.0.1:{self.port}"
         self._command = [
             str(Path(_PACKAGE.origin).parent / "mooncake_master"),
             f"--rpc_port={self.port}",
             "--rpc_address=127.0.0.1",
-            f"--metrics_port={metrics}",
+            f"--metrics_port={self.metrics_port}",
             f"--default_kv_lease_ttl={leases_ms}",
             f"--client_ttl={clients_s}",
         ]
