@@ -166,6 +166,7 @@ def test_an_area_is_used_again_when_the_call_has_ended_and_it_has_rested(store, 
     for _ in range(mooncake_client.NUM_AREAS):
         with pytest.raises(StoreError):
             load(store)
+    monkeypatch.setattr(mooncake_client, "CALL_S", 600.0)
     with pytest.raises(StoreError, match="answers none of the 4 calls"):
         store.num_matched(KEYS)
     monkeypatch.setattr(mooncake_client, "REST_S", 0.0)
@@ -179,6 +180,9 @@ def test_an_area_rests_where_a_transfer_failed(store, pool):
     store.save(KEYS, BLOCKS)
     (pool / "get.codes").write_text("[-800]")
     load(store, KEYS[:1])
+    assert len(store._client._aside) == 1
+    (pool / "put.codes").write_text("[-800]")
+    store.save(KEYS[:1], BLOCKS[:1])  # which is only read
     assert len(store._client._aside) == 1
 
 
@@ -201,8 +205,8 @@ def test_a_process_that_answers_nothing_is_replaced(store, pool, monkeypatch):
 def test_a_client_that_died_is_replaced(store):
     store.save(KEYS, BLOCKS)
     store._client.kill()
-    assert load(store) == BLOCKS
-    assert store.lacks(KEYS[:1]) == set()
+    assert load(store, KEYS[:1]) == BLOCKS[:1]
+    assert store.lacks(KEYS) == set(KEYS[1:])  # what it had lent is gone
 
 
 def test_a_client_that_dies_in_a_call_is_an_error(store, pool):

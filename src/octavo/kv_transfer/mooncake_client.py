@@ -24,7 +24,7 @@ READY = "ready"  # the first message on the control pipe; any other one says why
 MODULE = "octavo.kv_transfer.mooncake_process"
 OPEN_S = 15.0  # until a client is there, its process's start included
 CALL_S = 4.0  # until a call is answered, or counts as failed
-REST_S = 30.0  # for which an area is left alone where a transfer failed: Mooncake may write it later than it says so
+REST_S = 6.0  # twice what Mooncake lets a transfer stand: for so long it may write an area whose transfer failed
 GONE_S = 30.0  # a process that has not answered for so long is ended
 CLOSE_S = 5.0  # Mooncake takes 2 s to give back what it lent
 NUM_AREAS = 4
@@ -85,7 +85,7 @@ class Area:
             codes = self.answer()
         except (EOFError, OSError) as error:
             raise StoreError(f"the process that holds the client of Mooncake has ended ({name})") from error
-        if TRANSFER_FAILED in codes:
+        if name == "get" and TRANSFER_FAILED in codes:
             self.rests_until = time.monotonic() + REST_S
         return codes
 
