@@ -9,6 +9,8 @@ class Store:
     num_tokens None: it does not know yet. wants: whether it saves what it is offered.
     """
 
+    name = "a store"
+
     def __init__(self, num_tokens=8, prefix="", *, wants=False):
         self.num_tokens = num_tokens
         self.prefix = prefix

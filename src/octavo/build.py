@@ -22,11 +22,12 @@ from octavo.config import (
 from octavo.core.scheduler import Scheduler
 from octavo.data.capacity import EngineCapacity
 from octavo.data.events import FanOut, NullSink, RecentEvents
-from octavo.data.metrics import EngineMetrics
+from octavo.data.metrics import EngineMetrics, EngineStats
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.llm_engine import Engine
 from octavo.errors import ConfigError
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
+from octavo.journal.stores import RecordedConnector
 from octavo.kernels import are_exact, attention_slowness, instruction_sets
 from octavo.kv_transfer import create_store
 from octavo.kv_transfer.connector import StoreConnector
@@ -41,8 +42,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from octavo.config import DeviceConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+    from octavo.core.kv_connector import KVConnector
     from octavo.data.events import EventSink
     from octavo.kv_transfer import StoreFactory
+    from octavo.kv_transfer.tiers import TieredStore
     from octavo.models.architecture import Architecture
 
 
@@ -128,9 +131,9 @@ def build_core(
     _log_capacity(worker, capacity)
     store = create_store(config.kv_transfer, worker.kv_cache.block_bytes, kv_store)
     executor = LocalExecutor(worker, store, num_threads=config.kv_transfer.num_threads)
-    connector = None if store is None else StoreConnector(store, config.cache.block_size, executor.wake)
+    connector, recorded = _connect(config, store, executor)
     clock = RecordedClock(time.monotonic)
-    metrics, recent = EngineMetrics(), RecentEvents()
+    metrics, recent = EngineMetrics(EngineStats(kv_stores={} if store is None else store.figures)), RecentEvents()
     scheduler = Scheduler(
         scheduler_config,
         config.cache,
@@ -142,7 +145,20 @@ def build_core(
         cache_keys=_cache_keys(config, worker, dtype, identity),
         connector=connector,
     )
-    return EngineCore(_recorded(scheduler, clock, config.record), executor, metrics, recent, capacity)
+    return EngineCore(_recorded(scheduler, clock, config.record, recorded), executor, metrics, recent, capacity)
+
+
+def _connect(
+    config: EngineConfig, store: TieredStore | None, executor: LocalExecutor
+) -> tuple[KVConnector | None, RecordedConnector | None]:
+    """Return what the scheduler asks of stores, and the same once more where its answers go into a journal."""
+    if store is None:
+        return None, None
+    connector = StoreConnector(store, config.cache.block_size, executor.wake)
+    if config.record is None:
+        return connector, None
+    recorded = RecordedConnector(connector)
+    return recorded, recorded
 
 
 def _find_identity(config: ModelConfig, checkpoint: Checkpoint) -> WeightsIdentity:
@@ -184,12 +200,14 @@ def _log_capacity(worker: Worker, capacity: EngineCapacity) -> None:
         logger.info("the engine drafts with %s", draft.summary(kv_cache.num_blocks))
 
 
-def _recorded(scheduler: Scheduler, clock: RecordedClock, path: Path | None) -> Scheduler | RecordingScheduler:
+def _recorded(
+    scheduler: Scheduler, clock: RecordedClock, path: Path | None, store: RecordedConnector | None
+) -> Scheduler | RecordingScheduler:
     """Let a journal be written where one is asked for."""
     if path is None:
         return scheduler
     try:
-        return RecordingScheduler(scheduler, clock, path, describe(scheduler))
+        return RecordingScheduler(scheduler, clock, path, describe(scheduler), store)
     except OSError as error:
         raise ConfigError(f"the journal {path} cannot be written: {error.strerror}") from None
 

@@ -54,6 +54,10 @@ class Engine:
     def ask(self, prompts=PROMPTS):
         return list(self.engine.generate_batch(prompts, PARAMS).values())
 
+    def fill_pool(self):
+        """Ask until all is saved: what cannot be saved in a step is offered again in a later one."""
+        wait_for(lambda: self.ask() and self.tier.stats().num_blocks >= NUM_BLOCKS)
+
     def shutdown(self):
         self.engine.shutdown()
 
@@ -98,7 +102,7 @@ def test_another_engine_goes_on_from_the_pool(master, engines, kv_cache_dtype):
     alone = engines(kv_cache_dtype=kv_cache_dtype).ask()
     first = engines(master, kv_cache_dtype=kv_cache_dtype)
     assert told(first.ask()) == told(alone)
-    wait_for(lambda: first.tier.stats().num_blocks >= NUM_BLOCKS)
+    first.fill_pool()
     second = engines(master, lent_bytes=0, kv_cache_dtype=kv_cache_dtype)
     outputs = second.ask()
     assert told(outputs) == told(alone)
@@ -110,8 +114,7 @@ def test_another_engine_goes_on_from_the_pool(master, engines, kv_cache_dtype):
 def test_whoever_is_gone_the_engine_answers(master, engines, whom, end):
     alone = engines().ask()
     first, second = engines(master), engines(master, lent_bytes=0)
-    first.ask()
-    wait_for(lambda: first.tier.stats().num_blocks >= NUM_BLOCKS)
+    first.fill_pool()
     (first.process if whom == "donor" else master.process).send_signal(end)
     start = time.monotonic()
     assert told(second.ask()) == told(alone)

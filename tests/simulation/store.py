@@ -57,6 +57,7 @@ class SimulatedStore:
     rate: how often it offers what it has. checks: whether records are believed only with their checksum.
     """
 
+    name = "simulated"
     max_steps = 4  # of a transfer
 
     def __init__(self, worker: HashWorker, rng: random.Random, rate: float) -> None:

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 class KVConnector(Protocol):
     """A store of KV blocks by key, outside of this engine; `request.block_hashes` are the keys of a request's blocks.
 
-    Every method returns at once: what has to ask somebody else does so beside the steps.
+    Every method returns at once: what has to ask somebody else does so beside the steps. name: what the store is called
+    where a person reads it.
     """
+
+    name: str
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens beyond `num_computed_tokens`, a whole number of blocks, it has; None: not known yet.
@@ -51,6 +54,8 @@ class KVConnector(Protocol):
 
 class NullConnector:
     """Nothing is stored anywhere else."""
+
+    name = ""
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Find nothing."""

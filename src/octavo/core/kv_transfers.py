@@ -54,7 +54,7 @@ class _Lookup:
 class KVTransfers:
     """The only user of the connector, and of pins in the KV cache. The state of a request is its caller's.
 
-    Ids are never used twice, so a late or double completion finds nothing. has_store: whether there is a store at all.
+    Ids are never used twice, so a late or double completion finds nothing. store_name: "" where there is no store.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class KVTransfers:
     ) -> None:
         self._connector = connector
         self.has_store = not isinstance(connector, NullConnector)
+        self.store_name = connector.name
         self._manager = kv_cache_manager
         self._emitter = emitter
         self._timeout_s = config.kv_transfer_timeout_s
@@ -266,7 +267,10 @@ class KVTransfers:
             self._emitter.emit(events.KVSaveEnded, order.transfer_id, num_blocks or 0, outcome)
         else:
             del self._load_of[pending.request.request_id]
-            self._emitter.emit(events.KVLoadEnded, pending.request.request_id, order.transfer_id, outcome)
+            name, num_tokens = pending.request.request_id, (num_blocks or 0) * self._manager.block_size
+            seconds, computing_s = self._emitter.now - pending.started, self._cost.computing_s(num_tokens)
+            told = order.transfer_id, outcome, num_tokens, seconds, computing_s, self.store_name
+            self._emitter.emit(events.KVLoadEnded, name, *told)
 
     # --- with the worker ----------------------------------------------------------------------------------------------
 

@@ -26,9 +26,13 @@ class TransferCost:
         """Take in how long a load took, from the order to the step that could go on with it."""
         self._loads.learn(num_tokens, seconds)
 
+    def computing_s(self, num_tokens: int) -> float:
+        """Return how long computing so many tokens takes; 0 where it is not known."""
+        return self._seconds_per_token * num_tokens
+
     def is_worth_loading(self, num_tokens: int) -> bool:
         """Whether a load of so many tokens takes no longer than computing them."""
-        if not self._seconds_per_token or self._loads.seconds(num_tokens) <= self._seconds_per_token * num_tokens:
+        if not self._seconds_per_token or self._loads.seconds(num_tokens) <= self.computing_s(num_tokens):
             return True
         self._num_declined += 1
         return self._num_declined % self._TRIED_AGAIN == 0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from octavo.data import events
 from octavo.data.draft_stats import DraftStats
+from octavo.data.kv_store_figures import KVStoreFigures  # noqa: TC001 - msgspec reads the types of fields
 from octavo.data.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 # All are told from the beginning, so that a rate sees the first one.
 _REASONS = tuple(status.value for status in RequestStatus if status.is_finished)
+_LOAD_OUTCOMES = ("done", "failed", "expired", "cancelled")
 _TTFT_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
@@ -86,6 +88,9 @@ class EngineStats:
     time_to_first_token, queue_time and e2e_latency begin when the request arrived. inter_token_latency: from a step
     that had tokens for a request to the next one. prefill_time: from the first admission to the first token,
     decode_time: from there to the last one. tenant_tokens: prompt and generated tokens of each tenant.
+    kv_load_tokens: whose KV came from stores outside. kv_load_seconds: what requests waited for it, and
+    kv_computing_seconds: what computing would have taken, of those loads of which it is known. kv_loads: by outcome.
+    kv_stores: by name; each is written where its store is asked.
     """
 
     num_requests_running: int = 0
@@ -105,6 +110,11 @@ class EngineStats:
     request_success: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REASONS, 0))
     tenant_tokens: dict[str, list[int]] = field(default_factory=dict)
     drafts: DraftStats = field(default_factory=DraftStats)
+    kv_load_tokens: int = 0
+    kv_load_seconds: float = 0.0
+    kv_computing_seconds: float = 0.0
+    kv_loads: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_LOAD_OUTCOMES, 0))
+    kv_stores: dict[str, KVStoreFigures] = field(default_factory=dict)
     iteration_tokens: Histogram = field(default_factory=partial(Histogram, _STEP_TOKEN_BOUNDS))
     time_to_first_token: Histogram = field(default_factory=partial(Histogram, _TTFT_BOUNDS))
     inter_token_latency: Histogram = field(default_factory=partial(Histogram, _ITL_BOUNDS))
@@ -136,8 +146,8 @@ class EngineMetrics:
     A request that ends in a step is told of before the step's tokens are: its figures wait for them.
     """
 
-    def __init__(self) -> None:
-        self.stats = EngineStats()
+    def __init__(self, stats: EngineStats | None = None) -> None:
+        self.stats = stats or EngineStats()
         self._lives: dict[str, _Life] = {}
         self._ended: list[tuple[str, events.RequestFinished]] = []
         self._is_in_step = False
@@ -174,13 +184,26 @@ class EngineMetrics:
             case events.PrefixCacheQueried():
                 stats.prefix_cache_queries += event.num_query_tokens
                 stats.prefix_cache_hits += event.num_hit_tokens
+            case events.StepFailed():
+                stats.num_failed_steps += 1
+                self._end_step()
+            case _:
+                self._count_seldom(event)
+
+    def _count_seldom(self, event: Event) -> None:
+        """Count what few steps tell of."""
+        stats = self.stats
+        match event:
+            case events.KVLoadEnded():
+                stats.kv_loads[event.outcome] += 1
+                stats.kv_load_tokens += event.num_tokens
+                if event.computing_s:
+                    stats.kv_load_seconds += event.seconds
+                    stats.kv_computing_seconds += event.computing_s
             case events.DraftsVerified() | events.DraftsTimed():
                 stats.drafts.add(event)
             case events.BlocksQuarantined():
                 stats.num_quarantined_blocks += len(event.block_ids)
-            case events.StepFailed():
-                stats.num_failed_steps += 1
-                self._end_step()
 
     def _move(self, life: _Life, *, runs: bool) -> None:
         """Count a request among those who run, or those who wait."""

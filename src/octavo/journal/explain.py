@@ -241,7 +241,7 @@ class _Teller:
         elif isinstance(event, events.KVLoadEnded):
             is_done = event.outcome == "done"
             self.enter((GENERATING if self.has_output else PROMPT) if is_done else QUEUED, event.time)
-            reasons.append(f"fetching its KV from outside: {event.outcome}")
+            reasons.append(_what_came(event))
         elif isinstance(event, events.RequestPreempted):
             self.enter(PREEMPTED, event.time)
             reasons.append(self._why_preempted(event))
@@ -300,6 +300,15 @@ def _how_drafts_went(drafts: DraftStats) -> str:
         if drafts.speed_up is None
         else f"; for all in them these steps were {drafts.speed_up:.2f} times as fast as without"
     )
+
+
+def _what_came(event: events.KVLoadEnded) -> str:
+    took = f"{1e3 * event.seconds:.0f} ms"
+    if not event.num_tokens:
+        return f"fetching its KV from {event.store} took {took} and gave nothing: {event.outcome}"
+    instead = f", instead of about {1e3 * event.computing_s:.0f} ms of computing" if event.computing_s else ""
+    less = "" if event.outcome == "done" else "; the others did not come"
+    return f"{event.num_tokens:,} tokens from {event.store}, {took}{instead}{less}"
 
 
 def _why_missed(event: events.PrefixCacheQueried) -> str:

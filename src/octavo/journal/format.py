@@ -13,6 +13,7 @@ agree in tokens, and nothing else can be read from them. A cache salt stands as 
                                                                     out; one whose token is postponed has none, and no
                                                                     error; the last two are what guessing took, left out
                                                                     where nobody guesses
+    ["k", [answers]]                                                what a store of KV outside answered to the next line
     ["x", t, message]                                               the step failed
     ["d", {number: count}]                                          drafts were proposed
     ["p", [numbers]], ["r"]                                         preempt these; forget the prefix cache

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from octavo.data.model_output import ModelOutput
     from octavo.data.request import Request
     from octavo.data.scheduler_output import SchedulerOutput
+    from octavo.journal.stores import RecordedConnector
     from octavo.outputs import EngineCoreOutput
 
 logger = logging.getLogger(__name__)
@@ -71,11 +72,20 @@ class RecordingScheduler:
     """Passes every call on to `scheduler` and writes it to the file at `path`.
 
     seconds: CPU time spent on recording so far. Raises OSError when the file cannot be opened; one that can no longer
-    be written ends the journal, not the engine.
+    be written ends the journal, not the engine. store: what the scheduler asks for KV from outside, None where it asks
+    nobody.
     """
 
-    def __init__(self, scheduler: Scheduler, clock: RecordedClock, path: Path, header: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        clock: RecordedClock,
+        path: Path,
+        header: dict[str, Any],
+        store: RecordedConnector | None = None,
+    ) -> None:
         self._scheduler = scheduler
+        self._store = store
         self._clock = clock
         self._file = open_journal(path, "w")
         self._lines: list[str] = []
@@ -131,6 +141,7 @@ class RecordingScheduler:
         """Decide a step."""
         scheduled = self._scheduler.schedule()
         start = time.thread_time()
+        self._note_answers()
         self._write_line(f'["s",{self._elapsed()},{checksum(scheduled)}]\n')
         self.seconds += time.thread_time() - start
         return scheduled
@@ -141,6 +152,7 @@ class RecordingScheduler:
         if result.step != scheduled.step:
             return outputs  # it changed nothing
         start = time.thread_time()
+        self._note_answers()
         known = self._unfinished
         told: list[list[Any]] = [[known[name].number, 0, 0, None, None] for name in result.postponed if name in known]
         has_drafts = bool(scheduled.scheduled_spec_decode_tokens)
@@ -154,7 +166,8 @@ class RecordingScheduler:
                 number = (self._replaced.get(name) or self._unfinished[name]).number
                 told.append([number, num_sampled, num_accepted, reason, output.error])
         if result.drafting_s:
-            guessing = result.drafting_s, result.num_drafting_passes
+            computed = [known[name].number for name in sorted(result.computed_drafts) if name in known]
+            guessing = result.drafting_s, result.num_drafting_passes, computed
             self._write(["u", self._elapsed(), told, result.kv_transfers, *guessing])
         elif told or result.kv_transfers:
             self._write(["u", self._elapsed(), told, result.kv_transfers])
@@ -215,6 +228,11 @@ class RecordingScheduler:
             ended = self._replaced.pop(name) if of_step and name in self._replaced else self._unfinished.pop(name)
             self._write(["g", ended.number, ended.generated()])
 
+    def _note_answers(self) -> None:
+        """Write what the store answered, before what it was asked for."""
+        if self._store is not None and (answers := self._store.take_answers()):
+            self._write(["k", answers])
+
     def _elapsed(self) -> int:
         """Microseconds since the line before, on the scheduler's clock."""
         elapsed = self._clock.microseconds - self._last_time
@@ -266,6 +284,6 @@ def describe(scheduler: Scheduler, **more: Any) -> dict[str, Any]:
         "enable_prefix_caching": manager.enable_prefix_caching,
         "cache_decoded_blocks": manager.cache_decoded_blocks,
         "max_model_len": scheduler.max_model_len,
-        "connector": scheduler.transfers.has_store,
+        "connector": scheduler.transfers.store_name,
         **more,
     }

@@ -12,9 +12,11 @@ from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request, RequestStatus
 from octavo.errors import ConfigError
 from octavo.journal.format import checksum, decode_tokens, read_journal
+from octavo.journal.stores import ReplayedConnector
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from octavo.data.scheduler_output import SchedulerOutput
@@ -52,6 +54,7 @@ class _Player:
         self.mismatches: list[Mismatch] = []
         self.num_steps = 0
         self.scheduled: SchedulerOutput | None = None
+        self.store = ReplayedConnector(header["connector"]) if header.get("connector") else None
         if unknown := set(header["scheduler"]) - {each.name for each in fields(SchedulerConfig)}:
             raise ConfigError(f"the journal is of another version of octavo: {', '.join(sorted(unknown))} are unknown")
         self.scheduler = Scheduler(
@@ -66,6 +69,7 @@ class _Player:
             max_model_len=header["max_model_len"],
             clock=lambda: self.microseconds / 1e6,
             sink=self.log,
+            connector=self.store,
         )
 
     def play(self, line: list[Any]) -> None:
@@ -101,6 +105,7 @@ class _Player:
         kv_transfers: list[tuple[int, int]],
         drafting_s: float = 0.0,
         num_drafting_passes: int = 0,
+        computed_drafts: Sequence[int] = (),
     ) -> None:
         scheduled = self.scheduled
         assert scheduled is not None
@@ -128,6 +133,7 @@ class _Player:
             kv_transfers=kv_transfers,
             drafting_s=drafting_s,
             num_drafting_passes=num_drafting_passes,
+            computed_drafts={self.names[number] for number in computed_drafts},
         )
         self.scheduler.update_from_output(scheduled, result)
 
@@ -138,6 +144,10 @@ class _Player:
         if reason == "stop" and num_accepted:
             tokens[num_accepted - 1] = STOP_TOKEN
         return tokens
+
+    def _play_k(self, answers: list[Any]) -> None:
+        if self.store is not None:
+            self.store.answers = answers
 
     def _play_x(self, message: str) -> None:
         assert self.scheduled is not None
@@ -157,10 +167,8 @@ class _Player:
 
 
 def replay(path: Path) -> Replay:
-    """Replay a journal. Raises `ConfigError` when it is none, or comes from an engine with a store of KV outside."""
+    """Replay a journal. Raises `ConfigError` when it is none."""
     header, lines = read_journal(path)
-    if header.get("connector"):
-        raise ConfigError(f"{path}: an engine with a KV connector cannot be replayed yet")
     player = _Player(header, lines)
     for line in lines:
         player.play(line)

@@ -36,6 +36,7 @@ class StoreConnector:
     """
 
     def __init__(self, store: TieredStore, block_size: int, on_answer: Callable[[], None] = lambda: None) -> None:
+        self.name = store.name
         self._store = store
         self._block_size = block_size
         self._on_answer = on_answer

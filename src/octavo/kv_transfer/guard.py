@@ -8,6 +8,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
+from octavo.data.kv_store_figures import KVStoreFigures
 from octavo.kv_transfer.interface import StoreError, StoreStats
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class GuardedStore:
         self._num_calls = 0
         self._error = ""
         self._num_failures = 0  # of calls here; a store counts its own errors as it sees fit
-        self._num_refused = 0  # blocks that were not what they should be, as seen from here
+        self.figures = KVStoreFigures()
         self._pause_s = 0.0
         self._resumes_at = 0.0
         self._is_closed = False
@@ -90,17 +91,37 @@ class GuardedStore:
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
         """Fill blocks; return how many are whole. The first one that is not is forgotten, unless the call failed."""
+        start = self._clock()
         count = self._ask(lambda store: store.load(keys, blocks), None)
-        if count is None:
-            return 0
-        count = min(count, len(keys))
-        if count < len(keys):
-            self.forget(keys[count : count + 1])
-        return count
+        num_loaded = min(count or 0, len(keys))
+        with self._lock:
+            figures = self.figures
+            figures.num_loaded_blocks += num_loaded
+            figures.loaded_bytes += num_loaded * self.block_bytes
+            figures.load_seconds += self._clock() - start
+        self._note_stats()
+        if count is not None and num_loaded < len(keys):
+            self.forget(keys[num_loaded : num_loaded + 1])
+        return num_loaded
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
         """Keep blocks; return how many, from the first one on, it has now."""
-        return min(self._ask(lambda store: store.save(keys, blocks), 0), len(keys))
+        start = self._clock()
+        count = min(self._ask(lambda store: store.save(keys, blocks), 0), len(keys))
+        with self._lock:
+            figures = self.figures
+            figures.num_saved_blocks += count
+            figures.saved_bytes += count * self.block_bytes
+            figures.save_seconds += self._clock() - start
+        self._note_stats()
+        return count
+
+    def _note_stats(self) -> None:
+        """Let the figures say what the store says of itself."""
+        stats, figures = self.stats(), self.figures
+        figures.num_blocks, figures.num_bytes = stats.num_blocks, stats.num_bytes
+        figures.num_evicted, figures.num_corrupt = stats.num_evicted, stats.num_corrupt
+        figures.num_errors, figures.is_usable = stats.num_errors, int(not stats.error)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Drop blocks."""
@@ -187,6 +208,7 @@ class GuardedStore:
             self._num_failures += 1
             self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
             self._resumes_at = self._clock() + self._pause_s
+            self.figures.num_errors, self.figures.is_usable = max(self.figures.num_errors, self._num_failures), 0
         if is_new and isinstance(error, StoreError):
             logger.warning("KV store %s is left alone for a while and tried again: %s", self.name, error)
         elif is_new:
@@ -196,5 +218,6 @@ class GuardedStore:
         with self._lock:
             was_failing = bool(self._error)
             self._error, self._pause_s, self._resumes_at = "", 0.0, 0.0
+            self.figures.is_usable = 1
         if was_failing:
             logger.info("KV store %s works again", self.name)

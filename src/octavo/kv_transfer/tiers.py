@@ -12,6 +12,7 @@ from octavo.runtime.daemon_threads import DaemonThreads
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from octavo.data.kv_store_figures import KVStoreFigures
     from octavo.kv_transfer.interface import KVStore
 
 _MAX_RAISED_BYTES = 64 << 20  # of copies on their way from a slower store into a faster one
@@ -25,14 +26,18 @@ class TieredStore:
     and as long as the copies for it are within a bound.
     """
 
-    name = "tiers"
-
     def __init__(self, stores: Sequence[KVStore]) -> None:
         self.tiers = [store if isinstance(store, GuardedStore) else GuardedStore.of(store) for store in stores]
+        self.name = ", ".join(tier.name for tier in self.tiers)
         self.block_bytes = self.tiers[0].block_bytes
         self._raising = DaemonThreads(1, "octavo-kv-tiers") if len(self.tiers) > 1 else None
         self._lock = threading.Lock()
         self._raised_bytes = 0
+
+    @property
+    def figures(self) -> dict[str, KVStoreFigures]:
+        """What each of them did, by name; they go on to count in these."""
+        return {tier.name: tier.figures for tier in self.tiers}
 
     @property
     def is_usable(self) -> bool:

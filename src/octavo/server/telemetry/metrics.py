@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from octavo.data.capacity import EngineCapacity
     from octavo.data.draft_stats import DraftStats
-    from octavo.data.metrics import Histogram
+    from octavo.data.metrics import EngineStats, Histogram
     from octavo.server.service import Service
 
 # (attribute of EngineStats, name, what it says)
@@ -44,6 +44,9 @@ _COUNTERS = (
     ("recomputed_tokens", "recomputed_tokens", "Tokens that a preemption left to be computed again."),
     ("num_steps", "engine_steps", "Steps that computed something."),
     ("num_failed_steps", "engine_failed_steps", "Steps that the worker could not do."),
+    ("kv_load_tokens", "kv_load_tokens", "Tokens whose KV came from stores outside."),
+    ("kv_load_seconds", "kv_load_seconds", "What requests waited for that, where it is known what computing takes."),
+    ("kv_computing_seconds", "kv_load_computing_seconds", "What computing would have taken of these loads."),
     (
         "num_quarantined_blocks",
         "quarantined_blocks",
@@ -61,6 +64,23 @@ _DRAFT_COUNTERS = (
 _DRAFT_POSITIONS = (
     ("num_draft_tokens_per_pos", "Tokens that were guessed, by their place in the guess."),
     ("num_accepted_tokens_per_pos", "Guessed tokens that were right, by their place in the guess."),
+)
+# (attribute of KVStoreFigures, name, what it says)
+_STORE_GAUGES = (
+    ("num_blocks", "blocks", "Blocks that a store of KV holds."),
+    ("num_bytes", "bytes", "Bytes that it holds."),
+    ("is_usable", "usable", "0 while it is left alone because it failed or hangs."),
+)
+_STORE_COUNTERS = (
+    ("num_loaded_blocks", "loaded_blocks", "Blocks that came from it."),
+    ("loaded_bytes", "loaded_bytes", "Bytes that came from it."),
+    ("load_seconds", "load_seconds", "Seconds of its loads; several may go on at once."),
+    ("num_saved_blocks", "saved_blocks", "Blocks that went to it."),
+    ("saved_bytes", "saved_bytes", "Bytes that went to it."),
+    ("save_seconds", "save_seconds", "Seconds of its saves."),
+    ("num_evicted", "evicted_blocks", "Blocks that made way for others."),
+    ("num_corrupt", "corrupt_blocks", "Blocks that were not what was saved, and were not used."),
+    ("num_errors", "errors", "Calls that failed."),
 )
 _HISTOGRAMS = (
     ("iteration_tokens", "iteration_tokens_total", "Tokens of a step."),
@@ -127,6 +147,7 @@ class _EngineCollector(Collector):
             counter.add_metric(model, getattr(stats, attribute))
             yield counter
         yield from _drafts(stats.drafts, model)
+        yield from _stores(stats, engine.capacity.block_size, model)
         for attribute, name, text in _HISTOGRAMS:
             yield _histogram(name, text, model, getattr(stats, attribute))
         endings = CounterMetricFamily(
@@ -175,6 +196,29 @@ def _drafts(drafts: DraftStats, model: list[str]) -> Iterator[Metric]:
         for position, count in enumerate(list(getattr(drafts, attribute))):
             counter.add_metric([*model, str(position)], count)
         yield counter
+
+
+def _stores(stats: EngineStats, block_size: int, model: list[str]) -> Iterator[Metric]:
+    """What became of loads, and what each store outside did; a bandwidth is bytes by seconds."""
+    loads = CounterMetricFamily("octavo:kv_loads", "Loads from stores, by outcome.", labels=["model_name", "outcome"])
+    for outcome, count in stats.kv_loads.items():
+        loads.add_metric([*model, outcome], count)
+    yield loads
+    labels = ["model_name", "store"]
+    for attribute, name, text in _STORE_GAUGES:
+        gauge = GaugeMetricFamily(f"octavo:kv_store_{name}", text, labels=labels)
+        for store, figures in stats.kv_stores.items():
+            gauge.add_metric([*model, store], getattr(figures, attribute))
+        yield gauge
+    for attribute, name, text in _STORE_COUNTERS:
+        counter = CounterMetricFamily(f"octavo:kv_store_{name}", text, labels=labels)
+        for store, figures in stats.kv_stores.items():
+            counter.add_metric([*model, store], getattr(figures, attribute))
+        yield counter
+    tokens = CounterMetricFamily("octavo:kv_store_hit_tokens", "Tokens whose KV came from it.", labels=labels)
+    for store, figures in stats.kv_stores.items():
+        tokens.add_metric([*model, store], figures.num_loaded_blocks * block_size)
+    yield tokens
 
 
 def _histogram(name: str, text: str, model: list[str], histogram: Histogram) -> Metric:

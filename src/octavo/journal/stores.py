@@ -1,0 +1,91 @@
+"""A store of KV outside as a journal knows it: what it answered, in the order in which it was asked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.core.block_hash import BlockHash
+    from octavo.core.kv_connector import KVConnector
+    from octavo.data.request import Request
+    from octavo.data.scheduler_output import KVTransfer
+
+    Answer = int | list[int] | None
+
+
+class RecordedConnector:
+    """A `KVConnector` that passes every question on and remembers the answers until they are taken.
+
+    An answer is a number of tokens, None, or the places of the keys that are wanted among those offered.
+    """
+
+    def __init__(self, connector: KVConnector) -> None:
+        self.name = connector.name
+        self._connector = connector
+        self._answers: list[Answer] = []
+
+    def take_answers(self) -> list[Answer]:
+        """Return what was answered since the last call."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Ask, and remember."""
+        answer = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
+        self._answers.append(answer)
+        return answer
+
+    def keys_to_save(self, keys: Sequence[BlockHash]) -> set[BlockHash]:
+        """Ask, and remember."""
+        wanted = self._connector.keys_to_save(keys)
+        self._answers.append([index for index, key in enumerate(keys) if key in wanted])
+        return wanted
+
+    def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+        """Pass it on."""
+        self._connector.update_state_after_alloc(request, block_ids, num_external_tokens)
+
+    def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
+        """Pass it on."""
+        self._connector.transfer_ended(transfer, num_blocks)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> None:
+        """Pass it on."""
+        self._connector.request_finished(request, block_ids)
+
+
+class ReplayedConnector:
+    """A `KVConnector` that answers as it is written."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.answers: list[Answer] = []
+
+    def _next(self) -> Answer:
+        if not self.answers:
+            raise ConfigError("the replay asks the store of KV more than the journal has answers for")
+        return self.answers.pop(0)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Return what was answered."""
+        del request, num_computed_tokens
+        answer = self._next()
+        return None if isinstance(answer, list) else answer
+
+    def keys_to_save(self, keys: Sequence[BlockHash]) -> set[BlockHash]:
+        """Return what was answered."""
+        answer = self._next()
+        return {keys[index] for index in answer if index < len(keys)} if isinstance(answer, list) else set()
+
+    def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+        """Nothing moves."""
+
+    def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
+        """Nothing moves."""
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> None:
+        """Nothing is kept."""

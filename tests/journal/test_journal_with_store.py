@@ -1,0 +1,80 @@
+"""A run over a store of KV outside is recorded with what the store answered, so that it can be repeated."""
+
+from __future__ import annotations
+
+from stores import Store
+
+from octavo import CacheConfig, SamplingParams, SchedulerConfig
+from octavo.core.scheduler import Scheduler
+from octavo.data import events
+from octavo.data.model_output import ModelOutput
+from octavo.data.request import Request
+from octavo.journal.explain import explain
+from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
+from octavo.journal.replay import replay
+from octavo.journal.stores import RecordedConnector
+
+
+def test_a_journal_of_an_engine_with_a_store_is_replayed_and_explained(tmp_path):
+    """What the store answered is in the journal; loads, saves, and who waited for an answer come out alike."""
+    now = [0.0]
+    clock = RecordedClock(lambda: now[0])
+    store = StoreOfSome()
+    recorded = RecordedConnector(store)
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, min_tokens_to_cache=1),
+        CacheConfig(block_size=4),
+        num_blocks=64,
+        max_model_len=200,
+        clock=clock,
+        connector=recorded,
+    )
+    path = tmp_path / "journal"
+    recorder = RecordingScheduler(scheduler, clock, path, describe(scheduler), recorded)
+    ended, pending = [], [(f"r{index}", list(range(100 * index, 100 * index + 30))) for index in range(8)]
+    for _ in range(60):
+        now[0] += 0.01
+        if pending:
+            name, prompt = pending.pop(0)
+            recorder.add_request(Request(name, prompt, SamplingParams(max_tokens=6)))
+        if not recorder.has_work():
+            continue
+        scheduled = recorder.schedule()
+        ended += [(each.transfer_id, len(each.keys) - (each.request_id == "r2")) for each in scheduled.kv_transfers]
+        sampled = {}
+        for name, count in scheduled.num_scheduled_tokens.items():
+            request = scheduler.requests[name]
+            if request.num_computed_tokens + count >= request.num_tokens:
+                sampled[name] = [7]
+        told, ended = ended[:1], ended[1:]
+        recorder.update_from_output(scheduled, ModelOutput(scheduled.step, sampled, kv_transfers=told))
+    assert not scheduler.requests
+    recorder.close()
+    played = replay(path)
+    assert played.mismatches == []
+    loads = [each for each in played.log.events if isinstance(each, events.KVLoadEnded)]
+    assert {each.outcome for each in loads} == {"done", "failed"}
+    assert any(isinstance(each, events.KVSaveEnded) for each in played.log.events)
+    assert all(each.store == "disk" for each in loads)
+    done = next(each for each in loads if each.outcome == "done" and each.computing_s)
+    text = explain(played.log.events, done.request_id).text()
+    ms = f"{1e3 * done.seconds:.0f} ms, instead of about {1e3 * done.computing_s:.0f} ms of computing"
+    assert f"{done.num_tokens:,} tokens from disk, {ms}" in text
+
+
+class StoreOfSome(Store):
+    """Has 16 tokens of each other request, and thinks about it once; wants what it is offered."""
+
+    name = "disk"
+
+    def __init__(self):
+        super().__init__(16, wants=True)
+        self.asked = set()
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        if request.request_id not in self.asked:
+            self.asked.add(request.request_id)
+            return None
+        return (
+            0 if int(request.request_id[1:]) % 2 else super().get_num_new_matched_tokens(request, num_computed_tokens)
+        )

@@ -1,0 +1,204 @@
+"""A store that fails is left alone for a growing while, and costs nothing meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+from faulty_store import HangingStore
+
+from octavo.kv_transfer import guard as guard_module
+from octavo.kv_transfer.guard import FIRST_PAUSE_S, HANGS_AFTER_S, LONGEST_PAUSE_S, GuardedStore
+from octavo.kv_transfer.interface import StoreError
+from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
+
+KEYS = [bytes([index]) * 32 for index in range(8)]
+BLOCK_BYTES = 32
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Failing(MemoryStore):
+    """Raises what it is given to raise, and counts its calls."""
+
+    def __init__(self):
+        super().__init__(GlobalKVPool(), "a", BLOCK_BYTES)
+        self.error = None
+        self.calls = 0
+        self.forgotten = []
+
+    def num_matched(self, keys):
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+        return super().num_matched(keys)
+
+    def lacks(self, keys):
+        if self.error is not None:
+            raise self.error
+        return super().lacks(keys)
+
+    def forget(self, keys):
+        self.forgotten += keys
+        super().forget(keys)
+
+
+@pytest.fixture
+def made():
+    """A clock, a store, and what guards it."""
+    clock, store = Clock(), Failing()
+    guard = GuardedStore("test", BLOCK_BYTES, lambda: store, clock=clock)
+    guard.open()
+    return clock, store, guard
+
+
+def test_a_dead_store_is_asked_after_a_pause_that_grows_and_costs_nothing_between(made):
+    clock, store, guard = made
+    store.error = StoreError("gone")
+    expected, pauses = FIRST_PAUSE_S, []
+    for _ in range(10):
+        assert guard.num_matched(KEYS) == 0
+        assert not guard.is_usable
+        calls = store.calls
+        clock.now += expected * 0.99
+        assert guard.num_matched(KEYS) == guard.load(KEYS, []) == guard.save(KEYS, []) == 0
+        assert guard.lacks(KEYS) == set()
+        assert store.calls == calls
+        clock.now += expected * 0.02
+        assert guard.is_usable
+        pauses.append(expected)
+        expected = min(2 * expected, LONGEST_PAUSE_S)
+    assert pauses[-1] == LONGEST_PAUSE_S
+    assert store.calls == 10
+    assert guard.stats().num_errors == 10
+    store.error = None
+    guard.save(KEYS[:2], [memoryview(key) for key in KEYS[:2]])
+    assert guard.num_matched(KEYS) == 2
+    store.error = StoreError("gone again")
+    guard.num_matched(KEYS)
+    clock.now += FIRST_PAUSE_S * 1.01  # it begins anew
+    assert guard.is_usable
+
+
+def test_behind_a_pause_one_call_alone_tries(made):
+    clock, store, guard = made
+    store.error = StoreError("gone")
+    guard.num_matched(KEYS)
+    clock.now += FIRST_PAUSE_S
+    entered, let_go = threading.Event(), threading.Event()
+
+    def try_it(keys):
+        entered.set()
+        let_go.wait()
+        return 0
+
+    store.num_matched = try_it
+    thread = threading.Thread(target=guard.num_matched, args=(KEYS,))
+    thread.start()
+    assert entered.wait(10)
+    assert not guard.is_usable
+    assert guard.num_matched(KEYS) == 0
+    let_go.set()
+    thread.join()
+    assert guard.is_usable
+
+
+def test_a_failure_is_told_once_and_so_is_that_it_works_again(made, caplog):
+    clock, store, guard = made
+    store.error = StoreError("gone")
+    with caplog.at_level(logging.INFO, guard_module.__name__):
+        for _ in range(3):
+            guard.num_matched(KEYS)
+            clock.now += LONGEST_PAUSE_S
+        store.error = None
+        guard.num_matched(KEYS)
+        guard.num_matched(KEYS)
+    assert [record.getMessage() for record in caplog.records] == [
+        "KV store test is left alone for a while and tried again: gone",
+        "KV store test works again",
+    ]
+    assert guard.stats().error == ""
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("wrong"), OSError(5, "EIO"), StoreError("")])
+def test_whatever_it_raises_is_a_miss(made, error):
+    clock, store, guard = made
+    store.error = error
+    assert guard.num_matched(KEYS) == 0
+    assert guard.stats().error
+    clock.now += FIRST_PAUSE_S
+    assert guard.lacks(KEYS) == set()
+    assert not guard.is_usable
+
+
+def test_a_call_that_hangs_keeps_others_from_asking_until_it_returns():
+    clock, pool = Clock(), GlobalKVPool()
+    store = HangingStore(pool, "a", BLOCK_BYTES, "num_matched")
+    guard = GuardedStore("test", BLOCK_BYTES, lambda: store, clock=clock)
+    guard.open()
+    thread = threading.Thread(target=guard.num_matched, args=(KEYS,))
+    thread.start()
+    assert store.entered.wait(10)
+    assert guard.is_usable
+    clock.now += HANGS_AFTER_S + 0.1
+    assert not guard.is_usable
+    assert guard.load(KEYS, []) == 0
+    assert "taken more than" in guard.stats().error
+    store.let_go.set()
+    thread.join()
+    assert guard.is_usable
+    assert guard.stats().error == ""
+
+
+def test_the_first_block_that_does_not_come_is_forgotten_but_not_where_the_call_failed(made):
+    clock, store, guard = made
+    guard.save(KEYS[:3], [memoryview(key) for key in KEYS[:3]])
+    store.pool._nodes["a"][KEYS[1]].kv_data = b""
+    assert guard.load(KEYS[:3], [memoryview(bytearray(BLOCK_BYTES)) for _ in range(3)]) == 1
+    assert store.forgotten == [KEYS[1]]
+    store.load = lambda keys, blocks: 1 / 0
+    assert guard.load(KEYS[:1], [memoryview(bytearray(BLOCK_BYTES))]) == 0
+    clock.now += FIRST_PAUSE_S
+    assert guard.num_matched(KEYS[:1]) == 1
+
+
+def test_counts_that_cannot_be_are_cut(made):
+    _, store, guard = made
+    store.num_matched = store.load = store.save = lambda *_: 99
+    assert guard.num_matched(KEYS) == guard.load(KEYS, []) == guard.save(KEYS, []) == len(KEYS)
+
+
+def test_a_store_that_is_down_at_first_is_opened_later(caplog):
+    clock, answers = Clock(), [StoreError("no route"), None]
+
+    def open_store():
+        error = answers.pop(0)
+        if error is not None:
+            raise error
+        return MemoryStore(GlobalKVPool(), "a", BLOCK_BYTES)
+
+    guard = GuardedStore("far", BLOCK_BYTES, open_store, clock=clock)
+    assert guard.lacks(KEYS) == set()
+    guard.open()
+    assert guard.stats().error == "no route"
+    assert not guard.is_usable
+    clock.now += FIRST_PAUSE_S
+    assert guard.num_matched(KEYS) == 0
+    assert guard.lacks(KEYS) == set(KEYS)
+    assert not answers
+
+
+def test_a_closed_store_is_asked_nothing(made):
+    _, store, guard = made
+    guard.close()
+    calls = store.calls
+    assert guard.num_matched(KEYS) == 0
+    assert store.calls == calls
+    assert guard.lacks(KEYS) == set()

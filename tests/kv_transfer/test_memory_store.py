@@ -1,0 +1,171 @@
+"""The pool of one process: what is published is found, copied, bounded and counted."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.kv_transfer.interface import StoreError
+from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
+
+KEYS = [bytes([index]) * 32 for index in range(200)]
+BLOCK_BYTES = 64
+
+
+def content(key):
+    return memoryview(key * (BLOCK_BYTES // 32))
+
+
+def buffers(count):
+    return [memoryview(bytearray(BLOCK_BYTES)) for _ in range(count)]
+
+
+def transferred(pool, hashes, node_id="b", name="r"):
+    arrived, got = threading.Event(), []
+    pool.async_transfer(name, hashes, node_id, lambda *told: (got.append(told), arrived.set()))
+    assert arrived.wait(10)
+    return got[0]
+
+
+def test_what_is_there_already_is_said_and_kept_once():
+    pool = GlobalKVPool()
+    assert pool.publish(KEYS[0], "a", [1, 2], b"first") is False
+    assert pool.publish(KEYS[0], "a", [1, 2], b"first") is True
+    assert pool.publish(KEYS[0], "b", [1, 2], b"first") is True
+    assert (pool.total_cached_blocks, pool.num_cached_blocks("a"), pool.num_cached_blocks("b")) == (1, 1, 0)
+
+
+def test_the_101st_block_of_a_node_leaves_100_and_counts_match_contents():
+    pool = GlobalKVPool()
+    for key in KEYS[:101]:
+        pool.publish(key, "a", [1], b"x")
+    assert (pool.total_cached_blocks, pool.num_evicted) == (100, 1)
+    assert pool.query(KEYS[:1]) == (0, [])
+    pool.publish(KEYS[150], "b", [1], b"x")  # another node's do not make way for it
+    assert (pool.total_cached_blocks, pool.num_cached_blocks("a"), pool.num_cached_blocks("b")) == (101, 100, 1)
+    found = sum(pool.query([key])[0] for key in KEYS)
+    assert found == pool.total_cached_blocks
+
+
+def test_a_query_stops_at_the_first_gap_and_counts_as_a_use():
+    pool = GlobalKVPool(3)
+    for index in (0, 1, 3):
+        pool.publish(KEYS[index], "a", [0] * (index + 4), b"x")
+    assert pool.query(KEYS[:4]) == (9, ["a", "a"])
+    before = pool._nodes["a"][KEYS[0]].access_time
+    pool.query(KEYS[:1])
+    assert pool._nodes["a"][KEYS[0]].access_time > before
+    pool.publish(KEYS[4], "a", [1], b"x")  # the longest unused is the one behind the gap
+    assert [pool.query([key])[0] > 0 for key in KEYS[:5]] == [True, True, False, False, True]
+
+
+def test_bytes_are_copied_on_their_way_in_and_out():
+    pool, data = GlobalKVPool(), bytearray(b"content")
+    pool.publish(KEYS[0], "a", [7], data)
+    data[:] = b"changed"
+    name, blocks = transferred(pool, [KEYS[0], KEYS[1], KEYS[0]])
+    assert name == "r"
+    assert [(block.kv_data, block.node_id, block.token_ids) for block in blocks] == [(b"content", "b", (7,))]
+    kept = pool._nodes["a"][KEYS[0]]
+    assert kept.kv_data == b"content"
+    assert blocks[0].kv_data is not kept.kv_data
+    assert pool.total_cached_blocks == 1
+
+
+def test_that_a_transfer_is_complete_is_told_once_and_forgotten():
+    pool = GlobalKVPool()
+    assert not pool.is_transfer_complete("r")
+    transferred(pool, [KEYS[0]])
+    assert pool.wait_for_transfer("r", 10)
+    assert not pool.is_transfer_complete("r")
+    assert not pool._open
+    assert not pool._complete
+
+
+def test_a_transfer_that_nobody_waits_for_any_more_leaves_nothing():
+    pool, entered, let_go = GlobalKVPool(), threading.Event(), threading.Event()
+    pool.async_transfer("slow", [], "b", lambda *_: (entered.set(), let_go.wait()))
+    assert entered.wait(10)
+    assert not pool.wait_for_transfer("slow", 0.01)
+    let_go.set()
+    transferred(pool, [], name="next")
+    assert pool.wait_for_transfer("next", 10)
+    assert (pool._open, pool._complete) == (set(), set())
+
+
+def test_many_threads_at_once_leave_counts_that_match():
+    pool = GlobalKVPool(50)
+
+    def work(node_id):
+        for index, key in enumerate(KEYS):
+            pool.publish(key, node_id, [1], b"x")
+            pool.query(KEYS[index - 3 : index])
+            if index % 7 == 0:
+                pool.remove([KEYS[index // 2]])
+
+    threads = [threading.Thread(target=work, args=(str(number),)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    in_nodes = {key for node in pool._nodes.values() for key in node}
+    assert in_nodes == set(pool._node_of)
+    assert sum(len(node) for node in pool._nodes.values()) == pool.total_cached_blocks
+    assert all(len(node) <= 50 for node in pool._nodes.values())
+
+
+def test_a_pool_without_room_is_refused():
+    with pytest.raises(ConfigError, match="max_blocks_per_node must be 1 or more, got 0"):
+        GlobalKVPool(0)
+
+
+def test_a_store_serves_what_another_node_saved():
+    pool = GlobalKVPool()
+    a, b = (MemoryStore(pool, name, BLOCK_BYTES) for name in "ab")
+    assert b.lacks(KEYS[:3]) == set(KEYS[:3])
+    assert a.save(KEYS[:3], [content(key) for key in KEYS[:3]]) == 3
+    assert b.lacks(KEYS[:4]) == {KEYS[3]}
+    assert b.num_matched(KEYS[:4]) == 3
+    blocks = buffers(4)
+    assert b.load(KEYS[:4], blocks) == 3
+    assert blocks[:3] == [content(key) for key in KEYS[:3]]
+    assert a.stats().num_blocks == 3
+    assert b.stats().num_blocks == 0
+    a.forget(KEYS[1:2])
+    assert b.num_matched(KEYS[:3]) == 1
+    a.close()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda data, _: data[:40] + bytes([data[40] ^ 1]) + data[41:],
+        lambda data, _: bytes([data[0] ^ 1]) + data[1:],
+        lambda data, _: data[:-1],
+        lambda data, _: data + b"\0",
+        lambda data, _: b"",
+        lambda _, other: other,
+    ],
+)
+def test_a_block_that_is_not_what_was_saved_counts_as_not_there(spoil):
+    pool = GlobalKVPool()
+    store = MemoryStore(pool, "a", BLOCK_BYTES)
+    store.save(KEYS[:3], [content(key) for key in KEYS[:3]])
+    record, other = (pool._nodes["a"][key] for key in KEYS[1:3])
+    record.kv_data = spoil(record.kv_data, other.kv_data)
+    assert store.load(KEYS[:3], buffers(3)) == 1
+    assert store.stats().num_corrupt == 1
+    assert store.num_matched(KEYS[:3]) == 1  # and it is gone
+    assert store.lacks(KEYS[:3]) == {KEYS[1]}
+
+
+def test_a_transfer_that_takes_too_long_is_an_error_of_the_store():
+    pool, let_go = GlobalKVPool(), threading.Event()
+    pool.async_transfer("before", [], "x", lambda *_: let_go.wait())
+    store = MemoryStore(pool, "a", BLOCK_BYTES, timeout_s=0.01)
+    with pytest.raises(StoreError, match=r"did not transfer 1 blocks within 0.01 s"):
+        store.load(KEYS[:1], buffers(1))
+    assert store.stats().num_errors == 1
+    let_go.set()

@@ -1,0 +1,162 @@
+"""Stores behind each other: order, chains that go on in the next, what is raised, and one that fails."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from octavo.kv_transfer.interface import StoreError
+from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
+from octavo.kv_transfer.tiers import TieredStore
+
+KEYS = [bytes([index]) * 32 for index in range(8)]
+BLOCK_BYTES = 32
+
+
+def blocks_of(keys):
+    return [memoryview(key) for key in keys]
+
+
+def buffers(count):
+    return [memoryview(bytearray(BLOCK_BYTES)) for _ in range(count)]
+
+
+def make_store():
+    return MemoryStore(GlobalKVPool(), "a", BLOCK_BYTES)
+
+
+@pytest.fixture
+def made():
+    """A fast store, a slow one, and both behind each other."""
+    fast, slow = make_store(), make_store()
+    return fast, slow, TieredStore([fast, slow])
+
+
+def wait_until_raised(tiers):
+    """Let what is on its way into faster stores arrive."""
+    arrived = threading.Event()
+    tiers._raising.submit(arrived.set)
+    assert arrived.wait(10)
+
+
+def put(store, *indices):
+    keys = [KEYS[index] for index in indices]
+    store.save(keys, blocks_of(keys))
+
+
+def test_a_chain_goes_on_in_the_next_store_and_back(made):
+    fast, slow, tiers = made
+    put(fast, 0, 1, 4)
+    put(slow, 2, 3, 5)
+    assert tiers.num_matched(KEYS) == 6
+    found = buffers(8)
+    assert tiers.load(KEYS, found) == 6
+    assert found[:6] == blocks_of(KEYS[:6])
+    assert tiers.lacks(KEYS[:2]) == set(KEYS[:2])  # the slow one has them not
+    tiers.close()
+
+
+def test_what_came_from_a_slower_store_goes_into_the_faster_one_as_it_was(made):
+    fast, slow, tiers = made
+    put(fast, 0)
+    put(slow, 0, 1, 2)
+    found = buffers(3)
+    assert tiers.load(KEYS[:3], found) == 3
+    for block in found:
+        block[:] = bytes(BLOCK_BYTES)  # the buffers are the caller's again
+    wait_until_raised(tiers)
+    assert fast.num_matched(KEYS) == 3
+    again = buffers(3)
+    assert fast.load(KEYS[:3], again) == 3
+    assert again == blocks_of(KEYS[:3])
+    assert slow.num_matched(KEYS) == 3
+
+
+def test_the_faster_store_is_asked_first(made):
+    fast, slow, tiers = made
+    put(fast, 0)
+    put(slow, 0)
+    slow.load = lambda *_: pytest.fail("the slow store was asked")
+    assert tiers.load(KEYS[:1], buffers(1)) == 1
+    tiers.close()
+
+
+def test_saves_go_to_each_store_that_lacks_them(made):
+    fast, slow, tiers = made
+    put(fast, 0, 1)
+    put(slow, 1, 2)
+    assert tiers.save(KEYS[:3], blocks_of(KEYS[:3])) == 3
+    assert fast.num_matched(KEYS) == slow.num_matched(KEYS) == 3
+    assert tiers.save([], []) == 0
+    tiers.close()
+
+
+def test_a_save_counts_what_any_of_them_has_now(made):
+    fast, slow, tiers = made
+    fast.save = lambda keys, _: 1
+    slow.save = lambda keys, _: 0
+    assert tiers.save(KEYS[:3], blocks_of(KEYS[:3])) == 1
+    tiers.close()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_that_fails_does_not_hide_the_other(made, failing):
+    stores, tiers = made[:2], made[2]
+    put(stores[1 - failing], 0, 1)
+
+    def fail(*_):
+        raise StoreError("gone")
+
+    for name in ("num_matched", "load", "save"):
+        setattr(stores[failing], name, fail)
+    assert tiers.num_matched(KEYS) == 2
+    assert tiers.load(KEYS[:2], buffers(2)) == 2
+    assert tiers.is_usable
+    assert tiers.save(KEYS[2:3], blocks_of(KEYS[2:3])) == 1
+    assert stores[1 - failing].num_matched(KEYS) == 3
+    assert "gone" in tiers.tiers[failing].stats().error
+    assert tiers.stats().error == ""
+    tiers.close()
+
+
+def test_a_spoilt_block_of_the_faster_store_comes_from_the_slower_one(made):
+    fast, slow, tiers = made
+    put(fast, 0, 1)
+    put(slow, 0, 1)
+    fast.pool._nodes["a"][KEYS[1]].kv_data = b"spoilt"
+    found = buffers(2)
+    assert tiers.load(KEYS[:2], found) == 2
+    assert found == blocks_of(KEYS[:2])
+    wait_until_raised(tiers)
+    assert fast.num_matched(KEYS) == 2  # and is right there again
+    assert tiers.stats().num_corrupt == 1
+
+
+def test_a_block_that_both_have_spoilt_ends_the_load(made):
+    fast, slow, tiers = made
+    for store in (fast, slow):
+        put(store, 0, 1)
+        store.pool._nodes["a"][KEYS[1]].kv_data = b"spoilt"
+    assert tiers.load(KEYS[:2], buffers(2)) == 1
+    assert tiers.num_matched(KEYS[:2]) == 1
+    tiers.close()
+
+
+def test_copies_on_their_way_up_are_bounded(made, monkeypatch):
+    fast, slow, tiers = made
+    monkeypatch.setattr("octavo.kv_transfer.tiers._MAX_RAISED_BYTES", BLOCK_BYTES)
+    put(slow, 0, 1)
+    assert tiers.load(KEYS[:2], buffers(2)) == 2
+    wait_until_raised(tiers)
+    assert fast.num_matched(KEYS) == 0
+    assert tiers._raised_bytes == 0
+
+
+def test_forgotten_is_forgotten_by_all(made):
+    fast, slow, tiers = made
+    put(fast, 0)
+    put(slow, 0)
+    tiers.forget(KEYS[:1])
+    assert fast.num_matched(KEYS) == slow.num_matched(KEYS) == 0
+    tiers.close()

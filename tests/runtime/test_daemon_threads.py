@@ -1,0 +1,55 @@
+"""Threads for calls that may hang."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import subprocess
+import sys
+import threading
+
+from octavo.runtime.daemon_threads import DaemonThreads
+
+
+def test_what_a_task_raises_is_logged_and_the_next_one_runs(caplog):
+    threads, done = DaemonThreads(1, "test"), threading.Event()
+
+    def fail():
+        raise SystemExit
+
+    with caplog.at_level(logging.ERROR):
+        threads.submit(fail)
+        threads.submit(done.set)
+        assert done.wait(10)
+    assert "a task of test-0 failed" in caplog.text
+
+
+def test_closing_drops_what_nobody_has_begun_and_waits_only_so_long():
+    threads, entered, let_go, seen = DaemonThreads(1, "test"), threading.Event(), threading.Event(), []
+    threads.submit(lambda: (entered.set(), let_go.wait()))
+    threads.submit(lambda: seen.append(1))
+    assert entered.wait(10)
+    assert not threads.close(0.01)
+    let_go.set()
+    assert threads.close(10)
+    threads.submit(lambda: seen.append(2))
+    assert seen == []
+
+
+def test_threads_end_with_the_object_that_has_them():
+    threads = DaemonThreads(2, "test-of-its-end")
+    own = list(threads._threads)
+    del threads
+    gc.collect()
+    for thread in own:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_a_process_ends_although_a_task_hangs():
+    code = (
+        "import threading, time\nfrom octavo.runtime.daemon_threads import DaemonThreads\n"
+        "entered = threading.Event()\nthreads = DaemonThreads(1, 'x')\n"
+        "threads.submit(lambda: (entered.set(), time.sleep(1000)))\nentered.wait()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,342 @@
+"""A token never depends on where its KV came from: `==` on tokens and logprobs to engines without a store.
+
+Engines of one process share a pool; what stores do wrong costs time, never a token, a request or a block.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from faulty_store import FaultyStore, HangingStore
+from kernels_available import kv_precision, precision
+from test_exactness import PRESSING, Schedule, answers, make_engine, make_requests, needs_kernels
+
+from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo.core.block_hash import hash_block_tokens
+from octavo.core.invariants import check
+from octavo.data import events
+from octavo.data.events import EventLog
+from octavo.kv_transfer import guard
+from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
+from octavo.kv_transfer.tiers import TieredStore
+from octavo.models.random_weights import tiny_config, write_checkpoint
+
+pytestmark = needs_kernels
+NUM_TRIED = 12  # requests; a third of them begins alike
+DTYPES = ["bfloat16", "bfloat16 with int8 KV", "int8 with int8 KV"]
+FEW_BLOCKS = {"block_size": 2, "num_blocks": 160, "budget": 64}
+SCHEDULES = [
+    Schedule("crowd"),
+    Schedule("chunks_of_7", block_size=2, num_blocks=2000, threshold=7),
+    Schedule("preempted", **FEW_BLOCKS),
+    Schedule("swapped", **FEW_BLOCKS, swap_space_bytes=1 << 22, options=(("preemption", "swap"),)),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Small, with grouped heads; random weights large enough to matter."""
+    config = tiny_config(
+        "Qwen3ForCausalLM", hidden_size=192, intermediate_size=320, head_dim=48, num_hidden_layers=3, vocab_size=1500
+    )
+    return write_checkpoint(tmp_path_factory.mktemp("stores") / "qwen3", config, std=0.1)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    """Each request by itself, without a store."""
+    known = {}
+
+    def run(dtype):
+        if dtype not in known:
+            engine = make_engine(checkpoint, dtype, Schedule("alone", max_num_seqs=1, prefix_caching=False), "cpu")
+            known[dtype] = answers(engine, make_requests()[:NUM_TRIED])
+        return known[dtype]
+
+    return run
+
+
+def engine_over(make_store, checkpoint, schedule=SCHEDULES[0], dtype="bfloat16", sink=None, **scheduler_options):
+    return LLMEngine(
+        ModelConfig(model=str(checkpoint), **precision(dtype), skip_tokenizer_init=True, max_model_len=512),
+        cache_config=CacheConfig(
+            block_size=schedule.block_size,
+            num_gpu_blocks=schedule.num_blocks or 512,
+            swap_space_bytes=schedule.swap_space_bytes,
+            **kv_precision(dtype),
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=schedule.max_num_seqs,
+            max_num_batched_tokens=schedule.budget,
+            long_prefill_token_threshold=schedule.threshold,
+            **{"min_tokens_to_cache": 2, **PRESSING, **dict(schedule.options), **scheduler_options},
+        ),
+        device_config=DeviceConfig(device="cpu"),
+        kv_store=make_store,
+        sink=sink,
+    )
+
+
+def node(pool, name="a"):
+    """Return what makes a node's store over a pool."""
+    return lambda block_bytes: MemoryStore(pool, name, block_bytes)
+
+
+def count(log, kind, **fields):
+    found = [each for each in log.events if isinstance(each, kind)]
+    return sum(all(getattr(each, name) == value for name, value in fields.items()) for each in found)
+
+
+def settle(engine):
+    """Let saves that are under way end; then nothing is held, kept or wrong."""
+    end = time.monotonic() + 20
+    while engine.core.has_work() and time.monotonic() < end:
+        engine.step()
+    scheduler = engine.core.scheduler
+    assert not scheduler.has_work()
+    assert check(scheduler) == []
+    assert scheduler.num_kept_records == 0
+    assert scheduler.kv_cache_manager.num_transfers == 0
+    assert scheduler.transfers._connector.num_lookups == 0
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
+def test_a_second_engine_gives_the_same_with_what_the_first_one_saved(checkpoint, alone, schedule, dtype):
+    pool, log = GlobalKVPool(5000), EventLog()
+    requests, expected = make_requests()[:NUM_TRIED], alone(dtype)
+    first = engine_over(node(pool, "a"), checkpoint, schedule, dtype)
+    assert answers(first, requests) == expected
+    settle(first)
+    second = engine_over(node(pool, "b"), checkpoint, schedule, dtype, sink=log)
+    assert answers(second, requests) == expected
+    settle(second)
+    assert count(log, events.KVLoadEnded, outcome="done") >= 4
+    first.core.executor.shutdown()
+    second.core.executor.shutdown()
+
+
+def test_a_warm_engine_computes_only_what_nobody_has(checkpoint):
+    pool, log = GlobalKVPool(5000), EventLog()
+    prompt = {"prompt_token_ids": list(range(2, 130))}
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    first = engine_over(node(pool), checkpoint)
+    want = first.generate(prompt, params)
+    settle(first)
+    second = engine_over(node(pool, "b"), checkpoint, sink=log)
+    got = second.generate(prompt, params)
+    assert got.outputs[0].token_ids == want.outputs[0].token_ids
+    steps = [each for each in log.events if isinstance(each, events.StepScheduled)]
+    assert sum(sum(step.num_scheduled_tokens.values()) for step in steps) <= 4 + 16
+
+
+def spoiling(pool, seed, **options):
+    stores = []
+
+    def make(block_bytes):
+        stores.append(FaultyStore(pool, "a", block_bytes, seed=seed, **options))
+        return stores[-1]
+
+    return stores, make
+
+
+@pytest.mark.parametrize(
+    "num_faults", [60, pytest.param(5000, marks=pytest.mark.slow)], ids=["some faults", "many faults"]
+)
+@pytest.mark.parametrize("raises", [False, True], ids=["spoils", "raises too"])
+def test_a_store_that_does_everything_wrong_costs_no_token(checkpoint, alone, monkeypatch, num_faults, raises):
+    monkeypatch.setattr(guard, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(guard, "LONGEST_PAUSE_S", 0.002)
+    pool = GlobalKVPool(5000)
+    stores, make = spoiling(pool, 3, raises=raises, rate=0.3)
+    engine = engine_over(make, checkpoint, replace(SCHEDULES[2], num_blocks=400))
+    # its answers are compared, so what it takes to load must not decide
+    monkeypatch.setattr("octavo.core.transfer_cost.TransferCost.is_worth_loading", lambda *_: True)
+    requests, expected = make_requests()[:NUM_TRIED], alone("bfloat16")
+    while stores[0].num_faults < num_faults:
+        assert reseeded(engine, requests) == expected
+        settle(engine)
+        assert engine.core.scheduler.reset_prefix_cache()
+    engine.core.executor.shutdown()
+
+
+def reseeded(engine, requests):
+    """Answer requests as if they were the first: seeds of those without one follow from their arrival number."""
+    engine.input_processor._arrivals = itertools.count()
+    return answers(engine, requests)
+
+
+@pytest.mark.parametrize("name", ["num_matched", "load", "save"])
+def test_a_store_that_hangs_costs_a_deadline_and_the_engine_ends(checkpoint, alone, monkeypatch, name):
+    pool, stores = GlobalKVPool(5000), []
+    first = engine_over(node(pool), checkpoint)
+    requests, expected = make_requests()[:NUM_TRIED], alone("bfloat16")
+    answers(first, requests)
+    settle(first)
+    if name == "save":
+        pool.remove(list(pool._node_of))
+
+    def make(block_bytes):
+        stores.append(HangingStore(pool, "b", block_bytes, name))
+        return stores[0]
+
+    monkeypatch.setattr("octavo.worker.kv_transfers._SHUTDOWN_S", 0.2)
+    monkeypatch.setattr(guard, "HANGS_AFTER_S", 0.1)
+    engine = engine_over(make, checkpoint, kv_transfer_timeout_s=0.2, kv_lookup_timeout_s=0.05)
+    assert answers(engine, requests) == expected
+    assert stores[0].entered.is_set()
+    settle(engine)
+    start = time.monotonic()
+    engine.core.executor.shutdown()
+    assert time.monotonic() - start < 2
+    stores[0].let_go.set()
+
+
+def test_a_request_that_is_aborted_while_it_loads_leaves_nothing(checkpoint, alone):
+    pool, stores, log = GlobalKVPool(5000), [], EventLog()
+    first = engine_over(node(pool), checkpoint)
+    requests, expected = make_requests()[:NUM_TRIED], alone("bfloat16")
+    answers(first, requests)
+    settle(first)
+
+    def make(block_bytes):
+        stores.append(HangingStore(pool, "b", block_bytes, "load"))
+        return stores[0]
+
+    engine = engine_over(make, checkpoint, sink=log)
+    prompt, params = requests[0]
+    engine.add_request("aborted", {"prompt_token_ids": prompt}, params)
+    end = time.monotonic() + 20
+    while not stores[0].entered.is_set() and time.monotonic() < end:
+        engine.step()
+    engine.abort_request("aborted")
+    settle(engine)
+    assert count(log, events.KVLoadEnded, outcome="cancelled") == 1
+    stores[0].hangs.clear()
+    stores[0].let_go.set()
+    assert reseeded(engine, requests) == expected
+    settle(engine)
+
+
+def test_a_store_that_is_down_leaves_the_engine_serving(checkpoint, alone, caplog):
+    def make(block_bytes):
+        store = MemoryStore(GlobalKVPool(), "a", block_bytes)
+        for name in ("num_matched", "load", "save"):
+            setattr(store, name, lambda *_: (_ for _ in ()).throw(OSError(111, "Connection refused")))
+        return store
+
+    engine = engine_over(make, checkpoint)
+    assert answers(engine, make_requests()[:NUM_TRIED]) == alone("bfloat16")
+    settle(engine)
+    assert caplog.text.count("it is left alone and tried again") == 1
+
+
+def test_two_tiers_give_the_same(checkpoint, alone):
+    fast, slow = GlobalKVPool(20), GlobalKVPool(5000)
+
+    def make(block_bytes):
+        return TieredStore([MemoryStore(fast, "a", block_bytes), MemoryStore(slow, "a", block_bytes)])
+
+    requests, expected = make_requests()[:NUM_TRIED], alone("bfloat16")
+    for _ in range(2):
+        engine = engine_over(make, checkpoint)
+        assert answers(engine, requests) == expected
+        settle(engine)
+        engine.core.executor.shutdown()
+    assert 0 < fast.total_cached_blocks <= 20 < slow.total_cached_blocks
+
+
+def key_of(engine, salt=None):
+    """The key of one block of an engine."""
+    extra = engine.core.scheduler.kv_cache_manager._extra_keys
+    engine.core.executor.shutdown()
+    return hash_block_tokens(None, [1, 2, 3], extra if salt is None else (*extra, f"salt:{salt}"))
+
+
+def test_nothing_of_another_model_format_version_or_secret_has_the_same_key(checkpoint, tmp_path, monkeypatch):
+    """F18. A copy of the checkpoint under another name has the same keys; whatever else differs makes others."""
+
+    def key(path=checkpoint, dtype="bfloat16", schedule=SCHEDULES[0]):
+        return key_of(engine_over(node(GlobalKVPool()), path, schedule, dtype))
+
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in checkpoint.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    base = key()
+    assert key(copy) == base
+    weights = copy / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    keys = [
+        base,
+        key(copy),
+        key(dtype="float32"),
+        key(dtype="int8"),
+        key(dtype="int4"),
+        key(dtype="bfloat16 with int8 KV"),
+        key(schedule=SCHEDULES[1]),
+    ]
+    for name, value in [
+        ("octavo.build.LAYOUT_VERSION", 2),
+        ("octavo.build.__version__", "0.0.0"),
+        ("octavo.kernels.cpu.CpuKernels.identity", "other"),
+        ("octavo.build.torch", SimpleNamespace(__version__="0.0")),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(name, value)
+            keys.append(key())
+    monkeypatch.setenv("OCTAVO_KV_SECRET", "of this fleet")
+    keys.append(key())
+    assert len(set(keys)) == len(keys)
+
+
+def test_dummy_weights_are_named_by_their_seed(checkpoint):
+    def key(seed):
+        model = ModelConfig(model=str(checkpoint), load_format="dummy", skip_tokenizer_init=True, seed=seed)
+        return key_of(
+            LLMEngine(
+                model,
+                cache_config=CacheConfig(num_gpu_blocks=64),
+                kv_store=node(GlobalKVPool()),
+            )
+        )
+
+    assert key(1) == key(1) != key(2)
+
+
+def test_a_salt_is_a_wall_in_a_store_too(checkpoint):
+    pool, log = GlobalKVPool(5000), EventLog()
+    prompt = list(range(2, 130))
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+
+    def ask(engine, salt):
+        engine.add_request("r", {"prompt_token_ids": prompt}, params, cache_salt=salt)
+        while engine.has_unfinished_requests():
+            engine.step()
+        settle(engine)
+
+    ask(engine_over(node(pool), checkpoint), "one")
+    second = engine_over(node(pool, "b"), checkpoint, sink=log)
+    ask(second, "other")
+    assert count(log, events.KVLoadStarted) == 0
+    second.core.scheduler.reset_prefix_cache()
+    ask(second, "one")
+    assert count(log, events.KVLoadStarted) == 1
+
+
+def test_threads_of_an_engine_end_with_it(checkpoint):
+    before = set(threading.enumerate())
+    engine = engine_over(node(GlobalKVPool()), checkpoint)
+    engine.core.executor.shutdown()
+    engine.core.executor.shutdown()
+    del engine
+    left = [each.name for each in threading.enumerate() if each not in before and "octavo-kv" in each.name]
+    assert [name for name in left if "lookup" not in name and name != "octavo-kv-memory"] == []

@@ -1,0 +1,283 @@
+"""The worker's half of a store: bytes are right or not there, and after a cancel nothing touches a block."""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import random
+import threading
+import time
+
+import pytest
+import torch
+from faulty_store import FaultyStore, HangingStore, Panic
+
+from octavo.data.scheduler_output import CachedRequestData, KVTransfer, SchedulerOutput, TransferDirection
+from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
+from octavo.kv_transfer.tiers import TieredStore
+from octavo.worker import kv_transfers
+from octavo.worker.kv_cache import PagedKVCache
+from octavo.worker.kv_transfers import KVTransferThreads
+
+NUM_BLOCKS = 48
+NUM_KEYS = 60
+SENTINEL = 0xEE
+LOAD, SAVE = TransferDirection.LOAD, TransferDirection.SAVE
+
+
+class Moved:
+    """A KV cache, and the threads that move its blocks to and from a store."""
+
+    def __init__(self, make_store, dtype=torch.bfloat16, num_blocks=NUM_BLOCKS, num_threads=2):
+        self.cache = PagedKVCache(
+            num_blocks=num_blocks,
+            num_layers=2,
+            num_kv_heads=1,
+            block_size=4,
+            head_dim=8,
+            dtype=dtype,
+            device=torch.device("cpu"),
+            num_scratch_blocks=3,
+        )
+        self.bytes = self.cache.blocks.view(torch.uint8).view(num_blocks + 3, -1)
+        self.store = make_store(self.cache.block_bytes)
+        self.ended = queue.SimpleQueue()
+        self.threads = KVTransferThreads(self.cache, TieredStore([self.store]), self.ended.put, num_threads=num_threads)
+        self.num_orders = 0
+
+    def begin(self, *orders, cancels=()):
+        self.threads.begin(
+            SchedulerOutput(
+                1, [], CachedRequestData.make_empty(), {}, 0, kv_transfers=list(orders), kv_cancels=list(cancels)
+            )
+        )
+
+    def order(self, direction, keys, block_ids):
+        self.num_orders += 1
+        return KVTransfer(self.num_orders, direction, list(keys), list(block_ids))
+
+    def move(self, direction, keys, block_ids):
+        """Carry out one transfer; return how many blocks it moved."""
+        order = self.order(direction, keys, block_ids)
+        self.begin(order)
+        transfer_id, count = self.ended.get(timeout=10)
+        assert transfer_id == order.transfer_id
+        return count
+
+    def content(self, key):
+        """What stands under a key, in this cache and in any other."""
+        size = self.cache.block_bytes
+        data = b"".join(hashlib.sha256(key + bytes([part])).digest() for part in range(-(-size // 32)))
+        return torch.frombuffer(bytearray(data[:size]), dtype=torch.uint8)
+
+    def fill(self, keys, block_ids):
+        for key, block_id in zip(keys, block_ids, strict=True):
+            self.bytes[block_id] = self.content(key)
+
+    def holds(self, key, block_id):
+        return torch.equal(self.bytes[block_id], self.content(key))
+
+
+def keys_of(count, first=0):
+    return [bytes([first + index]) * 32 for index in range(count)]
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Two blocks a piece, so that transfers have several."""
+    monkeypatch.setattr(kv_transfers, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(kv_transfers, "piece_blocks", lambda _: 2)
+
+
+def memory(block_bytes):
+    return MemoryStore(GlobalKVPool(1000), "a", block_bytes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
+@pytest.mark.usefixtures("small_pieces")
+def test_blocks_go_out_and_come_back_bit_for_bit(dtype):
+    moved, keys = Moved(memory, dtype), keys_of(7)
+    moved.fill(keys, range(7))
+    assert moved.move(SAVE, keys, range(7)) == 7
+    moved.bytes[:] = SENTINEL
+    assert moved.move(LOAD, keys, [40, 3, 9, 20, 21, 5, 1]) == 7
+    assert all(moved.holds(key, block) for key, block in zip(keys, [40, 3, 9, 20, 21, 5, 1], strict=True))
+    touched = {40, 3, 9, 20, 21, 5, 1}
+    assert all(bool((moved.bytes[block] == SENTINEL).all()) for block in range(NUM_BLOCKS + 3) if block not in touched)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_load_ends_before_the_first_block_that_is_not_whole():
+    moved, keys = Moved(memory), keys_of(7)
+    moved.fill(keys, range(7))
+    moved.move(SAVE, keys, range(7))
+    moved.store.pool._nodes["a"][keys[3]].kv_data = b"spoilt"
+    moved.bytes[:] = SENTINEL
+    assert moved.move(LOAD, keys, range(7)) == 3
+    assert [moved.holds(key, block) for block, key in enumerate(keys)] == [True] * 3 + [False] * 4
+    assert bool((moved.bytes[3:] == SENTINEL).all())  # not even with what was refused
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit, Panic, MemoryError])
+@pytest.mark.parametrize("direction", [LOAD, SAVE])
+def test_whatever_is_raised_is_an_end_that_is_told_once(direction, error):
+    moved, keys = Moved(memory), keys_of(2)
+
+    def fail(*_):
+        raise error
+
+    moved.store.load = moved.store.save = fail
+    assert moved.move(direction, keys, range(2)) == 0
+    assert moved.threads.num_moving == 0
+    assert moved.ended.empty()
+
+
+@pytest.mark.parametrize("direction", [LOAD, SAVE])
+def test_after_a_cancel_a_block_is_neither_written_nor_told_of(direction):
+    stores = []
+
+    def make(block_bytes):
+        stores.append(HangingStore(GlobalKVPool(), "a", block_bytes))
+        return stores[0]
+
+    moved, keys = Moved(make), keys_of(4)
+    moved.fill(keys, range(4))
+    moved.move(SAVE, keys, range(4))
+    stores[0].pool.remove(keys if direction is SAVE else [])
+    stores[0].hangs = {"load", "save"}
+    order = moved.order(direction, keys, range(10, 14) if direction is LOAD else range(4))
+    moved.begin(order)
+    assert stores[0].entered.wait(10)
+    moved.begin(cancels=[order.transfer_id, 999])
+    moved.bytes[:] = SENTINEL  # somebody else has the blocks now
+    stores[0].let_go.set()
+    moved.threads._threads[direction].submit(lambda: moved.ended.put("behind it"))
+    moved.threads._threads[direction].submit(lambda: moved.ended.put("behind it"))
+    assert {moved.ended.get(timeout=10), moved.ended.get(timeout=10)} == {"behind it"}
+    moved.threads.shutdown()
+    assert bool((moved.bytes == SENTINEL).all())
+    if direction is SAVE:  # what was copied out before is right, and may be kept
+        assert all(
+            moved.store.pool._nodes["a"][key].kv_data[32:] == moved.content(key).numpy().tobytes() for key in keys
+        )
+
+
+def test_a_store_that_hangs_holds_up_neither_loads_by_saves_nor_the_end(monkeypatch):
+    monkeypatch.setattr(kv_transfers, "_SHUTDOWN_S", 0.2)
+    stores = []
+
+    def make(block_bytes):
+        stores.append(HangingStore(GlobalKVPool(), "a", block_bytes))
+        return stores[0]
+
+    moved, keys = Moved(make), keys_of(2)
+    moved.fill(keys, range(2))
+    moved.move(SAVE, keys, range(2))
+    stores[0].hangs = {"save", "close"}
+    moved.begin(moved.order(SAVE, keys_of(2, first=10), range(2)))
+    assert stores[0].entered.wait(10)
+    assert moved.move(LOAD, keys, range(4, 6)) == 2
+    start = time.monotonic()
+    moved.threads.shutdown()
+    assert time.monotonic() - start < 3 * kv_transfers._SHUTDOWN_S
+    assert moved.ended.empty()
+    stores[0].let_go.set()
+
+
+def test_a_second_shutdown_and_orders_behind_it_change_nothing():
+    moved = Moved(memory)
+    moved.threads.shutdown()
+    moved.begin(moved.order(SAVE, keys_of(1), [0]))
+    moved.threads.shutdown()
+    assert moved.ended.empty()
+
+
+class Fuzz:
+    """Random transfers over a store full of faults, while blocks are given to others as soon as they may be."""
+
+    def __init__(self, seed):
+        self.rng = random.Random(seed)
+        self.keys = keys_of(NUM_KEYS)
+        make = lambda block_bytes: FaultyStore(GlobalKVPool(1000), "a", block_bytes, seed=seed, raises=False)  # noqa: E731
+        self.moved = Moved(make, num_threads=3)
+        self.moved.bytes[:] = SENTINEL
+        self.free = list(range(NUM_BLOCKS))
+        self.open = {}
+        self.num_ended = 0
+
+    def run(self, num_faults):
+        while self.moved.store.num_faults < num_faults:
+            self.step()
+        while self.open:
+            self.take(self.moved.ended.get(timeout=30))
+        self.moved.threads.shutdown()
+        assert self.moved.ended.empty()
+        assert sorted(self.free) == list(range(NUM_BLOCKS))
+        assert bool((self.moved.bytes == SENTINEL).all())
+
+    def step(self):
+        orders = []
+        while self.free and len(self.open) < 12 and self.rng.random() < 0.8:
+            count = min(self.rng.randint(1, 6), len(self.free))
+            first = self.rng.randrange(NUM_KEYS - count)
+            keys, blocks = self.keys[first : first + count], [self.free.pop() for _ in range(count)]
+            direction = self.rng.choice([LOAD, SAVE])
+            if direction is SAVE:
+                self.moved.fill(keys, blocks)
+            orders.append(self.moved.order(direction, keys, blocks))
+        cancels = [each for each in self.open if self.rng.random() < 0.05]
+        self.open |= {order.transfer_id: order for order in orders}
+        self.moved.begin(*orders, cancels=cancels)
+        for transfer_id in cancels:
+            order = self.open.pop(transfer_id)
+            self.give_back(order)
+        while not self.moved.ended.empty() or len(self.open) >= 12:
+            self.take(self.moved.ended.get(timeout=30))
+
+    def take(self, ended):
+        transfer_id, count = ended
+        order = self.open.pop(transfer_id, None)
+        if order is None:
+            return  # it was cancelled when it had ended
+        self.num_ended += 1
+        if order.direction is LOAD:
+            loaded = list(zip(order.keys, order.block_ids, strict=True))[:count]
+            assert all(self.moved.holds(key, block) for key, block in loaded), "wrong bytes in a block"
+        else:
+            assert all(self.moved.holds(*each) for each in zip(order.keys, order.block_ids, strict=True))
+        self.give_back(order)
+
+    def give_back(self, order):
+        """Nothing may be written into these any more."""
+        for block in order.block_ids:
+            self.moved.bytes[block] = SENTINEL
+        self.free += order.block_ids
+
+
+@pytest.mark.parametrize(
+    "num_faults", [3000, pytest.param(100_000, marks=pytest.mark.slow)], ids=["some faults", "100k faults"]
+)
+@pytest.mark.usefixtures("small_pieces")
+def test_of_many_faulty_transfers_none_puts_a_wrong_byte_into_a_block(num_faults):
+    """Whatever a load said it moved is compared with what was saved, byte by byte: every spoilt record is found out."""
+    fuzz = Fuzz(7)
+    fuzz.run(num_faults)
+    store = fuzz.moved.store
+    assert store.stats().num_corrupt > store.num_spoilt / 2  # others were dropped before they were looked at again
+    assert min(store.faults.values()) > 0
+    assert fuzz.num_ended > num_faults / 10
+
+
+def test_a_record_that_is_believed_unseen_is_found_by_the_fuzz(monkeypatch):
+    """The fuzz itself: without a checksum it fails."""
+    monkeypatch.setattr("octavo.kv_transfer.memory._checksum", lambda key, content: bytes(32))
+    with pytest.raises((AssertionError, queue.Empty)):
+        Fuzz(7).run(3000)
+
+
+def test_transfers_take_no_thread_of_the_caller():
+    moved, caller = Moved(memory), threading.get_ident()
+    seen = []
+    moved.store.save = lambda keys, blocks: (seen.append(threading.get_ident()), len(keys))[1]
+    assert moved.move(SAVE, keys_of(1), [0]) == 1
+    assert seen != [caller]
