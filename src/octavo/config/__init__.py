@@ -1,5 +1,6 @@
 """Small frozen configurations, one for each room, and settings from the environment."""
 
+from octavo.config.access import DEFAULT_MAX_BODY_BYTES, LOG_FORMATS, LOG_LEVELS, AccessConfig
 from octavo.config.engine import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_GROUP_SIZE,
@@ -36,7 +37,8 @@ from octavo.config.environment import (
     threads_from_environment,
 )
 from octavo.config.fields import QUANTIZATIONS, Option, options_of
-from octavo.config.server import DEFAULT_MAX_BODY_BYTES, LOG_FORMATS, LOG_LEVELS, ServerConfig
+from octavo.config.router import ROUTING_POLICIES, RouterConfig
+from octavo.config.server import ServerConfig
 from octavo.config.speculative import SpeculativeConfig
 
 __all__ = [
@@ -57,7 +59,9 @@ __all__ = [
     "LOG_LEVELS",
     "PORT_VARIABLE",
     "QUANTIZATIONS",
+    "ROUTING_POLICIES",
     "SECRET_VARIABLES",
+    "AccessConfig",
     "AdmissionRule",
     "BatchingMode",
     "CacheConfig",
@@ -67,6 +71,7 @@ __all__ = [
     "ModelInfo",
     "Option",
     "PreemptionMode",
+    "RouterConfig",
     "SchedulerConfig",
     "SchedulingPolicy",
     "ServerConfig",

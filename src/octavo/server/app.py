@@ -56,7 +56,7 @@ _REFUSALS: dict[str, Callable[[HttpError], Response]] = {
         "/tokenize",
         "/detokenize",
     )
-} | dict.fromkeys(("/generate", "/generate_stream", "/"), tgi.error_response)
+} | dict.fromkeys(("/generate", "/generate_stream", "/"), HttpError.tgi_response)
 
 
 def create_app(service: Service) -> FastAPI:

@@ -20,7 +20,7 @@ from octavo.server.errors import BodyTooLargeError, MediaTypeError, SlowBodyErro
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-    from octavo.config import ServerConfig
+    from octavo.config import AccessConfig, ServerConfig
     from octavo.server.access.limiter import Pool
     from octavo.server.access.tenants import Tenant
     from octavo.server.access.timeouts import TimeoutQueue
@@ -54,7 +54,7 @@ def body_of(schema: type[Schema], *, is_count: bool = False) -> Callable[[Reques
 
 @contextlib.asynccontextmanager
 async def received(
-    request: Request, config: ServerConfig, pool: Pool, timeouts: TimeoutQueue
+    request: Request, config: AccessConfig, pool: Pool, timeouts: TimeoutQueue
 ) -> AsyncIterator[list[bytes]]:
     """Give the pieces of a request's body, which has room in a pool until the block is left.
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
-    from octavo.config import ServerConfig
+    from octavo.config import AccessConfig
     from octavo.server.access.audit import AnswerCounts
     from octavo.server.access.timeouts import TimeoutQueue
 
@@ -34,7 +34,7 @@ class Served(Protocol):
     """What listens for it asks of a service."""
 
     @property
-    def config(self) -> ServerConfig:
+    def config(self) -> AccessConfig:
         """How it is reached, and for how long open requests may go on at the end."""
         ...
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.responses import Response
 
-    from octavo.config import ServerConfig
+    from octavo.config import AccessConfig
     from octavo.server.access.audit import AnswerCounts, Spans
     from octavo.server.access.tenants import Keyring, Tenant
     from octavo.server.errors import HttpError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def add_guards(
     app: Starlette,
-    config: ServerConfig,
+    config: AccessConfig,
     *,
     begin: Callable[[Tenant], None],
     refusals: Mapping[str, Callable[[HttpError], Response]],

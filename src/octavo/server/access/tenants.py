@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from octavo.config import ServerConfig
+    from octavo.config import AccessConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -86,7 +86,7 @@ class Keyring:
         self.tenants = tuple(self._named.values())
 
     @classmethod
-    def of(cls, config: ServerConfig) -> Keyring | None:
+    def of(cls, config: AccessConfig) -> Keyring | None:
         """Return the ring that a server asks for; None where it asks nobody. Raises `ConfigError`."""
         if config.api_keys_file is not None:
             return cls.from_file(config.api_keys_file)
