@@ -79,7 +79,7 @@ async def _models(service: RouterService, request: Request) -> Response:
     told = [msgspec.json.decode(answer[1]) for answer in answers if answer is not None and answer[0] == 200]
     if not told:
         if refused is None:
-            raise NoEngineError("none", retry_after_s=service.config.health_interval_s)
+            raise NoEngineError(service.config.health_interval_s)
         return Response(refused[1], refused[0], media_type="application/json")
     cards: dict[str, Any] = {}
     for each in told:

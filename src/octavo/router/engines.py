@@ -111,7 +111,7 @@ class EnginePool:
         engine.is_ready = False
         engine.other_tokens = 0
         for flight in list(engine.flights):
-            flight.end(EngineLostError("lost"))
+            flight.end(EngineLostError())
 
     def _policy(self, is_prefill: bool) -> Policy:
         return self.prefill_policy if is_prefill else self.policy

@@ -46,9 +46,12 @@ class Pairing:
         with Share(flight, engine):
             service.pool.sent(asked, engine)
             try:
-                async with flight.guarded(), asyncio.timeout(service.config.prefill_timeout_s):
-                    async with await service.upstream.ask(engine, scope, body, logs.request_id.get() or "") as answer:
-                        await answer.read()
+                async with (
+                    flight.guarded(),
+                    asyncio.timeout(service.config.prefill_timeout_s),
+                    await service.upstream.ask(engine, scope, body, logs.request_id.get() or "") as answer,
+                ):
+                    await answer.read()
             except FAILURES as error:
                 engine.num_failures += 1
                 service.suspect(engine)

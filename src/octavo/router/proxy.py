@@ -99,9 +99,9 @@ class _Exchange:
                 return
             refusal = refused if refusal is None else min(refusal, refused)
         if num_failures:
-            raise EngineLostError("lost")
+            raise EngineLostError
         if refusal is None:
-            raise NoEngineError("none", retry_after_s=self._service.config.health_interval_s)
+            raise NoEngineError(self._service.config.health_interval_s)
         await self._send_whole(*refusal[1:])
 
     async def _try(self, engine: Engine) -> tuple[int, int, list[tuple[bytes, bytes]], bytes] | None:
@@ -130,7 +130,7 @@ class _Exchange:
                 logger.info("%s failed a request: %s: %s", engine.url, type(error).__name__, error)
                 if self._flight.is_begun:
                     raise  # an answer that is no stream, cut in the middle: its connection is ended
-                raise EngineLostError("lost") from error
+                raise EngineLostError from error
             finally:
                 pool.told(asked, engine, usage.num_prompt_tokens, usage.num_cached_tokens)
                 self._service.charge(self._flight, usage.num_tokens)
@@ -170,7 +170,7 @@ class _Exchange:
         except (*FAILURES, OctavoError) as error:
             if not self._flight.is_begun:
                 raise
-            own = error if isinstance(error, OctavoError) else EngineLostError("lost")
+            own = error if isinstance(error, OctavoError) else EngineLostError()
             if own is not error:
                 self._service.suspect(share.engine)
             share.engine.num_failures += isinstance(own, EngineLostError)

@@ -52,6 +52,8 @@ class RouterService:
         self.is_closing = False
         self.is_dead = False
         self._flights: set[Flight] = set()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
         self._watch: EngineWatch | None = None
 
     async def start(self) -> None:
@@ -65,7 +67,7 @@ class RouterService:
         if self.is_closing:
             raise ServerClosingError("closing")
         if not self.pool.ready():
-            raise NoEngineError("none", retry_after_s=self.config.health_interval_s)
+            raise NoEngineError(self.config.health_interval_s)
 
     def begin(self, tenant: Tenant) -> None:
         """Count a request whose headers are there. Raises why it cannot be taken."""
@@ -76,15 +78,17 @@ class RouterService:
     def entering(self, flight: Flight, *, takes_place: bool) -> Iterator[None]:
         """Have a request open until the block is left. Raises where it finds no place."""
         self.check_ready()
-        permit = contextlib.nullcontext()
-        if takes_place:
-            permit = self.limiter.enter(flight.tenant, flight.asked.num_streams)  # type: ignore[assignment]
-        with permit:
+        with contextlib.ExitStack() as places:
+            if takes_place:
+                places.enter_context(self.limiter.enter(flight.tenant, flight.asked.num_streams))
             self._flights.add(flight)
+            self._is_idle.clear()
             try:
                 yield
             finally:
                 self._flights.discard(flight)
+                if not self._flights:
+                    self._is_idle.set()
 
     def charge(self, flight: Flight, num_tokens: int) -> None:
         """Count tokens that an engine says a request took."""
@@ -115,21 +119,17 @@ class RouterService:
     async def drain(self, grace_s: float) -> None:
         """Take nothing new; give open requests some time, then end them: each fails with `server_closing`."""
         self.is_closing = True
-        end = asyncio.get_running_loop().time() + grace_s
-        while self._flights and asyncio.get_running_loop().time() < end:
-            await asyncio.sleep(_LOOK_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._is_idle.wait()
         if self._flights:
             logger.warning("ending %d open requests", len(self._flights))
         for flight in list(self._flights):
             flight.end(ServerClosingError("closing"))
-        while self._flights:
-            await asyncio.sleep(_LOOK_S)
+        await self._is_idle.wait()
         if self._watch is not None:
             await self._watch.stop()
             await self.upstream.close()
 
     def close(self) -> None:
         """Do nothing: all was closed by `drain`."""
-
-
-_LOOK_S = 0.02

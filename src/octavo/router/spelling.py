@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from octavo.server.errors import HttpError
-
 if TYPE_CHECKING:
     from starlette.responses import Response
+
+    from octavo.server.errors import HttpError
 
 _TGI = frozenset({"/generate", "/generate_stream", "/"})
 _STREAMS = (

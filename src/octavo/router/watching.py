@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _MAX_SILENT = 2  # so often in a row an engine may not answer in time
+_INCARNATION = (b"process_start_time_seconds", b"octavo:engine_restarts_total")
+_OPEN = (b"octavo:num_requests_running", b"octavo:num_requests_waiting")
 _SAMPLE = re.compile(
-    rb"^(process_start_time_seconds|octavo:engine_restarts_total|octavo:num_requests_(?:running|waiting))"
-    rb"(?:\{[^\n]*\})? (\S+)$",
+    b"^(" + b"|".join((*_INCARNATION, *_OPEN)) + rb")(?:\{[^\n]*\})? (\S+)$",
     re.MULTILINE,
 )
 
@@ -129,15 +130,12 @@ class EngineWatch:
         figures: dict[bytes, float] = {}
         for name, value in _SAMPLE.findall(text):
             figures[name] = figures.get(name, 0.0) + float(value)
-        start, restarts = (
-            figures.get(b"process_start_time_seconds", 0.0),
-            figures.get(b"octavo:engine_restarts_total", 0.0),
-        )
-        if engine.incarnation not in {None, (start, restarts)}:
+        incarnation = tuple(figures.get(name, 0.0) for name in _INCARNATION)
+        if engine.incarnation not in {None, incarnation}:
             logger.info("%s has begun anew: its cache is empty", engine.url)
             self._pool.restarted(engine)
-        engine.incarnation = (start, restarts)
-        num_there = figures.get(b"octavo:num_requests_running", 0.0) + figures.get(b"octavo:num_requests_waiting", 0.0)
+        engine.incarnation = incarnation
+        num_there = sum(figures.get(name, 0.0) for name in _OPEN)
         num_own = len(engine.flights)
         per_request = engine.num_sent_tokens / engine.num_requests if engine.num_requests else 0.0
         engine.other_tokens = int(max(num_there - num_own, 0) * per_request)

@@ -29,7 +29,7 @@ from octavo.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
@@ -76,9 +76,16 @@ class ServerClosingError(EngineError):
 class NoEngineError(EngineError):
     """A router has no engine that takes a request now."""
 
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("no engine is ready")
+        self.retry_after_s = retry_after_s
+
 
 class EngineLostError(EngineError):
     """The engine that a router had sent a request to has gone."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine is lost")
 
 
 _TGI_TYPES = {400: "validation", 413: "validation", 429: "overloaded"}
@@ -216,7 +223,7 @@ def to_http(error: Exception) -> HttpError:
     return HttpError(500, "the server failed to serve this request; its log says why", _SERVER)
 
 
-def add_error_handlers(app: FastAPI) -> None:
+def add_error_handlers(app: Starlette) -> None:
     """Make every error that leaves a route, or that no route was found for, an OpenAI error object."""
 
     async def octavo_error(request: Request, error: Exception) -> Response:
