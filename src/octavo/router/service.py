@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
 from octavo.router.engines import EnginePool
+from octavo.router.launcher import Launcher, NoLauncher
 from octavo.router.metrics import RouterCollector
 from octavo.router.pairing import NoPairing, Pairing
 from octavo.router.policies import create_policy
@@ -35,12 +36,13 @@ _BODIES = 64  # so many of the largest may be open at once
 class RouterService:
     """The engines of a configuration, and who may use them. Used on one event loop only.
 
+    launcher: what runs them, where that is this process.
     Raises `ConfigError` where the file of keys cannot be used.
     """
 
     upstream: Upstream  # from `start` on: connections belong to a loop that runs
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, launcher: Launcher | None = None) -> None:
         self.config = config
         self.pool = EnginePool(create_policy(config), create_policy(config))
         self.limiter = RequestLimiter(config.max_open_requests, None, _BODIES * config.max_body_bytes)
@@ -50,11 +52,16 @@ class RouterService:
         self._read_keys()
         self.pairing: Pairing | NoPairing = Pairing(self) if config.prefill_engines else NoPairing()
         self.is_closing = False
-        self.is_dead = False
+        self._launcher = launcher or NoLauncher()
         self._flights: set[Flight] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._watch: EngineWatch | None = None
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether there will never be an engine."""
+        return self._launcher.has_failed
 
     async def start(self) -> None:
         """Begin to look after the engines."""
