@@ -161,9 +161,7 @@ def test_a_frozen_engine_is_found_and_its_requests_end():
             asking = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=CHAT)))
             asking.start()
             wait_until(lambda: hanging.num_posts, "it hangs")
-            routing.server.servers[0].get_loop().call_soon_threadsafe(
-                routing.service.pool.lost, routing.engine(frozen)
-            )
+            routing.server.servers[0].get_loop().call_soon_threadsafe(routing.service.pool.lost, routing.engine(frozen))
             asking.join(DEADLINE_S)
             assert answers[0].status_code == 200
             assert answering.num_posts == 1

@@ -23,7 +23,7 @@ class Engine:
     """One engine.
 
     open_tokens: of what was sent to it and has not come back; other_tokens: reckoned, of what others have sent it.
-    incarnation: what its process says of itself. models: None where it did not tell.
+    incarnation: what its process says of itself. models: None where it was not asked yet or did not tell; none where what it told is no list.
     """
 
     url: str
@@ -50,7 +50,7 @@ class Engine:
 
     def serves(self, model: str | None) -> bool:
         """Whether it may have a model of that name."""
-        return model is None or self.models is None or model in self.models
+        return model is None or not self.models or model in self.models
 
 
 class EnginePool:

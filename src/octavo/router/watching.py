@@ -146,7 +146,8 @@ class EngineWatch:
             try:
                 engine.models = frozenset(card.id for card in msgspec.json.decode(text, type=_Models).data)
             except msgspec.MsgspecError:
-                logger.warning("%s does not say which models it has", engine.url)
+                logger.debug("%s does not say which models it has", engine.url)
+                engine.models = frozenset()
 
     async def _get(self, engine: Engine, path: str) -> bytes | None:
         """Return what an engine says; None where it does not."""
