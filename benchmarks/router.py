@@ -27,6 +27,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -38,10 +39,12 @@ if TYPE_CHECKING:
 NUM_ENGINES, NUM_CONVERSATIONS, NUM_TURNS, NUM_AT_ONCE = 4, 64, 8, 8
 BODY = {"model": "m", "prompt": "Once upon a time", "max_tokens": 64, "stream": True}
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+_WORDS = ["the", "a", "cat", "dog", "house", "tree", "runs", "sleeps", "big", "small", "red", "river", "stone", "bird"]
 READY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 
 
 def main() -> None:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["clients", "cost", "prefixes", "engine"])
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
@@ -88,6 +91,7 @@ async def made_up_engine(port: int) -> None:
 
 
 def free_port() -> int:
+    """Return a port that nobody listens on."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
@@ -106,6 +110,7 @@ def process(*command: str, ready: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_for(url: str) -> None:
+    """Wait until an address answers 200."""
     end = time.monotonic() + 120
     while time.monotonic() < end:
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
@@ -117,6 +122,7 @@ def wait_for(url: str) -> None:
 
 @contextlib.contextmanager
 def engine() -> Iterator[str]:
+    """Run a made-up engine; give its address."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     with process(__file__, "engine", "--port", str(port), ready=url + "/ready"):
         yield url
@@ -124,6 +130,7 @@ def engine() -> Iterator[str]:
 
 @contextlib.contextmanager
 def router(*urls: str, policy: str = "cache_aware") -> Iterator[tuple[str, int]]:
+    """Run a router; give its address and process id."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     named = [word for each in urls for word in ("--engine", each)]
@@ -134,16 +141,20 @@ def router(*urls: str, policy: str = "cache_aware") -> Iterator[tuple[str, int]]
 
 
 async def aiohttp_chunks(url: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
+    """Yield an answer's pieces, read by aiohttp."""
     async with aiohttp.ClientSession() as session, session.post(url + "/v1/completions", json=body) as answer:
         while chunk := await answer.content.readany():
             yield chunk
 
 
 async def httpx_chunks(url: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
-    async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
-        async with client.stream("POST", url + "/v1/completions", json=body) as answer:
-            async for chunk in answer.aiter_raw():
-                yield chunk
+    """Yield them, read by httpx."""
+    async with (
+        httpx.AsyncClient(timeout=None, trust_env=False) as client,
+        client.stream("POST", url + "/v1/completions", json=body) as answer,
+    ):
+        async for chunk in answer.aiter_raw():
+            yield chunk
 
 
 async def clients(options: argparse.Namespace) -> None:
@@ -199,6 +210,7 @@ async def cost(options: argparse.Namespace) -> None:
 
 
 def print_difference(what: str, direct: list[float], routed: list[float]) -> None:
+    """Tell medians in us."""
     direct_p50, routed_p50 = statistics.median(direct), statistics.median(routed)
     print(
         f"{what}: {direct_p50:.0f} us directly, {routed_p50:.0f} us routed, {routed_p50 - direct_p50:.0f} us more (p50)"
@@ -207,34 +219,13 @@ def print_difference(what: str, direct: list[float], routed: list[float]) -> Non
 
 def cpu_seconds(pid: int) -> float:
     """Return the processor time of a process so far."""
-    fields = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def words(rng: random.Random, count: int) -> str:
-    known = [
-        "the",
-        "a",
-        "cat",
-        "dog",
-        "house",
-        "tree",
-        "runs",
-        "sleeps",
-        "big",
-        "small",
-        "red",
-        "blue",
-        "and",
-        "under",
-        "over",
-        "with",
-        "river",
-        "stone",
-        "bird",
-        "sings",
-    ]
-    return " ".join(rng.choice(known) for _ in range(count))
+    """Return a text of short words."""
+    return " ".join(rng.choice(_WORDS) for _ in range(count))
 
 
 def prefixes(options: argparse.Namespace) -> None:
@@ -258,13 +249,14 @@ def prefixes(options: argparse.Namespace) -> None:
             times.sort()
             p50, p99 = times[len(times) // 2], times[int(len(times) * 0.99)]
             print(
-                f"{target}: {hits:.0f} of {queries:.0f} tokens hit, TTFT p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} ms, "
-                f"{num_failed} of {NUM_CONVERSATIONS * NUM_TURNS} requests failed",
+                f"{target}: {hits:.0f} of {queries:.0f} tokens hit, TTFT p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} "
+                f"ms, {num_failed} of {NUM_CONVERSATIONS * NUM_TURNS} requests failed",
                 flush=True,
             )
 
 
 def figure(url: str, name: str) -> float:
+    """Return a figure of an engine's metrics."""
     text = urllib.request.urlopen(url + "/metrics").read().decode()
     return sum(float(value) for value in re.findall(rf"^{name}{{[^\n]*}} (\S+)$", text, re.MULTILINE))
 

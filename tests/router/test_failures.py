@@ -104,30 +104,43 @@ def made_up(does: str) -> Iterator[tuple[str, MadeUp]]:
 
 @pytest.mark.parametrize("trouble", ["die", "full", "closing"])
 def test_a_request_that_was_told_nothing_goes_elsewhere(trouble):
-    with made_up(trouble) as (bad, failing), made_up("answer") as (good, answering):
-        with run_router(bad, good, policy="round_robin") as routing, routing.http() as http:
-            answers = [http.post("/v1/chat/completions", json=CHAT) for _ in range(4)]
-            assert [answer.status_code for answer in answers] == [200] * 4
-            assert answering.num_posts == 4
-            assert failing.num_posts >= 1
-            assert routing.engine(bad).num_failures == (failing.num_posts if trouble == "die" else 0)
+    with (
+        made_up(trouble) as (bad, failing),
+        made_up("answer") as (good, answering),
+        run_router(bad, good, policy="round_robin") as routing,
+        routing.http() as http,
+    ):
+        answers = [http.post("/v1/chat/completions", json=CHAT) for _ in range(4)]
+        assert [answer.status_code for answer in answers] == [200] * 4
+        assert answering.num_posts == 4
+        assert failing.num_posts >= 1
+        assert routing.engine(bad).num_failures == (failing.num_posts if trouble == "die" else 0)
 
 
 def test_it_goes_elsewhere_once():
-    with made_up("die") as (first, one), made_up("die") as (second, two), made_up("die") as (third, three):
-        with run_router(first, second, third) as routing, routing.http() as http:
-            answer = http.post("/v1/chat/completions", json=CHAT)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_lost")
-            assert one.num_posts + two.num_posts + three.num_posts == 2
-            assert http.post("/v1/messages", json=CHAT).json()["error"]["type"] == "overloaded_error"
+    with (
+        made_up("die") as (first, one),
+        made_up("die") as (second, two),
+        made_up("die") as (third, three),
+        run_router(first, second, third) as routing,
+        routing.http() as http,
+    ):
+        answer = http.post("/v1/chat/completions", json=CHAT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_lost")
+        assert one.num_posts + two.num_posts + three.num_posts == 2
+        assert http.post("/v1/messages", json=CHAT).json()["error"]["type"] == "overloaded_error"
 
 
 def test_where_all_are_full_the_client_hears_when_to_come_back():
-    with made_up("full") as (first, one), made_up("full") as (second, two):
-        with run_router(first, second) as routing, routing.http() as http:
-            answer = http.post("/v1/chat/completions", json=CHAT)
-            assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
-            assert (one.num_posts, two.num_posts) == (1, 1)
+    with (
+        made_up("full") as (first, one),
+        made_up("full") as (second, two),
+        run_router(first, second) as routing,
+        routing.http() as http,
+    ):
+        answer = http.post("/v1/chat/completions", json=CHAT)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+        assert (one.num_posts, two.num_posts) == (1, 1)
 
 
 STREAM_ENDS = {
@@ -145,55 +158,71 @@ STREAM_ENDS = {
 @pytest.mark.parametrize("path", STREAM_ENDS)
 @pytest.mark.parametrize("trouble", ["die in mid-stream", "die within an event"])
 def test_a_stream_that_was_begun_ends_with_its_apis_error(path, trouble):
-    with made_up(trouble) as (bad, failing), made_up("answer") as (good, answering):
-        with run_router(bad, good, policy="round_robin") as routing, routing.http() as http:
-            with http.stream("POST", path, json={**CHAT, "stream": True}) as response:
-                lines = [line for line in response.iter_lines() if line]
-            assert lines[0] == EVENT.decode().strip()
-            assert STREAM_ENDS[path](lines)
-            assert (failing.num_posts, answering.num_posts) == (1, 0)
+    with (
+        made_up(trouble) as (bad, failing),
+        made_up("answer") as (good, answering),
+        run_router(bad, good, policy="round_robin") as routing,
+        routing.http() as http,
+    ):
+        with http.stream("POST", path, json={**CHAT, "stream": True}) as response:
+            lines = [line for line in response.iter_lines() if line]
+        assert lines[0] == EVENT.decode().strip()
+        assert STREAM_ENDS[path](lines)
+        assert (failing.num_posts, answering.num_posts) == (1, 0)
 
 
 def test_a_frozen_engine_is_found_and_its_requests_end():
-    with made_up("hang") as (frozen, hanging), made_up("answer") as (good, answering):
-        with run_router(frozen, good, policy="round_robin", health_timeout_s=0.2) as routing, routing.http() as http:
-            answers = []
-            asking = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=CHAT)))
-            asking.start()
-            wait_until(lambda: hanging.num_posts, "it hangs")
-            routing.server.servers[0].get_loop().call_soon_threadsafe(routing.service.pool.lost, routing.engine(frozen))
-            asking.join(DEADLINE_S)
-            assert answers[0].status_code == 200
-            assert answering.num_posts == 1
-            wait_until(lambda: hanging.num_left, "the frozen one's connection is closed")
+    with (
+        made_up("hang") as (frozen, hanging),
+        made_up("answer") as (good, answering),
+        run_router(frozen, good, policy="round_robin", health_timeout_s=0.2) as routing,
+        routing.http() as http,
+    ):
+        answers = []
+        asking = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=CHAT)))
+        asking.start()
+        wait_until(lambda: hanging.num_posts, "it hangs")
+        routing.server.servers[0].get_loop().call_soon_threadsafe(routing.service.pool.lost, routing.engine(frozen))
+        asking.join(DEADLINE_S)
+        assert answers[0].status_code == 200
+        assert answering.num_posts == 1
+        wait_until(lambda: hanging.num_left, "the frozen one's connection is closed")
 
 
 def test_an_engine_that_is_not_ready_gets_nothing_new():
-    with made_up("answer") as (first, one), made_up("answer") as (second, two):
-        with run_router(first, second, policy="round_robin") as routing, routing.http() as http:
-            one.is_ready = False
-            routing.wait_ready(1)
-            for _ in range(3):
-                http.post("/v1/completions", json=CHAT)
-            assert (one.num_posts, two.num_posts) == (0, 3)
-            two.is_ready = False
-            routing.wait_ready(0)
-            answer = http.post("/v1/completions", json=CHAT)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_engine")
-            assert "retry-after" in answer.headers
-            assert http.get("/ready").status_code == 503
-            assert http.get("/health").status_code == 200
-            one.is_ready = True
-            routing.wait_ready(1)
-            assert http.post("/v1/completions", json=CHAT).status_code == 200
+    with (
+        made_up("answer") as (first, one),
+        made_up("answer") as (second, two),
+        run_router(first, second, policy="round_robin") as routing,
+        routing.http() as http,
+    ):
+        one.is_ready = False
+        routing.wait_ready(1)
+        for _ in range(3):
+            http.post("/v1/completions", json=CHAT)
+        assert (one.num_posts, two.num_posts) == (0, 3)
+        two.is_ready = False
+        routing.wait_ready(0)
+        answer = http.post("/v1/completions", json=CHAT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_engine")
+        assert "retry-after" in answer.headers
+        assert http.get("/ready").status_code == 503
+        assert http.get("/health").status_code == 200
+        one.is_ready = True
+        routing.wait_ready(1)
+        assert http.post("/v1/completions", json=CHAT).status_code == 200
 
 
 def test_an_engine_that_dies_is_away_and_comes_back():
-    with made_up("answer") as (good, _), run_server() as running:
-        with run_router(good, running.url) as routing, routing.http() as http:
-            running.server.should_exit = True
-            routing.wait_ready(1)
-            assert http.post("/v1/completions", json=CHAT).status_code == 200
+    with (
+        made_up("answer") as (good, _),
+        run_server() as running,
+        run_router(good, running.url) as routing,
+        routing.http() as http,
+    ):
+        running.server.should_exit = True
+        routing.wait_ready(1)
+        assert http.post("/v1/completions", json=CHAT).status_code == 200
 
 
 def test_a_client_that_leaves_ends_its_request_in_the_engine():

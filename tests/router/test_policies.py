@@ -86,6 +86,18 @@ def test_a_conversation_stays_where_it_began(engines, aware):
             assert homes.setdefault(conversation, engine) is engine
 
 
+@pytest.mark.parametrize("num_common", [8, 60])
+def test_conversations_that_begin_alike_are_spread(engines, num_common):
+    aware = CacheAware(balance_tokens=1024, balance_ratio=1.5, max_entries=1 << 16)
+    common = {"role": "system", "content": "what all have in common " * num_common}
+    homes = Counter(
+        serve(aware, ask(messages=[common, {"role": "user", "content": f"{index} " * 160}]), engines)
+        for index in range(64)
+    )
+    assert len(homes) == 4
+    assert min(homes.values()) >= 8
+
+
 def test_conversations_that_share_nothing_are_spread(engines, aware):
     got = Counter(serve(aware, ask(prompt=f"{index} " * 200), engines) for index in range(40))
     assert sorted(got.values()) == [10, 10, 10, 10]
@@ -113,8 +125,11 @@ def test_what_another_one_asked_is_in_no_cache_of_mine(engines, aware, other):
 
 def test_an_engine_that_began_anew_has_nothing(engines, aware):
     home = serve(aware, chat(1, 2), engines)
+    other = next(engine for engine in engines if engine is not home)
+    other.open_tokens = -1
+    assert aware.choose(chat(1, 3), engines) is home
     aware.forget(home)
-    assert aware.choose(chat(1, 3), engines) is not home
+    assert aware.choose(chat(1, 3), engines) is other
 
 
 def test_an_engine_that_found_less_than_it_should_has_lost_what_is_older_too(engines, aware):
@@ -129,7 +144,9 @@ def test_an_engine_that_found_less_than_it_should_has_lost_what_is_older_too(eng
     engines[0].num_sent_tokens = 1
     assert aware.choose(chat(2, 4), engines) is home, "it is newer"
     assert aware.choose(chat(1, 4), engines) is home, "it is there again"
-    assert aware._tree.find(chat(0, 4), [home])[home] <= len(json.dumps(SYSTEM)) + 64, "but for what all share"
+    assert aware._tree.find(chat(0, 4), [home]).num_bytes[home] <= len(json.dumps(SYSTEM)) + 64, (
+        "but for what all share"
+    )
 
 
 def test_nothing_is_learned_from_a_prompt_that_another_is_still_computing(engines, aware):
@@ -162,7 +179,9 @@ def test_a_prompt_of_every_api_is_read(engines, aware, body):
     asked = ask(**body)
     assert asked.num_tokens > 50
     assert aware.choose(ask(**body), engines) is serve(aware, asked, engines)
-    assert aware._tree.find(ask(**body), engines)[serve(aware, ask(**body), engines)] > 0.8 * len(asked.prompt)
+    assert aware._tree.find(ask(**body), engines).num_bytes[serve(aware, ask(**body), engines)] > 0.8 * len(
+        asked.prompt
+    )
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"n": "x", "model": 3, "user": []}', b'{"parameters": 4}'])
@@ -172,17 +191,16 @@ def test_a_body_that_is_none_asks_for_nothing(body):
 
 
 def test_a_pool_keeps_to_the_model_and_to_who_is_left(engines):
-    pool = EnginePool(RoundRobin(), RoundRobin())
-    pool.change(["http://a", "http://b"], ["http://p"])
-    a, b, p = pool.engines.values()
-    a.is_ready = b.is_ready = p.is_ready = True
+    pool = EnginePool(RoundRobin())
+    pool.change(["http://a", "http://b"])
+    a, b = pool.engines.values()
+    a.is_ready = b.is_ready = True
     a.models, b.models = frozenset({"x"}), frozenset({"y"})
     assert pool.choose(ask(model="y"), []) is b
     assert pool.choose(ask(model="y"), [b]) is a, "who may say that there is none"
     assert pool.choose(ask(), [a, b]) is None
-    assert pool.choose(ask(), [], is_prefill=True) is p
     new, gone = pool.change(["http://b", "http://c"])
-    assert ([each.url for each in new], gone) == (["http://c"], [a, p])
+    assert ([each.url for each in new], gone) == (["http://c"], [a])
     assert not a.is_ready
 
 

@@ -85,7 +85,7 @@ def test_tgis_routes_and_unknown_ones(http):
 
 
 def test_the_routers_own(routed, http):
-    routing, (first, second) = routed
+    _, (first, second) = routed
     for path in ("/health", "/ready"):
         assert http.get(path).status_code == 200
         assert http.head(path).status_code == 200

@@ -33,12 +33,6 @@ class RouterConfig(AccessConfig):
     engines_dns: str | None = option(
         None, "Name whose addresses are all engines, asked for again and again. Default: none.", unit="NAME:PORT"
     )
-    prefill_engines: tuple[str, ...] = option(
-        (),
-        "Address of an engine that computes prompts for the others (octavo serve --role prefill); may be given again.",
-        name="prefill_engine",
-        unit="URL",
-    )
     engine_api_key: str | None = option(
         None,
         "Key for what the router itself asks of engines: their metrics and models. Clients' keys are passed on. "
@@ -73,26 +67,18 @@ class RouterConfig(AccessConfig):
         unit="SECONDS",
         low=0.001,
     )
-    prefill_timeout_s: float = option(
-        30.0,
-        "So long may a prompt be computed elsewhere before the engine that answers does it.",
-        name="prefill_timeout",
-        unit="SECONDS",
-        low=0.001,
-    )
     max_open_requests: int | None = None
 
     def __post_init__(self) -> None:
         AccessConfig.__post_init__(self)
-        for name in ("engines", "prefill_engines"):
-            object.__setattr__(self, name, tuple(map(engine_url, getattr(self, name))))
+        object.__setattr__(self, "engines", tuple(map(engine_url, self.engines)))
         if self.engines_dns is not None and not _NAME_AND_PORT.fullmatch(self.engines_dns):
             raise ConfigError(f"engines_dns must be a name and a port, like engines.local:8000, got {self.engines_dns}")
         if not self.engines and self.engines_file is None and self.engines_dns is None:
             raise ConfigError("a router needs engines: --engine URL, --engines-file FILE or --engines-dns NAME:PORT")
         for name in ("balance_tokens", "max_prefix_entries"):
             at_least(name, getattr(self, name), 0)
-        for name in ("health_interval_s", "health_timeout_s", "prefill_timeout_s", "balance_ratio"):
+        for name in ("health_interval_s", "health_timeout_s", "balance_ratio"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)}")
         object.__setattr__(self, "session_header", self.session_header.lower())

@@ -23,11 +23,11 @@ class Engine:
     """One engine.
 
     open_tokens: of what was sent to it and has not come back; other_tokens: reckoned, of what others have sent it.
-    incarnation: what its process says of itself. models: None where it was not asked yet or did not tell; none where what it told is no list.
+    incarnation: what its process says of itself. models: None where it was not asked yet or did not tell; none where
+    what it told is no list.
     """
 
     url: str
-    is_prefill: bool = False
     is_ready: bool = False
     is_member: bool = True
     models: frozenset[str] | None = None
@@ -56,38 +56,38 @@ class Engine:
 class EnginePool:
     """All engines by address, and which of them a request goes to."""
 
-    def __init__(self, policy: Policy, prefill_policy: Policy) -> None:
-        self.policy, self.prefill_policy = policy, prefill_policy
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
         self.engines: dict[str, Engine] = {}
 
-    def change(self, urls: Iterable[str], prefill_urls: Iterable[str] = ()) -> tuple[list[Engine], list[Engine]]:
+    def change(self, urls: Iterable[str]) -> tuple[list[Engine], list[Engine]]:
         """Have these engines and no others; return who is new, and who has left: it ends what it has begun."""
-        wanted = {**dict.fromkeys(urls, False), **dict.fromkeys(prefill_urls, True)}
-        gone = [engine for url, engine in self.engines.items() if wanted.get(url) is not engine.is_prefill]
+        wanted = dict.fromkeys(urls)
+        gone = [engine for url, engine in self.engines.items() if url not in wanted]
         for engine in gone:
             engine.is_member = engine.is_ready = False
             del self.engines[engine.url]
             self.forget(engine)
-        new = [Engine(url, is_prefill) for url, is_prefill in wanted.items() if url not in self.engines]
+        new = [Engine(url) for url in wanted if url not in self.engines]
         self.engines.update((engine.url, engine) for engine in new)
         return new, gone
 
-    def ready(self, *, is_prefill: bool = False) -> list[Engine]:
+    def ready(self) -> list[Engine]:
         """Return the engines that take requests."""
-        return [engine for engine in self.engines.values() if engine.is_ready and engine.is_prefill is is_prefill]
+        return [engine for engine in self.engines.values() if engine.is_ready]
 
-    def choose(self, asked: Asked, tried: Sequence[Engine], *, is_prefill: bool = False) -> Engine | None:
+    def choose(self, asked: Asked, tried: Sequence[Engine]) -> Engine | None:
         """Return the engine for a request; None where none is left that could take it."""
-        ready = [engine for engine in self.ready(is_prefill=is_prefill) if engine not in tried]
+        ready = [engine for engine in self.ready() if engine not in tried]
         # where nobody has the model, anybody may say so
         able = [engine for engine in ready if engine.serves(asked.model)] or ready
         if not able:
             return None
-        return able[0] if len(able) == 1 else self._policy(is_prefill).choose(asked, able)
+        return able[0] if len(able) == 1 else self._policy.choose(asked, able)
 
     def sent(self, asked: Asked, engine: Engine) -> None:
         """Note that a request goes to an engine."""
-        self._policy(engine.is_prefill).sent(asked, engine)
+        self._policy.sent(asked, engine)
 
     def told(self, asked: Asked, engine: Engine, num_prompt_tokens: int | None, num_cached_tokens: int) -> None:
         """Note that a request is over, and what its engine said of it; None: nothing."""
@@ -95,11 +95,11 @@ class EnginePool:
             engine.num_prompt_tokens += num_prompt_tokens
             engine.num_cached_tokens += num_cached_tokens
         share = num_cached_tokens / num_prompt_tokens if num_prompt_tokens else None
-        self._policy(engine.is_prefill).ended(asked, engine, share)
+        self._policy.ended(asked, engine, share)
 
     def forget(self, engine: Engine) -> None:
         """Know nothing any more of what an engine's cache holds: it is empty."""
-        self._policy(engine.is_prefill).forget(engine)
+        self._policy.forget(engine)
 
     def restarted(self, engine: Engine) -> None:
         """Note that an engine begins anew."""
@@ -112,6 +112,3 @@ class EnginePool:
         engine.other_tokens = 0
         for flight in list(engine.flights):
             flight.end(EngineLostError())
-
-    def _policy(self, is_prefill: bool) -> Policy:
-        return self.prefill_policy if is_prefill else self.policy

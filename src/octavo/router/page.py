@@ -49,7 +49,6 @@ async def _engines(service: RouterService, request: Request) -> Response:
 def _told(engine: Engine) -> dict[str, Any]:
     return {
         "url": engine.url,
-        "role": "prefill" if engine.is_prefill else "both",
         "ready": engine.is_ready,
         "models": None if engine.models is None else sorted(engine.models),
         "open_requests": len(engine.flights),

@@ -80,7 +80,6 @@ class _Exchange:
         """Try engines until one has answered. Raises `NoEngineError` or `EngineLostError` where none does."""
         pool, asked = self._service.pool, self._flight.asked
         num_failures, refusal = 0, None
-        await self._service.pairing.prefill(self._flight, self._scope, self._body)
         while (engine := pool.choose(asked, self._tried)) is not None:
             self._tried.append(engine)
             self._audit["engine"] = engine.url

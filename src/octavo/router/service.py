@@ -11,7 +11,6 @@ from octavo.errors import ConfigError
 from octavo.router.engines import EnginePool
 from octavo.router.launcher import Launcher, NoLauncher
 from octavo.router.metrics import RouterCollector
-from octavo.router.pairing import NoPairing, Pairing
 from octavo.router.policies import create_policy
 from octavo.router.upstream import Upstream
 from octavo.router.watching import EngineWatch
@@ -44,13 +43,12 @@ class RouterService:
 
     def __init__(self, config: RouterConfig, launcher: Launcher | None = None) -> None:
         self.config = config
-        self.pool = EnginePool(create_policy(config), create_policy(config))
+        self.pool = EnginePool(create_policy(config))
         self.limiter = RequestLimiter(config.max_open_requests, None, _BODIES * config.max_body_bytes)
         self.timeouts = TimeoutQueue()
         self.metrics = self.answer_counts = Metrics(RouterCollector(self.pool))
         self.keyring: Keyring | None = None
         self._read_keys()
-        self.pairing: Pairing | NoPairing = Pairing(self) if config.prefill_engines else NoPairing()
         self.is_closing = False
         self._launcher = launcher or NoLauncher()
         self._flights: set[Flight] = set()

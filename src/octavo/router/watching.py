@@ -74,7 +74,7 @@ class EngineWatch:
     async def _discover(self) -> None:
         while True:
             urls = [url for source in self._sources for url in await source.urls()]
-            new, gone = self._pool.change(urls, self._config.prefill_engines)
+            new, gone = self._pool.change(urls)
             for engine in gone:
                 logger.info("%s has left", engine.url)
             for engine in new:

@@ -12,7 +12,7 @@ function cell(row, text, kind) {
 function show(engine, most) {
   const row = document.createElement("tr");
   cell(row, engine.url);
-  cell(row, engine.ready ? (engine.role === "prefill" ? "prefill" : "ready") : "away", engine.ready ? "good" : "bad");
+  cell(row, engine.ready ? "ready" : "away", engine.ready ? "good" : "bad");
   cell(row, engine.models === null ? "" : engine.models.join(", "));
   cell(row, number.format(engine.open_requests), "figure");
   const tokens = engine.open_tokens + engine.other_tokens;
