@@ -6,7 +6,7 @@
 
 `clients` and `cost` ask a made-up engine that sends an event every so often, in a process of its own. `cost` asks it
 directly and through the router in turns, and compares medians. `prefixes` starts 4 `octavo serve` on the built-in
-model with a KV cache of 1/3 of what all conversations need together, and asks them anew for each policy: 64
+model with a KV cache of 800 blocks, 2/7 of what all conversations need together, and asks them anew for each policy: 64
 conversations of 8 turns, in an order drawn anew for each turn, 8 at a time. `--also URL` asks another router, which
 somebody has put before engines of the same options (--keep-engines leaves them running, and says where).
 """
@@ -236,7 +236,7 @@ def prefixes(options: argparse.Namespace) -> None:
         with contextlib.ExitStack() as stack:
             for port, url in zip(ports, urls, strict=True):
                 command = ["-m", "octavo", "serve", "--port", str(port), "--num-threads", "1", "--log-level", "warning"]
-                command += ["--num-gpu-blocks-override", "900", "--max-num-seqs", "16"]
+                command += ["--num-gpu-blocks-override", "800", "--max-num-seqs", "16"]
                 stack.enter_context(process(*command, ready=url + "/ready"))
             if options.keep_engines:
                 print("engines:", *urls)

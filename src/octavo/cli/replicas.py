@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import asdict, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.route import run_router
-from octavo.config import API_KEY_VARIABLE, AccessConfig, RouterConfig
+from octavo.config import AccessConfig, RouterConfig, environment_of_replicas
 from octavo.kernels.machine import default_num_threads
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ _NOT_PASSED = {
     *("config", "host", "port", "replicas", "insecure", "audit_log", "api_key", "debug", "help", "num_threads"),
     *("ssl_certfile", "ssl_keyfile", "allowed_host", "allowed_origin", "forwarded_allow_ips"),
 }
-_VARIABLES = "OCTAVO_SERVE_"
 
 
 def serve_replicas(
@@ -38,7 +36,7 @@ def serve_replicas(
     num_threads: int | None,
 ) -> None:
     """Run replicas and a router until a signal ends them. num_threads: of each; None: the machine's, split."""
-    from octavo.router.launcher import LocalReplicas, free_ports, without
+    from octavo.router.launcher import LocalReplicas, free_ports
 
     if num_threads is None:
         num_threads = max(default_num_threads() // num_replicas, 1)
@@ -47,12 +45,11 @@ def serve_replicas(
     shared = ["--host", "127.0.0.1", "--num-threads", str(num_threads), "--log-format", listen.log_format]
     serve = [sys.executable, "-m", "octavo.cli.replica", "serve"]
     commands = [[*serve, *given, *shared, "--port", str(port)] for port in ports]
-    environment = {**without(os.environ, _VARIABLES), API_KEY_VARIABLE: config.api_key or ""}
     own = {each.name: getattr(config, each.name) for each in fields(AccessConfig)} | {"max_open_requests": None}
     engines = tuple(f"http://127.0.0.1:{port}" for port in ports)
     router = RouterConfig(**own, engines=engines, engine_api_key=config.api_key)
     say(f"{num_replicas} replicas with {num_threads} threads each at {', '.join(engines)}")
-    run_router(router, listen, say, LocalReplicas(commands, environment))
+    run_router(router, listen, say, LocalReplicas(commands, environment_of_replicas(config.api_key)))
 
 
 def _given(context: typer.Context) -> list[str]:

@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path  # noqa: TC003 - typer reads the types
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,6 +29,9 @@ from octavo.config import (
 from octavo.errors import ConfigError, EngineDeadError
 from octavo.runtime.garbage import permanent_generation
 from octavo.runtime.process_memory import returning_free_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
@@ -77,16 +80,6 @@ class ServerOptions:
 def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, listen: ListenOptions) -> None:
     """Serve a model through the OpenAI API."""
     _check_installed()
-    from octavo.engine.async_llm import AsyncLLM
-    from octavo.server.access.listening import (
-        allow_open_files,
-        bind,
-        check_binding,
-        check_files,
-        hearing_signals,
-        open_door,
-    )
-
     source = context.get_parameter_source("seed")
     is_drawn = source is None or source.name == "DEFAULT"
     if is_drawn:  # servers that were given no seed do not sample alike; whoever wants a replay finds it in the log
@@ -114,6 +107,21 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, 
         return
     if is_drawn:
         say(f"seed = {engine.config().model.seed}  (drawn for this process)")
+    _run(engine, config, listen, say)
+
+
+def _run(engine: EngineOptions, config: ServerConfig, listen: ListenOptions, say: Callable[[str], object]) -> None:
+    """Load the model and serve it until a signal ends it."""
+    from octavo.engine.async_llm import AsyncLLM
+    from octavo.server.access.listening import (
+        allow_open_files,
+        bind,
+        check_binding,
+        check_files,
+        hearing_signals,
+        open_door,
+    )
+
     check_binding(listen.host, config, insecure=listen.insecure)
     check_files(config)
     max_connections = allow_open_files()

@@ -80,7 +80,12 @@ class _Replica:
         self._is_stopping = threading.Event()
         self._lock = threading.Lock()  # a child is started, or told to stop
         self._thread = threading.Thread(target=self._run, name=f"octavo-replica-{index}", daemon=True)
-        self.has_failed = False
+        self._has_failed = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it does not run, and was never well."""
+        return self._has_failed and self._process is not None and self._process.poll() is not None
 
     def start(self) -> None:
         """Begin."""
@@ -111,7 +116,7 @@ class _Replica:
             was_well = time.monotonic() - start >= _LONG_S
             pause, num_failed = (_FIRST_PAUSE_S, 0) if was_well else (pause, num_failed + 1)
             # a wrong option is wrong the next time as well
-            self.has_failed = num_failed >= _MAX_FAILED_STARTS or status in {1, 2}
+            self._has_failed = num_failed >= _MAX_FAILED_STARTS or (num_failed > 0 and status in {1, 2})
             logger.error("replica %d has ended with %d; it is started again in %g s", self._index, status, pause)
             self._is_stopping.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -138,8 +143,3 @@ def free_ports(count: int) -> list[int]:
     finally:
         for sock in socks:
             sock.close()
-
-
-def without(environment: Mapping[str, str], prefix: str) -> dict[str, str]:
-    """Return an environment without the variables of a prefix: what they say stands in the command."""
-    return {name: value for name, value in environment.items() if not name.startswith(prefix)}

@@ -8,8 +8,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of a route
 from starlette.responses import Response
 
-from octavo.server.access.headers import PAGE_HEADERS
 from octavo.server.errors import NotAllowedError, NotFoundError
+from octavo.server.page_headers import PAGE_HEADERS
 from octavo.server.telemetry.dashboard.feed import Dashboard, read_static
 
 if TYPE_CHECKING:
