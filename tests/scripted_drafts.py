@@ -19,7 +19,7 @@ class ScriptedProposer:
     """
 
     num_bytes = 0
-    num_passes = 0
+    num_passes, computed, computes = 0, frozenset(), False
 
     def __init__(self, sequences: Mapping[str, list[int]], num_speculative_tokens: int, share_right: float) -> None:
         self.num_speculative_tokens = num_speculative_tokens

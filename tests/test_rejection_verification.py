@@ -43,6 +43,7 @@ class Drawing:
 
     num_speculative_tokens = 3
     num_bytes = num_passes = 0
+    computed, computes = frozenset(), True
 
     def __init__(self, llm: LLM) -> None:
         self.runner = llm.llm_engine.core.executor.worker.runner

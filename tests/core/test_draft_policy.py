@@ -293,8 +293,9 @@ class Scheduled:
         self.max_drafts = dict(max_drafts)
 
 
-def guessed(seconds, num_passes):
-    return ModelOutput(1, {}, drafting_s=seconds, num_drafting_passes=num_passes)
+def guessed(seconds, num_passes, computed=""):
+    """What guessing took; each letter of `computed` names a request that a model was asked for."""
+    return ModelOutput(1, {}, drafting_s=seconds, num_drafting_passes=num_passes, computed_drafts=frozenset(computed))
 
 
 def bounds(policy, *requests):
@@ -305,6 +306,7 @@ def bounds(policy, *requests):
 def policy_of_model(step_costs, pass_costs, most=4):
     policy = policy_with(*step_costs)
     policy.pass_cost, policy._most_passes = measured(*pass_costs), most
+    policy._computed = {"r"}
     return policy
 
 
@@ -407,15 +409,15 @@ def test_who_gets_no_token_of_the_step_or_has_no_room_is_not_asked():
 
 def test_what_a_guess_took_is_no_part_of_the_step_and_is_shared_by_its_passes():
     policy = DraftPolicy()
-    policy.learn(Scheduled("ab", {"a": 1, "b": 0}), guessed(0.5, 1), 2.0)
+    policy.learn(Scheduled("ab", {"a": 1, "b": 0}), guessed(0.5, 1, "ab"), 2.0)
     assert policy.step_cost.seconds(2) == 1.5
     assert policy.pass_cost.seconds(1) == 0.5
-    policy.learn(Scheduled("ab", {"b": 1}), guessed(0.9, 3), 2.0)  # 3 and 1 in 3 passes: one row or two
+    policy.learn(Scheduled("ab", {"b": 1}), guessed(0.9, 3, "ab"), 2.0)  # 3 and 1 in 3 passes: one row or two
     assert policy.pass_cost.seconds(1) == pytest.approx(0.8 * 0.5 + 0.2 * 0.3)
-    policy.learn(Scheduled("ab"), guessed(0.9, 3), 2.0)
+    policy.learn(Scheduled("ab"), guessed(0.9, 3, "ab"), 2.0)
     assert policy.pass_cost.seconds(2) == policy.pass_cost.seconds(1)  # of two rows 0.3, and more are never faster
     assert policy.pass_cost._measured[2].seconds == pytest.approx(0.3)
-    policy.learn(Scheduled("c"), guessed(9.0, 3), 8.0)  # clocks differ
+    policy.learn(Scheduled("c"), guessed(9.0, 3, "c"), 8.0)  # clocks differ
     assert policy.step_cost.seconds(1) == 0.0
     other = DraftPolicy()
     other.learn(Scheduled("a", {"a": 0}), guessed(0.5, 1), 2.0)
@@ -429,6 +431,32 @@ def test_what_a_pass_takes_is_measured_again_after_long():
     assert bounds(policy, make_request()) == {"r": 0}
     policy.learn(Scheduled("r"), guessed(0.001, 0), 1.001)
     assert bounds(policy, make_request()) == {}
+
+
+def test_what_is_looked_up_and_what_a_model_computes_are_known_apart():
+    policy, request = policy_of_model([(1, 1.0), (9, 1.0)], [(1, 0.1)]), make_request()
+    looked_up = make_request("looked up")
+    for _ in range(50):
+        policy.verified(request, 4, 0)
+        policy.verified(looked_up, 4, 4)
+    assert request.acceptance is looked_up.computed_acceptance is None
+    assert bounds(policy, request, looked_up, make_request("new")) == {"r": 0, "looked up": 0, "new": 0}
+    policy.step_cost = measured((1, 1.0), (2, 1.4))
+    assert policy.allot([(looked_up, 1)], 1) == [1]
+    assert policy.allot([(request, 1)], 1) == [0]
+    policy.learn(Scheduled("r"), guessed(0.1, 0), 1.0)
+    assert policy.allot([(request, 1)], 1) == [1], "its newest ones were looked up"
+
+
+def test_what_neither_gains_fades_of_those_alone_who_were_asked():
+    policy, request = policy_of_model([(1, 1.0), (2, 9.0)], [(1, 9.0)]), make_request()
+    policy.verified(request, 2, 2)
+    before, everyone = request.computed_acceptance.rates([0.0]), policy._everyone.rates([0.0])
+    policy.verified(make_request("looked up"), 2, 1)
+    looked_up = policy._everyone.rates([0.0])
+    assert bounds(policy, request) == {"r": 0}
+    assert request.computed_acceptance.rates([0.0]) < before
+    assert policy._everyone.rates([0.0]) == looked_up > everyone
 
 
 def test_who_is_bound_is_tried_again():
@@ -452,8 +480,8 @@ def test_for_one_request_no_other_number_is_better(verified, step_costs, pass_s,
     request = Request("r", [1], SamplingParams(max_tokens=99))
     for num_drafted, num_accepted in verified:
         policy.verified(request, num_drafted, min(num_accepted, num_drafted))
-    rates = policy._everyone.rates([0.7] * most)
-    rates = request.acceptance.rates(rates) if request.acceptance else rates
+    rates = policy._everyone_computed.rates([0.7] * most)
+    rates = request.computed_acceptance.rates(rates) if request.computed_acceptance else rates
     chances = list(itertools.accumulate(rates, lambda chance, rate: chance * rate, initial=1.0))
     speeds = [
         sum(chances[: count + 1]) / (policy.step_cost.seconds(1 + count) + count * policy.pass_cost.seconds(1))
@@ -561,7 +589,13 @@ class Machine:
             self.now += step_s + drafting_s
             self.num_tokens += sum(map(len, sampled.values()))
             self.num_guessed += sum(lengths)
-            result = ModelOutput(scheduled.step, sampled, drafting_s=drafting_s, num_drafting_passes=len(passes))
+            result = ModelOutput(
+                scheduled.step,
+                sampled,
+                drafting_s=drafting_s,
+                num_drafting_passes=len(passes),
+                computed_drafts=frozenset(guesses),
+            )
             scheduler.update_from_output(scheduled, result)
             scheduler.update_draft_token_ids({name: drafts for name, drafts in guesses.items() if drafts})
 

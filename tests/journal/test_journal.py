@@ -161,8 +161,8 @@ def test_how_many_drafts_are_computed_is_decided_the_same_again(make_core, tmp_p
     times = itertools.accumulate(rng.choice([0.01, 0.02, 0.03]) for _ in itertools.count())
     recorded = Recorded(make_core, tmp_path / "run.journal", clock=lambda: next(times))
     core, bounds = recorded.core, Counter()
-    for step in range(300):
-        if step % 60 < 5:
+    for step in range(340):
+        if step % 60 < 5 and step < 300:
             core.add(f"r{step}", 5, max_tokens=60)
         scheduled = core.scheduler.schedule()
         result = compute(core, scheduled, rng)
@@ -170,7 +170,8 @@ def test_how_many_drafts_are_computed_is_decided_the_same_again(make_core, tmp_p
         bounds.update(map(len, guesses.values()))
         if num_passes := max(map(len, guesses.values()), default=0):
             drafting_s = rng.choice([0.0001, 0.002, 0.007]) * num_passes
-            result = replace(result, drafting_s=drafting_s, num_drafting_passes=num_passes)
+            names = frozenset(guesses)
+            result = replace(result, drafting_s=drafting_s, num_drafting_passes=num_passes, computed_drafts=names)
         core.scheduler.update_from_output(scheduled, result)
         core.scheduler.update_draft_token_ids({name: drafts for name, drafts in guesses.items() if drafts})
     assert min(bounds[count] for count in range(4)) > 0

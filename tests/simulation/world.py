@@ -632,14 +632,15 @@ class World:
         if bounds and pass_s is None:
             raise SimulationError(f"bounds where nothing is computed: {bounds}")
         self.totals.bounded += len(bounds)
-        num_passes = max((min(bounds.get(name, most), most) for name in result.sampled_token_ids), default=0)
+        names = frozenset(name for name in result.sampled_token_ids if self.rng.random() < 0.8)  # of the others it is found
+        num_passes = max((min(bounds.get(name, most), most) for name in names), default=0)
         if pass_s is None or not num_passes:
             return result
         self.totals.passes += num_passes
         drafting_s = pass_s * num_passes
         if self.config.mixed_step_ms:
             self.now += drafting_s
-        return replace(result, drafting_s=drafting_s, num_drafting_passes=num_passes)
+        return replace(result, drafting_s=drafting_s, num_drafting_passes=num_passes, computed_drafts=names)
 
     def _draft(self, scheduled: SchedulerOutput) -> None:
         config, rng = self.config, self.rng

@@ -20,7 +20,7 @@ class Told:
 
     num_speculative_tokens = 4
     num_bytes = 0
-    num_passes = 0
+    num_passes, computed, computes = 0, frozenset(), False
 
     def __init__(self, drafts: list[int]) -> None:
         self.drafts = drafts
@@ -141,6 +141,22 @@ def test_the_scheduler_bounds_what_is_guessed(llm, monkeypatch, max_drafts, expe
     told, drafts = start(llm, [5, 6, 7, 8])
     assert drafts == [[5, 6, 7, 8][:expected]]
     assert [most for _, _, most in told.tasks] == [expected] * (expected > 0)
+
+
+@pytest.mark.parametrize(("max_drafts", "expected"), [({}, 4), ({"a": 3}, 3), ({"a": 9}, 4), ({"a": 0}, 0)])
+def test_the_scheduler_bounds_what_a_model_computes_and_nothing_else(llm, monkeypatch, max_drafts, expected):
+    runner, seen = llm.llm_engine.core.executor.worker.runner, []
+    execute = runner.execute
+    monkeypatch.setattr(runner, "execute", lambda scheduled: execute(replace(scheduled, max_drafts=max_drafts)))
+    monkeypatch.setattr(Told, "computes", True)
+    propose = Told.propose
+    monkeypatch.setattr(
+        Told, "propose", lambda self, tasks: seen.extend(each.max_computed for each in tasks) or propose(self, tasks)
+    )
+    told, drafts = start(llm, [5, 6, 7, 8])
+    assert drafts == [[5, 6, 7, 8]]
+    assert [most for _, _, most in told.tasks] == [4]
+    assert seen == [expected]
 
 
 def test_what_guessing_took_is_told(llm, monkeypatch):

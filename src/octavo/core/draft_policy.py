@@ -17,11 +17,13 @@ from octavo.data.draft_stats import AcceptanceRates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from octavo.data.model_output import ModelOutput
     from octavo.data.request import Request
     from octavo.data.scheduler_output import SchedulerOutput
 
+    Known = tuple[AcceptanceRates, AcceptanceRates | None]  # of a request's drafts: of all like them, and of its own
     Candidate = tuple[float, int, int]  # of a draft: - its chance to come true, its request's index, and its place
 
 _FIRST_RATE = 0.7  # of a draft, before any was verified
@@ -43,6 +45,8 @@ class DraftPolicy:
         self.step_cost = StepCost()
         self.pass_cost = StepCost()
         self._everyone = AcceptanceRates(decay=0.98)
+        self._everyone_computed = AcceptanceRates(decay=0.98)
+        self._computed: AbstractSet[str] = frozenset()  # requests whose newest drafts a model computed
         self._has_drafts = False  # a proposer is there; else steps cost nothing here
         self._has_guesses = False
         self._most_passes = 0  # so many tokens of a request a drafting model guesses; 0 where there is none
@@ -56,9 +60,14 @@ class DraftPolicy:
     def verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Take in how many drafts of a request came true."""
         self._num_accepted += num_accepted
-        self._everyone.note(num_drafted, num_accepted)
-        request.acceptance = request.acceptance or AcceptanceRates()
-        request.acceptance.note(num_drafted, num_accepted)
+        if request.request_id in self._computed:
+            everyone, own = self._everyone_computed, request.computed_acceptance or AcceptanceRates()
+            request.computed_acceptance = own
+        else:
+            everyone, own = self._everyone, request.acceptance or AcceptanceRates()
+            request.acceptance = own
+        everyone.note(num_drafted, num_accepted)
+        own.note(num_drafted, num_accepted)
 
     def learn(self, scheduled: SchedulerOutput, result: ModelOutput, seconds: float) -> tuple[float, float] | None:
         """Take in how long a step took, its drafts being verified, and what guessing the next ones took.
@@ -70,6 +79,7 @@ class DraftPolicy:
         """
         if not (self._has_drafts or result.drafting_s):
             return None
+        self._computed = result.computed_drafts
         self._has_guesses = True
         guessing_s, self._guessing_s = self._guessing_s, result.drafting_s
         num_accepted, self._num_accepted = self._num_accepted, 0
@@ -90,13 +100,13 @@ class DraftPolicy:
         return step_s + guessing_s, (1 + num_accepted / len(counts)) * without_s
 
     def _learn_passes(self, scheduled: SchedulerOutput, result: ModelOutput) -> None:
-        """Take in what a pass took, each of which guesses one more token of every request that is not at its bound."""
+        """Take in what a pass took, each of which guesses one more token of whom it is for, up to its bound."""
         num_passes, bounds = result.num_drafting_passes, scheduled.max_drafts
         if not num_passes:
             self.pass_cost.skip()
             return
         self._most_passes = max(self._most_passes, num_passes)
-        num_guessed = sum(min(bounds.get(name, num_passes), num_passes) for name in scheduled.num_scheduled_tokens)
+        num_guessed = sum(min(bounds.get(name, num_passes), num_passes) for name in result.computed_drafts)
         self.pass_cost.learn(max(round(num_guessed / num_passes), 1), result.drafting_s / num_passes)
 
     def _learn_gain(self, num_requests: int, num_rows: int, num_accepted: int, spent_s: float, step_s: float) -> None:
@@ -127,8 +137,8 @@ class DraftPolicy:
     def bound(self, num_tokens: Mapping[str, int], requests: Mapping[str, Request]) -> dict[str, int]:
         """Return how many drafts are worth guessing at a step's end, where that is less than there could be.
 
-        num_tokens: of its requests. Guesses that are looked up are made or not: of those that are there `allot` takes
-        what is worth a row.
+        num_tokens: of its requests. Where a model drafts that is about what it computes. Guesses that are looked up are
+        made or not: of those that are there `allot` takes what is worth a row.
         """
         if not self._most_passes:
             return self._bound_lookups(list(num_tokens)) if self._has_guesses else {}
@@ -140,8 +150,9 @@ class DraftPolicy:
                 wanted.append((request, max(min(self._most_passes, request.max_total_tokens - num_known - 2), 0)))
         if not wanted:
             return {}
-        likeliest = self._likeliest_first(wanted)
-        counts = self._worthwhile(wanted, likeliest, len(wanted), self._passes_s(likeliest, len(wanted)))
+        known = [(self._everyone_computed, request.computed_acceptance) for request, _ in wanted]
+        likeliest = _likeliest_first(wanted, known)
+        counts = self._worthwhile(wanted, known, likeliest, len(wanted), self._passes_s(likeliest, len(wanted)))
         pairs = zip(wanted, counts, strict=True)
         return {request.request_id: count for (request, most), count in pairs if count < most}
 
@@ -153,20 +164,13 @@ class DraftPolicy:
         if not wanted:
             return []
         self._has_drafts = True
-        return self._worthwhile(wanted, self._likeliest_first(wanted), num_decoding, repeat(self._guessing_s))
-
-    def _likeliest_first(self, wanted: Sequence[tuple[Request, int]]) -> list[Candidate]:
-        longest = max(count for _, count in wanted)
-        priors = self._everyone.rates([_FIRST_RATE] * longest)
-        candidates: list[Candidate] = []
-        for index, (request, count) in enumerate(wanted):
-            rates = priors[:count] if request.acceptance is None else request.acceptance.rates(priors[:count])
-            chance = 1.0
-            for place, rate in enumerate(rates):
-                chance *= rate
-                candidates.append((-chance, index, place))
-        candidates.sort()
-        return candidates
+        known: list[Known] = [
+            (self._everyone_computed, request.computed_acceptance)
+            if request.request_id in self._computed
+            else (self._everyone, request.acceptance)
+            for request, _ in wanted
+        ]
+        return self._worthwhile(wanted, known, _likeliest_first(wanted, known), num_decoding, repeat(self._guessing_s))
 
     def _passes_s(self, candidates: list[Candidate], num_requests: int) -> Iterator[float]:
         """Yield what computing none of the drafts takes, the first one, the first two ...: a pass for each place."""
@@ -181,6 +185,7 @@ class DraftPolicy:
     def _worthwhile(
         self,
         wanted: Sequence[tuple[Request, int]],
+        known: Sequence[Known],
         candidates: list[Candidate],
         num_decoding: int,
         guessing_s: Iterable[float],
@@ -203,13 +208,25 @@ class DraftPolicy:
         counts = [0] * len(wanted)
         for _, index, _ in candidates[:best]:
             counts[index] += 1
-        self._fade(wanted, counts)
+        for (_, num_wanted), (_, own), count in zip(wanted, known, counts, strict=True):
+            if own is not None and count < num_wanted:  # or it would never get any again
+                own.fade()
+        if not any(counts):
+            for everyone in {id(each): each for each, _ in known}.values():
+                everyone.fade()
         return counts
 
-    def _fade(self, wanted: Sequence[tuple[Request, int]], counts: list[int]) -> None:
-        """Forget slowly why requests get no drafts, or they would never get any again."""
-        for (request, num_wanted), count in zip(wanted, counts, strict=True):
-            if request.acceptance is not None and count < num_wanted:
-                request.acceptance.fade()
-        if not any(counts):
-            self._everyone.fade()
+
+def _likeliest_first(wanted: Sequence[tuple[Request, int]], known: Sequence[Known]) -> list[Candidate]:
+    longest = max(count for _, count in wanted)
+    kinds = {id(everyone): everyone for everyone, _ in known}
+    priors_of = {name: everyone.rates([_FIRST_RATE] * longest) for name, everyone in kinds.items()}
+    candidates: list[Candidate] = []
+    for index, ((_, count), (everyone, own)) in enumerate(zip(wanted, known, strict=True)):
+        priors = priors_of[id(everyone)][:count]
+        chance = 1.0
+        for place, rate in enumerate(priors if own is None else own.rates(priors)):
+            chance *= rate
+            candidates.append((-chance, index, place))
+    candidates.sort()
+    return candidates

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class ModelOutput:
     kv_transfers: those that ended, by id, and how many of their blocks, from the first on, were moved.
     draft_token_ids: what is guessed to follow, to be verified in the next step.
     drafting_s: what guessing took of the step. num_drafting_passes: forward passes of a model that it took; 0 for what
-    is looked up.
+    is looked up. computed_drafts: the requests for which it was asked; drafts of the others were looked up.
     """
 
     step: int
@@ -44,3 +48,4 @@ class ModelOutput:
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     drafting_s: float = 0.0
     num_drafting_passes: int = 0
+    computed_drafts: AbstractSet[str] = frozenset()

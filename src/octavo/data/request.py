@@ -91,7 +91,8 @@ class Request:
     tenant: whose request it is, for fair share; one of tenant_weight 2 gets twice the share of one of 1.
     adapter: identity of weights laid over the model's, part of the KV's.
     deadline: time on the engine's clock at which it is of no more use and ends with an error.
-    acceptance: how often its drafts came true; None before any was verified.
+    acceptance: how often its drafts came true that were looked up; computed_acceptance: that a model computed. None
+    before any was verified.
     block_hashes: keys of its full blocks, written by the KV cache manager.
     predicted_token_ids: what its client expects as its output, of which drafts are made; never changed.
     """
@@ -104,6 +105,7 @@ class Request:
         "arrival_time",
         "block_hashes",
         "cache_salt",
+        "computed_acceptance",
         "deadline",
         "max_total_tokens",
         "num_computed_in_all",
@@ -169,6 +171,7 @@ class Request:
         self.num_prompt_logprobs = 0
         self.spec_token_ids: list[int] = []
         self.acceptance: AcceptanceRates | None = None
+        self.computed_acceptance: AcceptanceRates | None = None
         self.block_hashes: list[bytes] = []
         self.reads_prefix_cache = sampling_params.prompt_logprobs is None and sampling_params.pooling != "mean"
 

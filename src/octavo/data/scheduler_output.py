@@ -127,7 +127,7 @@ class SchedulerOutput:
     into blocks nor into a store.
     num_pending_transfers: under way, lookups included, so that somebody must ask for their results.
     max_drafts: how many tokens are worth guessing behind a request's newest one, 0 for none; one that is not named has
-    no bound but the proposer's.
+    no bound but the proposer's. Where a model drafts it bounds what that computes, and nothing that is looked up.
     """
 
     step: int

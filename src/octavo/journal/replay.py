@@ -15,6 +15,7 @@ from octavo.journal.format import checksum, decode_tokens, read_journal
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from octavo.data.scheduler_output import SchedulerOutput
@@ -101,6 +102,7 @@ class _Player:
         kv_transfers: list[tuple[int, int]],
         drafting_s: float = 0.0,
         num_drafting_passes: int = 0,
+        computed_drafts: Sequence[int] = (),
     ) -> None:
         scheduled = self.scheduled
         assert scheduled is not None
@@ -128,6 +130,7 @@ class _Player:
             kv_transfers=kv_transfers,
             drafting_s=drafting_s,
             num_drafting_passes=num_drafting_passes,
+            computed_drafts={self.names[number] for number in computed_drafts},
         )
         self.scheduler.update_from_output(scheduled, result)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from collections.abc import Set as AbstractSet
 
     import numpy as np
     from numpy.typing import NDArray
@@ -17,7 +18,8 @@ class DraftTask:
     """A request for which tokens are guessed.
 
     token_ids: int32 [num_tokens], prompt and output, what this step sampled included; valid until the next step.
-    They only ever grow. max_drafts: more than that are of no use. cache_salt: who has another one may not be told what
+    They only ever grow. max_drafts: more than that are of no use. max_computed: so many of them are worth a pass of a
+    model each; None: all. cache_salt: who has another one may not be told what
     stands here, nor be guessed from. predicted_token_ids: int32, what its client expects behind its prompt.
     """
 
@@ -27,6 +29,7 @@ class DraftTask:
     cache_salt: str | None
     num_prompt_tokens: int = 0
     predicted_token_ids: NDArray[np.int32] | None = None
+    max_computed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +48,19 @@ class Proposer(Protocol):
     It may be wrong: a wrong guess costs its row in a step, and never changes a token.
 
     num_speculative_tokens: drafts of a request at most. num_bytes: memory that it takes at most.
-    num_passes: forward passes that the newest call of `propose` took; 0 where nothing is computed.
+    num_passes: forward passes of a model that the newest call of `propose` took. computes: whether it ever
+    has one computed, where nothing can be looked up.
     """
 
     num_speculative_tokens: int
     num_bytes: int
     num_passes: int
+    computes: bool
+
+    @property
+    def computed(self) -> AbstractSet[str]:
+        """Requests whose drafts the newest call of `propose` had computed."""
+        ...
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
         """Return the drafts of each task, none where nothing can be guessed."""

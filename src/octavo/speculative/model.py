@@ -12,6 +12,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from collections.abc import Set as AbstractSet
 
     from numpy.typing import NDArray
 
@@ -52,17 +53,18 @@ class ModelProposer:
     def __init__(self, model: DraftingModel, num_speculative_tokens: int, first: Proposer) -> None:
         self.num_speculative_tokens = num_speculative_tokens
         self.num_bytes = first.num_bytes
-        self.num_passes = 0
+        self.num_passes, self.computes = 0, True
+        self.computed: AbstractSet[str] = frozenset()
         self._model = model
         self._first = first
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
         """Return the drafts of each task."""
-        self.num_passes = 0
+        self.num_passes, self.computed = 0, frozenset()
         drafts = self._first.propose(tasks)
         room = self._model.max_model_len + 1
         most = [
-            0 if found else min(task.max_drafts, self.num_speculative_tokens, room - len(task.token_ids))
+            0 if found else min(_num_worthwhile(task), self.num_speculative_tokens, room - len(task.token_ids))
             for task, found in zip(tasks, drafts, strict=True)
         ]
         asked = [index for index, count in enumerate(most) if count > 0]
@@ -73,6 +75,7 @@ class ModelProposer:
             chosen = self._choose(np.array([most[index] for index in asked]))
         finally:
             self._model.end()
+        self.computed = {tasks[index].request_id for index in asked}
         for index, found in zip(asked, chosen, strict=True):
             drafts[index] = found
         return drafts
@@ -98,3 +101,7 @@ class ModelProposer:
     def finish(self, ended: Sequence[EndedRequest]) -> None:
         """Hand over what can be looked up in."""
         self._first.finish(ended)
+
+
+def _num_worthwhile(task: DraftTask) -> int:
+    return task.max_drafts if task.max_computed is None else min(task.max_computed, task.max_drafts)

@@ -44,7 +44,7 @@ class NgramProposer:
     max_tokens: that all requests can have together.
     """  # noqa: D205
 
-    num_passes = 0
+    num_passes, computed, computes = 0, frozenset[str](), False
 
     def __init__(
         self, *, num_speculative_tokens: int, prompt_lookup_min: int, prompt_lookup_max: int, max_tokens: int

@@ -15,7 +15,7 @@ class NoProposer:
 
     num_speculative_tokens = 0
     num_bytes = 0
-    num_passes = 0
+    num_passes, computed, computes = 0, frozenset[str](), False
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
         """Return no drafts."""

@@ -27,7 +27,7 @@ class PredictionProposer:
     A draft adds at most one token to a step, so as many drafts that were predicted are at least as good.
     """
 
-    num_passes = 0
+    num_passes, computed, computes = 0, frozenset[str](), False
 
     def __init__(self, proposer: Proposer) -> None:
         self.num_speculative_tokens = proposer.num_speculative_tokens

@@ -37,7 +37,7 @@ class SuffixProposer:
     too large, it keeps the newest tokens, and a request that starts then has none until others have ended.
     """
 
-    num_passes = 0
+    num_passes, computed, computes = 0, frozenset[str](), False
 
     def __init__(self, config: SpeculativeConfig, *, max_num_seqs: int, max_model_len: int) -> None:
         self.num_speculative_tokens = config.num_speculative_tokens

@@ -11,6 +11,7 @@ from octavo.speculative.interface import DraftTask, EndedRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from collections.abc import Set as AbstractSet
 
     from torch import Tensor
 
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 class Drafting:
     """Asks a proposer, and cuts off what could not come true.
 
-    seconds, num_passes: what that took in the newest step.
+    seconds, num_passes: what that took in the newest step. computed: whose drafts a model computed in it.
     draft_probs: of requests whose newest drafts were drawn by `Verification.draw_drafts` to be verified by rejection
     sampling, the distribution of each draft, float32 [num_drafts, vocab]. Who draws them in `propose` writes it there;
     it lasts until new ones are proposed.
@@ -34,6 +35,7 @@ class Drafting:
         self.proposer = proposer
         self.seconds = 0.0
         self.num_passes = 0
+        self.computed: AbstractSet[str] = frozenset()
         self.draft_probs: dict[str, Tensor] = {}
         self._unwritten: Mapping[str, list[int]] = {}  # what the newest step sampled, where nothing was guessed
         self._batch = batch
@@ -78,14 +80,16 @@ class Drafting:
     ) -> dict[str, list[int]]:
         """Return the drafts of a step's requests.
 
-        sampled_token_ids: what each got in it. max_drafts: how many are worth guessing; who is not named has no bound.
+        sampled_token_ids: what each got in it. max_drafts: how many are worth guessing, by a model where there is one;
+        who is not named has no bound.
         """
         if not self.proposer.num_speculative_tokens:
             return {}
-        self._unwritten = {}
-        if max_drafts and not any(max_drafts.get(request_id, 1) for request_id in sampled_token_ids):
+        self._unwritten, self.num_passes, self.computed = {}, 0, frozenset()
+        is_bounded = max_drafts and not self.proposer.computes  # else what is looked up has no bound
+        if is_bounded and not any(max_drafts.get(request_id, 1) for request_id in sampled_token_ids):
             self._unwritten = sampled_token_ids  # until they end: a step without a guess should cost nothing
-            self.seconds, self.num_passes = 0.0, 0
+            self.seconds = 0.0
             self._drop_probs(sampled_token_ids)
             return {}
         start = time.perf_counter()
@@ -101,18 +105,18 @@ class Drafting:
             request = self._batch.requests[request_id]
             known = self._batch.write_sampled(request, token_ids)
             most = self._max_drafts(request, len(known), token_ids)
-            if max_drafts:
-                most = min(most, max_drafts.get(request_id, most))
+            worth = min(most, max_drafts.get(request_id, most)) if max_drafts else most
+            if not self.proposer.computes:
+                most = worth
             if most > 0:
-                num_prompt_tokens, predicted = request.num_prompt_tokens, request.predicted_token_ids
-                tasks.append(DraftTask(request_id, known, most, request.cache_salt, num_prompt_tokens, predicted))
+                prompt = request.num_prompt_tokens, request.predicted_token_ids
+                tasks.append(DraftTask(request_id, known, most, request.cache_salt, *prompt, worth))
         self._drop_probs(sampled_token_ids)
-        self.num_passes = 0
         if not tasks:
             return {}
         try:
             proposed = self.proposer.propose(tasks)
-            self.num_passes = self.proposer.num_passes
+            self.num_passes, self.computed = self.proposer.num_passes, self.proposer.computed
         except BaseException as error:
             if not is_fault(error):
                 raise

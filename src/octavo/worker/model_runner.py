@@ -136,6 +136,7 @@ class ModelRunner:
             draft_token_ids=drafts,
             drafting_s=drafting.seconds,
             num_drafting_passes=drafting.num_passes,
+            computed_drafts=drafting.computed,
         )
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:

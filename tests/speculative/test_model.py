@@ -1,0 +1,84 @@
+"""Who is asked: what can be looked up is taken as it is, and a model goes on with the others, as far as it pays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from octavo.speculative.interface import DraftTask
+from octavo.speculative.model import ModelProposer
+from octavo.speculative.none import NoProposer
+
+
+class Counting:
+    """A model that goes on with 1, 2, 3 ..., and stops where it is told to."""
+
+    max_model_len = 100
+
+    def __init__(self, ends_after=99):
+        self.ends_after = ends_after
+        self.asked, self.num_passes, self.has_ended = [], 0, False
+
+    def begin(self, request_ids):
+        self.asked.append(list(request_ids))
+        self.num_passes, self.has_ended = 0, False
+
+    def choose_next(self, indices):
+        self.num_passes += 1
+        tokens = np.full(len(indices), self.num_passes)
+        return tokens, np.full(len(indices), self.num_passes < self.ends_after)
+
+    def end(self):
+        self.has_ended = True
+
+
+class Found(NoProposer):
+    """Finds seven tokens behind the requests that it knows."""
+
+    num_speculative_tokens = 8
+
+    def __init__(self, names):
+        self.names = names
+
+    def propose(self, tasks):
+        return [[7] * min(task.max_drafts, 7) if task.request_id in self.names else [] for task in tasks]
+
+
+def task(name, max_drafts=9, max_computed=None, num_tokens=3):
+    return DraftTask(name, np.zeros(num_tokens, dtype=np.int32), max_drafts, None, max_computed=max_computed)
+
+
+def test_a_model_is_asked_where_nothing_is_found_and_each_draft_is_a_pass():
+    model = Counting()
+    proposer = ModelProposer(model, 4, Found("a"))
+    assert proposer.propose([task("a"), task("b"), task("c", max_drafts=2)]) == [[7] * 7, [1, 2, 3, 4], [1, 2]]
+    assert (model.asked, model.has_ended, proposer.num_passes) == ([["b", "c"]], True, 4)
+    assert proposer.computed == {"b", "c"}
+    assert proposer.computes
+    proposer.propose([task("a")])
+    assert (proposer.num_passes, proposer.computed) == (0, frozenset())
+
+
+def test_what_is_not_worth_a_pass_is_looked_up_all_the_same():
+    model = Counting()
+    proposer = ModelProposer(model, 4, Found("ab"))
+    tasks = [task("a", max_computed=0), task("b", max_computed=1), task("c", max_computed=1), task("d", max_computed=0)]
+    assert proposer.propose(tasks) == [[7] * 7, [7] * 7, [1], []]
+    assert (model.asked, proposer.num_passes, proposer.computed) == ([["c"]], 1, {"c"})
+
+
+@pytest.mark.parametrize(("num_tokens", "most"), [(96, 4), (98, 3), (100, 1), (101, 0)])
+def test_nobody_is_gone_on_with_beyond_what_the_model_can_read(num_tokens, most):
+    proposer = ModelProposer(Counting(), 4, NoProposer())
+    assert proposer.propose([task("a", num_tokens=num_tokens)]) == [[1, 2, 3, 4][:most]]
+
+
+def test_a_failure_leaves_nothing_that_was_computed():
+    model = Counting()
+    proposer = ModelProposer(model, 4, NoProposer())
+    proposer.propose([task("a")])
+    model.choose_next = lambda _indices: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        proposer.propose([task("a")])
+    assert model.has_ended
+    assert proposer.computed == frozenset()
