@@ -632,7 +632,9 @@ class World:
         if bounds and pass_s is None:
             raise SimulationError(f"bounds where nothing is computed: {bounds}")
         self.totals.bounded += len(bounds)
-        names = frozenset(name for name in result.sampled_token_ids if self.rng.random() < 0.8)  # of the others it is found
+        names = frozenset(
+            name for name in result.sampled_token_ids if self.rng.random() < 0.8
+        )  # of the others it is found
         num_passes = max((min(bounds.get(name, most), most) for name in names), default=0)
         if pass_s is None or not num_passes:
             return result
