@@ -99,11 +99,14 @@ _HISTOGRAMS = (
 
 
 class Metrics:
-    """All figures of one server, in a registry of its own."""
+    """All figures of one server, in a registry of its own.
 
-    def __init__(self, service: Service) -> None:
+    collector: reads those of what it serves.
+    """
+
+    def __init__(self, collector: Collector) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(service))
+        self._registry.register(collector)
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
         self._requests = Counter(
@@ -130,7 +133,7 @@ class Metrics:
         return encode(self._registry), content_type
 
 
-class _EngineCollector(Collector):
+class EngineCollector(Collector):
     """Reads an engine's figures whenever somebody asks."""
 
     def __init__(self, service: Service) -> None:
