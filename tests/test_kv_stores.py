@@ -17,14 +17,18 @@ from kernels_available import kv_precision, precision
 from test_exactness import PRESSING, Schedule, answers, make_engine, make_requests, needs_kernels
 
 from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo.build import build_engine
+from octavo.config import EngineConfig
 from octavo.core.block_hash import hash_block_tokens
 from octavo.core.invariants import check
 from octavo.data import events
 from octavo.data.events import EventLog
+from octavo.journal.replay import replay
 from octavo.kv_transfer import guard
 from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
 from octavo.kv_transfer.tiers import TieredStore
 from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.server.telemetry.metrics import _stores
 
 pytestmark = needs_kernels
 NUM_TRIED = 12  # requests; a third of them begins alike
@@ -105,7 +109,8 @@ def settle(engine):
     assert check(scheduler) == []
     assert scheduler.num_kept_records == 0
     assert scheduler.kv_cache_manager.num_transfers == 0
-    assert scheduler.transfers._connector.num_lookups == 0
+    connector = scheduler.transfers._connector
+    assert getattr(connector, "_connector", connector).num_lookups == 0  # behind what records it
 
 
 @pytest.mark.sweep(3)
@@ -343,3 +348,37 @@ def test_threads_of_an_engine_end_with_it(checkpoint):
     del engine
     left = [each.name for each in threading.enumerate() if each not in before and "octavo-kv" in each.name]
     assert [name for name in left if "lookup" not in name and name != "octavo-kv-memory"] == []
+
+
+def test_a_run_over_a_store_is_replayed_and_its_figures_are_told(checkpoint, tmp_path):
+    pool, path = GlobalKVPool(5000), tmp_path / "journal"
+    requests = make_requests()[:NUM_TRIED]
+    first = engine_over(node(pool), checkpoint)
+    want = answers(first, requests)
+    settle(first)
+    config = EngineConfig(
+        model=ModelConfig(model=str(checkpoint), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=512),
+        cache=CacheConfig(num_gpu_blocks=512),
+        scheduler=SchedulerConfig(min_tokens_to_cache=2, **PRESSING),
+        record=path,
+    )
+    second = build_engine(config, kv_store=node(pool, "b"))
+    assert answers(second, requests) == want
+    settle(second)
+    second.core.scheduler.close()
+    played = replay(path)
+    assert played.mismatches == []
+    assert count(played.log, events.KVLoadEnded, outcome="done", store="memory") >= 2
+    stats, blocks = second.core.metrics.stats, second.core.metrics.stats.kv_stores["memory"]
+    assert stats.kv_load_tokens == blocks.num_loaded_blocks * 16 > 0
+    assert stats.kv_loads["done"] == count(played.log, events.KVLoadEnded, outcome="done")
+    assert blocks.loaded_bytes == blocks.num_loaded_blocks * second.core.executor.worker.kv_cache.block_bytes
+    assert blocks.load_seconds > 0
+    assert (blocks.num_corrupt, blocks.num_errors, blocks.is_usable) == (0, 0, 1)
+    told = {
+        (sample.name, sample.labels.get("store")): sample.value
+        for family in _stores(stats, 16, ["model"])
+        for sample in family.samples
+    }
+    assert told["octavo:kv_store_hit_tokens_total", "memory"] == stats.kv_load_tokens
+    assert told["octavo:kv_store_usable", "memory"] == 1

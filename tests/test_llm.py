@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import runpy
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -121,14 +120,15 @@ def test_nobody_waits_for_an_engine_that_starts_and_it_ends(monkeypatch):
     asyncio.run(main())
 
 
-def test_the_readme_s_asynchronous_snippet_runs():
+def test_the_readme_s_asynchronous_snippet_runs(tmp_path, capsys):
     (snippet,) = (
         text
         for text in re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
         if "AsyncLLM" in text
     )
-    done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, timeout=120, check=True)
-    assert len(done.stdout) > len("Once upon a time")
+    (tmp_path / "snippet.py").write_text(snippet, encoding="utf-8")
+    runpy.run_path(str(tmp_path / "snippet.py"), run_name="__main__")
+    assert len(capsys.readouterr().out) > len("Once upon a time")
 
 
 def test_a_list_of_parameters_is_for_each_prompt(llm):

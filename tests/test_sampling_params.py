@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from octavo.errors import RequestError
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 
 
 def test_defaults_are_vllms():
@@ -51,6 +51,13 @@ def test_out_of_range_is_refused_with_the_fields_name(field, values):
             SamplingParams(**{field: value})
         assert caught.value.parameter == field
         assert field in str(caught.value)
+
+
+def test_a_structure_beside_pooling_is_refused():
+    structure = StructuredOutputsParams(json_object=True)
+    with pytest.raises(RequestError, match="pooling has no tokens that structured_outputs could shape") as caught:
+        SamplingParams(pooling="last", max_tokens=1, structured_outputs=structure)
+    assert caught.value.parameter == "pooling"
 
 
 def test_numbers_of_numpy_are_pythons_from_then_on():

@@ -27,8 +27,18 @@ import zipfile
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("src/octavo", "csrc", "licenses", "CMakeLists.txt", "CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml")
-LICENCES = {"LICENSE", "nanobind.txt", "robin_map.txt", "uPlot.LICENSE"}
+SOURCES = (
+    "src/octavo",
+    "csrc",
+    "licenses",
+    "CMakeLists.txt",
+    "CHANGELOG.md",
+    "LICENSE",
+    "NOTICE",
+    "README.md",
+    "pyproject.toml",
+)
+LICENCES = {"LICENSE", "NOTICE", "nanobind.txt", "robin_map.txt", "uPlot.LICENSE"}
 QUESTION, ANSWER = "What is 12 + 30?", "12 + 30 = 42"
 START_S, ANSWER_S, END_S = 120.0, 60.0, 60.0  # on a busy machine
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"

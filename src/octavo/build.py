@@ -120,14 +120,7 @@ def build_core(
         reading.result()
     num_blocks, num_host_blocks = worker.kv_cache.num_blocks, worker.kv_cache.num_host_blocks
     scheduler_config = fit_reservation(worker.scheduler_config, num_blocks * config.cache.block_size)
-    capacity = EngineCapacity.of(
-        scheduler_config,
-        config.cache,
-        num_blocks=num_blocks,
-        num_host_blocks=num_host_blocks,
-        kv_cache_dtype=worker.kv_dtype,
-        speculative=speculative_config,
-    )
+    capacity = _capacity(worker, scheduler_config, speculative_config)
     _log_capacity(worker, capacity)
     store = create_store(config.kv_transfer, worker.kv_cache.block_bytes, kv_store)
     executor = LocalExecutor(worker, store, num_threads=config.kv_transfer.num_threads)
@@ -188,6 +181,21 @@ def _cache_keys(config: EngineConfig, worker: Worker, dtype: str, identity: Weig
 def _resolve_speculative(config: SpeculativeConfig, device_config: DeviceConfig) -> SpeculativeConfig | None:
     """Choose how tokens are guessed where that is left open; None for not at all."""
     return config.resolved(is_exact=are_exact(resolve_device(device_config.device), device_config.kernels))
+
+
+def _capacity(
+    worker: Worker, scheduler_config: SchedulerConfig, speculative_config: SpeculativeConfig | None
+) -> EngineCapacity:
+    """Return what there is room for."""
+    return EngineCapacity.of(
+        scheduler_config,
+        worker.cache_config,
+        num_blocks=worker.kv_cache.num_blocks,
+        num_host_blocks=worker.kv_cache.num_host_blocks,
+        kv_cache_dtype=worker.kv_dtype,
+        speculative=speculative_config,
+        kv_block_bytes=sum(cache.bytes_per_block for cache in worker.runner.kv_caches),
+    )
 
 
 def _log_capacity(worker: Worker, capacity: EngineCapacity) -> None:

@@ -31,7 +31,7 @@ ACCEPTED_ARGUMENTS: dict[str, Accepted] = {
     "data_parallel_size": Accepted((1,), "one engine"),
     "trust_remote_code": Accepted((False,), "no code of a checkpoint is ever run"),
     "enforce_eager": Accepted((True, False), "there are no CUDA graphs yet"),
-    "swap_space": Accepted((0, 4), "host memory for preempted requests is asked for with swap_space_bytes"),
+    "swap_space": Accepted((0, 4), "host memory is asked for with swap_space_bytes"),
     "cpu_offload_gb": Accepted((0,), "weights stay on the device"),
     "disable_log_stats": Accepted((True, False), "statistics are read from the event stream"),
     "disable_custom_all_reduce": Accepted((True, False), "one process computes"),

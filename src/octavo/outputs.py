@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, overload
 
 from octavo.data.model_output import TokenLogprobs  # noqa: TC001 - read at run time where outputs cross processes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # The `error` of requests that these ended.
 DEADLINE_PASSED = "the request's deadline has passed"
@@ -19,6 +24,53 @@ class Logprob:
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+
+
+def logprobs_by_token(entry: TokenLogprobs, texts: Mapping[int, str | None]) -> dict[int, Logprob]:
+    """Return the token itself first, then the best ones in order of rank."""
+    ranks = [entry.rank, *range(1, len(entry.token_ids))]
+    result: dict[int, Logprob] = {}
+    for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
+        if token_id not in result:
+            result[token_id] = Logprob(logprob, rank, texts[token_id])
+    return result
+
+
+class PromptLogprobs(Sequence["dict[int, Logprob] | None"]):
+    """Log probabilities of a prompt: None for its first token, then one dict of token id -> Logprob per token.
+
+    A dict is made when it is asked for, since a prompt may have 40,000 alternatives. Copied or pickled it is a list.
+    entries: what the worker gave, of all tokens but the first. texts: of tokens by their ids.
+    """
+
+    __slots__ = ("entries", "texts")
+    __hash__ = None  # type: ignore[assignment]  # it grows, and is equal to a list
+
+    def __init__(self, texts: Mapping[int, str | None]) -> None:
+        self.entries: list[TokenLogprobs] = []
+        self.texts = texts
+
+    def __len__(self) -> int:
+        return 1 + len(self.entries)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[int, Logprob] | None]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        position = range(len(self))[index]
+        return logprobs_by_token(self.entries[position - 1], self.texts) if position else None
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, list | PromptLogprobs) else NotImplemented
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[type[list[Any]], tuple[list[dict[int, Logprob] | None]]]:
+        return list, (list(self),)
 
 
 @dataclass(slots=True)
@@ -79,7 +131,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: str | None = None

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from octavo.cli import app
 from octavo.cli.command import command, make_app
 from octavo.cli.engine_options import EngineOptions
+from octavo.cli.listen_options import ListenOptions
 from octavo.cli.serve import ServerOptions
 from octavo.config import (
     CacheConfig,
@@ -88,7 +89,7 @@ def test_every_option_sets_its_field(part: type) -> None:
 
     @command()
     def look(engine: EngineOptions, server: ServerOptions) -> None:
-        made.append((engine.config(), server.server_config(64, 1000)))
+        made.append((engine.config(), server.server_config(ListenOptions(), 64, 1000)))
 
     look_app = look.add_to(make_app())
     for flag, name, value in other_values(part):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.core.block_pool import BlockPool, HostBlockPool
+from octavo.core.block_pool import BlockPool
 from octavo.data.snapshot import BlockState
 
 KEYS = ("salt:a",)
@@ -150,12 +150,12 @@ def test_a_private_block_given_back_renews_the_one_that_stands_for_it():
 
 
 def test_evicted_is_free_told_of_and_found_no_more():
-    told: list[int] = []
-    pool = BlockPool(2, told.append)
+    told = []
+    pool = BlockPool(2, lambda block: told.append((block.block_id, block.hash)))
     block = filled(pool, b"a", 1)
     pool.release([block])
     pool.evict(block)
-    assert told == [block.block_id]
+    assert told == [(block.block_id, b"a")]
     assert pool.find(b"a", (1,), None) is None
     assert (block.hash, block.token_ids, block.parent, block.extra_keys) == (None, (), None, ())
     assert block.block_id in pool.free_list()
@@ -204,15 +204,3 @@ def test_quarantine_of_a_block_that_another_one_stands_for_leaves_the_other():
     fresh = filled(pool, b"a", 1)
     pool.quarantine(block)
     assert pool.indexed(b"a") is fresh
-
-
-def test_host_blocks():
-    pool = HostBlockPool(3)
-    assert (pool.num_blocks, pool.num_free_blocks) == (3, 3)
-    assert pool.take(4) is None
-    assert pool.take(2) == [0, 1]
-    assert pool.num_free_blocks == 1
-    pool.release([0])
-    assert pool.take(2) == [0, 2]
-    assert pool.take(0) == []
-    assert pool.free_block_ids() == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from stores import Store
 
@@ -48,6 +50,67 @@ def request_of(core, name):
 
 def table_of(core, name):
     return request_of(core, name).sequence.block_table
+
+
+# --- 1, 5, 6: host memory ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_cached(core):
+    """The same, with a block in host memory that the device has as well."""
+    manager = core.scheduler.kv_cache_manager
+    block = manager.pool.blocks[table_of(core, "runs")[0]]
+    assert manager.host.keep(block) is not None
+    assert breaches(core) == []
+    return core
+
+
+def host_of(core):
+    host = core.scheduler.kv_cache_manager.host
+    [block] = host.cached_blocks()
+    return host, block
+
+
+def test_a_host_block_in_two_places(with_cached):
+    host, block = host_of(with_cached)
+    host._free.append(block.block_id)
+    assert breaches(with_cached) == [(1, ())]
+
+
+def test_a_cached_host_block_that_is_not_indexed(with_cached):
+    host, block = host_of(with_cached)
+    del host._index[block.hash]
+    assert breaches(with_cached) == [(5, ())]
+
+
+def test_an_index_of_more_host_blocks_than_are_cached(with_cached):
+    host, block = host_of(with_cached)
+    host._index[b"more"] = block
+    assert breaches(with_cached) == [(5, ())]
+
+
+def test_an_index_that_names_another_host_block(with_cached):
+    host, block = host_of(with_cached)
+    host._index[block.hash] = replace(block)
+    assert breaches(with_cached) == [(5, ())]
+
+
+@pytest.mark.parametrize("part", ["token_ids", "extra_keys", "parent"])
+def test_one_name_for_two_contents(with_cached, part):
+    host, block = host_of(with_cached)
+    other = {"token_ids": (9, 9, 9, 9), "extra_keys": ("salt:x",), "parent": (3, 3)}
+    changed = replace(block, **{part: other[part]})
+    host._index[block.hash] = host._cached[block.block_id] = changed
+    assert breaches(with_cached) == [(6, (table_of(with_cached, "runs")[0],))]
+    [breach] = invariants.check(with_cached.scheduler)
+    assert breach.message.endswith("has the name of other content in host memory")
+
+
+def test_a_host_block_that_is_findable_and_not_full(with_cached):
+    host, block = host_of(with_cached)
+    changed = replace(block, token_ids=block.token_ids[:3], name=(99, 99))
+    host._index[block.hash] = host._cached[block.block_id] = changed
+    assert breaches(with_cached) == [(5, ())]
 
 
 # --- 1, 2, 5: blocks --------------------------------------------------------------------------------------------------

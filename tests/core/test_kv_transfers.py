@@ -239,6 +239,19 @@ def test_what_can_be_shared_is_offered_once_and_what_is_wanted_is_saved(made):
     assert made.transfers.num_records == 0
 
 
+def test_what_is_being_saved_is_not_saved_beside_itself(made):
+    first, second = made.commit("a", 5), made.commit("abc", 5)  # alike, so that their blocks have the same keys
+    made.transfers.offer(first)
+    [order] = made.transfers.take_orders()
+    made.transfers.offer(second)
+    assert made.transfers.take_orders() == []
+    made.transfers.end(order.transfer_id, 1)
+    third = made.commit("ab", 5)
+    made.transfers.offer(third)  # the store says what it lacks: it lost what it was given
+    [again] = made.transfers.take_orders()
+    assert again.keys == order.keys
+
+
 def test_what_is_not_computed_yet_is_not_offered(made):
     request = made.commit("a", 14, num_computed=9)
     made.transfers.offer(request)

@@ -53,6 +53,20 @@ def test_one_request(make_core):
     assert stats.e2e_latency.total == completed[2].time - queued.arrival_time
 
 
+def test_what_went_to_host_memory_and_what_came_back(make_core):
+    core = make_core(num_blocks=5, num_host_blocks=4)
+    for name, prompt in (("first", range(13)), ("other", range(100, 119)), ("again", range(13)), ("last", range(19))):
+        core.add(name, list(prompt), max_tokens=1)
+        core.run()
+    stats, log = stats_of(core), core.log
+    assert (stats.host_cache_hits, stats.host_cache_hit_blocks) == (12, 3)
+    assert stats.num_offloaded_blocks == len(log.of_type(events.BlockOffloaded)) > 3
+    num_evicted = len(log.of_type(events.BlockEvicted)), len(log.of_type(events.HostBlockEvicted))
+    assert min(num_evicted) > 0
+    assert stats.evicted_blocks == dict(zip(("device", "host"), num_evicted, strict=True))
+    assert stats.prefix_cache_hits == 24
+
+
 def test_times_begin_when_a_request_arrived(make_core):
     core = make_core()
     core.add("r", 4, max_tokens=1, arrival_time=-100.0)

@@ -15,7 +15,7 @@ from kernels_available import COMPILED
 from octavo import CacheConfig, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import EngineConfig, kernels_required
 from octavo.core.draft_policy import DraftPolicy
-from octavo.data.events import RequestQueued, StepScheduled
+from octavo.data.events import HostBlocksFound, RequestQueued, StepScheduled
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import RequestStatus
 from octavo.errors import ConfigError
@@ -113,6 +113,7 @@ def test_every_decision_is_the_same_again(make_core, tmp_path, options, suffix):
     done = recorded.close()
     assert done.mismatches == []
     assert done.num_steps == 400
+    assert bool(core.log.of_type(HostBlocksFound)) == ("preemption" in options)
     assert done.log.events == core.log.events
     limits = [event.prefill_limit for event in core.log.of_type(StepScheduled)]
     moves = {(after > before) - (after < before) for before, after in itertools.pairwise(limits)}
@@ -455,6 +456,17 @@ def test_explains_an_evicted_prefix(make_core):
         core.add(name, prompt, max_tokens=1)
     core.run()
     assert "0 of its 9 tokens were found in the prefix cache; the rest was not: evicted" in explained(core, "again")
+
+
+def test_explains_what_came_from_host_memory(make_core):
+    core = make_core(num_blocks=600, num_host_blocks=600, max_num_seqs=1, max_num_batched_tokens=4000)
+    for name, prompt in (("first", range(2049)), ("large", range(5000, 7399)), ("again", range(2049))):
+        core.add(name, list(prompt), max_tokens=1)
+    core.run()
+    text = explained(core, "again")
+    assert "2048 of its 2049 tokens were found in the prefix cache" in text
+    assert "2,048 tokens from host memory" in text
+    assert "host memory" not in explained(core, "large")
 
 
 def test_explains_another_tenants_salt(make_core):

@@ -15,14 +15,15 @@ from octavo.journal.replay import replay
 from octavo.journal.stores import RecordedConnector
 
 
-def test_a_journal_of_an_engine_with_a_store_is_replayed_and_explained(tmp_path):
+def test_a_journal_of_an_engine_with_a_store_is_replayed_and_explained(tmp_path, monkeypatch):
     """What the store answered is in the journal; loads, saves, and who waited for an answer come out alike."""
+    monkeypatch.setattr("octavo.core.transfer_cost.TransferCost.is_worth_loading", lambda *_: True)
     now = [0.0]
     clock = RecordedClock(lambda: now[0])
     store = StoreOfSome()
     recorded = RecordedConnector(store)
     scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, min_tokens_to_cache=1),
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, min_tokens_to_cache=1, kv_lookup_timeout_s=10.0),
         CacheConfig(block_size=4),
         num_blocks=64,
         max_model_len=200,
@@ -47,6 +48,7 @@ def test_a_journal_of_an_engine_with_a_store_is_replayed_and_explained(tmp_path)
             if request.num_computed_tokens + count >= request.num_tokens:
                 sampled[name] = [7]
         told, ended = ended[:1], ended[1:]
+        now[0] += 0.02
         recorder.update_from_output(scheduled, ModelOutput(scheduled.step, sampled, kv_transfers=told))
     assert not scheduler.requests
     recorder.close()

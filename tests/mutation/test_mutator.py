@@ -82,15 +82,15 @@ def test_only_what_runs_when_a_module_is_imported_needs_an_import():
 
 
 def test_a_function_of_the_core_is_patched(monkeypatch):
-    from octavo.core.block_pool import HostBlockPool
+    from octavo.core.host_block_pool import HostBlockPool
 
     function = HostBlockPool.take
     monkeypatch.setattr(function, "__code__", function.__code__)  # put back behind the test
-    [module] = [each for each in modules_of("octavo.core") if each.name == "octavo.core.block_pool"]
+    [module] = [each for each in modules_of("octavo.core") if each.name == "octavo.core.host_block_pool"]
     [mutant] = [
         each
         for each in module.mutants()
-        if each.function == "HostBlockPool.take" and each.after == "if count >= len(self._free):"
+        if each.function == "HostBlockPool.take" and each.after == "if count >= self.num_free_blocks:"
     ]
     assert HostBlockPool(2).take(2) == [0, 1]
     mutant.patch()
@@ -127,7 +127,7 @@ def test_each_equivalent_mutant_is_one_and_has_a_reason():
 
 
 WEAK_TEST = """
-from octavo.core.block_pool import HostBlockPool
+from octavo.core.host_block_pool import HostBlockPool
 
 def test_take():
     pool = HostBlockPool(3)
@@ -141,8 +141,9 @@ from pathlib import Path
 from mutation.mutator import modules_of
 from mutation.sweep import Sweep
 
-modules = [each for each in modules_of("octavo.core") if each.name == "octavo.core.block_pool"]
-mutants = [each for each in modules[0].mutants() if each.function.startswith("HostBlockPool") or not each.function]
+modules = [each for each in modules_of("octavo.core") if each.name == "octavo.core.host_block_pool"]
+functions = {"HostBlockPool.take", "HostBlockPool.free_block_ids", ""}
+mutants = [each for each in modules[0].mutants() if each.function in functions]
 for verdict in Sweep(modules, folder=Path(sys.argv[1]), num_worlds=0).judge(mutants):
     print(verdict.killed_by, "|", verdict.num_checks, "|", verdict.mutant.function, "|", verdict.mutant.after)
 """
@@ -158,6 +159,6 @@ def test_a_sweep_tells_the_killed_from_the_living(tmp_path):
     for line in done.stdout.splitlines():
         killed_by, num_checks, function, after = line.split(" | ")
         outcomes[function, after] = (killed_by.rpartition("::")[2], int(num_checks))
-    assert outcomes["HostBlockPool.take", "if count <= len(self._free):"] == ("test_take", 1)
-    assert outcomes["HostBlockPool.take", "if count >= len(self._free):"] == ("None", 1)  # lives
+    assert outcomes["HostBlockPool.take", "if count <= self.num_free_blocks:"] == ("test_take", 1)
+    assert outcomes["HostBlockPool.take", "if count >= self.num_free_blocks:"] == ("None", 1)  # lives
     assert outcomes["HostBlockPool.free_block_ids", "pass"] == ("None", 0)  # is not reached

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
+import ssl
 import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import httpx
+import uvicorn.server
 from fakes import FakeExecutor, make_engine
 
 from octavo.config import ServerConfig
@@ -26,6 +30,8 @@ DEADLINE_S = 20
 # Of a client that threads share. httpcore's pool else closes idle connections that it has given to a request already
 # (github.com/encode/httpcore/issues/1110): surplus ones, those that stand in the way of another, and expired ones.
 ALL_KEPT = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # a client else reads all certificates of the system, in 15 ms
+_PAUSE_S = 0.005
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> Any:
@@ -86,7 +92,20 @@ class Running:
 
     def http(self) -> httpx.Client:
         headers = {"Content-Type": "application/json"}
-        return httpx.Client(base_url=self.url, timeout=DEADLINE_S, trust_env=False, limits=ALL_KEPT, headers=headers)
+        return httpx.Client(
+            base_url=self.url, timeout=DEADLINE_S, trust_env=False, limits=ALL_KEPT, headers=headers, verify=NO_TLS
+        )
+
+
+class ShortPauses:
+    """asyncio as uvicorn sees it here: it pauses for 0.1 s between two looks at its end, and before it leaves."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    @staticmethod
+    async def sleep(delay: float) -> None:
+        await asyncio.sleep(min(delay, _PAUSE_S))
 
 
 @contextlib.contextmanager
@@ -115,14 +134,15 @@ def run_server(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
     port = sock.getsockname()[1]
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="test-server")
-    thread.start()
-    try:
-        wait_until(lambda: server.started or not thread.is_alive(), "the server listens")
-        yield Running(f"http://127.0.0.1:{port}", server, thread, engine, executor)
-    finally:
-        executor.gate.set()
-        server.should_exit = True
-        thread.join(DEADLINE_S)
-        llm.shutdown()
-        if thread.is_alive():
-            raise RuntimeError("the server did not end")
+    with patch.object(uvicorn.server, "asyncio", ShortPauses()):
+        thread.start()
+        try:
+            wait_until(lambda: server.started or not thread.is_alive(), "the server listens")
+            yield Running(f"http://127.0.0.1:{port}", server, thread, engine, executor)
+        finally:
+            executor.gate.set()
+            server.should_exit = True
+            thread.join(DEADLINE_S)
+            llm.shutdown()
+            if thread.is_alive():
+                raise RuntimeError("the server did not end")

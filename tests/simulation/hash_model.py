@@ -150,8 +150,10 @@ class HashWorker:
             sampled.append(total % VOCAB_SIZE)
         return sampled
 
-    def poison(self, block_ids: list[int]) -> None:
-        """Overwrite blocks that nobody holds."""
+    def poison(self, block_ids: list[int], host_block_ids: list[int]) -> None:
+        """Overwrite blocks that nobody holds, on the device and in host memory."""
         size = self.block_size
         for block_id in block_ids:
             self.blocks[block_id] = [POISON] * size
+        for block_id in host_block_ids:
+            self.host[block_id] = [POISON] * size

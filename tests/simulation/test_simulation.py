@@ -28,6 +28,7 @@ def test_no_world_has_a_wrong_token_or_a_leak(seed):
     assert (totals.wrong_tokens, totals.leaked_blocks, totals.unfinished) == (0, 0, 0)
     assert totals.tokens > 1000
     assert min(totals.preemptions, totals.swaps, totals.evictions, totals.hits, totals.copies) > 0
+    assert min(totals.offloads, totals.host_hits, totals.host_evictions) > 0
     assert 0 < totals.accepted < totals.drafted
     assert totals.withheld > 0
     assert totals.postponed > 0

@@ -34,6 +34,7 @@ FEATURES = (
     "chunk",
     "recompute",
     "swap",
+    "host",
     "speculation",
     "remote",
     "abort",
@@ -183,6 +184,9 @@ class Totals:
     preemptions: int = 0
     swaps: int = 0
     evictions: int = 0
+    offloads: int = 0
+    host_evictions: int = 0
+    host_hits: int = 0
     hits: int = 0
     copies: int = 0
     loads: int = 0
@@ -307,21 +311,22 @@ class World:
         manager.get_computed_blocks = watched  # type: ignore[method-assign]
 
     def _num_in_cache(self, request: Request) -> int:
-        """Tokens at the beginning of a request whose blocks are cached, found without any hash."""
+        """Tokens at the beginning of a request whose blocks are cached, in host memory behind the device's.
+
+        They are found without any hash.
+        """
         manager, size, token_ids = self.scheduler.kv_cache_manager, self.config.block_size, request.sequence.token_ids
         if not (manager.enable_prefix_caching and request.reads_prefix_cache):
             return 0
-        cached = {
-            (block.parent, block.token_ids, block.extra_keys): block.link
-            for block in manager.pool.blocks
-            if block.hash is not None
-        }
-        link, start = None, 0
-        while start + size <= len(token_ids):
-            link = cached.get((link, tuple(token_ids[start : start + size]), manager._chain(request).extra_keys))
-            if link is None:
-                break
-            start += size
+        on_device = [block for block in manager.pool.blocks if block.hash is not None]
+        extra_keys, name, start = manager._chain(request).extra_keys, None, 0
+        for blocks in (on_device, manager.host.cached_blocks()):
+            cached = {(block.parent, block.token_ids, block.extra_keys): block.name for block in blocks}
+            while start + size <= len(token_ids):
+                key = name, tuple(token_ids[start : start + size]), extra_keys
+                if key not in cached:
+                    break
+                name, start = cached[key], start + size
         return start
 
     # --- the story ----------------------------------------------------------------------------------------------------
@@ -375,8 +380,8 @@ class World:
         if not scheduled.is_empty:
             self._execute(scheduled)
         self._check()
-        pool = scheduler.kv_cache_manager.pool
-        self.worker.poison(pool.free_list())
+        manager = scheduler.kv_cache_manager
+        self.worker.poison(manager.pool.free_list(), manager.host.free_block_ids())
 
     def _execute(self, scheduled: SchedulerOutput) -> None:
         rate = self.config.step_failure_rate * (20 if scheduled.copies else 1)
@@ -687,16 +692,29 @@ class World:
             self.admission_step = event.step
             if self.admission_step == self.preemption_step:
                 raise SimulationError(f"{event.request_id}: admitted in a step that preempted")
-        elif kind is events.PrefixCacheQueried:
-            totals.hits += event.num_hit_tokens > 0
-            if event.num_hit_tokens:
-                self.tracked[event.request_id].features.add("prefix")
-        elif kind is events.BlockEvicted:
-            totals.evictions += 1
         elif kind is events.DraftsVerified:
             self._check_drafts(event)
         elif (kind is events.KVLoadEnded or kind is events.KVSaveEnded) and event.outcome == "done":
             self._note_moved(event)
+        else:
+            self._note_cached(event)
+
+    def _note_cached(self, event: events.Event) -> None:
+        totals = self.totals
+        match event:
+            case events.PrefixCacheQueried():
+                totals.hits += event.num_hit_tokens > 0
+                if event.num_hit_tokens:
+                    self.tracked[event.request_id].features.add("prefix")
+            case events.BlockEvicted():
+                totals.evictions += 1
+            case events.BlockOffloaded():
+                totals.offloads += 1
+            case events.HostBlockEvicted():
+                totals.host_evictions += 1
+            case events.HostBlocksFound():
+                totals.host_hits += 1
+                self.tracked[event.request_id].features.add("host")
 
     def _note_moved(self, event: events.KVLoadEnded | events.KVSaveEnded) -> None:
         if isinstance(event, events.KVSaveEnded):

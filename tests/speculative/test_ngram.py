@@ -159,6 +159,7 @@ NONSENSE = [
         "quantization of speculative_config must be one of",
     ),
     ({"method": "suffix", "quantization": "int4"}, "that of a model, which method suffix has no use for"),
+    ({"method": "none", "verification": "rejection"}, "verification is that of drafts, of which method none makes"),
 ]
 
 

@@ -12,11 +12,15 @@ def test_what_took_long_the_last_time_begins_behind_what_did_not():
 
     def walk(name, last_s):
         each = Walk(1, [])
-        walks.begin(each, lambda: done.append(name) or Walked([], None), last_s)
+        walks.add(each, lambda: done.append(name) or Walked([], None), last_s)
         return each
 
-    walks.begin(Walk(1, []), lambda: may_go_on.wait(60) and Walked([], None), 0.0)
-    begun = [walk("long", 5.0), walk("first", 0.0), walk("second", 0.0)]
+    walks.add(Walk(1, []), lambda: may_go_on.wait(60) and Walked([], None), 0.0)
+    walks.begin()
+    begun = [walk("long", 5.0), walk("first", 0.0)]
+    walks.begin()
+    begun.append(walk("second", 0.0))
+    walks.begin()
     may_go_on.set()
     for each in begun:
         each.result.result(60)
@@ -29,7 +33,8 @@ def test_what_a_walk_raises_its_result_raises():
     def fail():
         raise KeyboardInterrupt
 
-    walks.begin(walk, fail, 0.0)
+    walks.add(walk, fail, 0.0)
+    walks.begin()
     with pytest.raises(KeyboardInterrupt):
         walk.result.result(60)
 

@@ -23,6 +23,7 @@ class Octavo(LazyGroup):
         LazyCommand("generate", "octavo.cli.generate", "Answer one prompt as it is written, or many together."),
         LazyCommand("chat", "octavo.cli.chat", "Talk to a model; it remembers what was said before."),
         LazyCommand("serve", "octavo.cli.serve", "Serve a model through the OpenAI API."),
+        LazyCommand("route", "octavo.cli.route", "Put many servers behind one address."),
         LazyCommand("keys", "octavo.cli.keys", "Make, change and list API keys for `octavo serve --api-keys FILE`."),
         LazyCommand("models", "octavo.cli.models", "List the architectures octavo knows, and checkpoints found here."),
         LazyCommand(

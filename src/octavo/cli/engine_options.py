@@ -97,6 +97,7 @@ class EngineOptions:
     max_num_waiting: int | None
     max_num_waiting_tokens: int | None
     scheduling_policy: SchedulingPolicy | None
+    seed: int
     speculative_method: str | None
     num_speculative_tokens: int | None
     speculative_model: str | None

@@ -5,38 +5,33 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import secrets
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path  # noqa: TC003 - typer reads the types
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octavo.cli.command import command
-from octavo.cli.config_file import (
-    configuration,
-    describe_configuration,
-    describe_model,
-    describe_settings,
-    read_defaults,
-)
+from octavo.cli.config_file import configuration, describe_configuration, describe_model, describe_settings
 from octavo.cli.config_options import read_part, with_options_of
 from octavo.cli.engine_options import EngineOptions
+from octavo.cli.listen_options import ListenOptions
 from octavo.config import (
     DEFAULT_MAX_NUM_WAITING,
     DEFAULT_MAX_NUM_WAITING_TOKENS,
-    LOG_FORMATS,
-    PORT_VARIABLE,
     SchedulingPolicy,
     ServerConfig,
     api_key_from_environment,
-    forget_service_link,
 )
 from octavo.errors import ConfigError, EngineDeadError
-from octavo.runtime import logs
 from octavo.runtime.garbage import permanent_generation
 from octavo.runtime.process_memory import returning_free_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
@@ -45,72 +40,25 @@ _PACKAGES = ("zmq", "msgspec", "fastapi", "uvicorn", "httptools", "prometheus_cl
 # So long may one thread keep the interpreter while others wait for it. A request changes threads several times, and
 # would wait each time for the thread that reads a large one: Python's own 5 ms are made for throughput.
 SWITCH_INTERVAL_S = 0.0005
-
-
-def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
-    """Read what stands in a file; it is the first of all options, so others find the environment as it is left here."""
-    if link := forget_service_link():
-        typer.secho(f"{PORT_VARIABLE}={link} is how Kubernetes describes a Service, and no port", err=True)
-    return read_defaults(context, path)
+_SEED_BITS = 53  # what JavaScript and JSON readers keep of an integer
 
 
 @with_options_of({ServerConfig: _PANEL})
 class ServerOptions:
     """What `ServerConfig` is made of, and where the server listens."""
 
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            dir_okay=False,
-            is_eager=True,
-            callback=_read_settings,
-            rich_help_panel=_PANEL,
-            help="TOML file with options by name, like max-num-seqs = 32; what stands on the command line or in the "
-            "environment (OCTAVO_SERVE_MAX_NUM_SEQS=32) counts more. Default: none.",
-            show_default=False,
-        ),
-    ] = None
-    host: Annotated[str, typer.Option(rich_help_panel=_PANEL, help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, rich_help_panel=_PANEL, help="Port; 0 takes a free one.")] = (
-        8000
-    )
-    log_format: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(LOG_FORMATS), rich_help_panel=_PANEL, help="How: lines for people, or a JSON object each."
-        ),
-    ] = "text"
-    audit_log: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            dir_okay=False,
-            rich_help_panel=_PANEL,
-            help="File for a line of JSON about each request, whatever the log level. Default: they stand in the log, "
-            "of level info.",
-            show_default=False,
-        ),
-    ] = None
-    insecure: Annotated[
-        bool, typer.Option("--insecure", rich_help_panel=_ACCESS, help="Let other machines in without an API key.")
-    ] = False
+    replicas: Annotated[
+        int,
+        typer.Option(min=1, rich_help_panel=_PANEL, help="Engines, each in processes of its own, behind one router."),
+    ] = 1
     # Of the configuration's own, what is read here:
     api_key: str | None
     api_keys: Path | None
     allowed_host: list[str] | None
 
-    def server_config(self, max_open_requests: int, max_num_waiting_tokens: int) -> ServerConfig:
+    def server_config(self, listen: ListenOptions, max_open_requests: int, max_num_waiting_tokens: int) -> ServerConfig:
         """Build the configuration. Raises `ConfigError`."""
-        from octavo.server.access.listening import LOOPBACK_NAMES, is_loopback
-
-        if self.log_format not in LOG_FORMATS:
-            raise ConfigError(f"log format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
-        hosts = tuple(self.allowed_host or ())
-        if hosts or is_loopback(self.host):
-            hosts += tuple(LOOPBACK_NAMES)
-        if is_loopback(self.host):
-            hosts += (self.host,)
+        listen.check()
         api_key = self.api_key or (None if self.api_keys else api_key_from_environment())
         return read_part(
             self,
@@ -118,7 +66,7 @@ class ServerOptions:
             api_key=api_key,
             max_open_requests=max_open_requests,
             max_num_waiting_tokens=max_num_waiting_tokens,
-            allowed_hosts=hosts or None,
+            allowed_hosts=listen.allowed_hosts(self.allowed_host),
         )
 
 
@@ -126,11 +74,44 @@ class ServerOptions:
     "octavo serve  the built-in model at http://127.0.0.1:8000/v1",
     "octavo serve Qwen/Qwen2.5-0.5B-Instruct --served-model-name qwen --max-num-seqs 32",
     "OCTAVO_API_KEY=... octavo serve ./my-checkpoint --host 0.0.0.0",
+    "octavo serve ./my-checkpoint --replicas 2",
     "octavo serve ./my-checkpoint --host 0.0.0.0 --api-keys keys.toml --ssl-certfile cert.pem --ssl-keyfile key.pem",
 )
-def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) -> None:
+def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, listen: ListenOptions) -> None:
     """Serve a model through the OpenAI API."""
     _check_installed()
+    source = context.get_parameter_source("seed")
+    is_drawn = source is None or source.name == "DEFAULT"
+    if is_drawn:  # servers that were given no seed do not sample alike; whoever wants a replay finds it in the log
+        engine = replace(engine, seed=secrets.randbits(_SEED_BITS))
+    waiting, tokens = _limits(engine)
+    config = server.server_config(listen, engine.max_num_seqs + waiting, tokens)
+    # The server counts these itself, and refuses at once: the engine need not.
+    engine = replace(engine, max_num_waiting=None, max_num_waiting_tokens=None)
+    if server.api_keys is not None and engine.scheduling_policy is None:
+        engine = replace(engine, scheduling_policy=SchedulingPolicy.FAIR)
+    if not config.served_model_names:
+        config = replace(config, served_model_names=(engine.served_name,))
+    # What can go wrong without the model is found before it is loaded.
+    say = listen.begin_logging(config.log_level)
+    for line in (describe_model(engine.config(), config.served_model_names), *describe_settings(context)):
+        say(line)
+    for line in describe_configuration(config, engine.config()) if config.log_level == "debug" else ():
+        say(line)
+    if server.replicas > 1:
+        from octavo.cli.replicas import serve_replicas
+
+        serve_replicas(
+            context, config, listen, say, num_replicas=server.replicas, num_threads=engine.config().device.num_threads
+        )
+        return
+    if is_drawn:
+        say(f"seed = {engine.config().model.seed}  (drawn for this process)")
+    _run(engine, config, listen, say)
+
+
+def _run(engine: EngineOptions, config: ServerConfig, listen: ListenOptions, say: Callable[[str], object]) -> None:
+    """Load the model and serve it until a signal ends it."""
     from octavo.engine.async_llm import AsyncLLM
     from octavo.server.access.listening import (
         allow_open_files,
@@ -141,25 +122,10 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
         open_door,
     )
 
-    waiting, tokens = _limits(engine)
-    config = server.server_config(engine.max_num_seqs + waiting, tokens)
-    # The server counts these itself, and refuses at once: the engine need not.
-    engine = replace(engine, max_num_waiting=None, max_num_waiting_tokens=None)
-    if server.api_keys is not None and engine.scheduling_policy is None:
-        engine = replace(engine, scheduling_policy=SchedulingPolicy.FAIR)
-    if not config.served_model_names:
-        config = replace(config, served_model_names=(engine.served_name,))
-    # What can go wrong without the model is found before it is loaded.
-    logs.configure(config.log_level.upper(), server.log_format, audit_file=server.audit_log)
-    say = logger.info if server.log_format == "json" else partial(typer.secho, err=True)
-    for line in (describe_model(engine.config(), config.served_model_names), *describe_settings(context)):
-        say(line)
-    for line in describe_configuration(config, engine.config()) if config.log_level == "debug" else ():
-        say(line)
-    check_binding(server.host, config, insecure=server.insecure)
+    check_binding(listen.host, config, insecure=listen.insecure)
     check_files(config)
     max_connections = allow_open_files()
-    with hearing_signals(), bind(server.host, server.port) as sock:
+    with hearing_signals(), bind(listen.host, listen.port) as sock:
         launched = engine.launch(meanwhile=partial(importlib.import_module, "octavo.server.serving"))
         llm = AsyncLLM(launched, max_unread_outputs=config.max_unread_outputs)
         try:
@@ -169,9 +135,7 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions) 
                 settings = configuration(config, engine.config())
                 http = make_server(llm, config, max_connections=max_connections, settings=settings)
             open_door(sock)
-            host = f"[{server.host}]" if ":" in server.host else server.host
-            scheme = "http" if config.ssl_certfile is None else "https"
-            address = f"{scheme}://{host}:{sock.getsockname()[1]}"
+            address = listen.address(sock, config)
             names = ", ".join(config.served_model_names)
             if config.dashboard:
                 say(f"dashboard at {address}/dashboard")

@@ -1,5 +1,6 @@
 """Small frozen configurations, one for each room, and settings from the environment."""
 
+from octavo.config.access import DEFAULT_MAX_BODY_BYTES, LOG_FORMATS, LOG_LEVELS, AccessConfig
 from octavo.config.engine import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_GROUP_SIZE,
@@ -31,6 +32,7 @@ from octavo.config.environment import (
     SECRET_VARIABLES,
     api_key_from_environment,
     cache_directory,
+    environment_of_replicas,
     forget_service_link,
     kernels_required,
     kv_secret_from_environment,
@@ -38,7 +40,8 @@ from octavo.config.environment import (
 )
 from octavo.config.fields import QUANTIZATIONS, Option, options_of
 from octavo.config.kv_transfer import KVTransferConfig
-from octavo.config.server import DEFAULT_MAX_BODY_BYTES, LOG_FORMATS, LOG_LEVELS, ServerConfig
+from octavo.config.router import ROUTING_POLICIES, RouterConfig
+from octavo.config.server import ServerConfig
 from octavo.config.speculative import SpeculativeConfig
 
 __all__ = [
@@ -59,7 +62,9 @@ __all__ = [
     "LOG_LEVELS",
     "PORT_VARIABLE",
     "QUANTIZATIONS",
+    "ROUTING_POLICIES",
     "SECRET_VARIABLES",
+    "AccessConfig",
     "AdmissionRule",
     "BatchingMode",
     "CacheConfig",
@@ -70,6 +75,7 @@ __all__ = [
     "ModelInfo",
     "Option",
     "PreemptionMode",
+    "RouterConfig",
     "SchedulerConfig",
     "SchedulingPolicy",
     "ServerConfig",
@@ -77,6 +83,7 @@ __all__ = [
     "api_key_from_environment",
     "cache_directory",
     "default_max_num_batched_tokens",
+    "environment_of_replicas",
     "forget_service_link",
     "kernels_required",
     "kv_secret_from_environment",

@@ -174,7 +174,10 @@ class CacheConfig:
         unit="SIZE",
     )
     swap_space_bytes: int = option(
-        0, "Host memory for the KV of preempted requests, such as 2G; 0: it is computed again.", unit="SIZE"
+        0,
+        "Host memory for KV that the cache has no room for, such as 2G: of preempted requests, and what evicted blocks "
+        "held, to be found again; 0: it is computed again.",
+        unit="SIZE",
     )
     cache_decoded_blocks: bool = option(
         True, "Keep generated tokens findable, too: the next turn of a conversation begins with them."

@@ -40,6 +40,12 @@ def kv_secret_from_environment() -> str:
     return os.environ.get("OCTAVO_KV_SECRET", "")
 
 
+def environment_of_replicas(api_key: str | None) -> dict[str, str]:
+    """Return the environment of servers that this one starts: their commands have all options but the key."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_SERVE_")}
+    return {**own, API_KEY_VARIABLE: api_key or ""}
+
+
 def forget_service_link() -> str | None:
     """Forget an OCTAVO_SERVE_PORT that is none, and return it: tcp://10.0.0.1:8000, say.
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - commands read the types of fields
 
-from octavo.config.fields import at_least, option, within
+from octavo.config.fields import at_least, check_choices, option, within
 from octavo.errors import ConfigError
 
 _MAX_THREADS = 64
+_MAX_PORT = 65535
+_ADDRESS = re.compile(r"(\[[^\]]+\]|[^:\s]+):(\d{1,5})")
+_DEFAULT_SEGMENT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +21,8 @@ class KVTransferConfig:
 
     disk_dir: a directory for blocks on disk; disk_bytes bounds it, None: 16 GiB, at most half of what is free there.
     num_threads: so many loads go on at once; saves have a thread of their own.
+    mooncake: the address of a `mooncake_master`, whose pool is used. mooncake_segment_bytes: memory that is lent to the
+    pool, beside the engine's own; 0 uses what others lend. mooncake_protocol: how bytes travel.
     """
 
     disk_dir: Path | None = option(
@@ -34,11 +40,30 @@ class KVTransferConfig:
     num_threads: int = option(
         2, "Loads from stores of KV that go on at once, each on a thread of its own.", name="kv_transfer_threads"
     )
+    mooncake: str | None = option(
+        None,
+        "Share KV with other engines in the pool of the mooncake_master there (needs octavo[mooncake]; in private "
+        "networks alone, for it asks nobody who they are). Default: no.",
+        unit="HOST:PORT",
+        name="kv_mooncake",
+    )
+    mooncake_segment_bytes: int = option(
+        _DEFAULT_SEGMENT_BYTES,
+        "Memory that this engine lends to the pool of Mooncake, beside its own. Default: 1G.",
+        unit="SIZE",
+        name="kv_mooncake_segment_bytes",
+    )
+    mooncake_protocol: str = option(
+        "tcp",
+        "How KV travels in the pool of Mooncake.",
+        choices=("tcp", "rdma"),
+        name="kv_mooncake_protocol",
+    )
 
     @property
     def names_store(self) -> bool:
         """Whether there is any store."""
-        return self.disk_dir is not None
+        return self.disk_dir is not None or self.mooncake is not None
 
     def __post_init__(self) -> None:
         at_least("kv_disk_bytes", self.disk_bytes, 1, may_be_none=True)
@@ -47,3 +72,15 @@ class KVTransferConfig:
         if self.disk_dir is not None and self.disk_dir.exists() and not self.disk_dir.is_dir():
             raise ConfigError(f"kv_disk_dir is {str(self.disk_dir)!r}, which is no directory: name one, or a new path")
         within("num_threads of kv_transfer", self.num_threads, 1, _MAX_THREADS)
+        check_choices(self)
+        at_least("mooncake_segment_bytes", self.mooncake_segment_bytes, 0)
+        if self.mooncake is None:
+            if self.mooncake_segment_bytes != _DEFAULT_SEGMENT_BYTES or self.mooncake_protocol != "tcp":
+                raise ConfigError("mooncake_segment_bytes and mooncake_protocol are of no use without mooncake")
+            return
+        address = _ADDRESS.fullmatch(self.mooncake)
+        if address is None or int(address.group(2)) > _MAX_PORT:
+            raise ConfigError(
+                f"mooncake must be the address of a mooncake_master, HOST:PORT, got {self.mooncake!r}; its port is "
+                "what --rpc_port says there, by default 50051"
+            )

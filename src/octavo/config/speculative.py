@@ -89,6 +89,8 @@ class SpeculativeConfig:
             if getattr(self, name) > most:
                 raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")
         self._check_fields_of_other_methods()
+        if self.method == "none" and self.verification != "exact":
+            raise ConfigError("verification is that of drafts, of which method none makes none")
         self._check_model()
         least, most = self.lookup_lengths
         if least > most:

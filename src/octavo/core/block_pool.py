@@ -21,13 +21,25 @@ BlockLink = tuple[int, int]
 
 
 class Block:
-    """One block. generation grows whenever it gets new content; `parent` names the block before it in its chain.
+    """One block. generation grows whenever it gets new content.
 
     token_ids, extra_keys and parent are kept beside the hash, so that a hit is believed only when all of them agree.
-    canonical: of a private block, names the one that stands for the same content in the index.
+    name: of findable content, for as long as the device or host memory has it: the link of the block that had it first;
+    parent is the name of the content before it. canonical: of a private block, the link of the one that stands for the
+    same content in the index.
     """
 
-    __slots__ = ("block_id", "canonical", "extra_keys", "generation", "hash", "parent", "ref_count", "token_ids")
+    __slots__ = (
+        "block_id",
+        "canonical",
+        "extra_keys",
+        "generation",
+        "hash",
+        "name",
+        "parent",
+        "ref_count",
+        "token_ids",
+    )
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -37,11 +49,12 @@ class Block:
         self.token_ids: tuple[int, ...] = ()
         self.extra_keys: tuple[str, ...] = ()
         self.parent: BlockLink | None = None
+        self.name: BlockLink | None = None
         self.canonical: BlockLink | None = None
 
     @property
     def link(self) -> BlockLink:
-        """Names this block with its present content."""
+        """This block with its present content."""
         return (self.block_id, self.generation)
 
     def __repr__(self) -> str:
@@ -51,15 +64,16 @@ class Block:
 class BlockPool:
     """`num_blocks` blocks, their reference counts, the free list and the index of cached content.
 
-    on_evict is told the id of each cached block that is given to new content.
+    on_evict is told of each cached block that is given to new content, before it forgets what it holds.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[Block], None] | None = None) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free = self.blocks[::-1]  # a stack: what was released last has its memory, and perhaps stands in a cache
         self._cached: OrderedDict[int, Block] = OrderedDict()  # least recently used first
         self._index: dict[BlockHash, Block] = {}
-        self._on_evict = on_evict or (lambda _block_id: None)
+        self._names: set[BlockLink | None] = set()
+        self._on_evict = on_evict or (lambda _block: None)
         self.quarantined: set[int] = set()
 
     @property
@@ -137,8 +151,8 @@ class BlockPool:
             block = self._free.pop()
         else:
             _, block = self._cached.popitem(last=False)
+            self._on_evict(block)
             self._forget(block)
-            self._on_evict(block.block_id)
         block.generation += 1
         block.ref_count = 1
         block.canonical = None
@@ -181,10 +195,12 @@ class BlockPool:
         token_ids: tuple[int, ...],
         parent: BlockLink | None,
         extra_keys: tuple[str, ...] = (),
+        name: BlockLink | None = None,
     ) -> Block:
         """Make a full, computed block findable. Returns the block that stands for this content from now on.
 
         When the content is already there in another block, that one stays and `block` remains private.
+        name: under which the same content is in host memory; None: it is not there.
         """
         present = self._index.get(block_hash)
         if present is not None and self._is_orphan(present):
@@ -195,12 +211,18 @@ class BlockPool:
             block.canonical = None if found is None else found.link
             return found or block
         block.hash, block.token_ids, block.parent, block.extra_keys = block_hash, token_ids, parent, extra_keys
+        block.name = name or block.link
         self._index[block_hash] = block
+        self._names.add(block.name)
         return block
 
+    def has_name(self, name: BlockLink) -> bool:
+        """Whether the content of that name can be found here."""
+        return name in self._names
+
     def _is_orphan(self, block: Block) -> bool:
-        """Whether the block before it in its chain was given to other content: then no lookup can reach it."""
-        return block.parent is not None and self.blocks[block.parent[0]].link != block.parent
+        """Whether what is before it in its chain cannot be found here: then no lookup can reach it."""
+        return block.parent is not None and block.parent not in self._names
 
     def _orphan(self, block: Block) -> None:
         """Take an unreachable block out of the index; a holder keeps it as a private one."""
@@ -222,15 +244,16 @@ class BlockPool:
     def _forget(self, block: Block) -> None:
         assert block.hash is not None
         del self._index[block.hash]
-        block.hash, block.token_ids, block.parent, block.extra_keys = None, (), None, ()
+        self._names.remove(block.name)
+        block.hash, block.name, block.token_ids, block.parent, block.extra_keys = None, None, (), None, ()
 
     def evict(self, block: Block) -> None:
         """Forget a cached block that nobody holds; it is free then."""
         assert block.ref_count == 0
+        self._on_evict(block)
         self._forget(block)
         del self._cached[block.block_id]
         self._free.append(block)
-        self._on_evict(block.block_id)
 
     def cached_blocks(self) -> list[Block]:
         """Blocks that nobody holds and that can be found, the next to be evicted first."""
@@ -240,34 +263,8 @@ class BlockPool:
         """Take a block out of use for good: whatever is wrong with its books, nobody is given it again."""
         if block.hash is not None:
             self._index.pop(block.hash, None)
-            block.hash, block.token_ids, block.parent, block.extra_keys = None, (), None, ()
+            self._names.discard(block.name)
+            block.hash, block.name, block.token_ids, block.parent, block.extra_keys = None, None, (), None, ()
         self._cached.pop(block.block_id, None)
         self._free = [other for other in self._free if other is not block]
         self.quarantined.add(block.block_id)
-
-
-class HostBlockPool:
-    """Room for swapped-out blocks in host memory: numbers 0 .. num_blocks - 1, each free or taken."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that could be taken now."""
-        return len(self._free)
-
-    def take(self, count: int) -> list[int] | None:
-        """Take `count` blocks, or None and nothing when there are fewer."""
-        if count > len(self._free):
-            return None
-        return [self._free.pop() for _ in range(count)]
-
-    def release(self, block_ids: Iterable[int]) -> None:
-        """Give blocks back."""
-        self._free.extend(block_ids)
-
-    def free_block_ids(self) -> list[int]:
-        """Ids of the free blocks, for tests and invariants."""
-        return list(self._free)

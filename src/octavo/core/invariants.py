@@ -100,12 +100,25 @@ def _check_tables(scheduler: Scheduler) -> Iterator[Breach]:
 
 
 def _check_host(scheduler: Scheduler) -> Iterator[Breach]:
-    """Host blocks are free or hold the KV of one preempted request."""
+    """1: host blocks are free, cached, or hold KV of one preempted request. 5: the index names exactly the cached ones.
+
+    6: content that has one name is the same here and on the device. 10: who has KV there was preempted.
+    """
     manager = scheduler.kv_cache_manager
-    saved = manager.saved_blocks()
-    held = [block for blocks in saved.values() for block in blocks]
-    if sorted([*held, *manager.host.free_block_ids()]) != list(range(manager.host.num_blocks)):
+    host, saved = manager.host, manager.saved_blocks()
+    held, cached = [block for blocks in saved.values() for block in blocks], host.cached_blocks()
+    places = [*held, *(block.block_id for block in cached), *host.free_block_ids()]
+    if sorted(places) != list(range(host.num_blocks)):
         yield Breach(1, "host blocks in no place or in several")
+    if len(cached) != host.num_cached_blocks or any(host.indexed(block.hash) is not block for block in cached):
+        yield Breach(5, f"{len(cached)} host blocks are cached, {host.num_cached_blocks} are indexed")
+    if any(len(block.token_ids) != manager.block_size for block in cached):
+        yield Breach(5, "a host block is findable and not full")
+    contents: dict[object, object] = {block.name: (block.token_ids, block.extra_keys, block.parent) for block in cached}
+    for block in manager.pool.blocks:
+        mine = block.token_ids, block.extra_keys, block.parent
+        if contents.get(block.name, mine) != mine:
+            yield Breach(6, f"{block} has the name of other content in host memory", (block.block_id,))
     for name in saved:
         request = scheduler.requests.get(name)
         if request is None or request.status is not RequestStatus.PREEMPTED:

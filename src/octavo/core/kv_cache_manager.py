@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octavo.core.block_hash import extend_block_hashes, hash_block_tokens
-from octavo.core.block_pool import Block, BlockLink, BlockPool, HostBlockPool
+from octavo.core.block_pool import Block, BlockLink, BlockPool
 from octavo.core.cache_history import CacheHistory, Miss, MissReason
+from octavo.core.host_block_pool import HostBlockPool
 from octavo.data.scheduler_output import BlockCopies
 
 if TYPE_CHECKING:
@@ -22,14 +23,21 @@ class ComputedBlocks:
     """What need not be computed of a request: its first `num_tokens`. Valid until anything is allocated.
 
     blocks: full blocks from its start that others share with it. Behind them come copies into blocks of its own:
-    host_blocks: what was swapped out when it was preempted; source: a block that holds all the tokens behind `blocks`,
-    and the last of them is computed again: a cached one that the tokens fill, or one that another filled only in part.
+    host_blocks: full blocks that the device had before, or (is_saved) what was swapped out when it was preempted;
+    source: a block that holds all the tokens behind `blocks`, and the last of them is computed again: a cached one that
+    the tokens fill, or one that another filled only in part.
     """
 
     blocks: list[Block]
     num_tokens: int
     host_blocks: list[int] = field(default_factory=list)
     source: Block | None = None
+    is_saved: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are there, on the device or in host memory."""
+        return len(self.blocks) + len(self.host_blocks)
 
 
 NO_COMPUTED_BLOCKS = ComputedBlocks([], 0)
@@ -37,7 +45,7 @@ NO_COMPUTED_BLOCKS = ComputedBlocks([], 0)
 
 @dataclass(slots=True)
 class _Chain:
-    """A request's block hashes so far (its own list), how many blocks are committed, and the last committed one's link.
+    """A request's block hashes so far (its own list), how many blocks are committed, and the last committed one's name.
 
     partial: the name under which the last, partly filled block of its prompt can be copied by others.
     """
@@ -45,7 +53,7 @@ class _Chain:
     extra_keys: tuple[str, ...]
     hashes: list[BlockHash]
     num_committed: int = 0
-    link: BlockLink | None = None
+    name: BlockLink | None = None
     partial: BlockHash | None = None
 
 
@@ -69,7 +77,9 @@ class KVCacheManager:
     """Hands out blocks of `block_size` tokens. Allocation is all or nothing; block tables are written here only.
 
     extra_keys: identities of the engine that the KV depends on (model, KV dtype, ...), part of every block hash.
-    num_host_blocks: room for the blocks of preempted requests.
+    num_host_blocks: room for the blocks of preempted requests, and for what the device has no room for.
+    on_evict is told of each cached block that loses its content, on_offload of each that goes to which host block, and
+    on_host_evict of each host block that loses its content.
     """
 
     def __init__(
@@ -83,17 +93,21 @@ class KVCacheManager:
         extra_keys: tuple[str, ...] = (),
         on_cached: Callable[[int], None] | None = None,
         on_evict: Callable[[int], None] | None = None,
+        on_offload: Callable[[int, int], None] | None = None,
+        on_host_evict: Callable[[int], None] | None = None,
         hash_function: Callable[..., BlockHash] = hash_block_tokens,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.cache_decoded_blocks = cache_decoded_blocks
-        self.pool = BlockPool(num_blocks, on_evict)
-        self.host = HostBlockPool(num_host_blocks)
+        self.pool = BlockPool(num_blocks, self._evicted)
+        self.host = HostBlockPool(num_host_blocks, on_host_evict)
         self.history = CacheHistory(max(4 * num_blocks, 1024))
         self._extra_keys = extra_keys
         self._weights_epoch = 0
         self._on_cached = on_cached or (lambda _block_id: None)
+        self._on_evict = on_evict or (lambda _block_id: None)
+        self._on_offload = on_offload or (lambda _block_id, _host_block_id: None)
         self.hash_function = hash_function
         self._chains: dict[str, _Chain] = {}
         self._saved: dict[str, _Saved] = {}
@@ -124,19 +138,29 @@ class KVCacheManager:
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        """Find what need not be computed: cached full blocks from its start, then what was saved or filled in part.
+        """Find what need not be computed: cached full blocks from its start, on the device and then in host memory.
 
+        Where there is more of it, what was saved of this request itself, or filled in part by another one.
         At most num_tokens - 1 tokens: one token is always computed, for its logits. Changes no block.
         """
         found = self._find_full_blocks(request)
-        num_found, num_tokens = len(found) * self.block_size, len(request.sequence.token_ids)
+        in_host = self._find_in_host(request, found)
+        num_found, num_tokens = (len(found) + len(in_host)) * self.block_size, len(request.sequence.token_ids)
         saved = self._saved.get(request.request_id)
         if saved is not None and saved.num_tokens > num_found:
-            return ComputedBlocks(found, saved.num_tokens, host_blocks=saved.host_blocks[len(found) :])
+            return ComputedBlocks(found, saved.num_tokens, saved.host_blocks[len(found) :], is_saved=True)
+        if in_host:
+            return ComputedBlocks(found, min(num_found, num_tokens - 1), in_host)
         source = found.pop() if num_found == num_tokens else self._find_partial(request, found)
         if source is not None:
             return ComputedBlocks(found, num_tokens - 1, source=source)
         return ComputedBlocks(found, num_found) if found else NO_COMPUTED_BLOCKS
+
+    def num_host_tokens(self, computed: ComputedBlocks) -> int:
+        """Return how many tokens were found in host memory, where others could find them as well."""
+        if computed.is_saved or not computed.host_blocks:
+            return 0
+        return computed.num_tokens - len(computed.blocks) * self.block_size
 
     def reads_cache(self, request: Request) -> bool:
         """Whether what others computed may be used for a request."""
@@ -153,16 +177,34 @@ class KVCacheManager:
         hashes, extra_keys = self._hashes(request), self._chain(request).extra_keys
         token_ids = request.sequence.token_ids
         found: list[Block] = []
-        link: BlockLink | None = None
+        name: BlockLink | None = None
         for index in range(self._num_useful_blocks(request)):
             start = index * self.block_size
             tokens = tuple(token_ids[start : start + self.block_size])
-            block = self.pool.find(hashes[index], tokens, link, extra_keys)
+            block = self.pool.find(hashes[index], tokens, name, extra_keys)
             if block is None:
                 break
             found.append(block)
-            link = block.link
+            name = block.name
         return found
+
+    def _find_in_host(self, request: Request, found: list[Block]) -> list[int]:
+        """Return the host blocks with what follows the blocks that were found on the device."""
+        if not self.reads_cache(request):
+            return []
+        hashes, extra_keys = self._hashes(request), self._chain(request).extra_keys
+        token_ids = request.sequence.token_ids
+        in_host: list[int] = []
+        name = found[-1].name if found else None
+        for index in range(len(found), self._num_useful_blocks(request)):
+            start = index * self.block_size
+            tokens = tuple(token_ids[start : start + self.block_size])
+            block = self.host.find(hashes[index], tokens, name, extra_keys)
+            if block is None:
+                break
+            in_host.append(block.block_id)
+            name = block.name
+        return in_host
 
     def _find_partial(self, request: Request, found: list[Block]) -> Block | None:
         """Find a block in which another request with the same prompt holds the tokens behind its last full block."""
@@ -173,8 +215,8 @@ class KVCacheManager:
         partial = self._partials.get(self._partial_name(request) or b"")
         if partial is None:
             return None
-        link = found[-1].link if found else None
-        content = (self._prompt_tail(request), link, self._chain(request).extra_keys)
+        name = found[-1].name if found else None
+        content = (self._prompt_tail(request), name, self._chain(request).extra_keys)
         return partial.block if partial.content == content else None
 
     def _prompt_tail(self, request: Request) -> list[int]:
@@ -193,7 +235,7 @@ class KVCacheManager:
 
     def why_missed(self, request: Request, computed: ComputedBlocks) -> Miss | None:
         """Say why a lookup found no more full blocks; None when there was no more to find."""
-        index, size = len(computed.blocks), self.block_size
+        index, size = computed.num_blocks, self.block_size
         token_ids = request.sequence.token_ids
         if not self.reads_cache(request):
             return None
@@ -208,9 +250,12 @@ class KVCacheManager:
         return self.history.why_missed(index, tokens, hashes[index], parent, self._chain(request).extra_keys)
 
     def awaited_block(self, request: Request, computed: ComputedBlocks) -> tuple[BlockHash, str] | None:
-        """Return the next block a lookup would need and who is computing it right now; None when nobody is."""
+        """Return the next block a lookup would need and who is computing it right now; None when nobody is.
+
+        Who copies it from host memory right now counts as well: what one has copied is there for all.
+        """
         index = len(computed.blocks)
-        if not self.reads_cache(request) or computed.num_tokens > index * self.block_size:
+        if not self.reads_cache(request) or computed.is_saved or computed.source is not None:
             return None
         if index >= self._num_useful_blocks(request):
             return None
@@ -246,6 +291,7 @@ class KVCacheManager:
         if num_new_blocks + num_unheld > self.pool.num_free_blocks:
             return None
         self.pool.touch(computed.blocks)
+        self.host.lend(computed.host_blocks)  # before anything is evicted, which may need room there
         if computed.source is not None:
             self.pool.renew(computed.source.link)
         new_blocks = self.pool.take(num_new_blocks)
@@ -274,7 +320,7 @@ class KVCacheManager:
         if computed.blocks:
             chain = self._chain(request)
             chain.num_committed = len(computed.blocks)
-            chain.link = computed.blocks[-1].link
+            chain.name = computed.blocks[-1].name
         if computed.source is not None and computed.source is not new_blocks[0]:
             self._copies.block_copies.append((computed.source.block_id, new_blocks[0].block_id))
         targets = [block.block_id for block in new_blocks[: len(computed.host_blocks)]]
@@ -284,7 +330,9 @@ class KVCacheManager:
 
     def _announce(self, request: Request, num_found: int) -> None:
         """Tell which blocks this request is about to compute and share."""
-        self.drop_saved(request.request_id)  # it is copied in by now, or no longer needed
+        saved = self._saved.pop(request.request_id, None)
+        if saved is not None:  # it is copied in, or no longer needed
+            self.host.lend(saved.host_blocks)
         if not self.reads_cache(request):
             return
         num_shared = len(request.sequence.token_ids) if self.cache_decoded_blocks else request.num_prompt_tokens
@@ -294,7 +342,14 @@ class KVCacheManager:
     def take_copies(self) -> BlockCopies:
         """Return the copies that the next step begins with, once."""
         copies, self._copies = self._copies, BlockCopies()
+        if self.host.lent:
+            self.host.end_lending()
         return copies
+
+    def fail_copies(self, copies: BlockCopies) -> None:
+        """Believe nothing of what a step that failed was to copy into host memory."""
+        for _, host_block in copies.swap_out:
+            self.host.drop(host_block)
 
     # --- share --------------------------------------------------------------------------------------------------------
 
@@ -319,13 +374,15 @@ class KVCacheManager:
         for index in range(chain.num_committed, num_full):
             block = self.pool.blocks[sequence.block_table[index]]
             tokens = tuple(sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])
-            canonical = self.pool.register(block, hashes[index], tokens, chain.link, chain.extra_keys)
+            in_host = self.host.find(hashes[index], tokens, chain.name, chain.extra_keys)
+            name = None if in_host is None else in_host.name
+            canonical = self.pool.register(block, hashes[index], tokens, chain.name, chain.extra_keys, name)
             if block.hash is not None:  # it stands for this content now
                 self.history.add(index, tokens, hashes[index], hashes[index - 1] if index else None, chain.extra_keys)
                 self._on_cached(block.block_id)
             if self._computing.get(hashes[index]) == request.request_id:
                 del self._computing[hashes[index]]
-            chain.link = canonical.link
+            chain.name = canonical.name or canonical.link
         chain.num_committed = num_full
 
     def _register_partial(self, request: Request, chain: _Chain) -> None:
@@ -335,7 +392,7 @@ class KVCacheManager:
         if name is not None and name not in self._partials:
             index = request.num_prompt_tokens // self.block_size
             block = self.pool.blocks[request.sequence.block_table[index]]
-            self._partials[name] = _Partial(block, (self._prompt_tail(request), chain.link, chain.extra_keys))
+            self._partials[name] = _Partial(block, (self._prompt_tail(request), chain.name, chain.extra_keys))
             chain.partial = name
 
     def num_committed_blocks(self, request: Request) -> int:
@@ -360,7 +417,7 @@ class KVCacheManager:
         for block_hash in chain.hashes[chain.num_committed :]:
             if self._computing.get(block_hash) == request.request_id:
                 del self._computing[block_hash]
-        chain.num_committed, chain.link = 0, None
+        chain.num_committed, chain.name = 0, None
 
     def swap_out(self, request: Request) -> bool:
         """Save what is computed of a request in host memory; False and nothing done when it does not fit there.
@@ -380,6 +437,20 @@ class KVCacheManager:
         saved = self._saved.pop(request_id, None)
         if saved is not None:
             self.host.release(saved.host_blocks)
+
+    def _evicted(self, block: Block) -> None:
+        """Keep in host memory what a cached block of the device holds, if lookups can reach it; it is copied first."""
+        self._on_evict(block.block_id)
+        if not self._is_reachable(block.parent):
+            return
+        host_block = self.host.keep(block)
+        if host_block is not None:
+            self._copies.swap_out.append((block.block_id, host_block))
+            self._on_offload(block.block_id, host_block)
+
+    def _is_reachable(self, parent: BlockLink | None) -> bool:
+        """Whether what stands behind this content may still be found: without its beginning a chain is of no use."""
+        return parent is None or self.pool.has_name(parent) or self.host.has_name(parent)
 
     def saved_blocks(self) -> dict[str, list[int]]:
         """Host blocks of each preempted request that has any, for tests and invariants."""
@@ -420,14 +491,17 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content; False and nothing changed while any request holds a block."""
-        return self.pool.reset()
+        if not self.pool.reset():
+            return False
+        self.host.reset()
+        return True
 
     def advance_weights_epoch(self) -> bool:
         """Make everything cached or saved so far unfindable: the weights are others now.
 
         False and nothing changed while any request holds a block: its KV is of the old weights.
         """
-        if not self.pool.reset():
+        if not self.reset_prefix_cache():
             return False
         self._weights_epoch += 1
         for request_id in list(self._saved):

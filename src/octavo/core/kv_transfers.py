@@ -115,7 +115,8 @@ class KVTransfers:
         """
         size = self._manager.block_size
         may_ask = self._manager.reads_cache(request) and request.request_id not in self._gave_up
-        if not may_ask or not self.has_store or computed.num_tokens > len(computed.blocks) * size:
+        is_whole = not computed.is_saved and computed.num_tokens == computed.num_blocks * size
+        if not may_ask or not self.has_store or not is_whole:
             return 0
         most = request.num_tokens // size * size - computed.num_tokens
         if min(most, request.num_tokens - 1 - computed.num_tokens) < self._min_tokens:
@@ -152,7 +153,7 @@ class KVTransfers:
         self, request: Request, computed: ComputedBlocks, num_external_tokens: int, block_ids: list[int]
     ) -> None:
         """Order KV of tokens behind what is computed into a request's blocks; block_ids: all that it has."""
-        first, num_blocks = len(computed.blocks), num_external_tokens // self._manager.block_size
+        first, num_blocks = computed.num_blocks, num_external_tokens // self._manager.block_size
         keys = request.block_hashes[first : first + num_blocks]
         order = self._order(TransferDirection.LOAD, keys, block_ids[first : first + num_blocks], request, first)
         self._load_of[request.request_id] = order.transfer_id

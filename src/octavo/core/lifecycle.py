@@ -140,6 +140,9 @@ class RequestLifecycle:
                 miss = self._manager.why_missed(request, computed)
                 reason, position = (miss.reason, miss.position) if miss else (None, None)
                 self._emitter.emit(events.PrefixCacheQueried, request_id, num_tokens, num_hit, reason, position)
+        num_host_tokens = self._manager.num_host_tokens(computed)
+        if num_host_tokens:
+            self._emitter.emit(events.HostBlocksFound, request_id, len(computed.host_blocks), num_host_tokens)
         self._emitter.emit(events.RequestAdmitted, request_id, num_hit, num_tokens, resumed)
 
     # --- it gives way -------------------------------------------------------------------------------------------------

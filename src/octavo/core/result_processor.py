@@ -146,6 +146,7 @@ class ResultProcessor:
         lifecycle = self._lifecycle
         for request_id in scheduled.preempted_req_ids:
             self._manager.drop_saved(request_id)  # nobody knows whether it was copied
+        self._manager.fail_copies(scheduled.copies)
         for loading in self._transfers.fail_step(scheduled.kv_transfers, scheduled.kv_cancels):
             lifecycle.give_up_loading(loading)
         outputs = []

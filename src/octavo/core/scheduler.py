@@ -59,7 +59,7 @@ IDLE_CHECK_INTERVAL_S = 10.0
 class Scheduler:
     """Decides each step, and joins the parts of the core; blocks belong to the `KVCacheManager` it asks.
 
-    num_host_blocks: room in host memory for the KV of preempted requests. connector: a store of KV outside.
+    num_host_blocks: room in host memory for KV of preempted requests and of evicted blocks. connector: a store outside.
     """
 
     def __init__(
@@ -98,6 +98,8 @@ class Scheduler:
             extra_keys=cache_keys,
             on_cached=lambda block_id: emitter.emit(events.BlockCached, block_id),
             on_evict=lambda block_id: emitter.emit(events.BlockEvicted, block_id),
+            on_offload=lambda block_id, host_block_id: emitter.emit(events.BlockOffloaded, block_id, host_block_id),
+            on_host_evict=lambda host_block_id: emitter.emit(events.HostBlockEvicted, host_block_id),
         )
         self.admission = create_admission(scheduler_config, manager)
         self._batching = create_batching(scheduler_config)

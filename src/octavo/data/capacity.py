@@ -15,7 +15,8 @@ class EngineCapacity:
 
     max_num_seqs, max_num_batched_tokens: requests and tokens of a step. max_batch_prefill_tokens: prompt tokens that a
     step can admit. max_batch_total_tokens: prompt and output of all that run. num_gpu_blocks, num_cpu_blocks: blocks of
-    `block_size` tokens in the KV cache, and in host memory for preempted requests; kv_cache_dtype: how they are kept.
+    `block_size` tokens in the KV cache, and in host memory for preempted requests and evicted blocks; kv_cache_dtype:
+    how they are kept. kv_block_bytes: of one of them, a draft model's keys and values included.
     speculative_method: how tokens are guessed, "none" for not at all; of a request num_speculative_tokens in a step.
     """
 
@@ -30,6 +31,7 @@ class EngineCapacity:
     enable_prefix_caching: bool
     speculative_method: str = "none"
     num_speculative_tokens: int = 0
+    kv_block_bytes: int = 0
 
     @classmethod
     def of(
@@ -41,6 +43,7 @@ class EngineCapacity:
         num_host_blocks: int = 0,
         kv_cache_dtype: str = "auto",
         speculative: SpeculativeConfig | None = None,
+        kv_block_bytes: int = 0,
     ) -> EngineCapacity:
         """Say what these configurations come to with so many blocks."""
         num_tokens = num_blocks * cache.block_size
@@ -58,6 +61,7 @@ class EngineCapacity:
             enable_prefix_caching=cache.enable_prefix_caching,
             speculative_method="none" if speculative is None else speculative.method,
             num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
+            kv_block_bytes=kv_block_bytes,
         )
 
     @property

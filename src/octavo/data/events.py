@@ -209,6 +209,29 @@ class BlockEvicted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class BlockOffloaded(Event):
+    """The content of an evicted block goes to host memory, where it can be found."""
+
+    block_id: int
+    host_block_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostBlockEvicted(Event):
+    """What could be found in a block of host memory made room for other content."""
+
+    host_block_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostBlocksFound(RequestEvent):
+    """It starts or goes on with KV of `num_tokens` that comes back from host memory, in so many blocks."""
+
+    num_blocks: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepScheduled(Event):
     """A step that computes something was decided: who gets how many tokens of it, in the order of the batch.
 

@@ -88,6 +88,8 @@ class EngineStats:
     time_to_first_token, queue_time and e2e_latency begin when the request arrived. inter_token_latency: from a step
     that had tokens for a request to the next one. prefill_time: from the first admission to the first token,
     decode_time: from there to the last one. tenant_tokens: prompt and generated tokens of each tenant.
+    host_cache_hits: tokens whose KV came back from host memory, and host_cache_hit_blocks the blocks with it;
+    num_offloaded_blocks went there when they were evicted. evicted_blocks: cached blocks that made room, by tier.
     kv_load_tokens: whose KV came from stores outside. kv_load_seconds: what requests waited for it, and
     kv_computing_seconds: what computing would have taken, of those loads of which it is known. kv_loads: by outcome.
     kv_stores: by name; each is written where its store is asked.
@@ -103,11 +105,15 @@ class EngineStats:
     scheduled_tokens: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    host_cache_hits: int = 0
+    host_cache_hit_blocks: int = 0
+    num_offloaded_blocks: int = 0
     num_preemptions: int = 0
     recomputed_tokens: int = 0
     num_failed_steps: int = 0
     num_quarantined_blocks: int = 0
     request_success: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REASONS, 0))
+    evicted_blocks: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0})
     tenant_tokens: dict[str, list[int]] = field(default_factory=dict)
     drafts: DraftStats = field(default_factory=DraftStats)
     kv_load_tokens: int = 0
@@ -181,9 +187,10 @@ class EngineMetrics:
                 self._ended.append((event.request_id, event))
                 if not self._is_in_step:
                     self._settle()
-            case events.PrefixCacheQueried():
-                stats.prefix_cache_queries += event.num_query_tokens
-                stats.prefix_cache_hits += event.num_hit_tokens
+            case events.DraftsVerified() | events.DraftsTimed():
+                stats.drafts.add(event)
+            case events.BlocksQuarantined():
+                stats.num_quarantined_blocks += len(event.block_ids)
             case events.StepFailed():
                 stats.num_failed_steps += 1
                 self._end_step()
@@ -191,19 +198,27 @@ class EngineMetrics:
                 self._count_seldom(event)
 
     def _count_seldom(self, event: Event) -> None:
-        """Count what few steps tell of."""
+        """Count what few steps tell of: what was found in caches and stores, and what made room there."""
         stats = self.stats
         match event:
+            case events.PrefixCacheQueried():
+                stats.prefix_cache_queries += event.num_query_tokens
+                stats.prefix_cache_hits += event.num_hit_tokens
+            case events.BlockEvicted():
+                stats.evicted_blocks["device"] += 1
+            case events.BlockOffloaded():
+                stats.num_offloaded_blocks += 1
+            case events.HostBlockEvicted():
+                stats.evicted_blocks["host"] += 1
+            case events.HostBlocksFound():
+                stats.host_cache_hits += event.num_tokens
+                stats.host_cache_hit_blocks += event.num_blocks
             case events.KVLoadEnded():
                 stats.kv_loads[event.outcome] += 1
                 stats.kv_load_tokens += event.num_tokens
                 if event.computing_s:
                     stats.kv_load_seconds += event.seconds
                     stats.kv_computing_seconds += event.computing_s
-            case events.DraftsVerified() | events.DraftsTimed():
-                stats.drafts.add(event)
-            case events.BlocksQuarantined():
-                stats.num_quarantined_blocks += len(event.block_ids)
 
     def _move(self, life: _Life, *, runs: bool) -> None:
         """Count a request among those who run, or those who wait."""

@@ -82,9 +82,10 @@ class CachedRequestData:
 class BlockCopies:
     """Copies of whole blocks that a step begins with, in this order, before anything else is written.
 
-    swap_out: (block, host block) of preempted requests; their blocks may be written to in this very step.
+    swap_out: (block, host block) of preempted requests and of cached blocks that are evicted; these blocks may be
+    written to in this very step. A host block may come twice: then the last one's content is meant.
     block_copies: (block, block), copy on write; a source may be a target of what comes after it.
-    swap_in: (host block, block) of requests that resume.
+    swap_in: (host block, block) of requests that resume, or find in host memory what the device had.
     """
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -153,6 +154,7 @@ class SchedulerOutput:
             or self.preempted_req_ids
             or self.num_pending_transfers
             or self.kv_cancels
+            or self.copies
         )
 
     @property

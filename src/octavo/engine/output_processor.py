@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from octavo.engine.stop_strings import StopSearch, StopStrings
 from octavo.engine.tokenizer_interface import NoDetokenizer, NoTokenizer, SomeSpecialTokens
-from octavo.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from octavo.outputs import CompletionOutput, PromptLogprobs, RequestMetrics, RequestOutput, logprobs_by_token
 from octavo.runtime.faults import REQUEST_FAILED, log_fault, request_failed
 from octavo.sampling_params import RequestOutputKind
 
@@ -16,9 +17,10 @@ if TYPE_CHECKING:
 
     from octavo.data.model_output import TokenLogprobs
     from octavo.engine.tokenizer_interface import Detokenizer, DetokenizerFactory
-    from octavo.outputs import EngineCoreOutput
+    from octavo.outputs import EngineCoreOutput, Logprob
     from octavo.sampling_params import SamplingParams
 
+Text = TypeVar("Text")
 _NUM_TEXTS = 1 << 14  # some 2 MB
 
 
@@ -54,7 +56,7 @@ class _RequestState:
     params: SamplingParams
     streams: dict[str, _Stream]
     metrics: RequestMetrics
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    prompt_logprobs: PromptLogprobs | None
     stop_strings: StopStrings | None = None  # made with the first token
     num_cached_tokens: int = 0
     error: str | None = None
@@ -80,13 +82,13 @@ class ProcessedOutputs:
     streams_to_fail: list[str]
 
 
-class _TokenTexts(dict[int, "str | None"]):
+class TokenTexts(dict[int, Text], Generic[Text]):
     """Texts of tokens by their ids: looked up, as there are twenty for each token of an answer."""
 
-    def __init__(self, decode: Callable[[int], str | None]) -> None:
+    def __init__(self, decode: Callable[[int], Text]) -> None:
         self._decode = decode
 
-    def __missing__(self, token_id: int) -> str | None:
+    def __missing__(self, token_id: int) -> Text:
         if len(self) >= _NUM_TEXTS:
             self.clear()
         text = self[token_id] = self._decode(token_id)
@@ -101,7 +103,8 @@ class OutputProcessor:
         self._clock = clock
         self._states: dict[str, _RequestState] = {}
         self._owner: dict[str, str] = {}
-        self._token_texts = _TokenTexts(self.tokenizer.decode_token)
+        self._token_texts = TokenTexts(self.tokenizer.decode_token)
+        self._token_pieces = TokenTexts(partial(self.tokenizer.piece, skip_special_tokens=False))
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._states
@@ -129,7 +132,7 @@ class OutputProcessor:
             params,
             streams,
             RequestMetrics(arrival_time=arrival_time),
-            None if params.prompt_logprobs is None else [None],
+            None if params.prompt_logprobs is None else PromptLogprobs(self._token_texts),
         )
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
@@ -139,7 +142,7 @@ class OutputProcessor:
 
     def piece(self, token_id: int) -> str | bytes:
         """Return what a token adds to a text, a special one its name."""
-        return self.tokenizer.piece(token_id, skip_special_tokens=False)
+        return self._token_pieces[token_id]
 
     def tokenizer_of(self, params: SamplingParams) -> DetokenizerFactory:
         """Return the tokenizer as a request's answers are read."""
@@ -238,7 +241,7 @@ class OutputProcessor:
             state.error = request_failed(state.request_id) if news.error == REQUEST_FAILED else news.error
         state.pooled = state.pooled or news.pooled
         if state.prompt_logprobs is not None and stream.index == 0:
-            state.prompt_logprobs.extend(self._logprob_dict(entry) for entry in news.new_prompt_logprobs)
+            state.prompt_logprobs.entries += news.new_prompt_logprobs
         if state.metrics.first_scheduled_time is None:
             state.metrics.first_scheduled_time = news.admitted_time
         if news.new_token_ids and state.metrics.first_token_time is None:
@@ -296,14 +299,7 @@ class OutputProcessor:
         return stream.detokenizer
 
     def _logprob_dict(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """The token itself first, then the best ones in order of rank."""
-        ranks = [entry.rank, *range(1, len(entry.token_ids))]
-        texts = self._token_texts
-        result: dict[int, Logprob] = {}
-        for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
-            if token_id not in result:
-                result[token_id] = Logprob(logprob, rank, texts[token_id])
-        return result
+        return logprobs_by_token(entry, self._token_texts)
 
     def _emit(self, state: _RequestState, now: float) -> list[RequestOutput]:
         finished = state.finished

@@ -249,8 +249,8 @@ class _Teller:
             self.num_stalled += 1
         elif isinstance(event, events.RequestOutranked):
             self.num_outranked += 1
-        elif isinstance(event, events.PrefixCacheQueried):
-            reasons.append(_why_missed(event))
+        elif isinstance(event, events.PrefixCacheQueried | events.HostBlocksFound):
+            reasons.append(_what_was_found(event))
         elif isinstance(event, events.RequestFinished):
             self.num_tokens = event.num_output_tokens
             self.result.ending = f"ended with {event.reason!r} after {event.num_output_tokens} tokens"
@@ -311,7 +311,9 @@ def _what_came(event: events.KVLoadEnded) -> str:
     return f"{event.num_tokens:,} tokens from {event.store}, {took}{instead}{less}"
 
 
-def _why_missed(event: events.PrefixCacheQueried) -> str:
+def _what_was_found(event: events.PrefixCacheQueried | events.HostBlocksFound) -> str:
+    if isinstance(event, events.HostBlocksFound):
+        return f"{event.num_tokens:,} tokens from host memory, where they went when they were evicted"
     found = f"{event.num_hit_tokens} of its {event.num_query_tokens} tokens were found in the prefix cache"
     if event.miss is None:
         return found

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from octavo.errors import ConfigError
 from octavo.kv_transfer.disk import DiskStore
 from octavo.kv_transfer.guard import GuardedStore
+from octavo.kv_transfer.mooncake import MooncakeStore
 from octavo.kv_transfer.tiers import TieredStore
 
 if TYPE_CHECKING:
@@ -23,9 +27,27 @@ def create_store(config: KVTransferConfig, block_bytes: int, first: StoreFactory
     first(block_bytes) makes one that is asked before those of the configuration. A store that is down is no error: it
     is opened when it is asked, and again later.
     """
-    stores = [] if first is None else [first(block_bytes)]
+    stores: list[KVStore] = [] if first is None else [first(block_bytes)]
     directory, max_bytes = config.disk_dir, config.disk_bytes
     if directory is not None:
         DiskStore.check_bound(block_bytes, max_bytes)
         stores.append(GuardedStore("disk", block_bytes, lambda: DiskStore(directory, block_bytes, max_bytes)))
+    if config.mooncake is not None:
+        stores.append(_mooncake(config, config.mooncake, block_bytes))
     return TieredStore(stores) if stores else None
+
+
+def _mooncake(config: KVTransferConfig, master: str, block_bytes: int) -> GuardedStore:
+    if find_spec("mooncake") is None:
+        raise ConfigError(f"a pool of Mooncake ({master}) needs its client: pip install 'octavo[mooncake]'")
+    return GuardedStore(
+        MooncakeStore.name,
+        block_bytes,
+        partial(
+            MooncakeStore,
+            block_bytes,
+            master=master,
+            protocol=config.mooncake_protocol,
+            segment_bytes=config.mooncake_segment_bytes,
+        ),
+    )

@@ -8,17 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request  # noqa: TC002 - fastapi reads the types of a route
 from starlette.responses import Response
 
 from octavo import __version__
-from octavo.server.access.audit import AuditMiddleware
-from octavo.server.access.auth import ApiKeyMiddleware
 from octavo.server.access.body import body_of
-from octavo.server.access.connection import PacedAnswers
-from octavo.server.access.origins import OriginMiddleware
-from octavo.server.access.overload import OverloadMiddleware
+from octavo.server.access.guards import add_guards
 from octavo.server.api import describing, tgi
 from octavo.server.api.anthropic import messages
 from octavo.server.api.openai.chat import create_chat_completion
@@ -61,7 +56,7 @@ _REFUSALS: dict[str, Callable[[HttpError], Response]] = {
         "/tokenize",
         "/detokenize",
     )
-} | dict.fromkeys(("/generate", "/generate_stream", "/"), tgi.error_response)
+} | dict.fromkeys(("/generate", "/generate_stream", "/"), HttpError.tgi_response)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -79,20 +74,15 @@ def create_app(service: Service) -> FastAPI:
     _add_operator_routes(app, service)
     if config.dashboard:
         add_dashboard(app, service)
-    # The last one is the outermost.
-    app.add_middleware(OverloadMiddleware, begin=service.begin, refusals=_REFUSALS)
-    app.add_middleware(ApiKeyMiddleware, keyring=lambda: service.keyring)
-    app.add_middleware(OriginMiddleware, hosts=config.allowed_hosts, origins=config.allowed_origins)
-    if config.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.allowed_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
-        )
-    app.add_middleware(PacedAnswers)
-    app.add_middleware(AuditMiddleware, metrics=service.metrics, tracing=service.tracing)
+    add_guards(
+        app,
+        config,
+        begin=service.begin,
+        refusals=_REFUSALS,
+        keyring=lambda: service.keyring,
+        counts=service.metrics,
+        tracing=service.tracing,
+    )
     return app
 
 

@@ -29,7 +29,7 @@ from octavo.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
@@ -73,6 +73,22 @@ class ServerClosingError(EngineError):
     """The server is shutting down and takes nothing new."""
 
 
+class NoEngineError(EngineError):
+    """A router has no engine that takes a request now."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("no engine is ready")
+        self.retry_after_s = retry_after_s
+
+
+class EngineLostError(EngineError):
+    """The engine that a router had sent a request to has gone."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine is lost")
+
+
+_TGI_TYPES = {400: "validation", 413: "validation", 429: "overloaded"}
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -132,6 +148,16 @@ class HttpError:
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
+    @property
+    def tgi_body(self) -> dict[str, str]:
+        """The error as TGI has it."""
+        return {"error": self.message, "error_type": _TGI_TYPES.get(self.status, "generation")}
+
+    def tgi_response(self) -> ErrorResponse:
+        """Return the whole answer as TGI gives it: what is wrong with a request is 422 there."""
+        status = 422 if self.status == 400 else self.status
+        return ErrorResponse(self, msgspec.json.encode(self.tgi_body), status, self.headers)
+
 
 class ErrorResponse(Response):
     """An error as a whole answer; who sends it notes its reason with it."""
@@ -180,6 +206,8 @@ _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] =
     (RequestError, 400, _INVALID, None, None),
     (ServerClosingError, 503, _SERVER, "server_closing", "the server is shutting down; try again in a moment"),
     (EngineRestartingError, 503, _SERVER, "engine_restarting", "the engine is stuck or starts again; try in a moment"),
+    (NoEngineError, 503, _SERVER, "no_engine", "no engine can take this request now; try again in a moment"),
+    (EngineLostError, 503, _SERVER, "engine_lost", "the engine that served this request has gone; try again"),
     (DeadlineError, 504, _SERVER, "request_timeout", None),
     (RequestFailedError, 500, _SERVER, "request_failed", None),
     (EngineDeadError, 503, _SERVER, "engine_dead", "the engine has stopped; the server must be started again"),
@@ -195,7 +223,7 @@ def to_http(error: Exception) -> HttpError:
     return HttpError(500, "the server failed to serve this request; its log says why", _SERVER)
 
 
-def add_error_handlers(app: FastAPI) -> None:
+def add_error_handlers(app: Starlette) -> None:
     """Make every error that leaves a route, or that no route was found for, an OpenAI error object."""
 
     async def octavo_error(request: Request, error: Exception) -> Response:

@@ -26,7 +26,7 @@ from octavo.server.answers.answer_form import AnswerStyle
 from octavo.server.answers.answering import unless_disconnected
 from octavo.server.api.extra_fields import ExtraFields
 from octavo.server.errors import AuthenticationError, ModelNotFoundError, ServerClosingError
-from octavo.server.telemetry.metrics import Metrics
+from octavo.server.telemetry.metrics import EngineCollector, Metrics
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -77,7 +77,7 @@ class Service:
         )
         self.timeouts = TimeoutQueue()
         self.extra_fields = ExtraFields()
-        self.metrics = Metrics(self)
+        self.metrics = Metrics(EngineCollector(self))
         self.tracing = _make_tracing(self.config.otlp_traces_endpoint)
         self.keyring: Keyring | None = None
         self._read_keys()
@@ -87,6 +87,24 @@ class Service:
         self.is_closing = self._is_ending = False
         self._open: dict[str, _Open] = {}  # by the request's id
         self._endings: set[asyncio.Task[None]] = set()
+
+    @property
+    def answer_counts(self) -> Metrics:
+        """What counts answers."""
+        return self.metrics
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether no request will ever be taken again: the engine's process will not be started anew."""
+        return self.engine.is_dead
+
+    async def start(self) -> None:
+        """Do nothing: the engine runs already."""
+
+    def close(self) -> None:
+        """Send the last spans."""
+        if self.tracing is not None:
+            self.tracing.close()
 
     @property
     def model_info(self) -> ModelInfo:
@@ -122,12 +140,9 @@ class Service:
             raise EngineRestartingError("not ready", retry_after_s=self.engine.retry_after_s)
 
     def _read_keys(self) -> None:
-        config = self.config
-        if config.api_keys_file is not None:
-            self.keyring = Keyring.from_file(config.api_keys_file)
+        self.keyring = Keyring.of(self.config)
+        if self.keyring is not None:
             self.limiter.change(self.keyring.tenants)
-        elif config.api_key is not None:
-            self.keyring = Keyring.of_one(config.api_key)
 
     def reload(self) -> None:
         """Read the file of keys anew; one that cannot be used changes nothing. Whose key is gone is ended."""

@@ -22,6 +22,7 @@ import numpy as np
 from octavo.errors import OctavoError, RequestError
 from octavo.runtime.turns import Turns
 from octavo.structured_output.gbnf import is_gbnf, to_lark
+from octavo.structured_output.json_schema import refuse_large_objects
 from octavo.structured_output.lark import JSON_OPTIONS, by_id, free_start, whole_grammar
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
+    "max_items_in_row": 10_000,  # an object of MAX_OPTIONAL_PROPERTIES takes 8,000
     "max_lexer_states": 30_000,
     "max_grammar_size": 200_000,
 }
@@ -327,6 +329,7 @@ def _structure_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
     try:
         match wanted.kind:
             case "json":
+                refuse_large_objects(wanted.json or "", wanted.kind, _PARAMETER)
                 return str(matcher.grammar_from_json_schema(wanted.json, overrides=JSON_OPTIONS))
             case "json_object":
                 return str(matcher.grammar_from_json_schema(_ANY_OBJECT, overrides=JSON_OPTIONS))

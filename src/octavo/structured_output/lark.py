@@ -6,6 +6,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from octavo.structured_output.json_schema import NAMED_SCHEMAS, refuse_large_objects
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -21,12 +23,15 @@ FEW_BLANKS = "& ~/\\s{5,}(.|\\n)*/"
 _ANY = f"/(.|\\n)*/ {FEW_BLANKS}"
 _TEXT_RULE = re.compile(r"^TEXT: /.*/$", re.MULTILINE)  # how a grammar of text with calls in it names the text
 _COMMENTS = {"description", "title", "examples", "default", "$comment", "deprecated"}
-_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _VALUES = {"const", "enum", "required"}
 
 
 def lark_json(schema: str | dict[str, Any]) -> str:
-    """Return how a grammar in Lark's notation names JSON of a schema, spelled as `json` structures are."""
+    """Return how a grammar in Lark's notation names JSON of a schema, spelled as `json` structures are.
+
+    Raises `RequestError` for what is too large.
+    """
+    refuse_large_objects(schema, "a function's parameters or the answer's schema", None)
     fields = json.loads(schema) if isinstance(schema, str) else schema
     return "%json " + json.dumps({**_bare(fields), "x-guidance": JSON_OPTIONS})
 
@@ -39,7 +44,7 @@ def _bare(schema: Any) -> Any:
         return schema
     return {
         key: {name: _bare(each) for name, each in value.items()}
-        if key in _NAMED_SCHEMAS and isinstance(value, dict)
+        if key in NAMED_SCHEMAS and isinstance(value, dict)
         else (value if key in _VALUES else _bare(value))
         for key, value in schema.items()
         if key not in _COMMENTS

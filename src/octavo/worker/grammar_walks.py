@@ -5,11 +5,12 @@ What a grammar allows may take 20 ms to compute, which is several steps of a sma
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from queue import PriorityQueue
+from queue import Empty, PriorityQueue
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -68,14 +69,23 @@ class GrammarWalks:
         self._waiting: PriorityQueue[tuple[float, int, Walk, Callable[[], Walked]]] = PriorityQueue()
         self._numbers = itertools.count()  # decides between equals
 
-    def begin(self, walk: Walk, run: Callable[[], Walked], last_s: float) -> None:
-        """Do a walk; last_s: how long the request's last one took."""
+    def add(self, walk: Walk, run: Callable[[], Walked], last_s: float) -> None:
+        """Let a walk wait for `begin`; last_s: how long the request's last one took."""
         self._waiting.put((time.monotonic() + _PATIENCE * last_s, next(self._numbers), walk, run))
-        self._executor.submit(self._run_next)
 
-    def _run_next(self) -> None:
-        """Do a walk; there are as many calls as walks."""
-        _, _, walk, run = self._waiting.get_nowait()
+    def begin(self) -> None:
+        """Do what waits: a thread is woken once for all walks of a step, which costs as much as a short one."""
+        if not self._waiting.empty():
+            self._executor.submit(self._run_all)
+
+    def _run_all(self) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                _, _, walk, run = self._waiting.get_nowait()
+                self._run(walk, run)
+
+    @staticmethod
+    def _run(walk: Walk, run: Callable[[], Walked]) -> None:
         if not walk.result.set_running_or_notify_cancel():
             return
         start = time.monotonic()

@@ -24,9 +24,9 @@ class PagedKVCache:
 
     dtype: that of the activations, or int8. Then behind the rows of each block, layer and head stand their scales, in
     float32, so that a block is one object all the same. Memory is reserved here, and touched when a block is first
-    written or by `octavo.worker.prefault`. num_host_blocks: room in host memory for the blocks of preempted requests,
-    in the same layout. num_scratch_blocks: behind the others, for what is guessed; nobody is told of them.
-    allocate(num_bytes): where the memory comes from, for a backend that wants it in a certain way.
+    written or by `octavo.worker.prefault`. num_host_blocks: room in host memory for blocks of preempted requests and
+    for evicted ones, in the same layout. num_scratch_blocks: behind the others, for what is guessed; nobody is told of
+    them. allocate(num_bytes): where the memory comes from, for a backend that wants it in a certain way.
     """
 
     def __init__(
@@ -74,6 +74,11 @@ class PagedKVCache:
     def num_bytes(self) -> int:
         """Bytes reserved on the device."""
         return self.blocks.nbytes
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block, on the device and in host memory."""
+        return self.blocks[0].nbytes
 
     def copy(self, copies: BlockCopies) -> None:
         """Copy whole blocks, bit for bit, in the order that `BlockCopies` states (mutates blocks and host_blocks)."""

@@ -59,7 +59,9 @@ class SampleTasks:
         for request, rows in self._asking:
             if request.sampling_params.structured_outputs is not None:
                 known = self._batch.token_ids[request.row, : inputs.num_known[rows[-1]]]
-                self._begin_walk(request, known, len(rows) - 1)
+                self._add_walk(request, known, len(rows) - 1)
+        if self._asking:
+            self._walks.begin()
 
     def make(self, inputs: ModelInputs, troubles: dict[int, Trouble], postponed: set[str]) -> dict[int, SampleTask]:
         """Return the tasks of a step that has begun, by row of logits.
@@ -124,7 +126,7 @@ class SampleTasks:
             for index in np.flatnonzero(~is_plain).tolist()
         ]
 
-    def _begin_walk(self, request: RequestRow, known: NDArray[np.int32], num_drafts: int) -> None:
+    def _add_walk(self, request: RequestRow, known: NDArray[np.int32], num_drafts: int) -> None:
         """Walk a request's grammar over what came since, unless that is under way, or done, since an earlier step.
 
         known: with the drafts, at its end.
@@ -138,7 +140,7 @@ class SampleTasks:
         num_walked = 0 if request.matcher is None else request.matcher.num_tokens
         new = known[request.num_prompt_tokens + num_walked : num_tokens].tolist()
         request.walk = walk = Walk(num_tokens, drafts)
-        self._walks.begin(walk, lambda: self._walk(request, new, drafts), 0.0 if last is None else last.seconds)
+        self._walks.add(walk, lambda: self._walk(request, new, drafts), 0.0 if last is None else last.seconds)
 
     def _walk(self, request: RequestRow, new: list[int], drafts: list[int]) -> Walked:
         """Walk over new tokens; note what is allowed behind them and behind each draft; then forget the drafts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.runtime import logs
 from octavo.runtime.faults import log_fault
@@ -17,14 +17,34 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from octavo.server.errors import HttpError
-    from octavo.server.telemetry.metrics import Metrics
-    from octavo.server.telemetry.tracing import Tracing
 
 logger = logging.getLogger(logs.AUDIT)  # of the lines alone
 _faults = logging.getLogger(__name__)
 _ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
 _QUIET = OPEN_PATHS | {"/metrics"}  # asked for every few seconds
+
+
+class AnswerCounts(Protocol):
+    """What counts answers."""
+
+    def count_answer(self, method: str, handler: str, status: int) -> None:
+        """Count an answered request."""
+        ...
+
+    def count_refusal(self, reason: str) -> None:
+        """Count a request that was refused or cut off."""
+        ...
+
+
+class Spans(Protocol):
+    """What makes a span of a request."""
+
+    def tell(
+        self, scope: Scope, request_id: str, status: int, seconds: float, reason: str | None, details: dict[str, Any]
+    ) -> None:
+        """Make one of a request that is over."""
+        ...
 
 
 class AuditMiddleware:
@@ -35,7 +55,7 @@ class AuditMiddleware:
     was noted (`octavo.server.errors.note_error`), else by its status. tracing: what makes a span of it as well.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing | None = None) -> None:
+    def __init__(self, app: ASGIApp, metrics: AnswerCounts, tracing: Spans | None = None) -> None:
         self.app = app
         self._metrics, self._tracing = metrics, tracing
 
@@ -88,7 +108,7 @@ def _request_id(scope: Scope) -> bytes:
     return given[0] if len(given) == 1 and _ID.fullmatch(given[0]) else new_id().encode()
 
 
-def tell_no_request(metrics: Metrics, client: tuple[str, int] | None, error: HttpError) -> None:
+def tell_no_request(metrics: AnswerCounts, client: tuple[str, int] | None, error: HttpError) -> None:
     """Count and log an answer to what was no HTTP request, so that no middleware ever saw it."""
     metrics.count_answer("other", "none", error.status)
     metrics.count_refusal(error.reason)

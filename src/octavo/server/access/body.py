@@ -18,11 +18,12 @@ from octavo.server.access.json_structure import check_structure
 from octavo.server.errors import BodyTooLargeError, MediaTypeError, SlowBodyError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-    from octavo.config import ServerConfig
+    from octavo.config import AccessConfig, ServerConfig
     from octavo.server.access.limiter import Pool
     from octavo.server.access.tenants import Tenant
+    from octavo.server.access.timeouts import TimeoutQueue
 
 Schema = TypeVar("Schema", bound=BaseModel)
 T = TypeVar("T")
@@ -40,12 +41,8 @@ def body_of(schema: type[Schema], *, is_count: bool = False) -> Callable[[Reques
     async def read(request: Request) -> Schema:
         config: ServerConfig = request.app.state.config
         _check_media_type(request.headers.get("content-type"))
-        with _room(request.app.state.limiter.body_bytes, request.state.tenant) as take:
-            try:
-                async with request.app.state.timeouts.timeout(config.body_timeout_s):
-                    chunks = await _read_limited(request, config.max_body_bytes, take)
-            except TimeoutError:
-                raise SlowBodyError(f"the request's body did not arrive within {config.body_timeout_s:g} s") from None
+        state = request.app.state
+        async with received(request, config, state.limiter.body_bytes, state.timeouts) as chunks:
             request.state.is_count = is_count
             request.state.num_body_bytes = sum(map(len, chunks))
             timeout_s = read_timeout(request, config.request_timeout_s)
@@ -53,6 +50,23 @@ def body_of(schema: type[Schema], *, is_count: bool = False) -> Callable[[Reques
             return await look_at(request, lambda: parse(schema, _joined(chunks)))
 
     return read
+
+
+@contextlib.asynccontextmanager
+async def received(
+    request: Request, config: AccessConfig, pool: Pool, timeouts: TimeoutQueue
+) -> AsyncIterator[list[bytes]]:
+    """Give the pieces of a request's body, which has room in a pool until the block is left.
+
+    Raises `SlowBodyError`, `BodyTooLargeError` and `QueueFullError`.
+    """
+    with _room(pool, request.state.tenant) as take:
+        try:
+            async with timeouts.timeout(config.body_timeout_s):
+                chunks = await _read_limited(request, config.max_body_bytes, take)
+        except TimeoutError:
+            raise SlowBodyError(f"the request's body did not arrive within {config.body_timeout_s:g} s") from None
+        yield chunks
 
 
 def _joined(chunks: list[bytes]) -> bytes:

@@ -29,7 +29,7 @@ if sys.platform != "win32":  # where there are no such limits
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from octavo.config import ServerConfig
+    from octavo.config import AccessConfig
 
 logger = logging.getLogger(__name__)
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -45,7 +45,7 @@ _LEAVE_S = 10.0  # in which an engine is told to end
 _OWN_FILES = 256  # open besides connections: of libraries, of the engine's sockets, of a request that reads one
 
 
-def check_binding(host: str, config: ServerConfig, *, insecure: bool) -> None:
+def check_binding(host: str, config: AccessConfig, *, insecure: bool) -> None:
     """Raise `ConfigError` for an address that others can reach while no key is asked for."""
     if not config.asks_for_key and not insecure and not is_loopback(host):
         raise ConfigError(
@@ -54,14 +54,14 @@ def check_binding(host: str, config: ServerConfig, *, insecure: bool) -> None:
         )
 
 
-def check_files(config: ServerConfig) -> None:
+def check_files(config: AccessConfig) -> None:
     """Raise `ConfigError` for a file of API keys or a certificate that cannot be used."""
     if config.api_keys_file is not None:
         Keyring.from_file(config.api_keys_file)
     check_certificate(config)
 
 
-def check_certificate(config: ServerConfig) -> None:
+def check_certificate(config: AccessConfig) -> None:
     """Raise `ConfigError` for a certificate, or its key, that cannot be used."""
     if config.ssl_certfile is None:
         return

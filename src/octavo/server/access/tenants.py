@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from octavo.config import AccessConfig
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _DIGEST_LINE = re.compile(r"^sha256[ \t]*=[^\n]*", re.MULTILINE)
@@ -82,6 +84,13 @@ class Keyring:
         self._tenants = {self._index(digest): (digest, tenant) for digest, tenant in digests}
         self._named = {tenant.name: tenant for _, tenant in self._tenants.values()}
         self.tenants = tuple(self._named.values())
+
+    @classmethod
+    def of(cls, config: AccessConfig) -> Keyring | None:
+        """Return the ring that a server asks for; None where it asks nobody. Raises `ConfigError`."""
+        if config.api_keys_file is not None:
+            return cls.from_file(config.api_keys_file)
+        return None if config.api_key is None else cls.of_one(config.api_key)
 
     @classmethod
     def of_one(cls, key: str) -> Keyring:

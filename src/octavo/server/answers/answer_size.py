@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from octavo.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from octavo.engine.input_processor import ProcessedInput
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
@@ -25,7 +25,7 @@ def num_entries(output: RequestOutput, completions: Iterable[CompletionOutput], 
     )
 
 
-def _num_logprobs(positions: list[dict[int, Logprob]] | list[dict[int, Logprob] | None] | None) -> int:
+def _num_logprobs(positions: Sequence[dict[int, Logprob] | None] | None) -> int:
     return 0 if not positions else len(positions) * len(positions[-1] or ())
 
 

@@ -17,11 +17,11 @@ from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.sampling_params import MAX_STOP_STRINGS, SamplingParams, StructuredOutputsParams
 from octavo.server.access.body import body_of, look_at
-from octavo.server.answers.answering import ChoiceUpdate, Job, answer, encoder, event
+from octavo.server.answers.answering import ChoiceUpdate, Job, answer, event
 from octavo.server.answers.usage import Receipt
 from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS
 from octavo.server.api.openai.requests import Strings  # noqa: TC001 - pydantic reads the types of fields
-from octavo.server.errors import ErrorResponse, HttpError
+from octavo.server.errors import HttpError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +48,6 @@ _SPELLED = {
     "logprobs": "top_n_tokens",
     "prompt_logprobs": "decoder_input_details",
 }
-_ERROR_TYPES = {400: "validation", 413: "validation", 429: "overloaded"}
 
 
 class Grammar(BaseModel):
@@ -153,7 +152,7 @@ class StreamEvent(Struct):
 
 
 class TgiError(Struct):
-    """An error as TGI spells it."""
+    """An error as TGI spells it: `HttpError.tgi_body`, for the description of the API."""
 
     error: str
     error_type: str
@@ -161,22 +160,11 @@ class TgiError(Struct):
 
 async def read_body(request: Request) -> GenerateRequest:
     """Read a request; whatever is wrong from here on is told as TGI tells it."""
-    request.state.spell_error = error_response
+    request.state.spell_error = HttpError.tgi_response
     return await _read(request)
 
 
 _read = body_of(GenerateRequest)
-
-
-def _spell_error(error: HttpError) -> TgiError:
-    return TgiError(error.message, _ERROR_TYPES.get(error.status, "generation"))
-
-
-def error_response(error: HttpError) -> ErrorResponse:
-    """What is wrong with a request is 422 here."""
-    status = 422 if error.status == 400 else error.status
-    content = encoder.encode(_spell_error(error))
-    return ErrorResponse(error, content, status, error.headers)
 
 
 async def generate_either(service: Service, http_request: Request, request: GenerateRequest) -> Response:
@@ -355,7 +343,7 @@ class GenerateReply:
 
     def error(self, error: HttpError) -> bytes:
         """Return the event of an error in mid-stream."""
-        return event(_spell_error(error))
+        return event(error.tgi_body)
 
     def _tokens(self, completion: CompletionOutput) -> list[Token]:
         entries: Sequence[dict[int, Logprob] | None] = completion.logprobs or [None] * len(completion.token_ids)
@@ -385,7 +373,7 @@ class GenerateReply:
         return Token(token_id, text, None if logprob is None else logprob.logprob, self._is_special(token_id))
 
     def _prefill(self, output: RequestOutput) -> list[PrefillToken]:
-        entries = output.prompt_logprobs or []
+        entries: Sequence[dict[int, Logprob] | None] = output.prompt_logprobs or []
         return [
             self._prefill_token(token_id, entry[token_id] if entry else None)
             for token_id, entry in zip(output.prompt_token_ids, entries, strict=False)

@@ -40,6 +40,9 @@ _COUNTERS = (
     ("scheduled_tokens", "scheduled_tokens", "Tokens that were computed, again and in vain included."),
     ("prefix_cache_queries", "prefix_cache_queries", "Tokens that were looked up in the prefix cache."),
     ("prefix_cache_hits", "prefix_cache_hits", "Tokens that were found in the prefix cache."),
+    ("host_cache_hits", "host_cache_hits", "Tokens whose KV came back from host memory, where evicted blocks go."),
+    ("host_cache_hit_blocks", "host_cache_hit_blocks", "Blocks that were copied back from host memory for them."),
+    ("num_offloaded_blocks", "offloaded_blocks", "Evicted blocks that were copied to host memory."),
     ("num_preemptions", "num_preemptions", "Requests that gave their blocks to others."),
     ("recomputed_tokens", "recomputed_tokens", "Tokens that a preemption left to be computed again."),
     ("num_steps", "engine_steps", "Steps that computed something."),
@@ -96,11 +99,14 @@ _HISTOGRAMS = (
 
 
 class Metrics:
-    """All figures of one server, in a registry of its own."""
+    """All figures of one server, in a registry of its own.
 
-    def __init__(self, service: Service) -> None:
+    collector: reads those of what it serves.
+    """
+
+    def __init__(self, collector: Collector) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(service))
+        self._registry.register(collector)
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
         self._requests = Counter(
@@ -127,7 +133,7 @@ class Metrics:
         return encode(self._registry), content_type
 
 
-class _EngineCollector(Collector):
+class EngineCollector(Collector):
     """Reads an engine's figures whenever somebody asks."""
 
     def __init__(self, service: Service) -> None:
@@ -146,6 +152,7 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"octavo:{name}", text, labels=["model_name"])
             counter.add_metric(model, getattr(stats, attribute))
             yield counter
+        yield from _tiers(stats, engine.capacity, model)
         yield from _drafts(stats.drafts, model)
         yield from _stores(stats, engine.capacity.block_size, model)
         for attribute, name, text in _HISTOGRAMS:
@@ -183,6 +190,24 @@ def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
     config = GaugeMetricFamily("octavo:cache_config_info", "The KV cache, in labels; always 1.", labels=labels)
     config.add_metric([*model, *(str(getattr(capacity, name)) for name in _CACHE_CONFIG)], 1)
     yield config
+
+
+def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
+    """Yield what made room where, and what was copied between device and host memory for the prefix cache."""
+    evicted = CounterMetricFamily(
+        "octavo:evicted_blocks", "Cached blocks that made room for others, by tier.", labels=["model_name", "tier"]
+    )
+    for tier, count in stats.evicted_blocks.items():
+        evicted.add_metric([*model, tier], count)
+    yield evicted
+    moved = CounterMetricFamily(
+        "octavo:host_cache_bytes",
+        "Bytes of evicted blocks, to host memory and back.",
+        labels=["model_name", "direction"],
+    )
+    for direction, num_blocks in (("out", stats.num_offloaded_blocks), ("in", stats.host_cache_hit_blocks)):
+        moved.add_metric([*model, direction], num_blocks * capacity.kv_block_bytes)
+    yield moved
 
 
 def _drafts(drafts: DraftStats, model: list[str]) -> Iterator[Metric]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from octavo.data.model_output import TokenLogprobs
     from octavo.engine.output_processor import OutputProcessor
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
@@ -217,8 +218,10 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
 
     def _whole_choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> CompletionChoice:
         choice = _with_reason(self._choice(index, completion, output, with_prompt=True), completion)
-        shows_prompt = self._shown.prompt_logprobs and output.prompt_logprobs is not None
-        choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs or ()) if shows_prompt else None
+        if self._shown.prompt_logprobs and output.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        else:
+            choice.prompt_logprobs = None
         return choice
 
     def _choice(
@@ -237,10 +240,10 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
     ) -> CompletionLogprobs | None:
         if completion.logprobs is None:
             return None
-        positions: list[Position | None] = []
+        positions: list[Position | TokenLogprobs | None] = []
         places: list[TokenPlace] = []
-        if self._echo.is_wanted and with_prompt:
-            positions += output.prompt_logprobs or []
+        if self._echo.is_wanted and with_prompt and output.prompt_logprobs is not None:
+            positions += [None, *output.prompt_logprobs.entries]
             places += self._echo.prompt_places(output)
         if not self._echo.is_alone:
             if index not in self._scored:

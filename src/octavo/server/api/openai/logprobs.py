@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from octavo.engine.output_processor import TokenTexts
 from octavo.server.api.openai.replies import (
     ChatLogprobs,
     CompletionLogprobs,
     PromptLogprob,
-    PromptLogprobs,
     TokenLogprob,
     TopLogprob,
 )
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from typing import TypeAlias
 
-    from octavo.outputs import Logprob
+    from octavo.data.model_output import TokenLogprobs
+    from octavo.outputs import Logprob, PromptLogprobs
+    from octavo.server.api.openai import replies
     from octavo.server.api.openai.token_places import TokenPlace
 
     Piece: TypeAlias = Callable[[int], str | bytes]  # what a token adds to a text, special ones included
@@ -43,48 +45,68 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    positions: Iterable[Position | None], places: Iterable[TokenPlace], piece: Piece, *, as_ids: bool = False
+    positions: Iterable[Position | TokenLogprobs | None],
+    places: Iterable[TokenPlace],
+    piece: Piece,
+    *,
+    as_ids: bool = False,
 ) -> CompletionLogprobs:
     """Spell the positions of a completion choice; one that is None is the first of an echoed prompt.
 
-    as_ids: as in `chat_logprobs`.
+    as_ids: as in `chat_logprobs`. Those of a prompt may be 40,000 alternatives, of which no objects are made.
     """
     result = CompletionLogprobs([], [], [], [])
+    texts = TokenTexts(lambda token_id: spelled(piece(token_id)))
     for position, place in zip(positions, places, strict=True):
         result.text_offset.append(place.offset)
         result.tokens.append(_id_name(place.token_id) if as_ids else place.text)
-        result.token_logprobs.append(None if position is None else _finite(position[place.token_id]))
         if position is None:
+            result.token_logprobs.append(None)
             result.top_logprobs.append(None)
-        elif as_ids:
-            result.top_logprobs.append({_id_name(each): _finite(entry) for each, entry in position.items()})
+            continue
+        scores = _scores(position)
+        result.token_logprobs.append(scores[place.token_id])
+        if as_ids:
+            result.top_logprobs.append({_id_name(each): score for each, score in scores.items()})
         else:
-            result.top_logprobs.append(_by_text(position, place, piece))
+            result.top_logprobs.append(_by_text(scores, place, texts))
     return result
 
 
-def _by_text(position: Position, place: TokenPlace, piece: Piece) -> dict[str, float]:
-    """Spell all tokens of a position; of those that read alike all but the first by their ids."""
-    is_start = spelled(piece(place.token_id)) == " " + place.text  # of a text, which has no space there
-    result: dict[str, float] = {}
-    for token_id, entry in position.items():
-        text = place.text if token_id == place.token_id else spelled(piece(token_id))
-        text = text.removeprefix(" ") if is_start else text
-        result[_id_name(token_id) if text in result else text] = _finite(entry)
+def _scores(position: Position | TokenLogprobs) -> dict[int, float]:
+    if isinstance(position, dict):
+        return {token_id: _finite(entry) for token_id, entry in position.items()}
+    return dict(zip(position.token_ids, _all_finite(position), strict=True))  # a token that comes twice is the same
+
+
+def _by_text(scores: dict[int, float], place: TokenPlace, texts_by_id: TokenTexts[str]) -> dict[str, float]:
+    """Spell all tokens of a position, its own first; of those that read alike all but the first by their ids."""
+    texts = list(map(texts_by_id.__getitem__, scores))
+    is_start = texts[0] == " " + place.text  # of a text, which has no space there
+    texts[0] = place.text
+    if is_start:
+        texts = [text.removeprefix(" ") for text in texts]
+    result = dict(zip(texts, scores.values(), strict=True))
+    if len(result) == len(scores):
+        return result
+    result = {}
+    for token_id, text in zip(scores, texts, strict=True):
+        result[_id_name(token_id) if text in result else text] = scores[token_id]
     return result
 
 
-def prompt_logprobs(positions: Iterable[Position | None]) -> PromptLogprobs:
+def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
     """Spell vLLM's prompt_logprobs, by token id."""
-    return [
-        None
-        if position is None
-        else {
-            str(token_id): PromptLogprob(_finite(entry), entry.rank, entry.decoded_token)
-            for token_id, entry in position.items()
-        }
-        for position in positions
-    ]
+    text_of = positions.texts.__getitem__
+    result: replies.PromptLogprobs = [None]
+    for entry in positions.entries:
+        ranks = [entry.rank, *range(1, len(entry.token_ids))]
+        told = list(map(PromptLogprob, _all_finite(entry), ranks, map(text_of, entry.token_ids)))
+        names = list(map(str, entry.token_ids))
+        by_id = dict(zip(names, told, strict=True))
+        by_id[names[0]] = told[0]  # where it is among the best, too, and others are as probable, its rank is another
+        result.append(by_id)
+    return result
 
 
 def _id_name(token_id: int) -> str:
@@ -94,6 +116,11 @@ def _id_name(token_id: int) -> str:
 
 def _finite(entry: Logprob) -> float:
     return max(entry.logprob, _LOWEST)
+
+
+def _all_finite(entry: TokenLogprobs) -> list[float]:
+    logprobs = entry.logprobs
+    return logprobs if min(logprobs) >= _LOWEST else [max(each, _LOWEST) for each in logprobs]
 
 
 def _chat_token(token_id: int, entry: Logprob, piece: Piece, as_ids: bool) -> tuple[str, float, list[int]]:

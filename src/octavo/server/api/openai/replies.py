@@ -33,7 +33,7 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
-class PromptLogprob(Struct):
+class PromptLogprob(Struct, gc=False):
     """One entry of vLLM's prompt_logprobs."""
 
     logprob: float

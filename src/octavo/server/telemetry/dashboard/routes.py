@@ -9,6 +9,7 @@ from starlette.requests import Request  # noqa: TC002 - fastapi reads the types 
 from starlette.responses import Response
 
 from octavo.server.errors import NotAllowedError, NotFoundError
+from octavo.server.page_headers import PAGE_HEADERS
 from octavo.server.telemetry.dashboard.feed import Dashboard, read_static
 
 if TYPE_CHECKING:
@@ -17,18 +18,6 @@ if TYPE_CHECKING:
 
     from octavo.server.access.tenants import Tenant
     from octavo.server.service import Service
-
-# Nothing but the page's own files runs, whatever a model, a prompt or a request's id may say.
-_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
 
 
 class _Frames(StreamingResponse):
@@ -63,7 +52,7 @@ def add_dashboard(app: FastAPI, service: Service) -> None:
         if name not in files:
             raise NotFoundError("the dashboard has no such file")
         content, media_type = files[name]
-        return Response(content, media_type=media_type, headers=_HEADERS)
+        return Response(content, media_type=media_type, headers=PAGE_HEADERS)
 
     @app.get("/dashboard", include_in_schema=False)
     async def index() -> Response:

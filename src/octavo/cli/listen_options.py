@@ -1,0 +1,102 @@
+"""Options of every command that listens: where, and what it logs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path  # noqa: TC003 - typer reads the types
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octavo.cli.config_file import read_defaults
+from octavo.config import LOG_FORMATS, PORT_VARIABLE, forget_service_link
+from octavo.errors import ConfigError
+from octavo.runtime import logs
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Sequence
+
+    from octavo.config import AccessConfig
+
+logger = logging.getLogger(__name__)
+_PANEL = "Server"
+
+
+def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
+    """Read what stands in a file; it is the first of all options, so others find the environment as it is left here."""
+    if link := forget_service_link():
+        typer.secho(f"{PORT_VARIABLE}={link} is how Kubernetes describes a Service, and no port", err=True)
+    return read_defaults(context, path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenOptions:
+    """Where a command listens, and how it logs."""
+
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            dir_okay=False,
+            is_eager=True,
+            callback=_read_settings,
+            rich_help_panel=_PANEL,
+            help="TOML file with options by name, like max-num-seqs = 32; what stands on the command line or in the "
+            "environment (OCTAVO_SERVE_MAX_NUM_SEQS=32) counts more. Default: none.",
+            show_default=False,
+        ),
+    ] = None
+    host: Annotated[str, typer.Option(rich_help_panel=_PANEL, help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, rich_help_panel=_PANEL, help="Port; 0 takes a free one.")] = (
+        8000
+    )
+    log_format: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(LOG_FORMATS), rich_help_panel=_PANEL, help="How: lines for people, or a JSON object each."
+        ),
+    ] = "text"
+    audit_log: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            dir_okay=False,
+            rich_help_panel=_PANEL,
+            help="File for a line of JSON about each request, whatever the log level. Default: they stand in the log, "
+            "of level info.",
+            show_default=False,
+        ),
+    ] = None
+    insecure: Annotated[
+        bool, typer.Option("--insecure", rich_help_panel="Access", help="Let other machines in without an API key.")
+    ] = False
+
+    def check(self) -> None:
+        """Raise `ConfigError` for what is no option's value."""
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(f"log format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
+
+    def allowed_hosts(self, asked: Sequence[str] | None) -> tuple[str, ...] | None:
+        """Return the names to answer to: on loopback its own as well; None for any."""
+        from octavo.server.access.listening import LOOPBACK_NAMES, is_loopback
+
+        hosts = tuple(asked or ())
+        if hosts or is_loopback(self.host):
+            hosts += tuple(LOOPBACK_NAMES)
+        if is_loopback(self.host):
+            hosts += (self.host,)
+        return hosts or None
+
+    def begin_logging(self, level: str) -> Callable[[str], object]:
+        """Begin to log; return what says a line to who has started the command."""
+        logs.configure(level.upper(), self.log_format, audit_file=self.audit_log)
+        return logger.info if self.log_format == "json" else partial(typer.secho, err=True)
+
+    def address(self, sock: socket.socket, config: AccessConfig) -> str:
+        """Return the address at which a socket is reached."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        scheme = "http" if config.ssl_certfile is None else "https"
+        return f"{scheme}://{host}:{sock.getsockname()[1]}"

@@ -1,0 +1,76 @@
+"""`octavo serve --replicas N`: as many servers as children, and the router before them in this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from octavo.cli.route import run_router
+from octavo.config import AccessConfig, RouterConfig, environment_of_replicas
+from octavo.kernels.machine import default_num_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import typer
+
+    from octavo.cli.listen_options import ListenOptions
+    from octavo.config import ServerConfig
+
+# What is the router's own, or what a replica has of its own.
+_NOT_PASSED = {
+    *("config", "host", "port", "replicas", "insecure", "audit_log", "api_key", "debug", "help", "num_threads"),
+    *("ssl_certfile", "ssl_keyfile", "allowed_host", "allowed_origin", "forwarded_allow_ips"),
+}
+
+
+def serve_replicas(
+    context: typer.Context,
+    config: ServerConfig,
+    listen: ListenOptions,
+    say: Callable[[str], object],
+    *,
+    num_replicas: int,
+    num_threads: int | None,
+) -> None:
+    """Run replicas and a router until a signal ends them. num_threads: of each; None: the machine's, split."""
+    from octavo.router.launcher import LocalReplicas, free_ports
+
+    if num_threads is None:
+        num_threads = max(default_num_threads() // num_replicas, 1)
+    ports = free_ports(num_replicas)
+    given = _given(context)
+    shared = ["--host", "127.0.0.1", "--num-threads", str(num_threads), "--log-format", listen.log_format]
+    serve = [sys.executable, "-m", "octavo.cli.replica", "serve"]
+    commands = [[*serve, *given, *shared, "--port", str(port)] for port in ports]
+    own = {each.name: getattr(config, each.name) for each in fields(AccessConfig)} | {"max_open_requests": None}
+    engines = tuple(f"http://127.0.0.1:{port}" for port in ports)
+    router = RouterConfig(**own, engines=engines, engine_api_key=config.api_key)
+    say(f"{num_replicas} replicas with {num_threads} threads each at {', '.join(engines)}")
+    run_router(router, listen, say, LocalReplicas(commands, environment_of_replicas(config.api_key)))
+
+
+def _given(context: typer.Context) -> list[str]:
+    """Return the options that were set, wherever, as a command line has them."""
+    words: list[str] = []
+    for parameter in context.command.params:
+        name, value = parameter.name or "", context.params.get(parameter.name or "")
+        source = context.get_parameter_source(name)
+        if name in _NOT_PASSED or value is None or source is None or source.name == "DEFAULT":
+            continue
+        if parameter.param_type_name == "argument":
+            words.append(str(value))
+        elif isinstance(value, bool):
+            words.append((parameter.opts if value else parameter.secondary_opts)[0])
+        else:
+            for each in value if isinstance(value, list | tuple) else [value]:
+                words += [parameter.opts[0], _written(each)]
+    return words
+
+
+def _written(value: Any) -> str:
+    if is_dataclass(value) and not isinstance(value, type):
+        return json.dumps(asdict(value))
+    return str(value)

@@ -1,0 +1,131 @@
+"""The configuration of what listens: who is let in, and how much is taken from each."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from dataclasses import dataclass
+from pathlib import Path  # noqa: TC003 - commands read the types of fields
+
+from octavo.config.engine import DEFAULT_MAX_NUM_SEQS, DEFAULT_MAX_NUM_WAITING
+from octavo.config.fields import at_least, check_choices, not_negative, option
+from octavo.errors import ConfigError
+
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+DEFAULT_MAX_BODY_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessConfig:
+    """Who is let in, and how much is taken from each. Every limit is finite unless it is None.
+
+    api_keys_file: a key for each tenant (`octavo.server.access.tenants`); neither it nor api_key: nobody is asked.
+    max_open_requests: output streams that may be open; more are refused with 429. allowed_hosts, allowed_origins: see
+    `octavo.server.access.origins`.
+    """
+
+    grace_s: float = option(
+        5.0,
+        "When told to stop, how long open requests may go on before they are ended; new ones are refused.",
+        name="shutdown_timeout",
+        unit="SECONDS",
+        low=0.0,
+    )
+    log_level: str = option("info", "How much is logged.", choices=LOG_LEVELS)
+    api_key: str | None = option(
+        None,
+        "Key that clients must send. Every user of the machine can read it here (ps): OCTAVO_API_KEY in the "
+        "environment or --api-keys FILE keep it. Default: none.",
+        panel="Access",
+        shows_value=False,
+    )
+    api_keys_file: Path | None = option(
+        None,
+        "File of keys with a share and limits for each (`octavo keys add`); SIGHUP reads it anew. Default: none.",
+        name="api_keys",
+        unit="FILE",
+        panel="Access",
+    )
+    forwarded_allow_ips: tuple[str, ...] = option(
+        (),
+        "Address or network of a proxy: the audit log has the clients that its X-Forwarded-For names; may be "
+        "given again. Default: none is believed.",
+        unit="ADDRESS",
+        panel="Access",
+    )
+    allowed_hosts: tuple[str, ...] | None = option(
+        None,
+        "Name to answer to, as in the header Host; may be given again. Default: any, or on loopback its names only.",
+        name="allowed_host",
+        unit="NAME",
+        panel="Access",
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "Origin of pages that may ask from a browser, like https://example.org; * for any; may be given "
+        "again. Default: none.",
+        name="allowed_origin",
+        unit="URL",
+        panel="Access",
+    )
+    ssl_certfile: Path | None = option(None, "Certificate for TLS. Default: no TLS.", unit="FILE", panel="Access")
+    ssl_keyfile: Path | None = option(None, "Its private key. Default: no TLS.", unit="FILE", panel="Access")
+    max_open_requests: int | None = DEFAULT_MAX_NUM_SEQS + DEFAULT_MAX_NUM_WAITING
+    max_body_bytes: int = option(DEFAULT_MAX_BODY_BYTES, "Largest request body.", unit="SIZE", panel="Limits")
+    body_timeout_s: float = option(
+        30.0,
+        "Within this time a request's headers, and then its body, have to arrive.",
+        name="body_timeout",
+        unit="SECONDS",
+        panel="Limits",
+        low=0.001,
+    )
+    idle_timeout_s: float = option(
+        60.0,
+        "Within this time a client has to take what waits for it, or 16 KiB of it; else its connection ends "
+        "(on Linux).",
+        name="idle_timeout",
+        unit="SECONDS",
+        panel="Limits",
+        low=0.001,
+    )
+    keep_alive_timeout_s: float = option(
+        75.0,
+        "So long may a connection be idle between two requests; longer than a proxy before it keeps one.",
+        name="keep_alive_timeout",
+        unit="SECONDS",
+        panel="Limits",
+        low=0.001,
+    )
+
+    def __post_init__(self) -> None:
+        at_least("max_body_bytes", self.max_body_bytes, 1)
+        at_least("max_open_requests", self.max_open_requests, 1, may_be_none=True)
+        for name in ("body_timeout_s", "idle_timeout_s", "grace_s"):
+            not_negative(name, getattr(self, name))
+        _check_addresses("forwarded_allow_ips", self.forwarded_allow_ips)
+        if not 0 < self.keep_alive_timeout_s < math.inf:
+            raise ConfigError(f"keep_alive_timeout_s must be a number above 0, got {self.keep_alive_timeout_s}")
+        check_choices(self)
+        for name in ("allowed_hosts", "allowed_origins"):
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, tuple(each.strip().lower().rstrip("/") for each in given))
+        if self.api_key is not None and self.api_keys_file is not None:
+            raise ConfigError("give one API key or a file of them, not both")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("TLS needs a certificate and its key: ssl_certfile and ssl_keyfile")
+
+    @property
+    def asks_for_key(self) -> bool:
+        """Whether nobody gets in without one."""
+        return self.api_key is not None or self.api_keys_file is not None
+
+
+def _check_addresses(name: str, addresses: tuple[str, ...]) -> None:
+    for address in addresses:
+        try:
+            ipaddress.ip_network(address)
+        except ValueError as error:
+            raise ConfigError(f"{name} must be addresses or networks: {error}") from None

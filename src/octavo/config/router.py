@@ -1,0 +1,96 @@
+"""The configuration of a router: which engines it has, and which of them a request goes to."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path  # noqa: TC003 - commands read the types of fields
+from urllib.parse import urlsplit
+
+from octavo.config.access import AccessConfig
+from octavo.config.fields import at_least, option
+from octavo.errors import ConfigError
+
+ROUTING_POLICIES = ("cache_aware", "least_loaded", "round_robin", "affinity")
+_NAME_AND_PORT = re.compile(r"\[?[^\[\]/@\s]+\]?:[0-9]{1,5}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig(AccessConfig):
+    """Engines behind one address. Those that are named in several ways are all taken, each once.
+
+    max_open_requests: None: the engines refuse what is too much for them.
+    balance_tokens, balance_ratio: see `octavo.router.policies.cache_aware`.
+    """
+
+    engines: tuple[str, ...] = option(
+        (), "Address of an engine, like http://10.0.0.1:8000; may be given again.", name="engine", unit="URL"
+    )
+    engines_file: Path | None = option(
+        None, "File with an engine's address on each line; read again when it changes. Default: none.", unit="FILE"
+    )
+    engines_dns: str | None = option(
+        None, "Name whose addresses are all engines, asked for again and again. Default: none.", unit="NAME:PORT"
+    )
+    engine_api_key: str | None = option(
+        None,
+        "Key for what the router itself asks of engines: their metrics and models. Clients' keys are passed on. "
+        "OCTAVO_ROUTE_ENGINE_API_KEY in the environment keeps it from other users of the machine. Default: none.",
+        shows_value=False,
+    )
+    policy: str = option("cache_aware", "Which engine a request goes to.", choices=ROUTING_POLICIES)
+    session_header: str = option(
+        "x-session-id",
+        "Header that names a session for the policy affinity; else the body's user, prompt_cache_key or cache_salt.",
+        unit="NAME",
+    )
+    balance_tokens: int = option(
+        4096,
+        "Under cache_aware, an engine that has more than so many tokens to do than another one, and",
+        unit="TOKENS",
+        low=0,
+    )
+    balance_ratio: float = option(
+        1.5, "so many times as many, gets no more for what its cache holds.", unit="RATIO", low=1.0
+    )
+    max_prefix_entries: int = option(
+        1 << 18, "Pieces of prompts that cache_aware remembers, the last ones used; about 200 bytes each.", low=1
+    )
+    health_interval_s: float = option(
+        1.0, "How often engines are asked whether they are ready.", name="health_interval", unit="SECONDS", low=0.001
+    )
+    health_timeout_s: float = option(
+        3.0,
+        "An engine that says nothing for so long, twice in a row, is lost, and what it was doing with it.",
+        name="health_timeout",
+        unit="SECONDS",
+        low=0.001,
+    )
+    max_open_requests: int | None = None
+
+    def __post_init__(self) -> None:
+        AccessConfig.__post_init__(self)
+        object.__setattr__(self, "engines", tuple(map(engine_url, self.engines)))
+        if self.engines_dns is not None and not _NAME_AND_PORT.fullmatch(self.engines_dns):
+            raise ConfigError(f"engines_dns must be a name and a port, like engines.local:8000, got {self.engines_dns}")
+        if not self.engines and self.engines_file is None and self.engines_dns is None:
+            raise ConfigError("a router needs engines: --engine URL, --engines-file FILE or --engines-dns NAME:PORT")
+        for name in ("balance_tokens", "max_prefix_entries"):
+            at_least(name, getattr(self, name), 0)
+        for name in ("health_interval_s", "health_timeout_s", "balance_ratio"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)}")
+        object.__setattr__(self, "session_header", self.session_header.lower())
+
+
+def engine_url(text: str) -> str:
+    """Return the address of an engine in one spelling. Raises `ConfigError` for what is none."""
+    try:
+        parts = urlsplit(text)
+        is_right = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_right = False
+    if not is_right or parts.query or parts.fragment or parts.path not in {"", "/"} or parts.username is not None:
+        raise ConfigError(f"the address of an engine is like http://10.0.0.1:8000, got {text!r:.200}")
+    return f"{parts.scheme}://{parts.netloc.lower()}"

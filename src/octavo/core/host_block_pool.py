@@ -1,0 +1,174 @@
+"""Blocks of host memory: KV of preempted requests, and what cached blocks held before their room was needed.
+
+A host block is in exactly one place: free, SAVED (its content is one preempted request's), CACHED (its content can be
+found by hash), or LENT (it is copied from in the next step, and must stay as it is until then).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from octavo.core.block_hash import BlockHash
+    from octavo.core.block_pool import Block, BlockLink
+
+
+@dataclass(frozen=True, slots=True)
+class HostBlock:
+    """The content of a host block that can be found: what `Block` says of it on the device."""
+
+    block_id: int
+    hash: BlockHash
+    token_ids: tuple[int, ...]
+    extra_keys: tuple[str, ...]
+    parent: BlockLink | None
+    name: BlockLink
+
+
+class HostBlockPool:
+    """Host blocks 0 .. num_blocks - 1. Preempted requests take room from cached content, never the other way round.
+
+    on_evict is told the id of each cached block whose content makes room for other content.
+    """
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
+        self.num_blocks = num_blocks
+        self.lent: dict[int, HostBlock | None] = {}  # None: it is free once it was copied from
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, HostBlock] = OrderedDict()  # least recently used first
+        self._index: dict[BlockHash, HostBlock] = {}
+        self._names: set[BlockLink] = set()
+        self._on_evict = on_evict or (lambda _block_id: None)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that could be taken now, cached ones included."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks whose content can be found."""
+        return len(self._index)
+
+    # --- for preempted requests ---------------------------------------------------------------------------------------
+
+    def take(self, count: int) -> list[int] | None:
+        """Take `count` blocks, or None and nothing when there are fewer.
+
+        Free ones go first, then the least recently used cached ones lose their content.
+        """
+        if count > self.num_free_blocks:
+            return None
+        return [self._take_one() for _ in range(count)]
+
+    def _take_one(self) -> int:
+        if self._free:
+            return self._free.pop()
+        block_id, content = self._cached.popitem(last=False)
+        self._forget(content)
+        self._on_evict(block_id)
+        return block_id
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Give blocks back."""
+        self._free.extend(block_ids)
+
+    # --- for what the device has no room for --------------------------------------------------------------------------
+
+    def find(
+        self,
+        block_hash: BlockHash,
+        token_ids: tuple[int, ...],
+        parent: BlockLink | None,
+        extra_keys: tuple[str, ...] = (),
+    ) -> HostBlock | None:
+        """Find the block with this content; a hash that agrees while the content does not is no hit."""
+        found = self._index.get(block_hash)
+        if found is None or (found.token_ids, found.parent, found.extra_keys) != (token_ids, parent, extra_keys):
+            return None
+        return found
+
+    def has_name(self, name: BlockLink) -> bool:
+        """Whether the content of that name is here."""
+        return name in self._names
+
+    def indexed(self, block_hash: BlockHash) -> HostBlock | None:
+        """Return what stands under a hash, for tests and invariants."""
+        return self._index.get(block_hash)
+
+    def keep(self, block: Block) -> int | None:
+        """Take a block for the content of a device's block, which is to be copied there, and return it.
+
+        None where that content is here (it counts as used), or where there is no room. What stands under its hash and
+        has another name makes room: it is the same behind a beginning that was lost, and found no more.
+        """
+        assert block.hash is not None
+        assert block.name is not None
+        present = self._index.get(block.hash)
+        if present is not None and present.block_id in self.lent:
+            return None
+        if present is not None and present.name == block.name:
+            self._cached.move_to_end(present.block_id)
+            return None
+        if present is not None:
+            self.drop(present.block_id)
+        if not self.num_free_blocks:
+            return None
+        block_id = self._take_one()
+        content = HostBlock(block_id, block.hash, block.token_ids, block.extra_keys, block.parent, block.name)
+        self._cached[block_id] = self._index[content.hash] = content
+        self._names.add(content.name)
+        return block_id
+
+    def drop(self, block_id: int) -> None:
+        """Forget the content of a cached block; nothing happens to one that is none."""
+        content = self._cached.pop(block_id, None)
+        if content is not None:
+            self._forget(content)
+            self._free.append(block_id)
+
+    def reset(self) -> None:
+        """Forget all cached content."""
+        for block_id in list(self._cached):
+            self.drop(block_id)
+
+    def _forget(self, content: HostBlock) -> None:
+        del self._index[content.hash]
+        self._names.remove(content.name)
+
+    # --- until they are copied ----------------------------------------------------------------------------------------
+
+    def lend(self, block_ids: Iterable[int]) -> None:
+        """Leave blocks as they are until the next step has copied from them: no other copy may overwrite them.
+
+        Cached ones can be found all the same. Others are free afterwards.
+        """
+        for block_id in block_ids:
+            if block_id not in self.lent:
+                self.lent[block_id] = self._cached.pop(block_id, None)
+
+    def end_lending(self) -> None:
+        """Take back what was lent: the step is decided, and what comes later is copied later.
+
+        Tails of chains come first, so that they are evicted before their heads.
+        """
+        for block_id, content in reversed(self.lent.items()):
+            if content is None:
+                self._free.append(block_id)
+            else:
+                self._cached[block_id] = content
+        self.lent.clear()
+
+    # --- for tests and invariants -------------------------------------------------------------------------------------
+
+    def free_block_ids(self) -> list[int]:
+        """Ids of the free blocks, for tests and invariants."""
+        return list(self._free)
+
+    def cached_blocks(self) -> list[HostBlock]:
+        """Blocks that can be found and are not lent, the next to be evicted first, for tests and invariants."""
+        return list(self._cached.values())

@@ -1,0 +1,227 @@
+"""A client of Mooncake, held by a process beside this one: calls with a deadline, over memory that both have."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from octavo.kv_transfer.interface import StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+READY = "ready"  # the first message on the control pipe; any other one says why there is no client
+MODULE = "octavo.kv_transfer.mooncake_process"
+OPEN_S = 15.0  # until a client is there, its process's start included
+CALL_S = 4.0  # until a call is answered, or counts as failed
+REST_S = 6.0  # twice what Mooncake lets a transfer stand: for so long it may write an area whose transfer failed
+GONE_S = 30.0  # a process that has not answered for so long is ended
+CLOSE_S = 5.0  # Mooncake takes 2 s to give back what it lent
+NUM_AREAS = 4
+AREA_BYTES = 8 << 20
+TRANSFER_FAILED = -800
+_SILENT = subprocess.DEVNULL  # it logs each beat that its master misses; codes say as much
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientOrder:
+    """What such a process needs, and the descriptors that it inherits.
+
+    channels: one for each area of memory; on it come calls, in turn. Areas of area_bytes lie behind each other in the
+    memory, and objects of object_bytes in an area.
+    """
+
+    master: str
+    host: str
+    protocol: str
+    segment_bytes: int
+    object_bytes: int
+    area_bytes: int
+    memory: int
+    control: int
+    channels: tuple[int, ...]
+
+    def encode(self) -> str:
+        """Return it as an argument of a command."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> ClientOrder:
+        """Return what `encode` made."""
+        return cls(**json.loads(text))
+
+
+class Area:
+    """A part of the shared memory, with the pipe on which calls over it are made. One caller has it at a time."""
+
+    def __init__(self, channel: Connection, memory: memoryview, object_bytes: int) -> None:
+        self.objects = [
+            memory[start : start + object_bytes]
+            for start in range(0, len(memory) - object_bytes + 1, object_bytes)
+        ]  # fmt: skip
+        self.channel = channel
+        self.is_asked = False  # a call was made that has not been answered
+        self.rests_until = 0.0
+        self.asked_at = 0.0
+
+    def call(self, name: str, keys: Sequence[str]) -> list[int]:
+        """Return the code of each key. Raises `StoreError` where no answer comes in time."""
+        assert len(keys) <= len(self.objects) or name in {"has", "remove"}
+        try:
+            self.channel.send_bytes(json.dumps([name, list(keys)]).encode())
+            self.is_asked, self.asked_at = True, time.monotonic()
+            if not self.channel.poll(CALL_S):
+                raise StoreError(f"Mooncake has not answered within {CALL_S:g} s ({name} of {len(keys)} keys)")
+            codes = self.answer()
+        except (EOFError, OSError) as error:
+            raise StoreError(f"the process that holds the client of Mooncake has ended ({name})") from error
+        if name == "get" and TRANSFER_FAILED in codes:
+            self.rests_until = time.monotonic() + REST_S
+        return codes
+
+    def answer(self) -> list[int]:
+        """Return the answer to the call that was made."""
+        codes: list[int] = json.loads(self.channel.recv_bytes())
+        self.is_asked = False
+        return codes
+
+    def is_free(self, now: float) -> bool:
+        """Whether nothing writes it any more."""
+        try:
+            if self.is_asked and self.channel.poll():
+                self.answer()
+                self.rests_until = now + REST_S
+        except (EOFError, OSError):
+            return False
+        return not self.is_asked and now >= self.rests_until
+
+
+class MooncakeClient:
+    """Starts such a process and talks to it, from any thread. Raises `StoreError` where there is no client to be had.
+
+    master: HOST:PORT of mooncake_master. segment_bytes: memory that it lends to the pool. object_bytes: of each object.
+    """
+
+    def __init__(self, *, master: str, protocol: str, segment_bytes: int, object_bytes: int) -> None:
+        area_bytes = max(AREA_BYTES // object_bytes, 1) * object_bytes
+        memory = os.memfd_create("octavo-mooncake")
+        pairs = [socket.socketpair() for _ in range(NUM_AREAS + 1)]
+        try:
+            os.ftruncate(memory, area_bytes * NUM_AREAS)
+            order = ClientOrder(
+                master=master,
+                host=own_address(master),
+                protocol=protocol,
+                segment_bytes=segment_bytes,
+                object_bytes=object_bytes,
+                area_bytes=area_bytes,
+                memory=memory,
+                control=pairs[0][1].fileno(),
+                channels=tuple(theirs.fileno() for _, theirs in pairs[1:]),
+            )
+            self._process = subprocess.Popen(  # noqa: S603 - a command of ours
+                [sys.executable, "-m", MODULE, order.encode()],
+                stdin=_SILENT,
+                stdout=_SILENT,
+                stderr=_SILENT,
+                pass_fds=(memory, order.control, *order.channels),
+                start_new_session=True,  # Ctrl-C is for the engine, which closes it
+            )
+            view = memoryview(mmap.mmap(memory, area_bytes * NUM_AREAS))
+            self._control, *channels = [Connection(ours.detach()) for ours, _ in pairs]
+        finally:
+            os.close(memory)
+            for pair in pairs:
+                for end in pair:
+                    end.close()
+        self._areas = [
+            Area(channel, view[index * area_bytes : (index + 1) * area_bytes], object_bytes)
+            for index, channel in enumerate(channels)
+        ]
+        self._free = threading.Condition()
+        self._idle = list(self._areas)
+        self._aside: list[Area] = []
+        self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        said = ""
+        try:
+            said = self._control.recv_bytes().decode() if self._control.poll(OPEN_S) else f"no answer in {OPEN_S:g} s"
+        except (EOFError, OSError):
+            said = "it does not connect"
+        finally:
+            if said != READY:
+                self.kill()
+        if said != READY:
+            raise StoreError(f"no client of Mooncake: {said}")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may be asked. One that has not answered for long is ended."""
+        now = time.monotonic()
+        if any(area.is_asked and now - area.asked_at > GONE_S for area in self._areas):
+            self.kill()
+        return self._process.poll() is None
+
+    @contextmanager
+    def area(self) -> Iterator[Area]:
+        """Hand out an area that nobody else uses. Raises `StoreError` where none is free in time."""
+        area = self._take()
+        try:
+            yield area
+        finally:
+            with self._free:
+                (self._idle if area.is_free(time.monotonic()) else self._aside).append(area)
+                self._free.notify()
+
+    def _take(self) -> Area:
+        deadline = time.monotonic() + CALL_S
+        with self._free:
+            while True:
+                now = time.monotonic()
+                back = [area for area in self._aside if area.is_free(now)]
+                self._aside = [area for area in self._aside if area not in back]
+                self._idle += back
+                if self._idle:
+                    return self._idle.pop()
+                if now >= deadline or len(self._aside) == len(self._areas):
+                    raise StoreError(f"Mooncake answers none of the {len(self._areas)} calls that were made")
+                self._free.wait(deadline - now)
+
+    def close(self) -> None:
+        """Let the process end by itself, or end it in a while; returns at once."""
+        self._control.close()
+        threading.Thread(target=self._end, name="octavo-mooncake-close", daemon=True).start()
+
+    def _end(self) -> None:
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process now."""
+        self._process.kill()
+        self._process.wait()
+
+
+def own_address(master: str) -> str:
+    """Return the address of this machine by which those near the master reach it. Raises `StoreError`."""
+    host, port = master.rsplit(":", 1)
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise StoreError(f"{master}, where mooncake_master should be, cannot be reached: {error}") from error

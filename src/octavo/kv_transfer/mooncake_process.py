@@ -1,0 +1,113 @@
+"""What holds a client of Mooncake: `python -m octavo.kv_transfer.mooncake_process ORDER`, a process of its own.
+
+Mooncake's library keeps Python's lock while it connects and while it closes, for minutes where its master is away, and
+a call too many ends the process. So it runs beside the engine, and whatever becomes of it is a pipe that is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import sys
+import threading
+from ctypes import addressof, c_char
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from octavo.kv_transfer.mooncake_client import READY, ClientOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Call = Callable[[list[str], int], Sequence[int]]
+
+_OPEN_S = 12  # to connect, or the system ends this process, whoever holds Python's lock
+_CLOSE_S = 4
+_ADDRESSES = "P2PHANDSHAKE"  # clients find each other by the master alone
+_CALL_BUFFER_BYTES = 16 << 20  # Mooncake's own, for calls that octavo does not make; its least
+# Mooncake waits up to 30 s and tries 20 times by itself; who waits for it here has less patience.
+_LIMITS = {
+    "MC_RPC_TIMEOUT_MS": "2500",
+    "MC_RPC_CONNECT_TIMEOUT_MS": "1000",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "3",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",
+    "MC_HANDSHAKE_CONNECT_TIMEOUT": "2",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+}
+
+
+def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
+    """Connect, and return the calls of a client by name: each takes keys, and where the first of their objects is.
+
+    Raises `ImportError` where Mooncake cannot be loaded, and `OSError` where it does not connect.
+    """
+    from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415 - an optional extra, whose import may fail
+
+    client = MooncakeDistributedStore()
+    code = client.setup(
+        order.host, _ADDRESSES, order.segment_bytes, _CALL_BUFFER_BYTES, order.protocol, "", order.master
+    )
+    if code:
+        raise OSError(f"no client of mooncake_master at {order.master} over {order.protocol} (code {code})")
+    num_bytes = order.area_bytes * len(order.channels)
+    if num_bytes and (code := client.register_buffer(address, num_bytes)):
+        raise OSError(f"{num_bytes} bytes of memory could not be registered for {order.protocol} (code {code})")
+
+    def places(keys: list[str], start: int) -> tuple[list[str], list[int], list[int]]:
+        size = order.object_bytes
+        return keys, [start + index * size for index in range(len(keys))], [size] * len(keys)
+
+    return {
+        "get": lambda keys, start: client.batch_get_into(*places(keys, start)),
+        "put": lambda keys, start: client.batch_put_from(*places(keys, start)),
+        "has": lambda keys, _: client.batch_is_exist(keys),
+        "remove": lambda keys, _: client.batch_remove(keys, True),  # leased ones as well
+        "close": lambda _, __: [client.close()],
+    }
+
+
+def _answer(channel: Connection, calls: dict[str, Call], start: int) -> None:
+    """Answer calls until nobody asks any more. What a call raises ends the process: the other side is told by that."""
+    try:
+        while True:
+            try:
+                name, keys = json.loads(channel.recv_bytes())
+            except EOFError:
+                return
+            channel.send_bytes(json.dumps(list(calls[name](keys, start))).encode())
+    finally:
+        if sys.exc_info()[0] is not None:
+            os._exit(1)
+
+
+def main() -> None:
+    """Connect, answer calls, and end when the other side closes the control pipe or is gone."""
+    order = ClientOrder.decode(sys.argv[1])
+    control = Connection(order.control)
+    for name, value in _LIMITS.items():
+        os.putenv(name, value)
+    memory = mmap.mmap(order.memory, order.area_bytes * len(order.channels))
+    address = addressof(c_char.from_buffer(memory))
+    signal.alarm(_OPEN_S)
+    try:
+        calls = open_client(order, address)
+    except (ImportError, OSError) as error:
+        control.send_bytes(str(error).encode())
+        os._exit(1)
+    signal.alarm(0)
+    for index, channel in enumerate(order.channels):
+        start = address + index * order.area_bytes
+        threading.Thread(target=_answer, args=(Connection(channel), calls, start), daemon=True).start()
+    control.send_bytes(READY.encode())
+    try:
+        control.recv_bytes()
+    except EOFError:
+        signal.alarm(_CLOSE_S)
+        calls["close"]([], 0)  # the master learns at once that the lent memory is gone
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

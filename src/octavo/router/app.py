@@ -1,0 +1,98 @@
+"""The router's own routes; all others are the engines'."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from octavo.router.page import page_routes
+from octavo.router.proxy import Proxy
+from octavo.router.spelling import PLACES, error_response
+from octavo.router.upstream import FAILURES
+from octavo.server.access.graceful import GracefulServer, http_server
+from octavo.server.access.guards import add_guards
+from octavo.server.access.listening import MAX_CONNECTIONS
+from octavo.server.errors import NoEngineError, NotAllowedError, add_error_handlers
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from octavo.router.engines import Engine
+    from octavo.router.service import RouterService
+
+
+def create_app(service: RouterService) -> Starlette:
+    """Make the ASGI application. Where keys are asked for, every route but /health and /ready asks for one."""
+    own = [
+        Route("/health", _health),
+        Route("/ready", partial(_ready, service)),
+        Route("/metrics", partial(_metrics, service)),
+        Route("/v1/models", partial(_models, service)),
+        *page_routes(service),
+        Route("/{path:path}", Proxy(service)),
+    ]
+    app = Starlette(routes=own)
+    add_error_handlers(app)
+    add_guards(
+        app,
+        service.config,
+        begin=service.begin,
+        refusals={path: partial(error_response, path=path) for path in PLACES},
+        keyring=lambda: service.keyring,
+        counts=service.metrics,
+    )
+    return app
+
+
+def make_router(service: RouterService, *, max_connections: int = MAX_CONNECTIONS) -> GracefulServer:
+    """Make a server; `run(sockets=[...])` it with a socket of `bind`."""
+    return http_server(create_app(service), service, max_connections=max_connections)
+
+
+async def _health(_request: Request) -> Response:
+    return Response()
+
+
+async def _ready(service: RouterService, _request: Request) -> Response:
+    service.check_ready()
+    return Response()
+
+
+async def _metrics(service: RouterService, request: Request) -> Response:
+    if not request.state.tenant.read_metrics:
+        raise NotAllowedError("this key may not read the metrics, which tell of all keys")
+    content, content_type = service.metrics.text(request.headers.get("accept", ""))
+    return Response(content, media_type=content_type)
+
+
+async def _models(service: RouterService, request: Request) -> Response:
+    """Tell the models of all engines, each once; an engine that does not answer is left out."""
+    ready = service.pool.ready()
+    answers = await asyncio.gather(*(_models_of(service, engine, request) for engine in ready))
+    refused = next((answer for answer in answers if answer is not None and answer[0] != 200), None)
+    told = [msgspec.json.decode(answer[1]) for answer in answers if answer is not None and answer[0] == 200]
+    if not told:
+        if refused is None:
+            raise NoEngineError(service.config.health_interval_s)
+        return Response(refused[1], refused[0], media_type="application/json")
+    cards: dict[str, Any] = {}
+    for each in told:
+        for card in each.get("data", ()):
+            cards.setdefault(card["id"], card)
+    return JSONResponse({"object": "list", "data": list(cards.values())})
+
+
+async def _models_of(service: RouterService, engine: Engine, request: Request) -> tuple[int, bytes] | None:
+    try:
+        async with asyncio.timeout(service.config.health_timeout_s):
+            async with await service.upstream.ask(engine, request.scope, b"", "") as answer:
+                return answer.status, await answer.read()
+    except FAILURES:
+        service.suspect(engine)
+        return None

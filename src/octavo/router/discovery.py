@@ -1,0 +1,107 @@
+"""Which engines there are: named, in a file that may change, or under a name of DNS."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import TYPE_CHECKING, Protocol
+
+from octavo.config.router import engine_url
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from octavo.config import RouterConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Says which engines there are."""
+
+    async def urls(self) -> list[str]:
+        """Return their addresses now; where that cannot be found out, those that were there before."""
+        ...
+
+
+class NamedEngines:
+    """Those of the command line."""
+
+    def __init__(self, urls: tuple[str, ...]) -> None:
+        self._urls = list(urls)
+
+    async def urls(self) -> list[str]:
+        """Return them."""
+        return self._urls
+
+
+class EnginesFile:
+    """A file with an address on each line; what stands behind # is none. Read again when it has changed.
+
+    A file that cannot be read, or holds anything else, changes nothing and is told once.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._urls: list[str] = []
+        self._seen: tuple[int, int, int] | None = None
+        self._trouble = ""
+
+    async def urls(self) -> list[str]:
+        """Return what stands in it."""
+        return await asyncio.to_thread(self._read)
+
+    def _read(self) -> list[str]:
+        try:
+            stat = self._path.stat()
+            seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            if seen != self._seen:
+                self._urls = read_engines(self._path)
+                self._seen, self._trouble = seen, ""
+        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            if str(error) != self._trouble:
+                logger.error("the engines stay as they were: %s: %s", self._path, error)  # noqa: TRY400 - it says all
+            self._trouble = str(error)
+        return self._urls
+
+
+def read_engines(path: Path) -> list[str]:
+    """Read a file of engines. Raises `ConfigError`, `OSError` and `UnicodeDecodeError`."""
+    lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return [engine_url(line) for line in lines if line]
+
+
+class EnginesOfName:
+    """All addresses of a name, as Kubernetes has them for a headless Service."""
+
+    def __init__(self, name_and_port: str) -> None:
+        name, _, port = name_and_port.rpartition(":")
+        self._name, self._port = name.strip("[]"), int(port)
+        self._urls: list[str] = []
+
+    async def urls(self) -> list[str]:
+        """Ask for them. Where nobody answers they stay; a name that has none any more has no engines."""
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            if error.errno not in {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}:
+                return self._urls
+            found = []
+        hosts = {str(address[0]) for *_, address in found}
+        self._urls = sorted(
+            f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}" for host in hosts
+        )
+        return self._urls
+
+
+def make_sources(config: RouterConfig) -> list[Source]:
+    """Return all that the configuration names."""
+    sources: list[Source] = [NamedEngines(config.engines)]
+    if config.engines_file is not None:
+        sources.append(EnginesFile(config.engines_file))
+    if config.engines_dns is not None:
+        sources.append(EnginesOfName(config.engines_dns))
+    return sources

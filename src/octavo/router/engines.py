@@ -1,0 +1,114 @@
+"""The engines that a router has: what is known of each, and what each is doing."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from octavo.server.errors import EngineLostError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from octavo.router.asked import Asked
+    from octavo.router.flight import Flight
+    from octavo.router.policies import Policy
+
+_numbers = itertools.count()
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One engine.
+
+    open_tokens: of what was sent to it and has not come back; other_tokens: reckoned, of what others have sent it.
+    incarnation: what its process says of itself. models: None where it was not asked yet or did not tell; none where
+    what it told is no list.
+    """
+
+    url: str
+    is_ready: bool = False
+    is_member: bool = True
+    models: frozenset[str] | None = None
+    incarnation: tuple[float, ...] | None = None
+    number: int = field(default_factory=lambda: next(_numbers))
+    flights: set[Flight] = field(default_factory=set)
+    open_tokens: int = 0
+    other_tokens: int = 0
+    num_requests: int = 0
+    num_sent_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_failures: int = 0
+    num_restarts: int = 0
+
+    @property
+    def load(self) -> int:
+        """How many tokens it has to do."""
+        return self.open_tokens + self.other_tokens
+
+    def serves(self, model: str | None) -> bool:
+        """Whether it may have a model of that name."""
+        return model is None or not self.models or model in self.models
+
+
+class EnginePool:
+    """All engines by address, and which of them a request goes to."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.engines: dict[str, Engine] = {}
+
+    def change(self, urls: Iterable[str]) -> tuple[list[Engine], list[Engine]]:
+        """Have these engines and no others; return who is new, and who has left: it ends what it has begun."""
+        wanted = dict.fromkeys(urls)
+        gone = [engine for url, engine in self.engines.items() if url not in wanted]
+        for engine in gone:
+            engine.is_member = engine.is_ready = False
+            del self.engines[engine.url]
+            self.forget(engine)
+        new = [Engine(url) for url in wanted if url not in self.engines]
+        self.engines.update((engine.url, engine) for engine in new)
+        return new, gone
+
+    def ready(self) -> list[Engine]:
+        """Return the engines that take requests."""
+        return [engine for engine in self.engines.values() if engine.is_ready]
+
+    def choose(self, asked: Asked, tried: Sequence[Engine]) -> Engine | None:
+        """Return the engine for a request; None where none is left that could take it."""
+        ready = [engine for engine in self.ready() if engine not in tried]
+        # where nobody has the model, anybody may say so
+        able = [engine for engine in ready if engine.serves(asked.model)] or ready
+        if not able:
+            return None
+        return able[0] if len(able) == 1 else self._policy.choose(asked, able)
+
+    def sent(self, asked: Asked, engine: Engine) -> None:
+        """Note that a request goes to an engine."""
+        self._policy.sent(asked, engine)
+
+    def told(self, asked: Asked, engine: Engine, num_prompt_tokens: int | None, num_cached_tokens: int) -> None:
+        """Note that a request is over, and what its engine said of it; None: nothing."""
+        if num_prompt_tokens:
+            engine.num_prompt_tokens += num_prompt_tokens
+            engine.num_cached_tokens += num_cached_tokens
+        share = num_cached_tokens / num_prompt_tokens if num_prompt_tokens else None
+        self._policy.ended(asked, engine, share)
+
+    def forget(self, engine: Engine) -> None:
+        """Know nothing any more of what an engine's cache holds: it is empty."""
+        self._policy.forget(engine)
+
+    def restarted(self, engine: Engine) -> None:
+        """Note that an engine begins anew."""
+        engine.num_restarts += 1
+        self.forget(engine)
+
+    def lost(self, engine: Engine) -> None:
+        """Send an engine nothing more until it is ready again, and give up what it was doing."""
+        engine.is_ready = False
+        engine.other_tokens = 0
+        for flight in list(engine.flights):
+            flight.end(EngineLostError())

@@ -1,0 +1,56 @@
+"""GET /metrics of a router: what it knows of its engines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client import Metric
+
+    from octavo.router.engines import EnginePool
+
+# (attribute of Engine, name, what it says)
+_GAUGES = (
+    ("is_ready", "router_engine_ready", "1 while an engine takes requests."),
+    ("open_tokens", "router_open_tokens", "Tokens that were sent to an engine, or are to come of it, reckoned."),
+    ("other_tokens", "router_other_tokens", "Tokens that others have sent it, reckoned from its own figures."),
+)
+_COUNTERS = (
+    ("num_requests", "router_requests", "Requests that were sent to an engine."),
+    ("num_prompt_tokens", "router_prompt_tokens", "Tokens of prompts, of requests whose answers told of them."),
+    ("num_cached_tokens", "router_cached_tokens", "Of these, tokens that the engine found in its cache."),
+    ("num_failures", "router_failures", "Requests that an engine has lost."),
+    ("num_restarts", "router_engine_restarts", "How often an engine was seen to have begun anew."),
+)
+
+
+class RouterCollector(Collector):
+    """Reads the engines' figures whenever somebody asks."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield a family for each figure, with the engine's address."""
+        engines = list(self._pool.engines.values())
+        for attribute, name, text in _GAUGES:
+            gauge = GaugeMetricFamily(f"octavo:{name}", text, labels=["engine"])
+            for engine in engines:
+                gauge.add_metric([engine.url], float(getattr(engine, attribute)))
+            yield gauge
+        requests = GaugeMetricFamily(
+            "octavo:router_open_requests", "Requests that an engine is doing.", labels=["engine"]
+        )
+        for engine in engines:
+            requests.add_metric([engine.url], len(engine.flights))
+        yield requests
+        for attribute, name, text in _COUNTERS:
+            counter = CounterMetricFamily(f"octavo:{name}", text, labels=["engine"])
+            for engine in engines:
+                counter.add_metric([engine.url], float(getattr(engine, attribute)))
+            yield counter

@@ -1,0 +1,62 @@
+"""The page at /router: engines, what each has to do, and how much of its prompts its cache holds."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from octavo.server.errors import NotAllowedError
+from octavo.server.page_headers import PAGE_HEADERS
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from octavo.router.engines import Engine
+    from octavo.router.service import RouterService
+
+_FILES = {
+    "/router": ("index.html", "text/html"),
+    "/router/main.js": ("main.js", "text/javascript"),
+    "/router/style.css": ("style.css", "text/css"),
+}
+
+
+def page_routes(service: RouterService) -> list[Route]:
+    """Return the page's routes. Its figures tell of all keys, so they ask for one that may read the metrics."""
+    static = files(__package__) / "static"
+    pages = [
+        Route(path, partial(_file, static.joinpath(name).read_bytes(), kind)) for path, (name, kind) in _FILES.items()
+    ]
+    return [*pages, Route("/router/engines", partial(_engines, service))]
+
+
+async def _file(content: bytes, kind: str, _request: Request) -> Response:
+    return Response(content, media_type=kind, headers=PAGE_HEADERS)
+
+
+async def _engines(service: RouterService, request: Request) -> Response:
+    if not request.state.tenant.read_metrics:
+        raise NotAllowedError("this key may not see the engines' figures, which tell of all keys")
+    engines = sorted(service.pool.engines.values(), key=lambda engine: engine.number)
+    state = {"policy": service.config.policy, "engines": [_told(engine) for engine in engines]}
+    return JSONResponse(state, headers={"Cache-Control": "no-store"})
+
+
+def _told(engine: Engine) -> dict[str, Any]:
+    return {
+        "url": engine.url,
+        "ready": engine.is_ready,
+        "models": None if engine.models is None else sorted(engine.models),
+        "open_requests": len(engine.flights),
+        "open_tokens": engine.open_tokens,
+        "other_tokens": engine.other_tokens,
+        "requests": engine.num_requests,
+        "prompt_tokens": engine.num_prompt_tokens,
+        "cached_tokens": engine.num_cached_tokens,
+        "failures": engine.num_failures,
+        "restarts": engine.num_restarts,
+    }

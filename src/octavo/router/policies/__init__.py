@@ -1,0 +1,28 @@
+"""Which engine a request goes to: one file for each way to decide it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.router.policies.affinity import SessionAffinity
+from octavo.router.policies.cache_aware import CacheAware
+from octavo.router.policies.interface import Policy
+from octavo.router.policies.least_loaded import LeastLoaded
+from octavo.router.policies.round_robin import RoundRobin
+
+if TYPE_CHECKING:
+    from octavo.config import RouterConfig
+
+__all__ = ["CacheAware", "LeastLoaded", "Policy", "RoundRobin", "SessionAffinity", "create_policy"]
+
+
+def create_policy(config: RouterConfig) -> Policy:
+    """Make the policy that is asked for."""
+    match config.policy:
+        case "round_robin":
+            return RoundRobin()
+        case "least_loaded":
+            return LeastLoaded()
+        case "affinity":
+            return SessionAffinity()
+    return CacheAware(config.balance_tokens, config.balance_ratio, config.max_prefix_entries)

@@ -1,0 +1,29 @@
+"""A session stays with its engine."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from octavo.router.policies.interface import Memoryless
+from octavo.router.policies.least_loaded import least_loaded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.router.asked import Asked
+    from octavo.router.engines import Engine
+
+
+class SessionAffinity(Memoryless):
+    """Rendezvous hashing (Thaler and Ravishankar 1998): when an engine leaves, no other engine's sessions move.
+
+    A request of no session goes to the engine that has least to do.
+    """
+
+    def choose(self, asked: Asked, engines: Sequence[Engine]) -> Engine:
+        """Return the engine whose address and the session have the largest hash."""
+        if asked.session is None:
+            return least_loaded(engines)
+        session = hashlib.blake2b(asked.session.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        return max(engines, key=lambda engine: hashlib.blake2b(engine.url.encode(), key=session).digest())

@@ -1,0 +1,26 @@
+"""The engine that has least to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octavo.router.policies.interface import Memoryless
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.router.asked import Asked
+    from octavo.router.engines import Engine
+
+
+class LeastLoaded(Memoryless):
+    """By tokens that were sent and have not come back; among equals the one that was sent fewest altogether."""
+
+    def choose(self, _asked: Asked, engines: Sequence[Engine]) -> Engine:
+        """Return the one with the smallest load."""
+        return least_loaded(engines)
+
+
+def least_loaded(engines: Sequence[Engine]) -> Engine:
+    """Return the engine with the smallest load."""
+    return min(engines, key=lambda engine: (engine.load, engine.num_sent_tokens, engine.number))

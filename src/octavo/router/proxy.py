@@ -1,0 +1,198 @@
+"""One request's way: to an engine, to another one where the first fails in time, and its answer back."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from octavo.errors import OctavoError
+from octavo.router.asked import read_asked
+from octavo.router.flight import Flight, Share
+from octavo.router.spelling import PLACES, error_event, error_response
+from octavo.router.upstream import FAILURES, Answer
+from octavo.router.usage import Usage, read_usage
+from octavo.runtime import logs
+from octavo.server.access.body import received
+from octavo.server.errors import CLIENT_LEFT, EngineLostError, NoEngineError, note_error, to_http
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from octavo.router.engines import Engine
+    from octavo.router.service import RouterService
+
+logger = logging.getLogger(__name__)
+_REFUSED = frozenset({429, 503})  # before anything was done; another engine may take it
+_KEPT_BYTES = 1024  # of the events before the last one: the counts may stand in one of these
+_MAX_FAILURES = 2  # so many engines may fail a request: it goes elsewhere once
+
+
+class Proxy:
+    """The route of all that the router does not answer itself."""
+
+    def __init__(self, service: RouterService) -> None:
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request; an error is told as its API tells it."""
+        request = Request(scope, receive)
+        request.state.is_begun = False
+        try:
+            await self._serve(request, send)
+        except ClientDisconnect:
+            if not request.state.is_begun:
+                await Response(status_code=CLIENT_LEFT)(scope, receive, send)  # nobody reads it
+        except OctavoError as error:
+            await error_response(to_http(error), scope["path"])(scope, receive, send)
+
+    async def _serve(self, request: Request, send: Send) -> None:
+        service, tenant = self._service, request.state.tenant
+        async with received(request, service.config, service.limiter.body_bytes, service.timeouts) as chunks:
+            body = b"".join(chunks)
+            chunks.clear()
+            asked = read_asked(
+                body,
+                tenant=tenant.name,
+                headers=request.headers,
+                session_header=service.config.session_header,
+            )
+            flight = Flight(asked, tenant)
+            with service.entering(flight, takes_place=request.method == "POST" and request.url.path in PLACES):
+                exchange = _Exchange(service, flight, request, body, send)
+                async with flight.watching(request.receive):
+                    await exchange.run()
+
+
+class _Exchange:
+    """A request and its answer, whichever engine gives it."""
+
+    def __init__(self, service: RouterService, flight: Flight, request: Request, body: bytes, send: Send) -> None:
+        self._service, self._flight, self._body, self._send = service, flight, body, send
+        self._scope = request.scope
+        self._path: str = request.scope["path"]
+        self._audit = request.state.audit
+        self._tried: list[Engine] = []
+
+    async def run(self) -> None:
+        """Try engines until one has answered. Raises `NoEngineError` or `EngineLostError` where none does."""
+        pool, asked = self._service.pool, self._flight.asked
+        num_failures, refusal = 0, None
+        while (engine := pool.choose(asked, self._tried)) is not None:
+            self._tried.append(engine)
+            self._audit["engine"] = engine.url
+            try:
+                refused = await self._try(engine)
+            except EngineLostError:
+                engine.num_failures += 1
+                num_failures += 1
+                if num_failures == _MAX_FAILURES:
+                    raise
+                logger.warning(
+                    "%s lost a request of which its client has heard nothing: another engine gets it", engine.url
+                )
+                continue
+            if refused is None:
+                return
+            refusal = refused if refusal is None else min(refusal, refused)
+        if num_failures:
+            raise EngineLostError
+        if refusal is None:
+            raise NoEngineError(self._service.config.health_interval_s)
+        await self._send_whole(*refusal[1:])
+
+    async def _try(self, engine: Engine) -> tuple[int, int, list[tuple[bytes, bytes]], bytes] | None:
+        """Have one engine answer.
+
+        Return None where the client has its answer, whatever that is; else how an engine said that it takes nothing
+        now: seconds to wait, status, headers, body. Raises `EngineLostError` while the client has heard nothing.
+        """
+        pool, asked = self._service.pool, self._flight.asked
+        usage = Usage(None, 0, 0)
+        with Share(self._flight, engine) as share:
+            pool.sent(asked, engine)
+            try:
+                async with self._flight.guarded():
+                    answer = await self._service.upstream.ask(engine, self._scope, self._body, _request_id())
+                async with answer:
+                    if answer.is_stream:
+                        usage = await self._relay_stream(answer, share)
+                        return None
+                    async with self._flight.guarded():
+                        if answer.status in _REFUSED:
+                            return _seconds(answer), answer.status, answer.headers, await answer.read()
+                        usage = await self._relay(answer)
+            except FAILURES as error:
+                self._service.suspect(engine)
+                logger.info("%s failed a request: %s: %s", engine.url, type(error).__name__, error)
+                if self._flight.is_begun:
+                    raise  # an answer that is no stream, cut in the middle: its connection is ended
+                raise EngineLostError from error
+            finally:
+                pool.told(asked, engine, usage.num_prompt_tokens, usage.num_cached_tokens)
+                self._service.charge(self._flight, usage.num_tokens)
+        return None
+
+    async def _relay(self, answer: Answer) -> Usage:
+        """Pass an answer on: JSON as a whole, so that it can still come from elsewhere until it is there."""
+        if answer.is_json:
+            body = await answer.read()
+            await self._send_whole(answer.status, answer.headers, body)
+            return read_usage(b"", body)
+        await self._start(answer.status, answer.headers)
+        while chunk := await answer.next():
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await self._send({"type": "http.response.body"})
+        return Usage(None, 0, 0)
+
+    async def _relay_stream(self, answer: Answer, share: Share) -> Usage:
+        """Pass events on as they come, each whole; one that fails ends with an event that says so."""
+        send, read = self._send, answer.next
+        first = last = rest = b""
+        try:
+            async with self._flight.guarded():
+                while chunk := await read():
+                    events = chunk
+                    if rest or not chunk.endswith(b"\n\n"):
+                        whole, middle, rest = (rest + chunk).rpartition(b"\n\n")
+                        events = whole + middle
+                        if not events:
+                            continue
+                    if not self._flight.is_begun:
+                        await self._start(answer.status, answer.headers)
+                        first = events
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+                    share.came_back(events.count(b"\n\n"))
+                    last = last[-_KEPT_BYTES:] + events
+        except (*FAILURES, OctavoError) as error:
+            if not self._flight.is_begun:
+                raise
+            own = error if isinstance(error, OctavoError) else EngineLostError()
+            if own is not error:
+                self._service.suspect(share.engine)
+            share.engine.num_failures += isinstance(own, EngineLostError)
+            http_error = note_error(self._scope["state"], to_http(own))
+            await send({"type": "http.response.body", "body": error_event(http_error, self._path)})
+            return read_usage(first, last)
+        if not self._flight.is_begun:
+            await self._start(answer.status, answer.headers)
+        await send({"type": "http.response.body", "body": rest})
+        return read_usage(first, last)
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._flight.is_begun = self._scope["state"]["is_begun"] = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _send_whole(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        await self._start(status, headers)
+        await self._send({"type": "http.response.body", "body": body})
+
+
+def _request_id() -> str:
+    return logs.request_id.get() or ""
+
+
+def _seconds(answer: Answer) -> int:
+    return int(answer.retry_after) if answer.retry_after.isdecimal() else 1

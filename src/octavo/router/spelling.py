@@ -1,0 +1,47 @@
+"""Errors as the API of a path spells them, as a whole answer or at the end of a stream."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+    from octavo.server.errors import HttpError
+
+_TGI = frozenset({"/generate", "/generate_stream", "/"})
+_STREAMS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/generate",
+    "/generate_stream",
+    "/",
+)
+_COUNTS = ("/v1/responses/input_tokens", "/v1/messages/count_tokens", "/tokenize", "/detokenize")
+PLACES = frozenset({*_STREAMS, *_COUNTS})  # paths whose requests take a place
+
+
+def error_response(error: HttpError, path: str) -> Response:
+    """Return a whole answer."""
+    return error.tgi_response() if path in _TGI else error.response(path)
+
+
+def error_event(error: HttpError, path: str) -> bytes:
+    """Return the last event of a stream that others have begun."""
+    if path in _TGI:
+        return _event(error.tgi_body)
+    if path == "/v1/messages":
+        return b"event: error\n" + _event(error.anthropic_body)
+    if path == "/v1/responses":
+        fields = {"code": error.code or error.type, "message": error.message, "param": error.param}
+        return b"event: error\n" + _event({"type": "error", **fields, "sequence_number": 0})
+    return _event(error.body) + b"data: [DONE]\n\n"
+
+
+def _event(body: object) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"

@@ -1,0 +1,161 @@
+"""Looks after engines: which there are, which are ready, which have begun anew, and what others send them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from octavo.router.discovery import make_sources
+from octavo.router.upstream import FAILURES
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from octavo.config import RouterConfig
+    from octavo.router.engines import Engine, EnginePool
+    from octavo.router.upstream import Upstream
+
+logger = logging.getLogger(__name__)
+_MAX_SILENT = 2  # so often in a row an engine may not answer in time
+_INCARNATION = (b"process_start_time_seconds", b"octavo:engine_restarts_total")
+_OPEN = (b"octavo:num_requests_running", b"octavo:num_requests_waiting")
+_SAMPLE = re.compile(
+    b"^(" + b"|".join((*_INCARNATION, *_OPEN)) + rb")(?:\{[^\n]*\})? (\S+)$",
+    re.MULTILINE,
+)
+
+
+class _ModelCard(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_ModelCard]
+
+
+class EngineWatch:
+    """A task for each engine, and one that finds out which there are."""
+
+    def __init__(self, pool: EnginePool, upstream: Upstream, config: RouterConfig) -> None:
+        self._pool, self._upstream, self._config = pool, upstream, config
+        self._sources = make_sources(config)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wake: dict[Engine, asyncio.Event] = {}
+
+    def start(self) -> None:
+        """Begin."""
+        self._begin(self._discover())
+
+    async def stop(self) -> None:
+        """Stop looking."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def suspect(self, engine: Engine) -> None:
+        """Look at an engine now."""
+        if engine in self._wake:
+            self._wake[engine].set()
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("engines are not looked after any more", exc_info=error)
+
+    async def _discover(self) -> None:
+        while True:
+            urls = [url for source in self._sources for url in await source.urls()]
+            new, gone = self._pool.change(urls)
+            for engine in gone:
+                logger.info("%s has left", engine.url)
+            for engine in new:
+                self._wake[engine] = asyncio.Event()
+                self._begin(self._look_after(engine))
+            await asyncio.sleep(self._config.health_interval_s)
+
+    async def _look_after(self, engine: Engine) -> None:
+        num_silent = 0
+        while engine.is_member:
+            try:
+                status, _ = await self._upstream.get(engine, "/ready", None, self._config.health_timeout_s)
+            except FAILURES as error:
+                num_silent += 1
+                # who refuses connections is gone; who is only slow is asked once more
+                if num_silent >= _MAX_SILENT or not isinstance(error, TimeoutError):
+                    self._lost(engine, error)
+            else:
+                num_silent = 0
+                await self._heard(engine, is_ready=status == 200)
+            await self._pause(engine)
+        del self._wake[engine]
+
+    def _lost(self, engine: Engine, error: Exception) -> None:
+        if engine.is_ready:
+            logger.warning("%s is lost: %s: %s", engine.url, type(error).__name__, error)
+        engine.models = None
+        self._pool.lost(engine)
+
+    async def _heard(self, engine: Engine, *, is_ready: bool) -> None:
+        if is_ready:
+            await self._read_figures(engine)
+            if engine.models is None:
+                await self._read_models(engine)
+        if is_ready is not engine.is_ready and engine.is_member:
+            logger.info("%s %s", engine.url, "is ready" if is_ready else "takes nothing new")
+            engine.is_ready = is_ready
+
+    async def _pause(self, engine: Engine) -> None:
+        wake = self._wake[engine]
+        try:
+            async with asyncio.timeout(self._config.health_interval_s):
+                await wake.wait()
+        except TimeoutError:
+            return
+        wake.clear()
+
+    async def _read_figures(self, engine: Engine) -> None:
+        """Correct what is reckoned of an engine by what it says, where this router may ask."""
+        text = await self._get(engine, "/metrics")
+        if text is None:
+            return
+        figures: dict[bytes, float] = {}
+        for name, value in _SAMPLE.findall(text):
+            figures[name] = figures.get(name, 0.0) + float(value)
+        incarnation = tuple(figures.get(name, 0.0) for name in _INCARNATION)
+        if engine.incarnation not in {None, incarnation}:
+            logger.info("%s has begun anew: its cache is empty", engine.url)
+            self._pool.restarted(engine)
+        engine.incarnation = incarnation
+        num_there = sum(figures.get(name, 0.0) for name in _OPEN)
+        num_own = len(engine.flights)
+        per_request = engine.num_sent_tokens / engine.num_requests if engine.num_requests else 0.0
+        engine.other_tokens = int(max(num_there - num_own, 0) * per_request)
+
+    async def _read_models(self, engine: Engine) -> None:
+        text = await self._get(engine, "/v1/models")
+        if text is not None:
+            try:
+                engine.models = frozenset(card.id for card in msgspec.json.decode(text, type=_Models).data)
+            except msgspec.MsgspecError:
+                logger.debug("%s does not say which models it has", engine.url)
+                engine.models = frozenset()
+
+    async def _get(self, engine: Engine, path: str) -> bytes | None:
+        """Return what an engine says; None where it does not."""
+        try:
+            status, text = await self._upstream.get(
+                engine, path, self._config.engine_api_key, self._config.health_timeout_s
+            )
+        except FAILURES as error:
+            logger.debug("%s does not answer %s: %s", engine.url, path, error)
+            return None
+        return text if status == 200 else None

@@ -1,0 +1,49 @@
+"""What of a JSON schema a grammar has no room for, found before it is compiled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from octavo.errors import RequestError
+
+MAX_OPTIONAL_PROPERTIES = 2000  # of one object; llguidance keeps four states for each, in every step that may name one
+_VALUES = {"const", "enum", "default", "examples"}
+NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+
+
+def refuse_large_objects(schema: str | dict[str, Any], kind: str, parameter: str | None) -> None:
+    """Raise `RequestError` where an object of a schema has too many properties that may be left out.
+
+    A text that is no JSON is for the compiler to refuse.
+    """
+    try:
+        left: list[Any] = [json.loads(schema) if isinstance(schema, str) else schema]
+    except (ValueError, RecursionError):
+        return
+    while left:
+        part = left.pop()
+        if isinstance(part, list):
+            left += part
+        if not isinstance(part, dict):
+            continue
+        num_optional = _num_optional(part)
+        if num_optional > MAX_OPTIONAL_PROPERTIES:
+            raise RequestError(
+                f"{kind}: an object of the schema has {num_optional} properties that are not required; the limit is "
+                f"{MAX_OPTIONAL_PROPERTIES}: require some of them, or put them into several objects",
+                parameter=parameter,
+            )
+        for key, value in part.items():
+            if key in NAMED_SCHEMAS and isinstance(value, dict):
+                left += value.values()
+            elif key not in _VALUES:
+                left.append(value)
+
+
+def _num_optional(schema: dict[str, Any]) -> int:
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, dict):
+        return 0
+    names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+    return len(properties.keys() - names)

@@ -1,0 +1,407 @@
+"""What the cache has no room for goes to host memory and comes back: in the KV cache manager, and in steps."""
+
+from __future__ import annotations
+
+import pytest
+from stores import Store
+
+from octavo.core import invariants
+from octavo.core.block_hash import hash_block_tokens
+from octavo.core.kv_cache_manager import ComputedBlocks, KVCacheManager
+from octavo.data import events
+from octavo.data.request import Request
+from octavo.data.scheduler_output import BlockCopies
+from octavo.outputs import EngineCoreOutput
+from octavo.sampling_params import SamplingParams
+
+PROMPT = list(range(100, 113))  # three blocks of four tokens, and one token
+
+
+def make_request(name, tokens, **options):
+    return Request(name, list(tokens), SamplingParams(), **options)
+
+
+def start(manager, request):
+    """Look up and allocate all of a request; return what was found."""
+    computed = manager.get_computed_blocks(request)
+    assert manager.allocate_slots(request, request.num_tokens - computed.num_tokens, computed) is not None
+    return computed
+
+
+def compute(manager, name, tokens, **options):
+    """Compute a whole request and let it end; return the copies of its step."""
+    request = make_request(name, tokens, **options)
+    start(manager, request)
+    copies = manager.take_copies()
+    request.num_computed_tokens = request.num_tokens
+    manager.commit(request)
+    manager.free(request)
+    return copies
+
+
+def full(num_host_blocks=8, num_blocks=4, **options):
+    """Return a manager in whose host memory are the blocks of `PROMPT`, and on whose device something else is."""
+    manager = KVCacheManager(num_blocks, 4, num_host_blocks=num_host_blocks, **options)
+    compute(manager, "first", PROMPT)
+    compute(manager, "other", range(4 * num_blocks))
+    return manager
+
+
+# --- out --------------------------------------------------------------------------------------------------------------
+
+
+def test_evicted_blocks_are_copied_before_their_step_and_told_of():
+    told = []
+    manager = KVCacheManager(
+        4,
+        4,
+        num_host_blocks=8,
+        on_evict=lambda block_id: told.append(("evicted", block_id)),
+        on_offload=lambda block_id, host_block: told.append(("offloaded", block_id, host_block)),
+    )
+    assert not compute(manager, "first", PROMPT)
+    copies = compute(manager, "other", range(16))
+    assert copies.swap_out == [(2, 0), (1, 1), (0, 2)]  # tail first
+    assert told == [event for pair in copies.swap_out for event in (("evicted", pair[0]), ("offloaded", *pair))]
+    assert not manager.take_copies()
+
+
+def test_a_block_that_is_there_is_not_copied_again():
+    manager = full(num_blocks=5)
+    for _ in range(2):
+        compute(manager, "again", PROMPT)
+        copies = compute(manager, "other", range(20))
+        assert copies.swap_out == []
+    assert manager.host.num_cached_blocks == 7
+
+
+def test_blocks_that_hold_no_committed_content_are_never_copied_out():
+    manager = full()
+    request = make_request("again", PROMPT)
+    start(manager, request)  # they are to be copied in, and nothing was computed yet
+    manager.free(request)
+    manager.take_copies()
+    assert manager.pool.num_cached_blocks == 0
+    assert manager.allocate_slots(make_request("next", range(16)), 16) is not None
+    assert manager.take_copies().swap_out == []
+
+
+def test_without_its_beginning_a_chain_is_not_kept():
+    manager = KVCacheManager(4, 4, num_host_blocks=1)
+    compute(manager, "first", PROMPT)
+    head, second, tail = (manager.pool.indexed(name) for name in hashes(PROMPT))
+    [saved] = manager.host.take(1)  # there is no room
+    manager.pool.evict(head)
+    manager.host.release([saved])
+    manager.pool.evict(second)
+    assert manager.take_copies().swap_out == []
+    assert manager.host.num_cached_blocks == 0
+    assert tail.hash is not None
+
+
+def hashes(tokens):
+    names = []
+    for index in range(len(tokens) // 4):
+        names.append(hash_block_tokens(names[-1] if names else None, tokens[4 * index : 4 * index + 4]))
+    return names
+
+
+def test_a_chain_that_lost_its_beginning_makes_room_for_the_same_one_computed_anew():
+    manager = full(num_host_blocks=4)
+    head = manager.host.indexed(hashes(PROMPT)[0])
+    manager.host.drop(head.block_id)
+    assert manager.get_computed_blocks(make_request("a", PROMPT)).num_tokens == 0
+    manager.pool.reset()
+    compute(manager, "a", PROMPT)
+    names = [manager.pool.indexed(name).name for name in hashes(PROMPT)]
+    compute(manager, "other", range(50, 66))
+    assert [manager.host.indexed(name).name for name in hashes(PROMPT)] == names
+    assert manager.get_computed_blocks(make_request("a", PROMPT)).num_tokens == 12
+
+
+def test_a_chain_whose_beginning_went_to_host_memory_before_it_is_kept():
+    manager = KVCacheManager(4, 4, num_host_blocks=8)
+    compute(manager, "first", PROMPT)
+    for name in hashes(PROMPT):
+        manager.pool.evict(manager.pool.indexed(name))
+    assert [block for block, _ in manager.take_copies().swap_out] == [0, 1, 2]
+    assert manager.get_computed_blocks(make_request("a", PROMPT)).num_tokens == 12
+
+
+def test_what_follows_a_block_that_cannot_be_found_is_no_beginning():
+    manager = KVCacheManager(8, 4, hash_function=lambda _parent, tokens, _keys: bytes(tokens[-1:]))
+    compute(manager, "first", [1, 2, 3, 9, 0])
+    compute(manager, "second", [4, 5, 6, 9, 7, 7, 7, 8, 0])  # its first block has the name of another one
+    assert manager.get_computed_blocks(make_request("a", [7, 7, 7, 8, 0])).num_tokens == 0
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_content_whose_names_collide_is_told_apart(same):
+    manager = KVCacheManager(2, 4, num_host_blocks=8, hash_function=lambda *_: b"one name for all")
+    compute(manager, "first", PROMPT[:5])
+    compute(manager, "other", range(5))
+    manager.pool.reset()
+    found = manager.get_computed_blocks(make_request("a", PROMPT[:5] if same else range(5)))
+    assert found.num_tokens == (4 if same else 0)
+
+
+# --- and back ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_on_device", [0, 1, 2])
+def test_what_follows_the_devices_blocks_comes_from_host_memory(num_on_device):
+    manager = full(num_blocks=5)
+    manager.pool.reset()
+    if num_on_device:
+        compute(manager, "beginning", PROMPT[: 4 * num_on_device + 1])
+    request = make_request("again", PROMPT)
+    found = start(manager, request)
+    on_host = [manager.host.indexed(name).block_id for name in hashes(PROMPT)]
+    assert (found.num_tokens, len(found.blocks), found.num_blocks) == (12, num_on_device, 3)
+    assert found.host_blocks == on_host[num_on_device:]
+    assert manager.num_host_tokens(found) == 12 - 4 * num_on_device
+    assert request.sequence.num_cached_tokens == 12
+    table = request.sequence.block_table
+    assert manager.take_copies().swap_in == list(zip(found.host_blocks, table[num_on_device:3], strict=True))
+    request.num_computed_tokens = 13
+    manager.commit(request)
+    manager.free(request)
+    on_device = manager.get_computed_blocks(make_request("next", PROMPT))
+    assert (len(on_device.blocks), on_device.host_blocks) == (3, [])
+    assert manager.num_host_tokens(on_device) == 0
+
+
+def test_what_is_copied_on_the_device_did_not_come_from_host_memory():
+    manager = KVCacheManager(8, 4, num_host_blocks=8)
+    compute(manager, "first", PROMPT)
+    found = manager.get_computed_blocks(make_request("same", PROMPT[:12]))
+    assert (found.num_tokens, found.source is None) == (11, False)
+    assert manager.num_host_tokens(found) == 0
+
+
+def test_one_token_is_computed_where_host_memory_has_them_all():
+    manager = full()
+    request = make_request("again", PROMPT[:12])
+    found = start(manager, request)
+    assert (found.num_tokens, len(found.host_blocks), found.source) == (11, 3, None)
+    assert manager.num_host_tokens(found) == 11
+    assert len(request.sequence.block_table) == 3
+    assert manager.why_missed(make_request("again", PROMPT[:12]), found) is None
+
+
+def test_what_is_found_is_not_given_to_what_is_evicted_for_it():
+    manager = full(num_host_blocks=3)
+    request = make_request("again", PROMPT)
+    found = start(manager, request)
+    copies = manager.take_copies()
+    assert len(copies.swap_in) == 3
+    assert copies.swap_out == []  # there is no room, as all of it is copied from
+    assert manager.host.num_cached_blocks == 3
+    assert manager.host.lent == {}
+    assert found.host_blocks == [block.block_id for block in reversed(manager.host.cached_blocks())]
+
+
+def test_only_who_may_read_the_cache_finds_it():
+    manager = full()
+    found = manager.get_computed_blocks
+    assert found(make_request("salted", PROMPT, cache_salt="x")).num_tokens == 0
+    assert found(make_request("adapted", PROMPT, adapter="x")).num_tokens == 0
+    assert found(Request("scored", list(PROMPT), SamplingParams(prompt_logprobs=1))).num_tokens == 0
+    assert found(make_request("plain", PROMPT)).num_tokens == 12
+
+
+def test_why_no_more_was_found_than_host_memory_has():
+    manager = full(num_host_blocks=2)
+    compute(manager, "more", range(200, 216))
+    request = make_request("a", [*PROMPT[:4], *range(9)])
+    manager = full()
+    found = manager.get_computed_blocks(request)
+    assert found.num_tokens == 4
+    miss = manager.why_missed(request, found)
+    assert (miss.reason, miss.position) == ("never seen", None)
+
+
+def test_who_needs_what_another_copies_right_now_waits_for_it():
+    manager = full()
+    first, second = make_request("a", PROMPT), make_request("b", PROMPT)
+    assert manager.awaited_block(first, manager.get_computed_blocks(first)) is None
+    start(manager, first)
+    found = manager.get_computed_blocks(second)
+    assert found.num_tokens == 12
+    assert manager.awaited_block(second, found) == (hashes(PROMPT)[0], "a")
+
+
+@pytest.mark.parametrize(("num_saved", "expected"), [(12, False), (13, True)])
+def test_what_was_saved_of_itself_is_taken_if_it_is_more(num_saved, expected):
+    manager = full(num_host_blocks=12, num_blocks=5)
+    request = make_request("preempted", [*PROMPT, 5, 6])
+    start(manager, request)
+    manager.take_copies()
+    request.num_computed_tokens = num_saved
+    assert manager.swap_out(request)
+    manager.release(request)
+    request.num_computed_tokens = 0
+    saved = manager.saved_blocks()["preempted"]
+    found = start(manager, request)
+    assert (found.num_tokens, found.is_saved) == (num_saved, expected)
+    assert (found.host_blocks == saved) is expected
+    assert manager.num_host_tokens(found) == (0 if expected else 12)
+    manager._computing[hashes(PROMPT)[0]] = "other"
+    assert manager.awaited_block(request, found) == (None if expected else (hashes(PROMPT)[0], "other"))
+    assert manager.awaited_block(request, manager.get_computed_blocks(make_request("x", PROMPT[:12]))) is not None
+    assert manager.saved_blocks() == {}
+    assert set(saved) <= set(manager.host.lent)  # until it is copied
+    manager.take_copies()
+    assert set(saved) <= set(manager.host.free_block_ids())
+
+
+def test_who_is_preempted_takes_room_from_cached_content():
+    told = []
+    manager = full(num_host_blocks=3, on_host_evict=told.append)
+    request = make_request("preempted", range(50, 60))
+    start(manager, request)
+    manager.take_copies()
+    before = list(told)
+    request.num_computed_tokens = 10
+    assert manager.swap_out(request)
+    assert len(told) == len(before) + 3
+    assert manager.host.num_cached_blocks == 0
+
+
+# --- what is forgotten ------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_failed_is_not_believed():
+    manager = KVCacheManager(4, 4, num_host_blocks=8)
+    compute(manager, "first", PROMPT)
+    copies = compute(manager, "other", range(16))
+    manager.fail_copies(BlockCopies(swap_out=copies.swap_out[:1]))
+    assert manager.get_computed_blocks(make_request("a", PROMPT)).num_tokens == 8
+    manager.fail_copies(copies)
+    assert manager.get_computed_blocks(make_request("a", PROMPT)).num_tokens == 0
+    assert manager.host.num_free_blocks == 8
+    assert manager.host.num_cached_blocks == 0
+
+
+@pytest.mark.parametrize("forget", [KVCacheManager.reset_prefix_cache, KVCacheManager.advance_weights_epoch])
+def test_both_are_forgotten_together_or_not_at_all(forget):
+    manager = full(num_blocks=5)
+    manager.pool.reset()
+    request = make_request("runs", range(5))
+    start(manager, request)
+    assert forget(manager) is False
+    assert manager.host.num_cached_blocks == 3
+    manager.free(request)
+    assert forget(manager) is True
+    assert (manager.host.num_cached_blocks, manager.host.num_free_blocks) == (0, 8)
+    assert manager.get_computed_blocks(make_request("a", PROMPT)).num_tokens == 0
+
+
+def test_a_block_in_quarantine_goes_nowhere():
+    manager = KVCacheManager(4, 4, num_host_blocks=8)
+    compute(manager, "first", PROMPT)
+    head = manager.pool.indexed(hashes(PROMPT)[0])
+    manager.pool.quarantine(head)
+    assert not manager.pool.has_name((head.block_id, head.generation))
+    manager.allocate_slots(make_request("other", range(12)), 12)
+    assert [block for block, _ in manager.take_copies().swap_out] == [2]  # the one before it could still be reached
+    assert manager.get_computed_blocks(make_request("a", PROMPT)).num_tokens == 0
+
+
+# --- through steps ----------------------------------------------------------------------------------------------------
+
+
+def run(core, name, prompt, **options):
+    core.add(name, list(prompt), max_tokens=1, **options)
+    core.run()
+    assert invariants.check(core.scheduler) == []
+
+
+def make_full(make_core, **options):
+    """Return a core in whose host memory `PROMPT` is."""
+    core = make_core(**{"num_blocks": 5, "num_host_blocks": 16, **options})
+    run(core, "first", PROMPT)
+    run(core, "other", range(19))
+    return core
+
+
+def test_steps_tell_what_goes_out_what_is_found_and_what_makes_room(make_core):
+    core = make_full(make_core, num_host_blocks=4)
+    out = core.log.of_type(events.BlockOffloaded)
+    assert [(event.block_id, event.host_block_id) for event in out] == [(2, 0), (1, 1), (0, 2)]
+    core.add("again", PROMPT, max_tokens=1)
+    scheduled = core.step()
+    [found] = core.log.of_type(events.HostBlocksFound)
+    assert (found.request_id, found.num_blocks, found.num_tokens) == ("again", 3, 12)
+    assert [host for host, _ in scheduled.copies.swap_in] == [2, 1, 0]
+    assert [event.num_hit_tokens for event in core.log.of_type(events.PrefixCacheQueried)] == [0, 0, 12]
+    assert core.log.of_type(events.RequestAdmitted)[-1].num_cached_tokens == 12
+    told = [event.host_block_id for event in core.log.of_type(events.HostBlockEvicted)]
+    assert told == [host for _, host in scheduled.copies.swap_out[1:]]  # one block was free
+
+
+def test_a_step_that_only_copies_is_not_empty(make_core):
+    core = make_core(num_blocks=5, num_host_blocks=4)
+    run(core, "first", PROMPT)
+    while core.scheduler.schedule().finished_req_ids:
+        pass
+    pool = core.scheduler.kv_cache_manager.pool
+    pool.evict(pool.cached_blocks()[0])
+    scheduled = core.scheduler.schedule()
+    assert (len(scheduled.copies.swap_out), scheduled.is_empty) == (1, False)
+    assert core.scheduler.schedule().is_empty
+
+
+def test_after_a_step_that_failed_nothing_of_it_is_found(make_core):
+    core = make_core(num_blocks=5, num_host_blocks=16)
+    run(core, "first", PROMPT)
+    core.add("other", list(range(19)), max_tokens=1)
+    scheduled = core.scheduler.schedule()
+    assert len(scheduled.copies.swap_out) == 3
+    outputs = core.scheduler.fail_step(scheduled, "broken")
+    assert [each.request_id for each in outputs if isinstance(each, EngineCoreOutput)] == ["other"]
+    assert core.scheduler.kv_cache_manager.host.num_cached_blocks == 0
+    run(core, "again", PROMPT)
+    assert core.log.of_type(events.HostBlocksFound) == []
+
+
+def test_many_with_one_beginning_copy_it_once(make_core):
+    core = make_full(make_core, num_blocks=12)
+    run(core, "evicts", range(200, 247))
+    for name in "abc":
+        core.add(name, [*PROMPT, ord(name)], max_tokens=1)
+    scheduled = core.step()
+    assert list(scheduled.num_scheduled_tokens) == ["a"]
+    assert len(scheduled.copies.swap_in) == 3
+    scheduled = core.step()
+    assert (list(scheduled.num_scheduled_tokens), scheduled.copies.swap_in) == (["b", "c"], [])
+
+
+# --- with a store outside ---------------------------------------------------------------------------------------------
+
+
+def test_a_store_goes_on_where_host_memory_ends(make_core):
+    store = Store(num_tokens=20, prefix="loads")
+    core = make_core(num_blocks=8, num_host_blocks=16, connector=store)
+    run(core, "first", PROMPT)
+    run(core, "other", range(31))
+    core.add("loads", [*PROMPT[:12], *range(200, 212)], max_tokens=1)
+    scheduled = core.step()
+    [order] = scheduled.kv_transfers
+    table = core.scheduler.requests["loads"].sequence.block_table
+    assert ("asked", "loads", 12) in store.told
+    assert [block for _, block in scheduled.copies.swap_in] == table[:3]
+    assert order.block_ids == table[3:5]
+    assert order.keys == core.scheduler.requests["loads"].block_hashes[3:5]
+    [event] = core.log.of_type(events.HostBlocksFound)
+    assert event.num_tokens == 12
+
+
+@pytest.mark.parametrize("computed", [
+    ComputedBlocks([], 8, [0, 1], is_saved=True),
+    ComputedBlocks([], 7, [0, 1]),
+])  # fmt: skip
+def test_behind_what_is_no_whole_block_or_its_own_nothing_is_fetched(make_core, computed):
+    core = make_core(connector=Store(num_tokens=20), num_host_blocks=4)
+    request = make_request("a", range(24))
+    assert core.scheduler.transfers.num_external_tokens(request, computed, may_wait=True) == 0

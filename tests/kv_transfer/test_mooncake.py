@@ -1,0 +1,326 @@
+"""What is done with what Mooncake says, and where it says nothing: over a pool that is a folder (`fake_mooncake`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from octavo.config import KVTransferConfig
+from octavo.errors import ConfigError
+from octavo.kv_transfer import create_store, mooncake_client
+from octavo.kv_transfer.interface import StoreError
+from octavo.kv_transfer.mooncake import MooncakeStore, _name
+
+BLOCK_BYTES = 1000
+MASTER = "127.0.0.1:1"
+KEYS = [bytes([number]) * 32 for number in range(5)]
+BLOCKS = [memoryview(os.urandom(BLOCK_BYTES)) for _ in KEYS]
+
+
+@pytest.fixture
+def pool(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "fake_mooncake"))
+    monkeypatch.setenv("OCTAVO_FAKE_POOL", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def store(pool):
+    store = MooncakeStore(BLOCK_BYTES, master=MASTER)
+    yield store
+    for name in pool.glob("*.hangs"):
+        name.unlink()
+    store.close()
+
+
+def load(store, keys=KEYS):
+    into = [memoryview(bytearray(BLOCK_BYTES)) for _ in keys]
+    count = store.load(keys, into)
+    return [bytes(block) for block in into[:count]]
+
+
+def test_what_was_saved_is_loaded(store):
+    assert store.lacks(KEYS) == set(KEYS)
+    assert store.num_matched(KEYS) == 0
+    assert store.save(KEYS, BLOCKS) == len(KEYS)
+    assert store.lacks(KEYS) == set()
+    assert store.num_matched([*KEYS, b"another"]) == len(KEYS)
+    assert load(store) == BLOCKS
+    stats = store.stats()
+    assert (stats.num_blocks, stats.num_bytes, stats.num_corrupt, stats.num_errors) == (5, 5000, 0, 0)
+
+
+def test_more_blocks_than_an_area_takes(pool, monkeypatch):
+    monkeypatch.setattr(mooncake_client, "AREA_BYTES", 2500)  # two objects
+    store = MooncakeStore(BLOCK_BYTES, master=MASTER)
+    assert store.save(KEYS, BLOCKS) == len(KEYS)
+    assert load(store) == BLOCKS
+    (pool / _name(KEYS[2])).unlink()
+    assert load(store) == BLOCKS[:2]
+    store.close()
+
+
+def test_a_question_about_more_keys_than_are_asked_at_once(store, monkeypatch):
+    monkeypatch.setattr("octavo.kv_transfer.mooncake._MAX_ASKED", 2)
+    store.save(KEYS, BLOCKS)
+    assert store.num_matched(KEYS) == len(KEYS)
+    store.forget(KEYS[3:])
+    assert store.num_matched(KEYS) == 3
+
+
+@pytest.mark.parametrize("code", [-704, -707, -800])
+def test_a_block_that_does_not_come_ends_a_load(store, pool, code):
+    store.save(KEYS, BLOCKS)
+    size = (pool / _name(KEYS[0])).stat().st_size
+    (pool / "get.codes").write_text(json.dumps([size, size, code, size, size]))
+    assert load(store) == BLOCKS[:2]
+    assert store.lacks(KEYS) == {KEYS[2]}
+    assert store.stats().num_corrupt == 0
+    assert store.stats().num_errors == (code == -800)
+
+
+def test_a_full_pool_keeps_what_it_has(store, pool):
+    (pool / "put.codes").write_text("[0, 0, -200, 0, -200]")
+    assert store.save(KEYS, BLOCKS) == 2
+    assert store.lacks(KEYS) == {KEYS[2], KEYS[4]}
+    (pool / "put.codes").unlink()
+    assert store.save(KEYS, BLOCKS) == 5
+
+
+def damaged(value):
+    return value[:-1] + bytes([value[-1] ^ 1])
+
+
+def of_another_format(value):
+    return value[:7] + bytes([value[7] + 1]) + value[8:]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [damaged, of_another_format, lambda value: value[:-1], lambda value: value + b"x", lambda _: b"", bytes.upper],
+)
+def test_other_bytes_under_a_key_are_not_used(store, pool, change):
+    store.save(KEYS, BLOCKS)
+    path = pool / _name(KEYS[1])
+    path.write_bytes(change(path.read_bytes()))
+    assert load(store) == BLOCKS[:1]
+    assert store.stats().num_corrupt == 1
+    store.forget(KEYS[1:2])
+    assert store.save(KEYS, BLOCKS) == len(KEYS)
+    assert load(store) == BLOCKS
+
+
+def test_a_whole_block_of_another_key_is_not_used(store, pool):
+    store.save(KEYS, BLOCKS)
+    (pool / _name(KEYS[0])).write_bytes((pool / _name(KEYS[1])).read_bytes())
+    assert load(store) == []
+    assert store.stats().num_corrupt == 1
+
+
+def test_a_pool_that_forgot_everything_is_filled_again(store, pool):
+    store.num_matched(KEYS)
+    store.save(KEYS, BLOCKS)
+    assert not store.lacks(KEYS)
+    for path in pool.iterdir():
+        path.unlink()
+    assert store.num_matched([b"another"]) == 0
+    assert store.lacks(KEYS) == set(KEYS)
+    assert store.save(KEYS, BLOCKS) == len(KEYS)
+    assert store.num_matched([b"another"]) == 0
+    assert not store.lacks(KEYS)
+
+
+@pytest.mark.parametrize("code", [-900, -901])
+def test_a_master_that_is_away_is_an_error_until_it_is_back(store, pool, code):
+    store.save(KEYS, BLOCKS)
+    (pool / "get.codes").write_text(json.dumps([code] * 5))
+    with pytest.raises(StoreError, match="mooncake_master does not answer"):
+        load(store)
+    assert "mooncake_master" in store.stats().error
+    assert store.stats().num_errors == 1
+    (pool / "get.codes").unlink()
+    assert load(store) == BLOCKS
+    assert not store.stats().error
+
+
+def test_a_call_that_hangs_is_given_up_and_others_go_on(store, pool, monkeypatch):
+    monkeypatch.setattr(mooncake_client, "CALL_S", 0.2)
+    store.save(KEYS, BLOCKS)
+    (pool / "get.hangs").touch()
+    with pytest.raises(StoreError, match="has not answered"):
+        load(store)
+    assert store.num_matched(KEYS) == len(KEYS)
+    (pool / "get.hangs").unlink()
+    assert load(store) == BLOCKS
+
+
+def test_an_area_is_used_again_when_the_call_has_ended_and_it_has_rested(store, pool, monkeypatch):
+    monkeypatch.setattr(mooncake_client, "CALL_S", 0.2)
+    store.save(KEYS, BLOCKS)
+    (pool / "get.hangs").touch()
+    for _ in range(mooncake_client.NUM_AREAS):
+        with pytest.raises(StoreError):
+            load(store)
+    monkeypatch.setattr(mooncake_client, "CALL_S", 600.0)
+    with pytest.raises(StoreError, match="answers none of the 4 calls"):
+        store.num_matched(KEYS)
+    monkeypatch.setattr(mooncake_client, "REST_S", 0.0)
+    (pool / "get.hangs").unlink()
+    assert all(area.channel.poll(10) for area in store._client._aside)
+    assert load(store) == BLOCKS
+    assert not store._client._aside
+
+
+def test_an_area_rests_where_a_transfer_failed(store, pool):
+    store.save(KEYS, BLOCKS)
+    (pool / "get.codes").write_text("[-800]")
+    load(store, KEYS[:1])
+    assert len(store._client._aside) == 1
+    (pool / "put.codes").write_text("[-800]")
+    store.save(KEYS[:1], BLOCKS[:1])  # which is only read
+    assert len(store._client._aside) == 1
+
+
+def test_a_process_that_answers_nothing_is_replaced(store, pool, monkeypatch):
+    monkeypatch.setattr(mooncake_client, "CALL_S", 0.1)
+    store.save(KEYS, BLOCKS)
+    first = store._client._process
+    (pool / "get.hangs").touch()
+    with pytest.raises(StoreError):
+        load(store)
+    (pool / "get.hangs").unlink()
+    monkeypatch.setattr(mooncake_client, "CALL_S", 4.0)
+    monkeypatch.setattr(mooncake_client, "GONE_S", -1.0)
+    for area in store._client._areas:
+        area.channel.poll(0.0)
+    assert load(store) == BLOCKS
+    assert first.poll() is not None
+
+
+def test_a_client_that_died_is_replaced(store):
+    store.save(KEYS, BLOCKS)
+    store._client.kill()
+    assert load(store, KEYS[:1]) == BLOCKS[:1]
+    assert store.lacks(KEYS) == set(KEYS[1:])  # what it had lent is gone
+
+
+def test_a_client_that_dies_in_a_call_is_an_error(store, pool):
+    (pool / "has.hangs").touch()
+    killer = Thread(target=lambda: (wait_for(lambda: store._client._areas[-1].is_asked), store._client.kill()))
+    killer.start()
+    with pytest.raises(StoreError, match="has ended"):
+        store.num_matched(KEYS)
+    killer.join()
+    (pool / "has.hangs").unlink()
+    assert store.num_matched(KEYS) == 0
+
+
+def wait_for(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_closing_does_not_wait_for_a_call(store, pool):
+    (pool / "has.hangs").touch()
+    errors = []
+
+    def ask():
+        try:
+            store.num_matched(KEYS)
+        except StoreError as error:
+            errors.append(error)
+
+    asking = Thread(target=ask)
+    asking.start()
+    wait_for(lambda: any(area.is_asked for area in store._client._areas))
+    start = time.monotonic()
+    store.close()
+    assert time.monotonic() - start < 1
+    asking.join(mooncake_client.CALL_S)
+    assert errors
+    wait_for(lambda: store._client._process.poll() is not None)
+    with pytest.raises(StoreError, match="closed"):
+        store.num_matched(KEYS)
+    store.close()
+
+
+def test_the_process_is_ended_where_closing_hangs(store, pool, monkeypatch):
+    monkeypatch.setattr(mooncake_client, "CLOSE_S", 0.2)
+    (pool / "close.hangs").touch()
+    store.close()
+    wait_for(lambda: store._client._process.poll() is not None)
+
+
+def test_no_client_to_be_had(pool, monkeypatch):
+    (pool / "setup.codes").write_text("-1")
+    with pytest.raises(StoreError, match=r"no client of mooncake_master at 127.0.0.1:1 over tcp \(code -1\)"):
+        MooncakeStore(BLOCK_BYTES, master=MASTER)
+    (pool / "setup.codes").unlink()
+    (pool / "register.codes").write_text("-600")
+    with pytest.raises(StoreError, match="could not be registered"):
+        MooncakeStore(BLOCK_BYTES, master=MASTER)
+    (pool / "setup.hangs").touch()
+    monkeypatch.setattr(mooncake_client, "OPEN_S", 0.5)
+    with pytest.raises(StoreError, match="no answer in"):
+        MooncakeStore(BLOCK_BYTES, master=MASTER)
+
+
+def test_without_mooncake(tmp_path, monkeypatch):
+    (tmp_path / "mooncake.py").write_text("raise ImportError('libibverbs.so.1: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(StoreError, match="libibverbs"):
+        MooncakeStore(BLOCK_BYTES, master=MASTER)
+
+
+def test_a_master_whose_name_is_none():
+    with pytest.raises(StoreError, match="cannot be reached"):
+        MooncakeStore(BLOCK_BYTES, master="nowhere.invalid:1")
+
+
+def test_the_process_ends_with_the_one_that_started_it(store):
+    process = store._client._process
+    store._client._control.close()  # as the system does for one that is gone
+    assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:99999", "a b:1", "http://host:1"])
+def test_what_is_no_address_of_a_master(address):
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        KVTransferConfig(mooncake=address)
+
+
+@pytest.mark.parametrize("more", [{"mooncake_segment_bytes": 0}, {"mooncake_protocol": "rdma"}])
+def test_what_is_of_no_use_without_a_master(more):
+    with pytest.raises(ConfigError, match="of no use"):
+        KVTransferConfig(**more)
+    assert KVTransferConfig(mooncake="[::1]:50051", **more).names_store
+
+
+def test_other_protocols_and_sizes_are_refused():
+    with pytest.raises(ConfigError, match="tcp, rdma"):
+        KVTransferConfig(mooncake=MASTER, mooncake_protocol="udp")
+    with pytest.raises(ConfigError, match="mooncake_segment_bytes"):
+        KVTransferConfig(mooncake=MASTER, mooncake_segment_bytes=-1)
+
+
+def test_the_configuration_makes_a_store_that_is_opened_when_it_is_asked(pool, monkeypatch):
+    monkeypatch.setattr("octavo.kv_transfer.find_spec", lambda _: True)
+    assert create_store(KVTransferConfig(), BLOCK_BYTES) is None
+    store = create_store(KVTransferConfig(mooncake=MASTER), BLOCK_BYTES)
+    store.open()
+    assert store.save(KEYS, BLOCKS) == len(KEYS)
+    assert len(list(pool.iterdir())) == len(KEYS)
+    store.close()
+
+
+def test_a_pool_without_the_package_is_refused(monkeypatch):
+    monkeypatch.setattr("octavo.kv_transfer.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install 'octavo\[mooncake\]'"):
+        create_store(KVTransferConfig(mooncake=MASTER), BLOCK_BYTES)

@@ -1,0 +1,276 @@
+"""Two stores over a real pool: what one saved the other one loads, whoever of master and donor dies or freezes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from threading import Event, Thread
+
+import pytest
+from mooncake_master import Master, needs_mooncake
+
+from octavo.kv_transfer import mooncake_client
+from octavo.kv_transfer.guard import GuardedStore
+from octavo.kv_transfer.interface import StoreError
+from octavo.kv_transfer.mooncake import MooncakeStore, _name
+
+pytestmark = needs_mooncake
+BLOCK_BYTES = 192 << 10
+LENT_BYTES = 64 << 20
+KEYS = [os.urandom(32) for _ in range(24)]
+BLOCKS = [memoryview(os.urandom(BLOCK_BYTES)) for _ in KEYS]
+THIRD_PARTY = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", 16 << 20, 16 << 20, "tcp", "", sys.argv[1]) == 0
+for key in sys.argv[3:]:
+    assert store.remove(key, True) == 0
+    assert store.put(key, b"x" * int(sys.argv[2])) == 0
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def master():
+    master = Master()
+    yield master
+    master.kill()
+
+
+@pytest.fixture
+def open_store():
+    """Make a store, whose client ends with the test."""
+    opened = []
+
+    def make(master, lent_bytes=0):
+        store = MooncakeStore(BLOCK_BYTES, master=master.address, segment_bytes=lent_bytes)
+        opened.append(store)
+        return store
+
+    yield make
+    for store in opened:
+        store._client.kill()
+
+
+def load(store, keys=KEYS):
+    into = [memoryview(bytearray(BLOCK_BYTES)) for _ in keys]
+    count = store.load(keys, into)
+    return into[:count]
+
+
+def loads_right(store, keys=KEYS):
+    """Whether all came. Wrong bytes fail; an error counts as not there."""
+    try:
+        loaded = load(store, keys)
+    except StoreError:
+        return False
+    assert loaded == BLOCKS[: len(loaded)]
+    return len(loaded) == len(keys)
+
+
+def saves(store):
+    try:
+        return store.save(KEYS, BLOCKS) == len(KEYS)
+    except StoreError:
+        return False
+
+
+def in_the_end(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def client_of(store):
+    return store._client._process
+
+
+def test_what_one_saved_the_other_one_loads(master, open_store):
+    donor, reader = open_store(master, LENT_BYTES), open_store(master)
+    assert reader.num_matched(KEYS) == 0
+    assert donor.save(KEYS, BLOCKS) == len(KEYS)
+    assert reader.num_matched([*KEYS, os.urandom(32)]) == len(KEYS)
+    assert not reader.lacks(KEYS)
+    assert load(reader) == BLOCKS
+    assert load(donor) == BLOCKS
+    donor.forget(KEYS[3:4])
+    assert reader.num_matched(KEYS) == 3
+    assert load(reader) == BLOCKS[:3]
+
+
+def test_a_store_that_lends_nothing_saves_in_what_others_lend(master, open_store):
+    donor, writer = open_store(master, LENT_BYTES), open_store(master)
+    keys = [os.urandom(32) for _ in range(3)]
+    assert writer.save(keys, BLOCKS[:3]) == 3
+    assert load(donor, keys) == BLOCKS[:3]
+
+
+def test_more_than_the_pool_takes(open_store, master):
+    donor = open_store(master, 16 << 20)
+    keys = [os.urandom(32) for _ in range(120)]
+    count = donor.save(keys, [BLOCKS[index % len(BLOCKS)] for index in range(120)])
+    assert 0 < count < 120
+    lacking = donor.lacks(keys)
+    assert keys[count] in lacking
+    assert not lacking & set(keys[:count])
+    reader = open_store(master)
+    for index in range(0, 120, 24):
+        loaded = load(reader, keys[index : index + 24])
+        assert loaded == BLOCKS[: len(loaded)]
+
+
+def test_bytes_that_somebody_else_put_under_a_key(master, open_store):
+    donor, reader = open_store(master, LENT_BYTES), open_store(master)
+    assert donor.save(KEYS, BLOCKS) == len(KEYS)
+    size = len(donor._client._areas[0].objects[0])
+    names = [_name(KEYS[5]), _name(KEYS[7])]
+    command = [sys.executable, "-c", THIRD_PARTY, master.address, str(size), *names]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as third_party:
+        try:
+            assert third_party.stdout.read(4) == b"done"
+            assert load(reader) == BLOCKS[:5]
+            assert reader.stats().num_corrupt == 2
+            reader.forget(KEYS[5:6])
+            assert reader.save(KEYS[5:6], BLOCKS[5:6]) == 1
+            assert load(reader) == BLOCKS[:7]
+        finally:
+            third_party.kill()
+
+
+@pytest.mark.parametrize("leases_ms", [1, 300])
+def test_blocks_that_are_evicted_while_they_are_read(open_store, leases_ms):
+    """A writer needs the memory, and a millisecond is over before they have come: they are right, or not there."""
+    master = Master(leases_ms=leases_ms)
+    writer, reader = open_store(master, 16 << 20), open_store(master)
+    is_over = Event()
+
+    def write():
+        while not is_over.is_set():
+            keys = [os.urandom(32) for _ in range(12)]
+            writer.save(keys, BLOCKS[:12])
+            writer.save(KEYS, BLOCKS)
+
+    writing = Thread(target=write)
+    writing.start()
+    counts = []
+    try:
+        for _ in range(20):
+            loaded = load(reader)
+            assert loaded == BLOCKS[: len(loaded)]
+            counts.append(len(loaded))
+    finally:
+        is_over.set()
+        writing.join()
+        master.kill()
+    assert min(counts) < len(KEYS) if leases_ms == 1 else max(counts) > 0
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_donor_that_dies_or_freezes_is_a_miss(open_store, master, end):
+    donor, reader = open_store(master, LENT_BYTES), open_store(master)
+    assert donor.save(KEYS, BLOCKS) == len(KEYS)
+    assert load(reader) == BLOCKS
+    client_of(donor).send_signal(end)
+    start = time.monotonic()
+    assert not loads_right(reader)
+    assert time.monotonic() - start < mooncake_client.CALL_S + 1
+    in_the_end(lambda: reader.num_matched(KEYS) == 0)
+    client_of(donor).send_signal(signal.SIGCONT)
+    another = open_store(master, LENT_BYTES)
+    in_the_end(lambda: saves(another))
+    in_the_end(lambda: loads_right(reader), 60)
+    if end == signal.SIGKILL:
+        in_the_end(lambda: saves(donor) and loads_right(donor))
+
+
+def test_a_master_that_freezes_is_an_error_until_it_goes_on(open_store, master):
+    donor, reader = open_store(master, LENT_BYTES), open_store(master)
+    assert donor.save(KEYS, BLOCKS) == len(KEYS)
+    master.stop()
+    start = time.monotonic()
+    for ask in (lambda: load(reader), lambda: reader.num_matched(KEYS), lambda: donor.save(KEYS, BLOCKS)):
+        with pytest.raises(StoreError):
+            ask()
+    assert time.monotonic() - start < 3 * mooncake_client.CALL_S + 1
+    master.go_on()
+    in_the_end(lambda: saves(donor))
+    in_the_end(lambda: loads_right(reader))
+
+
+def test_a_master_that_comes_back_knows_nothing(open_store, master):
+    donor, reader = open_store(master, LENT_BYTES), open_store(master)
+    donor.num_matched(KEYS)
+    assert donor.save(KEYS, BLOCKS) == len(KEYS)
+    assert reader.num_matched(KEYS) == len(KEYS)
+    master.kill()
+    assert not loads_right(reader)
+    with pytest.raises(StoreError):
+        donor.num_matched(KEYS)
+    assert not donor.lacks(KEYS)
+    master.start()
+
+    def matched(store):
+        try:
+            return store.num_matched([b"another"])
+        except StoreError:
+            return None
+
+    in_the_end(lambda: matched(donor) == 0)
+    assert donor.lacks(KEYS) == set(KEYS)
+    assert load(reader) == []
+    in_the_end(lambda: saves(donor))
+    assert load(reader) == BLOCKS
+
+
+def test_no_master_yet(open_store):
+    """As the engine has it: the store is opened when it is asked, and again later."""
+    master = Master()
+    master.kill()
+    guard = GuardedStore("mooncake", BLOCK_BYTES, lambda: open_store(master, LENT_BYTES))
+    guard.open()
+    assert guard.num_matched(KEYS) == 0
+    assert "mooncake_master" in guard.stats().error
+    master.start()
+    in_the_end(lambda: guard.save(KEYS, BLOCKS) == len(KEYS))
+    assert guard.num_matched(KEYS) == len(KEYS)
+    assert not guard.stats().error
+    master.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["donor", "master", "reader"])
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_twenty_times_under_load(open_store, master, whom, end):
+    donor, reader = open_store(master, LENT_BYTES), open_store(master)
+    in_the_end(lambda: saves(donor))
+    is_over = Event()
+
+    def read():
+        while not is_over.is_set():
+            loads_right(reader)
+
+    faults = []
+    reading = Thread(target=lambda: faults.append(read()))
+    reading.start()
+    try:
+        for _ in range(20):
+            process = {"donor": client_of(donor), "reader": client_of(reader), "master": master.process}[whom]
+            process.send_signal(end)
+            time.sleep(0.5)
+            process.send_signal(signal.SIGCONT)
+            if whom == "master" and end == signal.SIGKILL:
+                master.process.wait()
+                master.start()
+            in_the_end(lambda: saves(donor) and loads_right(reader), 60)
+    finally:
+        is_over.set()
+        reading.join(60)
+    assert faults == [None]

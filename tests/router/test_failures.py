@@ -1,0 +1,255 @@
+"""Engines that fail, freeze, leave or are full: each request ends once, and nothing is answered twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+import uvicorn
+from fakes import FakeExecutor
+from router.routing import run_router
+from server.running import DEADLINE_S, run_server, wait_until
+
+from octavo.server.access.listening import bind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12}
+EVENT = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
+
+
+class MadeUp:
+    """An engine of a few lines. after: what it does with a POST: see `_answer`."""
+
+    def __init__(self, does: str) -> None:
+        self.does, self.num_posts, self.num_left = does, 0, 0
+        self.is_ready = True
+        self.release = threading.Event()
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            return
+        if scope["method"] == "GET":
+            status = 200 if scope["path"] != "/ready" or self.is_ready else 503
+            await _send(send, status, b'{"data": []}')
+            return
+        self.num_posts += 1
+        while (await receive()).get("more_body"):
+            pass
+        try:
+            await self._answer(receive, send)
+        except asyncio.CancelledError:
+            self.num_left += 1
+            raise
+
+    async def _answer(self, receive, send) -> None:
+        match self.does:
+            case "answer":
+                await _send(send, 200, b'{"usage":{"prompt_tokens":9,"completion_tokens":2}}')
+            case "full" | "closing":
+                status = 429 if self.does == "full" else 503
+                await _send(send, status, b'{"error":{"message":"full"}}', [(b"retry-after", b"7")])
+            case "die":
+                _die(receive)
+            case "die in mid-stream" | "hang in mid-stream" | "die within an event":
+                kind = (b"content-type", b"text/event-stream")
+                await send({"type": "http.response.start", "status": 200, "headers": [kind]})
+                await send({"type": "http.response.body", "body": EVENT, "more_body": True})
+                if self.does == "hang in mid-stream":
+                    while (await receive())["type"] != "http.disconnect":
+                        pass
+                    self.num_left += 1
+                    return
+                if self.does == "die within an event":
+                    await send({"type": "http.response.body", "body": EVENT[:20], "more_body": True})
+                await asyncio.sleep(0.01)  # what was written is to be read before the connection is reset
+                _die(receive)
+            case "hang":
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                self.num_left += 1
+
+
+def _die(receive) -> None:
+    """End a connection as a process does that is killed."""
+    receive.__self__.transport.abort()
+
+
+async def _send(send, status, body, headers=()) -> None:
+    headers = [(b"content-type", b"application/json"), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextlib.contextmanager
+def made_up(does: str) -> Iterator[tuple[str, MadeUp]]:
+    """Run one on a free port."""
+    app = MadeUp(does)
+    sock = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}", app
+    finally:
+        server.should_exit = True
+        thread.join(DEADLINE_S)
+
+
+@pytest.mark.parametrize("trouble", ["die", "full", "closing"])
+def test_a_request_that_was_told_nothing_goes_elsewhere(trouble):
+    with (
+        made_up(trouble) as (bad, failing),
+        made_up("answer") as (good, answering),
+        run_router(bad, good, policy="round_robin") as routing,
+        routing.http() as http,
+    ):
+        answers = [http.post("/v1/chat/completions", json=CHAT) for _ in range(4)]
+        assert [answer.status_code for answer in answers] == [200] * 4
+        assert answering.num_posts == 4
+        assert failing.num_posts >= 1
+        assert routing.engine(bad).num_failures == (failing.num_posts if trouble == "die" else 0)
+
+
+def test_it_goes_elsewhere_once():
+    with (
+        made_up("die") as (first, one),
+        made_up("die") as (second, two),
+        made_up("die") as (third, three),
+        run_router(first, second, third) as routing,
+        routing.http() as http,
+    ):
+        answer = http.post("/v1/chat/completions", json=CHAT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_lost")
+        assert one.num_posts + two.num_posts + three.num_posts == 2
+        assert http.post("/v1/messages", json=CHAT).json()["error"]["type"] == "overloaded_error"
+
+
+def test_where_all_are_full_the_client_hears_when_to_come_back():
+    with (
+        made_up("full") as (first, one),
+        made_up("full") as (second, two),
+        run_router(first, second) as routing,
+        routing.http() as http,
+    ):
+        answer = http.post("/v1/chat/completions", json=CHAT)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+        assert (one.num_posts, two.num_posts) == (1, 1)
+
+
+STREAM_ENDS = {
+    "/v1/completions": lambda lines: (
+        json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "engine_lost" and lines[-1] == "data: [DONE]"
+    ),
+    "/v1/messages": lambda lines: (
+        lines[-2] == "event: error" and json.loads(lines[-1].removeprefix("data: "))["type"] == "error"
+    ),
+    "/generate_stream": lambda lines: json.loads(lines[-1].removeprefix("data: "))["error_type"] == "generation",
+    "/v1/responses": lambda lines: json.loads(lines[-1].removeprefix("data: "))["code"] == "engine_lost",
+}
+
+
+@pytest.mark.parametrize("path", STREAM_ENDS)
+@pytest.mark.parametrize("trouble", ["die in mid-stream", "die within an event"])
+def test_a_stream_that_was_begun_ends_with_its_apis_error(path, trouble):
+    with (
+        made_up(trouble) as (bad, failing),
+        made_up("answer") as (good, answering),
+        run_router(bad, good, policy="round_robin") as routing,
+        routing.http() as http,
+    ):
+        with http.stream("POST", path, json={**CHAT, "stream": True}) as response:
+            lines = [line for line in response.iter_lines() if line]
+        assert lines[0] == EVENT.decode().strip()
+        assert STREAM_ENDS[path](lines)
+        assert (failing.num_posts, answering.num_posts) == (1, 0)
+
+
+def test_a_frozen_engine_is_found_and_its_requests_end():
+    with (
+        made_up("hang") as (frozen, hanging),
+        made_up("answer") as (good, answering),
+        run_router(frozen, good, policy="round_robin", health_timeout_s=0.2) as routing,
+        routing.http() as http,
+    ):
+        answers = []
+        asking = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=CHAT)))
+        asking.start()
+        wait_until(lambda: hanging.num_posts, "it hangs")
+        routing.server.servers[0].get_loop().call_soon_threadsafe(routing.service.pool.lost, routing.engine(frozen))
+        asking.join(DEADLINE_S)
+        assert answers[0].status_code == 200
+        assert answering.num_posts == 1
+        wait_until(lambda: hanging.num_left, "the frozen one's connection is closed")
+
+
+def test_an_engine_that_is_not_ready_gets_nothing_new():
+    with (
+        made_up("answer") as (first, one),
+        made_up("answer") as (second, two),
+        run_router(first, second, policy="round_robin") as routing,
+        routing.http() as http,
+    ):
+        one.is_ready = False
+        routing.wait_ready(1)
+        for _ in range(3):
+            http.post("/v1/completions", json=CHAT)
+        assert (one.num_posts, two.num_posts) == (0, 3)
+        two.is_ready = False
+        routing.wait_ready(0)
+        answer = http.post("/v1/completions", json=CHAT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_engine")
+        assert "retry-after" in answer.headers
+        assert http.get("/ready").status_code == 503
+        assert http.get("/health").status_code == 200
+        one.is_ready = True
+        routing.wait_ready(1)
+        assert http.post("/v1/completions", json=CHAT).status_code == 200
+
+
+def test_an_engine_that_dies_is_away_and_comes_back():
+    with (
+        made_up("answer") as (good, _),
+        run_server() as running,
+        run_router(good, running.url) as routing,
+        routing.http() as http,
+    ):
+        running.server.should_exit = True
+        routing.wait_ready(1)
+        assert http.post("/v1/completions", json=CHAT).status_code == 200
+
+
+def test_a_client_that_leaves_ends_its_request_in_the_engine():
+    executor = FakeExecutor(step_s=0.002)
+    with run_server(executor) as running, run_router(running.url) as routing, routing.http() as http:
+        body = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_lines())
+        wait_until(lambda: not running.num_unfinished, "it is aborted")
+        wait_until(lambda: not routing.engine(running.url).flights, "the router has forgotten it")
+        assert routing.engine(running.url).open_tokens == 0
+
+
+def test_a_client_that_leaves_before_the_answer_ends_it_as_well():
+    with made_up("hang") as (url, hanging), run_router(url) as routing:
+        with pytest.raises(httpx.ReadTimeout), routing.http() as http:
+            http.post("/v1/completions", json=CHAT, timeout=0.3)
+        wait_until(lambda: hanging.num_left, "the engine hears of it")
+        assert routing.engine(url).num_failures == 0
+
+
+def test_open_requests_end_when_the_router_is_told_to_stop():
+    with made_up("hang in mid-stream") as (url, hanging), run_router(url) as routing, routing.http() as http:
+        with http.stream("POST", "/v1/completions", json={**CHAT, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            routing.server.should_exit = True
+            left = [line for line in lines if line]
+        assert json.loads(left[0].removeprefix("data: "))["error"]["code"] == "server_closing"
+        wait_until(lambda: hanging.num_left, "the engine hears of it")

@@ -1,0 +1,215 @@
+"""Which engine each policy chooses."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from octavo.config import RouterConfig
+from octavo.errors import ConfigError
+from octavo.router.asked import read_asked
+from octavo.router.engines import Engine, EnginePool
+from octavo.router.policies import CacheAware, LeastLoaded, RoundRobin, SessionAffinity
+
+SYSTEM = {"role": "system", "content": "You are a helpful assistant who knows everything about octavos. " * 8}
+
+
+def ask(tenant: str = "", headers: dict[str, str] | None = None, **body):
+    return read_asked(json.dumps(body).encode(), tenant=tenant, headers=headers or {}, session_header="x-session-id")
+
+
+def chat(conversation: int, num_turns: int, **more):
+    """What a client sends in a turn: all that was said before, and more."""
+    said = [
+        {"role": role, "content": f"{role} {turn} of {conversation} " * 12}
+        for turn in range(num_turns)
+        for role in ("user", "assistant")
+    ]
+    return ask(messages=[SYSTEM, *said[:-1]], **more)
+
+
+@pytest.fixture
+def engines():
+    return [Engine(f"http://e{index}") for index in range(4)]
+
+
+@pytest.fixture
+def aware():
+    return CacheAware(balance_tokens=4096, balance_ratio=1.5, max_entries=1 << 16)
+
+
+def serve(policy, asked, engines, cached_share=None):
+    """Choose, send, end; return who it was."""
+    engine = policy.choose(asked, engines)
+    policy.sent(asked, engine)
+    engine.num_sent_tokens += asked.num_tokens
+    policy.ended(asked, engine, cached_share)
+    return engine
+
+
+def test_round_robin_goes_on_where_one_is_missing(engines):
+    policy = RoundRobin()
+    got = [policy.choose(ask(), engines).number for _ in range(5)]
+    first = engines[0].number
+    assert [number - first for number in got] == [0, 1, 2, 3, 0]
+    assert policy.choose(ask(), engines[2:]) is engines[2]
+    assert policy.choose(ask(), engines) is engines[3]
+
+
+def test_the_least_loaded_has_fewest_tokens_to_do(engines):
+    for engine, tokens in zip(engines, (30, 10, 20, 10), strict=True):
+        engine.open_tokens = tokens
+    engines[1].other_tokens = 1
+    assert LeastLoaded().choose(ask(), engines) is engines[3]
+
+
+def test_a_session_stays_and_few_move_when_one_leaves(engines):
+    policy = SessionAffinity()
+    sessions = [f"user-{index}" for index in range(400)]
+    before = {each: policy.choose(ask(user=each), engines) for each in sessions}
+    assert min(Counter(before.values()).values()) > 60
+    after = {each: policy.choose(ask(user=each), engines[1:]) for each in sessions}
+    assert all(after[each] is before[each] for each in sessions if before[each] is not engines[0])
+    by_header = ask(headers={"x-session-id": "user-7"}, user="another")
+    assert policy.choose(by_header, engines) is before["user-7"]
+    engines[2].open_tokens = -1
+    assert policy.choose(ask(prompt="no session"), engines) is engines[2]
+
+
+def test_a_conversation_stays_where_it_began(engines, aware):
+    homes = {}
+    for turn in range(1, 6):
+        for conversation in range(12):
+            engine = serve(aware, chat(conversation, turn), engines)
+            assert homes.setdefault(conversation, engine) is engine
+
+
+@pytest.mark.parametrize("num_common", [8, 60])
+def test_conversations_that_begin_alike_are_spread(engines, num_common):
+    aware = CacheAware(balance_tokens=1024, balance_ratio=1.5, max_entries=1 << 16)
+    common = {"role": "system", "content": "what all have in common " * num_common}
+    homes = Counter(
+        serve(aware, ask(messages=[common, {"role": "user", "content": f"{index} " * 160}]), engines)
+        for index in range(64)
+    )
+    assert len(homes) == 4
+    assert min(homes.values()) >= 8
+
+
+def test_conversations_that_share_nothing_are_spread(engines, aware):
+    got = Counter(serve(aware, ask(prompt=f"{index} " * 200), engines) for index in range(40))
+    assert sorted(got.values()) == [10, 10, 10, 10]
+
+
+def test_who_has_too_much_to_do_gets_no_more_for_its_cache(engines, aware):
+    home = serve(aware, chat(1, 2), engines)
+    home.open_tokens = 4000
+    assert aware.choose(chat(1, 3), engines) is home
+    home.open_tokens = 5000
+    assert aware.choose(chat(1, 3), engines) is not home
+    for engine in engines:
+        engine.open_tokens += 20_000  # uneven by little then
+    assert aware.choose(chat(1, 3), engines) is home
+
+
+@pytest.mark.parametrize("other", [{"tenant": "bob"}, {"cache_salt": "pepper"}, {"model": "another"}])
+def test_what_another_one_asked_is_in_no_cache_of_mine(engines, aware, other):
+    home = serve(aware, ask(prompt="p" * 999, tenant="alice", model="m"), engines)
+    same = ask(prompt="p" * 999, tenant="alice", model="m")
+    assert aware.choose(same, engines) is home
+    not_same = ask(**{"prompt": "p" * 999, "tenant": "alice", "model": "m", **other})
+    assert aware.choose(not_same, engines) is not home
+
+
+def test_an_engine_that_began_anew_has_nothing(engines, aware):
+    home = serve(aware, chat(1, 2), engines)
+    other = next(engine for engine in engines if engine is not home)
+    other.open_tokens = -1
+    assert aware.choose(chat(1, 3), engines) is home
+    aware.forget(home)
+    assert aware.choose(chat(1, 3), engines) is other
+
+
+def test_an_engine_that_found_less_than_it_should_has_lost_what_is_older_too(engines, aware):
+    home = engines[0]
+    old, new = chat(1, 4), chat(2, 4)
+    for asked in (chat(0, 4), old, new):
+        aware.sent(asked, home)
+        aware.ended(asked, home, 0.0)
+    again = chat(1, 4)
+    aware.sent(again, home)
+    aware.ended(again, home, 0.1)
+    engines[0].num_sent_tokens = 1
+    assert aware.choose(chat(2, 4), engines) is home, "it is newer"
+    assert aware.choose(chat(1, 4), engines) is home, "it is there again"
+    assert aware._tree.find(chat(0, 4), [home]).num_bytes[home] <= len(json.dumps(SYSTEM)) + 64, (
+        "but for what all share"
+    )
+
+
+def test_nothing_is_learned_from_a_prompt_that_another_is_still_computing(engines, aware):
+    home = engines[0]
+    first, second = chat(1, 4), chat(1, 4)
+    aware.sent(first, home)
+    aware.sent(second, home)
+    aware.ended(second, home, 0.0)
+    aware.ended(first, home, 0.0)
+    assert aware.choose(chat(1, 5), engines) is home
+
+
+def test_the_tree_is_bounded_and_keeps_what_was_used_last(engines):
+    aware = CacheAware(balance_tokens=4096, balance_ratio=1.5, max_entries=100)
+    homes = [serve(aware, ask(prompt=f"{index} " * 500), engines) for index in range(30)]
+    assert len(aware._tree) == 100
+    assert aware.choose(ask(prompt="29 " * 500), engines) is homes[29]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": list(range(500))},
+        {"inputs": "x y z " * 100, "parameters": {"max_new_tokens": 5}},
+        {"input": "x y z " * 100, "instructions": "do"},
+        {"system": "s" * 300, "messages": [{"role": "user", "content": "x" * 300}]},
+    ],
+)
+def test_a_prompt_of_every_api_is_read(engines, aware, body):
+    asked = ask(**body)
+    assert asked.num_tokens > 50
+    assert aware.choose(ask(**body), engines) is serve(aware, asked, engines)
+    assert aware._tree.find(ask(**body), engines).num_bytes[serve(aware, ask(**body), engines)] > 0.8 * len(
+        asked.prompt
+    )
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"n": "x", "model": 3, "user": []}', b'{"parameters": 4}'])
+def test_a_body_that_is_none_asks_for_nothing(body):
+    asked = read_asked(body, tenant="", headers={}, session_header="x")
+    assert (asked.num_streams, asked.session, asked.model) == (1, None, None)
+
+
+def test_a_pool_keeps_to_the_model_and_to_who_is_left(engines):
+    pool = EnginePool(RoundRobin())
+    pool.change(["http://a", "http://b"])
+    a, b = pool.engines.values()
+    a.is_ready = b.is_ready = True
+    a.models, b.models = frozenset({"x"}), frozenset({"y"})
+    assert pool.choose(ask(model="y"), []) is b
+    assert pool.choose(ask(model="y"), [b]) is a, "who may say that there is none"
+    assert pool.choose(ask(), [a, b]) is None
+    new, gone = pool.change(["http://b", "http://c"])
+    assert ([each.url for each in new], gone) == (["http://c"], [a])
+    assert not a.is_ready
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://a/v1", "http://u@a", "http://a:x"])
+def test_an_address_that_is_none_is_refused(url):
+    with pytest.raises(ConfigError, match="address of an engine"):
+        RouterConfig(engines=(url,))
+
+
+def test_a_router_needs_engines():
+    with pytest.raises(ConfigError, match="--engine URL"):
+        RouterConfig()

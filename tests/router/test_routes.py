@@ -1,0 +1,108 @@
+"""All of the server's routes through the router: as if its client had asked an engine."""
+
+from __future__ import annotations
+
+import json
+
+import anthropic
+import openai
+import pytest
+from fakes import answer_text
+from router.routing import run_router
+from server.running import run_server
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def routed():
+    with run_server() as first, run_server() as second, run_router(first.url, second.url) as routing:
+        yield routing, (first, second)
+
+
+@pytest.fixture
+def http(routed):
+    with routed[0].http() as client:
+        yield client
+
+
+def test_an_answer_is_the_engines(routed, http):
+    _, (first, _) = routed
+    asked = {"X-Request-Id": "mine"}
+    with first.http() as direct:
+        expected = direct.post("/v1/chat/completions", json=CHAT, headers=asked)
+    got = http.post("/v1/chat/completions", json=CHAT, headers=asked)
+    assert got.json()["choices"] == expected.json()["choices"]
+    differing = {"date", "content-length"}
+    assert {n: v for n, v in got.headers.items() if n not in differing} == {
+        n: v for n, v in expected.headers.items() if n not in differing
+    }
+    assert got.headers.get_list("x-request-id") == ["mine"]
+
+
+def test_a_stream_comes_event_by_event(routed, http):
+    body = {"prompt": "x" * 10, "max_tokens": 20, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    text = "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
+    assert text == answer_text(10, num_tokens=20)
+
+
+def test_openais_client(routed):
+    with openai.OpenAI(base_url=f"{routed[0].url}/v1", api_key="none", max_retries=0) as client:
+        assert {model.id for model in client.models.list()} == {"fake", "alias/of-fake"}
+        whole = client.chat.completions.create(**CHAT)
+        streamed = client.chat.completions.create(**CHAT, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices) == (
+            whole.choices[0].message.content
+        )
+        assert client.responses.create(model="fake", input="Hello", max_output_tokens=9).output_text
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(**{**CHAT, "model": "other"})
+
+
+def test_anthropics_client(routed):
+    with anthropic.Anthropic(base_url=routed[0].url, api_key="none", max_retries=0) as client:
+        asked = {"model": "fake", "max_tokens": 12, "messages": CHAT["messages"]}
+        whole = client.messages.create(**asked).content[0].text
+        with client.messages.stream(**asked) as stream:
+            assert "".join(stream.text_stream) == whole
+        with pytest.raises(anthropic.BadRequestError):
+            client.messages.create(**{**asked, "messages": []})
+
+
+def test_tgis_routes_and_unknown_ones(http):
+    whole = http.post("/generate", json={"inputs": "Hello", "parameters": {"max_new_tokens": 8}}).json()
+    with http.stream("POST", "/generate_stream", json={"inputs": "Hello", "parameters": {"max_new_tokens": 8}}) as got:
+        events = [json.loads(line.removeprefix("data:")) for line in got.iter_lines() if line]
+    assert events[-1]["generated_text"] == whole["generated_text"]
+    assert http.get("/info").json()["model_id"] == "fake"
+    assert http.get("/no/such?a=%20b").status_code == 404
+    assert "no such route: GET /no/such" in http.get("/no/such").json()["error"]["message"]
+    assert http.post("/tokenize", json={"prompt": "abc"}).json()["tokens"] == [97, 98, 99]
+
+
+def test_the_routers_own(routed, http):
+    _, (first, second) = routed
+    for path in ("/health", "/ready"):
+        assert http.get(path).status_code == 200
+        assert http.head(path).status_code == 200
+    http.post("/v1/chat/completions", json=CHAT)
+    text = http.get("/metrics").text
+    for engine in (first, second):
+        assert f'octavo:router_engine_ready{{engine="{engine.url}"}} 1.0' in text
+    assert "octavo:router_prompt_tokens_total" in text
+    assert "/router/main.js" in http.get("/router").text
+    assert http.get("/router/main.js").headers["content-security-policy"].startswith("default-src 'none'")
+    told = http.get("/router/engines").json()
+    assert [each["url"] for each in told["engines"]] == [first.url, second.url]
+    assert told["engines"][0]["models"] == ["alias/of-fake", "fake"]
+
+
+def test_requests_that_are_none_are_the_engines_to_refuse(http):
+    assert http.post("/v1/chat/completions", content=b"{no json").status_code == 400
+    assert http.post("/v1/chat/completions", json={"messages": 3}).json()["error"]["param"] == "messages"
+    assert http.post("/v1/messages", json={"messages": 3}).json()["type"] == "error"
+    assert http.post("/generate", json={"inputs": 3}).status_code == 422

@@ -1,0 +1,149 @@
+"""Faults that caches in host memory are known for, done on purpose, are seen by the simulation: else it proves nothing."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from octavo.core.host_block_pool import HostBlock, HostBlockPool
+from octavo.core.kv_cache_manager import KVCacheManager
+from simulation.world import SimulationError, World, draw_config, run_world
+
+NUM_WORLDS = 30
+
+
+def run_worlds() -> int:
+    """Run worlds with small caches in which few texts come again and again; return how often host memory had them."""
+    num_hits = 0
+    for index in range(NUM_WORLDS):
+        config = draw_config(random.Random(index), 200)
+        config = replace(config, num_blocks=10, block_size=2, num_host_blocks=(6, 24)[index % 2])
+        config = replace(config, enable_prefix_caching=True, longest_prompt=12, longest_output=8, remote_rate=0.0)
+        config = replace(config, hash_bits=(None, None, 3)[index % 3])
+        config = replace(config, max_num_waiting=None, max_num_waiting_tokens=None, mixed_step_ms=None)
+        config = replace(config, arrival_rate=(0.8, 0.15, 0.8)[index % 3], step_failure_rate=0.02 * (index % 3))
+        num_hits += run_world(f"host:{index}", config).host_hits
+    return num_hits
+
+
+def find_more(agrees):
+    """Let lookups find content in host memory that agrees in something, whatever its hash."""
+
+    def patch_lookups(patch: pytest.MonkeyPatch) -> None:
+        look_up = KVCacheManager._find_in_host
+
+        def trusting(self, request, found):
+            def find(block_hash, token_ids, parent, extra_keys):
+                wanted = HostBlock(0, block_hash, token_ids, extra_keys, parent, None)
+                return next((each for each in self.host._index.values() if agrees(each, wanted)), None)
+
+            with pytest.MonkeyPatch.context() as during:
+                during.setattr(self.host, "find", find)
+                return look_up(self, request, found)
+
+        patch.setattr(KVCacheManager, "_find_in_host", trusting)
+
+    return patch_lookups
+
+
+def ignore_keys(block: HostBlock, wanted: HostBlock) -> bool:
+    return (block.token_ids, block.parent) == (wanted.token_ids, wanted.parent)
+
+
+def believe_the_hash(block: HostBlock, wanted: HostBlock) -> bool:
+    return block.hash == wanted.hash
+
+
+def overwrite_what_is_copied_from(patch: pytest.MonkeyPatch) -> None:
+    """What is to be copied back makes room for what is evicted in the same step."""
+    lend = HostBlockPool.lend
+    patch.setattr(
+        HostBlockPool, "lend", lambda self, ids: lend(self, [each for each in ids if each not in self._cached])
+    )
+
+
+def free_what_is_copied_from(patch: pytest.MonkeyPatch) -> None:
+    """KV of a preempted request that resumes makes room for what is evicted in the same step."""
+    lend = HostBlockPool.lend
+
+    def hasty(self, block_ids):
+        lend(self, block_ids)
+        for block_id in [each for each, content in self.lent.items() if content is None]:
+            del self.lent[block_id]
+            if block_id not in self._free:
+                self._free.append(block_id)
+
+    patch.setattr(HostBlockPool, "lend", hasty)
+
+
+def copy_what_was_given_away(patch: pytest.MonkeyPatch) -> None:
+    """Evicted blocks are copied one step later, when others have written into them."""
+    take_copies = KVCacheManager.take_copies
+
+    def late(self):
+        copies = take_copies(self)
+        saved = {block_id for blocks in self.saved_blocks().values() for block_id in blocks}
+        self._copies.swap_out.extend(each for each in copies.swap_out if each[1] not in saved)
+        copies.swap_out[:] = [each for each in copies.swap_out if each[1] in saved]
+        return copies
+
+    patch.setattr(KVCacheManager, "take_copies", late)
+
+
+def believe_a_step_that_failed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVCacheManager, "fail_copies", lambda _self, _copies: None)
+
+
+def keep_what_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """New weights leave host memory as it was, and are not part of names."""
+    patch.setattr(HostBlockPool, "reset", lambda _self: None)
+    advance = KVCacheManager.advance_weights_epoch
+
+    def unnamed(self):
+        done = advance(self)
+        self._weights_epoch = 0
+        return done
+
+    patch.setattr(KVCacheManager, "advance_weights_epoch", unnamed)
+    disturb = World._disturb
+
+    def restless(self):
+        """There are new weights whenever nobody is there."""
+        if not (self.scheduler.requests or self.scheduler.has_work()):
+            self.epoch += self.scheduler.kv_cache_manager.advance_weights_epoch()
+        disturb(self)
+
+    patch.setattr(World, "_disturb", restless)
+
+
+def test_nothing_is_wrong_as_long_as_nobody_does_anything():
+    assert run_worlds() > 100
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        find_more(ignore_keys),
+        find_more(believe_the_hash),
+        overwrite_what_is_copied_from,
+        free_what_is_copied_from,
+        copy_what_was_given_away,
+        believe_a_step_that_failed,
+        keep_what_is_forgotten,
+    ],
+    ids=[
+        "no salt",
+        "a hash is believed",
+        "overwritten while it is copied",
+        "freed while it is copied",
+        "copied when it was given away",
+        "a failed step is believed",
+        "old weights",
+    ],
+)
+def test_a_fault_is_seen(fault, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(SimulationError, match="wrong token"):
+        run_worlds()
