@@ -48,10 +48,16 @@ NEEDED = {  # what else has to be said
     "group_size": ["--quantization", "int4"],
     "max_num_seqs": ["--max-num-batched-tokens", "1000"],
     "disk_bytes": ["--kv-disk-dir", "kv"],
+    "mooncake_protocol": ["--kv-mooncake", "10.0.0.1:50051"],
+    "mooncake_segment_bytes": ["--kv-mooncake", "10.0.0.1:50051"],
     "ssl_certfile": ["--ssl-keyfile", "key.pem"],
     "ssl_keyfile": ["--ssl-certfile", "cert.pem"],
 }
-FREE = {"dtype": "float32", "forwarded_allow_ips": ("10.0.0.1",)}  # texts that are no choice, but not any text either
+FREE = {  # texts that are no choice, but not any text either
+    "dtype": "float32",
+    "forwarded_allow_ips": ("10.0.0.1",),
+    "mooncake": "10.0.0.1:50051",
+}
 
 
 @pytest.mark.parametrize("part", INTERNAL)
