@@ -44,7 +44,10 @@ INTERNAL: dict[type, set[str]] = {
     KVTransferConfig: set(),
     ServerConfig: {"max_open_requests", "max_num_waiting_tokens"},  # follow from the scheduler's options
 }
-NEEDED = {  # what else has to be said
+NEEDED = {
+    "disk_bytes": ["--kv-disk-dir", "kv"],
+    "mooncake_segment_bytes": ["--kv-mooncake", "127.0.0.1:50051"],
+    "mooncake_protocol": ["--kv-mooncake", "127.0.0.1:50051"],  # what else has to be said
     "group_size": ["--quantization", "int4"],
     "max_num_seqs": ["--max-num-batched-tokens", "1000"],
     "ssl_certfile": ["--ssl-keyfile", "key.pem"],
