@@ -53,7 +53,8 @@ NEEDED = {
     "ssl_certfile": ["--ssl-keyfile", "key.pem"],
     "ssl_keyfile": ["--ssl-certfile", "cert.pem"],
 }
-FREE = {"dtype": "float32", "forwarded_allow_ips": ("10.0.0.1",), "mooncake": "127.0.0.1:50051"}  # texts that are no choice, but not any text either
+# Texts that are no choice, but not any text either.
+FREE = {"dtype": "float32", "forwarded_allow_ips": ("10.0.0.1",), "mooncake": "127.0.0.1:50051"}
 
 
 @pytest.mark.parametrize("part", INTERNAL)
