@@ -132,6 +132,7 @@ class DiskStore:
         """
         if self._is_closed:
             return 0
+        import os; os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         wrong = next((key for key in keys if len(key) != KEY_BYTES), None)
         if wrong is not None:
             raise ValueError(f"a key of {KEY_BYTES} bytes was expected, got {len(wrong)}")
