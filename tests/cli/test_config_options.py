@@ -45,19 +45,16 @@ INTERNAL: dict[type, set[str]] = {
     ServerConfig: {"max_open_requests", "max_num_waiting_tokens"},  # follow from the scheduler's options
 }
 NEEDED = {  # what else has to be said
+    "disk_bytes": ["--kv-disk-dir", "kv"],
+    "mooncake_segment_bytes": ["--kv-mooncake", "127.0.0.1:50051"],
+    "mooncake_protocol": ["--kv-mooncake", "127.0.0.1:50051"],
     "group_size": ["--quantization", "int4"],
     "max_num_seqs": ["--max-num-batched-tokens", "1000"],
-    "disk_bytes": ["--kv-disk-dir", "kv"],
-    "mooncake_protocol": ["--kv-mooncake", "10.0.0.1:50051"],
-    "mooncake_segment_bytes": ["--kv-mooncake", "10.0.0.1:50051"],
     "ssl_certfile": ["--ssl-keyfile", "key.pem"],
     "ssl_keyfile": ["--ssl-certfile", "cert.pem"],
 }
-FREE = {  # texts that are no choice, but not any text either
-    "dtype": "float32",
-    "forwarded_allow_ips": ("10.0.0.1",),
-    "mooncake": "10.0.0.1:50051",
-}
+# Texts that are no choice, but not any text either.
+FREE = {"dtype": "float32", "forwarded_allow_ips": ("10.0.0.1",), "mooncake": "127.0.0.1:50051"}
 
 
 @pytest.mark.parametrize("part", INTERNAL)

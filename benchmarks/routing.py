@@ -1,8 +1,8 @@
 """What the router costs, and what its policies find in the engines' caches.
 
-    python benchmarks/router.py clients     what reading a streamed event costs, by aiohttp and by httpx
-    python benchmarks/router.py cost        what the router adds to a request and to an event; many streams at once
-    python benchmarks/router.py prefixes    hit tokens and times to first tokens, policy by policy, of 4 engines
+    python benchmarks/routing.py clients     what reading a streamed event costs, by aiohttp and by httpx
+    python benchmarks/routing.py cost        what the router adds to a request and to an event; many streams at once
+    python benchmarks/routing.py prefixes    hit tokens and times to first tokens, policy by policy, of 4 engines
 
 `clients` and `cost` ask a made-up engine that sends an event every so often, in a process of its own. `cost` asks it
 directly and through the router in turns, and compares medians. `prefixes` starts 4 `octavo serve` on the built-in
