@@ -62,13 +62,10 @@ class Setting:
     def ask(self, llm: LLM, beginning: list[int], *, is_found: bool) -> Answer:
         """Ask for a beginning and some tokens behind it; it has to be found, or not to be."""
         prompt = beginning + [self.rng.randrange(1000, 100_000) for _ in range(NUM_OWN_TOKENS)]
-        metrics = llm.llm_engine.core.metrics.stats
-        num_loaded = -metrics.kv_load_tokens
         start = time.perf_counter()
         output = first_token(llm, prompt)
         seconds = time.perf_counter() - start
-        num_loaded += metrics.kv_load_tokens
-        num_found = output.num_cached_tokens + num_loaded
+        num_found = output.num_cached_tokens
         if num_found != (self.num_tokens if is_found else 0):
             raise SystemExit(f"{num_found} tokens of a beginning of {self.num_tokens} were found")
         return Answer(prompt, output.outputs[0].token_ids, seconds)

@@ -140,6 +140,8 @@ def test_a_warm_engine_computes_only_what_nobody_has(checkpoint):
     second = engine_over(node(pool, "b"), checkpoint, sink=log)
     got = second.generate(prompt, params)
     assert got.outputs[0].token_ids == want.outputs[0].token_ids
+    assert got.num_cached_tokens >= len(prompt["prompt_token_ids"]) - 16
+    assert got.metrics.num_recomputed_tokens == 0
     steps = [each for each in log.events if isinstance(each, events.StepScheduled)]
     assert sum(sum(step.num_scheduled_tokens.values()) for step in steps) <= 4 + 16
 

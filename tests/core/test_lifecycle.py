@@ -164,8 +164,27 @@ def test_what_arrived_from_outside_is_shared_at_once(make_core):
     core.scheduler.update_from_output(scheduled, result)
     assert core.scheduler.requests["a"].status is RequestStatus.RUNNING
     assert core.scheduler.requests["a"].num_computed_tokens == 8
+    assert core.scheduler.requests["a"].sequence.num_cached_tokens == 8
     manager = core.scheduler.kv_cache_manager
     assert manager.get_computed_blocks(Request("b", prompt, SamplingParams())).num_tokens == 8
+
+
+def test_what_a_preempted_request_loads_was_not_found_in_its_prompt(make_core):
+    store = Store(num_tokens=0)
+    core = make_core(connector=store)
+    core.add("a", list(range(12)))
+    core.step()
+    core.scheduler.preempt_requests(["a"])
+    core.scheduler.schedule()
+    core.scheduler.kv_cache_manager.reset_prefix_cache()
+    store.num_tokens = 8
+    scheduled = core.scheduler.schedule()
+    [order] = scheduled.kv_transfers
+    result = core.compute(scheduled)
+    result.kv_transfers.append((order.transfer_id, 2))
+    core.scheduler.update_from_output(scheduled, result)
+    request = core.scheduler.requests["a"]
+    assert (request.num_computed_tokens, request.sequence.num_cached_tokens) == (8, 0)
 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "loading"])

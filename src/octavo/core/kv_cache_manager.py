@@ -464,6 +464,11 @@ class KVCacheManager:
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
+    def note_loaded(self, request: Request) -> None:
+        """Count what came from a store outside, up to a request's computed tokens, as found in its prompt."""
+        if not request.num_preemptions:
+            request.sequence.num_cached_tokens = request.num_computed_tokens
+
     def pin(self, transfer_id: int, block_ids: Sequence[int]) -> None:
         """Hold blocks for a transfer, whatever becomes of the requests in whose tables they are."""
         blocks = [self.pool.blocks[block_id] for block_id in block_ids]

@@ -109,6 +109,7 @@ class RequestLifecycle:
     def end_loading(self, request: Request, num_tokens: int) -> None:
         """Let a request run on: its first `num_tokens` are there, and may be shared."""
         self._run(request, num_tokens)
+        self._manager.note_loaded(request)
         self._manager.commit(request)
 
     def give_up_loading(self, request: Request) -> None:
