@@ -23,6 +23,9 @@ class Store:
             return 0
         return None if self.num_tokens is None else max(self.num_tokens - num_computed_tokens, 0)
 
+    def lookup_given_up(self, request):
+        self.told.append(("given up", request.request_id))
+
     def update_state_after_alloc(self, request, block_ids, num_external_tokens):
         self.told.append(("allocated", request.request_id, list(block_ids), num_external_tokens))
 

@@ -9,7 +9,6 @@ import itertools
 import threading
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from faulty_store import FaultyStore, HangingStore
@@ -298,7 +297,8 @@ def test_nothing_of_another_model_format_version_or_secret_has_the_same_key(chec
         ("octavo.build.LAYOUT_VERSION", 2),
         ("octavo.build.__version__", "0.0.0"),
         ("octavo.kernels.cpu.CpuKernels.identity", "other"),
-        ("octavo.build.torch", SimpleNamespace(__version__="0.0")),
+        ("octavo.build.torch.__version__", "9.9.9"),
+        ("octavo.build.torch.backends.cpu.get_cpu_capability", lambda: "another"),
     ]:
         with monkeypatch.context() as patch:
             patch.setattr(name, value)

@@ -173,7 +173,9 @@ def _cache_keys(config: EngineConfig, worker: Worker, dtype: str, identity: Weig
     ]
     if identity is not None:
         secret = hashlib.sha256(kv_secret_from_environment().encode()).hexdigest()
-        versions = f"octavo {__version__}, torch {torch.__version__}"
+        on_cuda = worker.device.type == "cuda"
+        machine = torch.cuda.get_device_name(worker.device) if on_cuda else torch.backends.cpu.get_cpu_capability()
+        versions = f"octavo {__version__}, torch {torch.__version__} on {machine}"
         keys += [f"model:{identity.result()}", f"versions:{versions}", f"secret:{secret}"]
     return tuple(keys)
 

@@ -157,16 +157,60 @@ def test_a_call_that_hangs_keeps_others_from_asking_until_it_returns():
     assert guard.stats().error == ""
 
 
-def test_the_first_block_that_does_not_come_is_forgotten_but_not_where_the_call_failed(made):
+def test_what_does_not_come_may_be_there_all_the_same_and_is_not_removed(made):
     clock, store, guard = made
     guard.save(KEYS[:3], [memoryview(key) for key in KEYS[:3]])
-    store.pool._nodes["a"][KEYS[1]].kv_data = b""
+    load, store.load = store.load, lambda keys, blocks: load(keys[:1], blocks[:1])
     assert guard.load(KEYS[:3], [memoryview(bytearray(BLOCK_BYTES)) for _ in range(3)]) == 1
-    assert store.forgotten == [KEYS[1]]
+    assert store.forgotten == []
     store.load = lambda keys, blocks: 1 / 0
     assert guard.load(KEYS[:1], [memoryview(bytearray(BLOCK_BYTES))]) == 0
     clock.now += FIRST_PAUSE_S
-    assert guard.num_matched(KEYS[:1]) == 1
+    assert guard.num_matched(KEYS[:3]) == 3
+
+
+def test_a_store_that_opens_when_it_is_closed_already_is_closed():
+    is_opening, may_open, closed = threading.Event(), threading.Event(), []
+
+    def open_store():
+        is_opening.set()
+        assert may_open.wait(10)
+        store = MemoryStore(GlobalKVPool(), "a", BLOCK_BYTES)
+        store.close = lambda: closed.append(store)
+        return store
+
+    guard = GuardedStore("slow", BLOCK_BYTES, open_store)
+    opening = threading.Thread(target=guard.open)
+    opening.start()
+    assert is_opening.wait(10)
+    guard.close()
+    may_open.set()
+    opening.join(10)
+    assert len(closed) == 1
+    assert not guard.is_usable
+
+
+def test_figures_say_that_a_call_hangs(made):
+    clock, store, guard = made
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    def hang(_keys):
+        is_asked.set()
+        may_answer.wait(10)
+        return 0
+
+    store.num_matched = hang
+    asking = threading.Thread(target=guard.num_matched, args=(KEYS,))
+    asking.start()
+    assert is_asked.wait(10)
+    assert guard.figures.is_usable == 1
+    clock.now += HANGS_AFTER_S + 1
+    assert not guard.is_usable
+    assert guard.figures.is_usable == 0
+    may_answer.set()
+    asking.join(10)
+    assert guard.is_usable
+    assert guard.figures.is_usable == 1
 
 
 def test_counts_that_cannot_be_are_cut(made):

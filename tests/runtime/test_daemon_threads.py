@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 
 from octavo.runtime.daemon_threads import DaemonThreads
 
@@ -53,3 +54,26 @@ def test_a_process_ends_although_a_task_hangs():
         "threads.submit(lambda: (entered.set(), time.sleep(1000)))\nentered.wait()\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_tasks_that_hang_leave_a_thread_for_the_next():
+    hanging, ran = threading.Event(), threading.Event()
+    threads = DaemonThreads(2, "hanging", hangs_after_s=0.05)
+    for _ in range(2):
+        threads.submit(lambda: hanging.wait(20))
+    time.sleep(0.1)
+    threads.submit(ran.set)
+    assert ran.wait(10)
+    assert threads.close(0.0) is False
+    hanging.set()
+    assert threads.close(10)
+
+
+def test_tasks_that_wait_for_one_another_get_no_thread_more():
+    release = threading.Event()
+    threads = DaemonThreads(1, "waiting", hangs_after_s=60)
+    for _ in range(5):
+        threads.submit(lambda: release.wait(20))
+    assert sum(each.name.startswith("waiting-") for each in threading.enumerate()) == 1
+    release.set()
+    assert threads.close(10)

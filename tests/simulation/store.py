@@ -91,6 +91,9 @@ class SimulatedStore:
             count += self.rng.randint(1, 3)
         return count * size
 
+    def lookup_given_up(self, request: Request) -> None:
+        """Nothing to note."""
+
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         """Nothing to note: the order comes with the step."""
 

@@ -32,6 +32,10 @@ class KVConnector(Protocol):
         """
         ...
 
+    def lookup_given_up(self, request: Request) -> None:
+        """Take note that nobody waits any more for an answer about a request."""
+        ...
+
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         """Take note that blocks were found for them: the transfer is ordered with this step."""
         ...
@@ -61,6 +65,9 @@ class NullConnector:
         """Find nothing."""
         del request, num_computed_tokens
         return 0
+
+    def lookup_given_up(self, request: Request) -> None:
+        """Do nothing."""
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         """Do nothing."""

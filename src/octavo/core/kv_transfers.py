@@ -117,9 +117,11 @@ class KVTransfers:
         may_ask = self._manager.reads_cache(request) and request.request_id not in self._gave_up
         is_whole = not computed.is_saved and computed.num_tokens == computed.num_blocks * size
         if not may_ask or not self.has_store or not is_whole:
+            self._lookups.pop(request.request_id, None)
             return 0
         most = request.num_tokens // size * size - computed.num_tokens
         if min(most, request.num_tokens - 1 - computed.num_tokens) < self._min_tokens:
+            self._lookups.pop(request.request_id, None)
             return 0
         self._manager.update_block_hashes(request)
         found = self._connector.get_num_new_matched_tokens(request, computed.num_tokens)
@@ -138,6 +140,7 @@ class KVTransfers:
             return None
         self._lookups.pop(name, None)
         self._gave_up.add(name)
+        self._connector.lookup_given_up(request)
         return 0
 
     def is_looking_up(self, request: Request) -> bool:
@@ -243,6 +246,8 @@ class KVTransfers:
         for pending in late:
             if pending.request is None:
                 self._cancel(pending, "expired")
+            else:  # it takes so long at least
+                self._cost.learn_load(len(pending.order.keys) * self._manager.block_size, now - pending.started)
         return [pending.request for pending in late if pending.request is not None]
 
     def cancel(self, request: Request, outcome: str) -> None:

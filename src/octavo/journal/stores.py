@@ -45,6 +45,10 @@ class RecordedConnector:
         self._answers.append([index for index, key in enumerate(keys) if key in wanted])
         return wanted
 
+    def lookup_given_up(self, request: Request) -> None:
+        """Pass it on."""
+        self._connector.lookup_given_up(request)
+
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         """Pass it on."""
         self._connector.update_state_after_alloc(request, block_ids, num_external_tokens)
@@ -80,6 +84,9 @@ class ReplayedConnector:
         """Return what was answered."""
         answer = self._next()
         return {keys[index] for index in answer if index < len(keys)} if isinstance(answer, list) else set()
+
+    def lookup_given_up(self, request: Request) -> None:
+        """Nothing is asked."""
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         """Nothing moves."""

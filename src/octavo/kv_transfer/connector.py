@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from octavo.kv_transfer.guard import HANGS_AFTER_S
 from octavo.runtime.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class StoreConnector:
         self._block_size = block_size
         self._on_answer = on_answer
         self._lookups: dict[str, _Lookup] = {}
-        self._threads = DaemonThreads(_LOOKUP_THREADS, "octavo-kv-lookup")
+        self._threads = DaemonThreads(_LOOKUP_THREADS, "octavo-kv-lookup", HANGS_AFTER_S)
         self._threads.submit(store.open)
 
     @property
@@ -81,6 +82,10 @@ class StoreConnector:
         lookup = self._lookups.pop(request_id, None)
         if lookup is not None:
             lookup.is_wanted = False
+
+    def lookup_given_up(self, request: Request) -> None:
+        """If it is still to be asked for, it is not."""
+        self._drop(request.request_id)
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         """Nothing to note: the order comes with the step."""

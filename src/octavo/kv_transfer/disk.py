@@ -83,13 +83,8 @@ class DiskStore:
             if found is None:
                 break
             file, first, count = found
-            try:
-                with self._reading(self._directory.path):
-                    loaded = self._load(file.name, first, keys[done : done + count], blocks[done : done + count])
-            except StoreError:
-                if done:
-                    break
-                raise
+            with self._reading(self._directory.path):
+                loaded = self._load(file.name, first, keys[done : done + count], blocks[done : done + count])
             done += loaded
             if loaded < count:
                 break

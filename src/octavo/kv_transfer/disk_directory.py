@@ -21,7 +21,7 @@ import secrets
 import stat
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from octavo.kv_transfer.disk_file import CorruptFileError, OtherFormatError, read_header
@@ -206,11 +206,9 @@ class DiskDirectory:
         logger.warning("KV file %s is set aside: %s", self.path / name, reason)
         bad = name.removesuffix(".kv") + ".bad"
         try:
-            if locked:
+            with nullcontext() if locked else self._locked():
+                self._new_generation()
                 (self.path / name).rename(self.path / bad)
-            else:
-                with self._locked():
-                    (self.path / name).rename(self.path / bad)
         except FileNotFoundError:
             return
         except OSError:  # no right to write, or the disk fails as a whole

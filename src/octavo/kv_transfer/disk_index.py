@@ -32,7 +32,8 @@ class DiskIndex:
         self._lock = threading.Lock()
         self._files: dict[str, BlockFile] = {}
         self._file_of: dict[bytes, BlockFile] = {}
-        self._by_age: list[tuple[int, str]] = []  # a heap, with files that are gone and ages that have changed
+        self._used_ns: dict[str, int] = {}  # when each was used last, as far as it was seen
+        self._by_age: list[tuple[int, str]] = []  # a heap of these, with files that are gone and what has changed
         self._num_bytes = 0
 
     @property
@@ -60,11 +61,11 @@ class DiskIndex:
             self._files[file.name] = file
             self._num_bytes += file.num_bytes
             for key in file.keys:
-                self._file_of.setdefault(key, file)
+                self._file_of[key] = file  # the newest: an older one with the same makes way before it
+            self._used_ns[file.name] = used_ns
             heapq.heappush(self._by_age, (used_ns, file.name))
             if len(self._by_age) > 2 * len(self._files) + _MIN_SPARE:
-                ages = {name: used_ns for used_ns, name in self._by_age if name in self._files}
-                self._by_age = [(used_ns, name) for name, used_ns in ages.items()]
+                self._by_age = [(used_ns, name) for name, used_ns in self._used_ns.items()]
                 heapq.heapify(self._by_age)
 
     def drop(self, name: str) -> BlockFile | None:
@@ -75,6 +76,7 @@ class DiskIndex:
     def _drop(self, name: str) -> BlockFile | None:
         file = self._files.pop(name, None)
         if file is not None:
+            del self._used_ns[name]
             self._num_bytes -= file.num_bytes
             for key in file.keys:
                 if self._file_of.get(key) is file:
@@ -84,7 +86,7 @@ class DiskIndex:
     def oldest(self) -> tuple[int, str] | None:
         """Return when the file that seems to be unused for longest was used, and its name."""
         with self._lock:
-            while self._by_age and self._by_age[0][1] not in self._files:
+            while self._by_age and self._used_ns.get(self._by_age[0][1]) != self._by_age[0][0]:
                 heapq.heappop(self._by_age)
             return self._by_age[0] if self._by_age else None
 
@@ -92,6 +94,7 @@ class DiskIndex:
         """Take note that the oldest file was used at this time."""
         with self._lock:
             if self._by_age and self._by_age[0][1] == name:
+                self._used_ns[name] = used_ns
                 heapq.heapreplace(self._by_age, (used_ns, name))
 
     def lacking(self, keys: Iterable[bytes]) -> set[bytes]:

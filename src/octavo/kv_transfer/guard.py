@@ -65,7 +65,9 @@ class GuardedStore:
         """Whether it may be asked now."""
         now = self._clock()
         with self._lock:
-            return not self._is_closed and now >= self._resumes_at and not self._hangs(now)
+            is_usable = not self._is_closed and now >= self._resumes_at and not self._hangs(now)
+            self.figures.is_usable = int(is_usable)
+        return is_usable
 
     def _hangs(self, now: float) -> bool:
         return any(now - start > HANGS_AFTER_S for start in self._calls.values())
@@ -90,18 +92,15 @@ class GuardedStore:
             return set()
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks; return how many are whole. The first one that is not is forgotten, unless the call failed."""
+        """Fill blocks; return how many, from the first one on, are whole."""
         start = self._clock()
-        count = self._ask(lambda store: store.load(keys, blocks), None)
-        num_loaded = min(count or 0, len(keys))
+        num_loaded = min(self._ask(lambda store: store.load(keys, blocks), 0), len(keys))
         with self._lock:
             figures = self.figures
             figures.num_loaded_blocks += num_loaded
             figures.loaded_bytes += num_loaded * self.block_bytes
             figures.load_seconds += self._clock() - start
         self._note_stats()
-        if count is not None and num_loaded < len(keys):
-            self.forget(keys[num_loaded : num_loaded + 1])
         return num_loaded
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
@@ -119,9 +118,10 @@ class GuardedStore:
     def _note_stats(self) -> None:
         """Let the figures say what the store says of itself."""
         stats, figures = self.stats(), self.figures
-        figures.num_blocks, figures.num_bytes = stats.num_blocks, stats.num_bytes
-        figures.num_evicted, figures.num_corrupt = stats.num_evicted, stats.num_corrupt
-        figures.num_errors, figures.is_usable = stats.num_errors, int(not stats.error)
+        with self._lock:
+            figures.num_blocks, figures.num_bytes = stats.num_blocks, stats.num_bytes
+            figures.num_evicted, figures.num_corrupt = stats.num_evicted, stats.num_corrupt
+            figures.num_errors = max(figures.num_errors, stats.num_errors)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Drop blocks."""
@@ -198,7 +198,14 @@ class GuardedStore:
     def _opened(self) -> KVStore:
         with self._opening:
             if self._store is None:
-                self._store = self._open_store()
+                store = self._open_store()
+                with self._lock:
+                    is_late = self._is_closed
+                    self._store = None if is_late else store
+                if is_late:
+                    store.close()
+            if self._store is None:
+                raise StoreError("it is closed")
             return self._store
 
     def _failed(self, error: Exception) -> None:

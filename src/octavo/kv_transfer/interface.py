@@ -57,7 +57,7 @@ class KVStore(Protocol):
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
         """Fill blocks (writable, `block_bytes` each) in order; return how many, from the first one on, are whole.
 
-        What stands in the others is undefined.
+        What stands in the others is undefined. What it finds to be wrong it has no longer afterwards.
         """
         ...
 

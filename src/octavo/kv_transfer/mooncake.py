@@ -113,6 +113,11 @@ class MooncakeStore:
                     for index, (code, key, block) in enumerate(zip(codes, some, into, strict=True))
                 ]
                 count += whole.index(False) if False in whole else len(whole)
+                wrong = [
+                    key for key, code, is_whole in zip(some, codes, whole, strict=True) if _is_wrong(code, is_whole)
+                ]
+                if wrong:  # leased or not: who reads it now sees by its checksum that it is gone
+                    self._call(area, "remove", [*map(_name, wrong)])
                 if False in whole:
                     break
         return count
@@ -126,7 +131,7 @@ class MooncakeStore:
             is_whole = bytes(stored[: _HEADER.size]) == _header(key, block)
         with self._lock:
             self._note(key, is_there=is_whole)
-            if not is_whole and (code >= 0 or code == _WRONG_SIZE):
+            if _is_wrong(code, is_whole):
                 self._num_corrupt += 1
                 logger.warning("Mooncake gave other bytes for a block than were saved: they are not used")
         return is_whole
@@ -231,6 +236,11 @@ class MooncakeStore:
         self._known.move_to_end(key)
         if len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
+
+
+def _is_wrong(code: int, is_whole: bool) -> bool:
+    """Whether something came, and not what was saved; what did not come may be there all the same."""
+    return not is_whole and (code >= 0 or code == _WRONG_SIZE)
 
 
 def _new_mark() -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 from octavo.kv_transfer.guard import GuardedStore
 from octavo.kv_transfer.interface import StoreStats
-from octavo.runtime.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,24 +13,18 @@ if TYPE_CHECKING:
     from octavo.data.kv_store_figures import KVStoreFigures
     from octavo.kv_transfer.interface import KVStore
 
-_MAX_RAISED_BYTES = 64 << 20  # of copies on their way from a slower store into a faster one
-_CLOSE_S = 2.0
-
 
 class TieredStore:
     """A `KVStore` over one or several, the fastest first. One that fails or hangs is passed over: nothing is raised.
 
-    Saves go to each that lacks the block. What was loaded from a slower one goes into the faster ones, beside the loads
-    and as long as the copies for it are within a bound.
+    Saves go to each that lacks the block. So what was loaded from a slower one is saved in the faster ones, when its
+    request offers its blocks.
     """
 
     def __init__(self, stores: Sequence[KVStore]) -> None:
         self.tiers = [store if isinstance(store, GuardedStore) else GuardedStore.of(store) for store in stores]
         self.name = ", ".join(tier.name for tier in self.tiers)
         self.block_bytes = self.tiers[0].block_bytes
-        self._raising = DaemonThreads(1, "octavo-kv-tiers") if len(self.tiers) > 1 else None
-        self._lock = threading.Lock()
-        self._raised_bytes = 0
 
     @property
     def figures(self) -> dict[str, KVStoreFigures]:
@@ -82,36 +74,8 @@ class TieredStore:
             count = len(keys) if is_last else tier.num_matched(keys)
             loaded = tier.load(keys[:count], blocks[:count]) if count else 0
             if loaded:
-                self._raise_up(index, keys[:loaded], blocks[:loaded])
                 return loaded
         return 0
-
-    def _raise_up(self, index: int, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
-        """Put what came from a tier into those before it, from a copy: the blocks' memory is the caller's."""
-        wanted: dict[int, set[bytes]] = {each: self.tiers[each].lacks(keys) for each in range(index)}
-        num_bytes = self.block_bytes * len(set().union(*wanted.values()))
-        raising = self._raising
-        with self._lock:
-            if raising is None or not num_bytes or self._raised_bytes + num_bytes > _MAX_RAISED_BYTES:
-                return
-            self._raised_bytes += num_bytes
-        copies = {
-            key: memoryview(bytes(block))
-            for key, block in zip(keys, blocks, strict=True)
-            if any(key in each for each in wanted.values())
-        }
-
-        def save() -> None:
-            try:
-                for each, lacking in wanted.items():
-                    chosen = [key for key in copies if key in lacking]
-                    if chosen:
-                        self.tiers[each].save(chosen, [copies[key] for key in chosen])
-            finally:
-                with self._lock:
-                    self._raised_bytes -= num_bytes
-
-        raising.submit(save)
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
         """Keep blocks in each store that lacks them; return how many, from the first one on, any of them has now."""
@@ -151,7 +115,5 @@ class TieredStore:
 
     def close(self) -> None:
         """Close all of them."""
-        if self._raising is not None:
-            self._raising.close(_CLOSE_S)
         for tier in self.tiers:
             tier.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -21,24 +22,36 @@ logger = logging.getLogger(__name__)
 class DaemonThreads:
     """Runs tasks in their order on `num_threads` threads, which end when this object does.
 
+    hangs_after_s: where every thread has been at one task for longer, the next task gets a thread more.
     (The standard library's executors wait at exit for what their threads do.)
     """
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    def __init__(self, num_threads: int, name: str, hangs_after_s: float = math.inf) -> None:
         self._tasks: Tasks = queue.SimpleQueue()
         self._is_closed = False
-        self._threads = [
-            threading.Thread(target=_work, args=(self._tasks,), name=f"{name}-{index}", daemon=True)
-            for index in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-        weakref.finalize(self, _end, self._tasks, num_threads)
+        self._name = name
+        self._hangs_after_s = hangs_after_s
+        self._begun: dict[int, float] = {}  # when each thread that is at a task began with it, by the thread's number
+        self._threads: list[threading.Thread] = []
+        for _ in range(num_threads):
+            self._add_thread()
+        weakref.finalize(self, _end, self._tasks, self._threads)
+
+    def _add_thread(self) -> None:
+        number = len(self._threads)
+        name = f"{self._name}-{number}"
+        thread = threading.Thread(target=_work, args=(self._tasks, self._begun, number), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def submit(self, task: Callable[[], None]) -> None:
         """Run a task as soon as a thread is free; after `close` not at all. What it raises is logged."""
-        if not self._is_closed:
-            self._tasks.put(task)
+        if self._is_closed:
+            return
+        self._tasks.put(task)
+        begun = list(self._begun.values())
+        if len(begun) == len(self._threads) and max(begun) < time.monotonic() - self._hangs_after_s:
+            self._add_thread()
 
     def close(self, timeout_s: float) -> bool:
         """Let the threads end behind the tasks that they have begun; return whether all did in time.
@@ -46,26 +59,28 @@ class DaemonThreads:
         A second call waits again.
         """
         self._is_closed = True
-        _end(self._tasks, len(self._threads))
+        _end(self._tasks, self._threads)
         end = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(end - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
 
-def _end(tasks: Tasks, num_threads: int) -> None:
+def _end(tasks: Tasks, threads: list[threading.Thread]) -> None:
     """Drop the tasks that nobody has begun, and let the threads end."""
     with contextlib.suppress(queue.Empty):
         while True:
             tasks.get_nowait()
-    for _ in range(num_threads):
+    for _ in threads:
         tasks.put(None)
 
 
-def _work(tasks: Tasks) -> None:
+def _work(tasks: Tasks, begun: dict[int, float], number: int) -> None:
     while (task := tasks.get()) is not None:
+        begun[number] = time.monotonic()
         try:
             task()
         except BaseException:  # panics of libraries included: the next task has a thread
             logger.exception("a task of %s failed", threading.current_thread().name)
+        del begun[number]
         del task  # or what it holds would live until the next one

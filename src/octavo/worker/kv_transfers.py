@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from octavo.data.scheduler_output import TransferDirection
+from octavo.kv_transfer.guard import HANGS_AFTER_S
 from octavo.runtime.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ class KVTransferThreads:
         self._lock = threading.Lock()
         self._piece_blocks = piece_blocks(self._blocks.block_bytes)
         self._threads = {
-            TransferDirection.LOAD: DaemonThreads(num_threads, "octavo-kv-load"),
-            TransferDirection.SAVE: DaemonThreads(1, "octavo-kv-save"),
+            TransferDirection.LOAD: DaemonThreads(num_threads, "octavo-kv-load", HANGS_AFTER_S),
+            TransferDirection.SAVE: DaemonThreads(1, "octavo-kv-save", HANGS_AFTER_S),
         }
         self._buffers: dict[TransferDirection, queue.SimpleQueue[Tensor]] = {
             TransferDirection.LOAD: queue.SimpleQueue(),
@@ -117,7 +118,10 @@ class KVTransferThreads:
     def _run(self, moving: _Moving) -> None:
         order = moving.order
         buffers = self._buffers[order.direction]
-        buffer = buffers.get()
+        try:
+            buffer = buffers.get_nowait()
+        except queue.Empty:  # a store that hangs keeps one, and may still write into it
+            buffer = self._blocks.make_buffer(self._piece_blocks)
         move = self._load if order.direction is TransferDirection.LOAD else self._save
         try:
             for first in range(0, len(order.keys), self._piece_blocks):
