@@ -27,7 +27,7 @@ from octavo.cli.chat import _read_line
 from octavo.cli.command import LazyCommand
 from octavo.cli.config_options import parse_size
 from octavo.cli.engine_options import EngineOptions, parse_speculative
-from octavo.cli.serve import _PACKAGES
+from octavo.cli.listen_options import PACKAGES
 from octavo.cli.workloads import make_workloads, read_workloads
 from octavo.config import (
     CacheConfig,
@@ -105,15 +105,15 @@ def test_what_only_a_server_installs_is_needed_by_none_but_a_server() -> None:
         if names & {owner.lower().replace("_", "-") for owner in owners}
     }
     assert {"fastapi", "msgspec", "zmq"} <= modules
-    assert {*_PACKAGES} <= modules
+    assert {*PACKAGES} <= modules
     can_do_without = {"uvloop", "llguidance"}
-    assert len(_PACKAGES) == len(names - can_do_without), "serve looks for each of the others"
+    assert len(PACKAGES) == len(names - can_do_without), "serve looks for each of the others"
     code = f"import sys; sys.modules.update(dict.fromkeys({modules!r}))  # to import them fails\n"
     code += "from octavo.cli import app; app(['generate', '--prompt', 'What is 12 + 30?'], standalone_mode=False)"
     assert "42" in python(code)
 
 
-@pytest.mark.parametrize("module", _PACKAGES)
+@pytest.mark.parametrize("module", PACKAGES)
 def test_serve_says_what_is_not_installed_before_the_engine_starts(module: str) -> None:
     code = (
         f"import sys; sys.modules[{module!r}] = None\nfrom octavo.cli.engine_options import EngineOptions\n"

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import threading
 from typing import TYPE_CHECKING
+from unittest.mock import AsyncMock
 
+import aiohttp
 import httpx
 import pytest
 import uvicorn
+from aiohttp.client_reqrep import ConnectionKey
 from fakes import FakeExecutor
 from router.routing import run_router
 from server.running import DEADLINE_S, run_server, wait_until
 
+from octavo.router.upstream import is_own_failure, is_refusal
 from octavo.server.access.listening import bind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12}
+LARGE = b'{"text":"' + b"x" * (32 << 20) + b'"}'
 EVENT = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
 
 
@@ -52,6 +58,8 @@ class MadeUp:
         match self.does:
             case "answer":
                 await _send(send, 200, b'{"usage":{"prompt_tokens":9,"completion_tokens":2}}')
+            case "large":
+                await _send(send, 200, LARGE)
             case "full" | "closing":
                 status = 429 if self.does == "full" else 503
                 await _send(send, status, b'{"error":{"message":"full"}}', [(b"retry-after", b"7")])
@@ -253,3 +261,77 @@ def test_open_requests_end_when_the_router_is_told_to_stop():
             left = [line for line in lines if line]
         assert json.loads(left[0].removeprefix("data: "))["error"]["code"] == "server_closing"
         wait_until(lambda: hanging.num_left, "the engine hears of it")
+
+
+def test_an_engine_lost_while_its_whole_answer_is_written_is_not_asked_again_elsewhere():
+    """Its client reads slowly; what it is told is the answer, once."""
+    with (
+        made_up("large") as (url, first),
+        made_up("large") as (other, second),
+        run_router(url, other) as routing,
+        routing.http() as http,
+        http.stream("POST", "/v1/chat/completions", json=CHAT) as got,
+    ):
+        reading = got.iter_raw(1 << 16)
+        received = len(next(reading))
+        for each in (url, other):
+            routing.service.pool.lost(routing.engine(each))
+        received += sum(map(len, reading))
+        assert received == len(LARGE)
+        assert first.num_posts + second.num_posts == 1
+
+
+def test_what_somebody_asks_for_stops_no_watching():
+    """A number of 400 digits is the engine's to refuse; the router counts it as a large one."""
+    with made_up("answer") as (url, _), run_router(url) as routing, routing.http() as http:
+        engine = routing.engine(url)
+        for count in (10**400, 10**18):
+            text = json.dumps({**CHAT, "max_tokens": 1, "n": 1}).replace('"n": 1', f'"n": {count}')
+            text = text.replace('"max_tokens": 1', f'"max_tokens": {count}')
+            assert http.post("/v1/chat/completions", content=text).status_code in {200, 429}
+        assert engine.num_sent_tokens < 1 << 40
+        routing.service.pool.lost(engine)
+        routing.wait_ready(1)
+
+
+def test_a_request_that_takes_engines_down_is_not_tried_on_all():
+    """An engine that begins anew says 503 to what it was doing."""
+    with contextlib.ExitStack() as stack:
+        engines = [stack.enter_context(made_up("closing")) for _ in range(4)]
+        routing = stack.enter_context(run_router(*(url for url, _ in engines)))
+        http = stack.enter_context(routing.http())
+        assert http.post("/v1/chat/completions", json=CHAT).status_code == 503
+    assert sum(engine.num_posts for _, engine in engines) == 2
+
+
+def leave(http):
+    with contextlib.suppress(httpx.HTTPError, RuntimeError):
+        http.post("/v1/completions", json=CHAT, timeout=2)
+
+
+def test_trouble_of_the_routers_own_ends_nothing():
+    key = ConnectionKey("127.0.0.1", 1, False, True, None, None, None)
+    own = aiohttp.ClientConnectorError(key, OSError(errno.EMFILE, "too many open files"))
+    refused = aiohttp.ClientConnectorError(key, ConnectionRefusedError(errno.ECONNREFUSED, "refused"))
+    assert (is_own_failure(own), is_refusal(own)) == (True, False)
+    assert (is_own_failure(refused), is_refusal(refused)) == (False, True)
+    with made_up("hang") as (url, engine), run_router(url) as routing, routing.http() as http:
+        upstream = routing.service.upstream
+        get, upstream.get = upstream.get, AsyncMock(side_effect=own)
+        asking = threading.Thread(target=leave, args=(http,))
+        asking.start()
+        wait_until(lambda: upstream.get.call_count >= 5 and engine.num_posts == 1, "it was looked at often")
+        assert routing.engine(url).is_ready
+        assert len(routing.engine(url).flights) == 1
+        upstream.get = get
+        asking.join(DEADLINE_S)
+
+
+def test_a_fault_of_watching_does_not_end_it():
+    with made_up("answer") as (url, _), run_router(url) as routing:
+        upstream = routing.service.upstream
+        get, upstream.get = upstream.get, AsyncMock(side_effect=ValueError("odd"))
+        wait_until(lambda: upstream.get.call_count >= 3, "it is looked at all the same")
+        upstream.get = get
+        routing.service.pool.lost(routing.engine(url))
+        routing.wait_ready(1)

@@ -11,6 +11,11 @@ from fakes import answer_text
 from router.routing import run_router
 from server.running import run_server
 
+from octavo.config import RouterConfig
+from octavo.errors import ConfigError
+from octavo.router.app import _cards
+from octavo.router.usage import read_usage
+
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12}
 
 
@@ -99,6 +104,47 @@ def test_the_routers_own(routed, http):
     told = http.get("/router/engines").json()
     assert [each["url"] for each in told["engines"]] == [first.url, second.url]
     assert told["engines"][0]["models"] == ["alias/of-fake", "fake"]
+
+
+def test_the_routers_own_are_nobody_elses(routed):
+    """Without a key no engine is reached, by whatever method."""
+    with run_router(*(each.url for each in routed[1]), api_key="secret") as routing, routing.http() as http:
+        for path in ("/health", "/ready", "/metrics", "/v1/models", "/router"):
+            answer = http.post(path, content=b"x" * 1000, headers={"Authorization": "Bearer secret"})
+            assert answer.status_code == 405, path
+        assert http.post("/health", content=b"x" * 1000).status_code == 405
+        assert http.get("/router").headers["www-authenticate"].startswith("Basic ")
+        opened = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+        assert http.get("/router", auth=("any", "secret"), headers=opened).status_code == 200
+        assert http.get("/v1/models", auth=("any", "secret"), headers=opened).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("text", "usage"),
+    [
+        (b'{"usage":{"prompt_tokens":700,"completion_tokens":9}}', (700, None, 709)),
+        (b'{"details":{"generated_tokens":5,"input_length":7}}', (7, None, 12)),
+        (
+            b'{"usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":0}}}',
+            (9, 0, 10),
+        ),
+        (b'{"usage":{"input_tokens":4,"cache_read_input_tokens":16,"output_tokens":2}}', (20, 16, 22)),
+        (b'{"text":"\\"prompt_tokens\\":7"}', (None, None, 0)),
+    ],
+)
+def test_what_an_answer_tells_is_charged_and_what_it_does_not_tell_teaches_nothing(text, usage):
+    assert read_usage(b"", text) == usage
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b'{"data": 3}', b"\x1f\x8b", b'{"data": [{"name": "x"}]}'])
+def test_an_engine_that_tells_no_models_is_left_out(text):
+    assert _cards(text) == []
+
+
+@pytest.mark.parametrize("name", ["a..b:8000", "x" * 64 + ".local:8000", "localhost:99999", "localhost:0", "localhost"])
+def test_a_name_that_nobody_can_have_is_refused(name):
+    with pytest.raises(ConfigError, match="engines_dns"):
+        RouterConfig(engines_dns=name)
 
 
 def test_requests_that_are_none_are_the_engines_to_refuse(http):

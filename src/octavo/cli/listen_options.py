@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
+PACKAGES = ("zmq", "msgspec", "fastapi", "uvicorn", "httptools", "prometheus_client", "aiohttp")  # only of servers
 
 
 def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
@@ -100,3 +102,10 @@ class ListenOptions:
         host = f"[{self.host}]" if ":" in self.host else self.host
         scheme = "http" if config.ssl_certfile is None else "https"
         return f"{scheme}://{host}:{sock.getsockname()[1]}"
+
+
+def check_installed(command: str) -> None:
+    """Raise `ConfigError`, which says how to get what a server needs and is missing; imports nothing."""
+    for name in PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"{command} needs {name}: pip install 'octavo[server]'")

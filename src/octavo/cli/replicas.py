@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.cli.route import run_router
 from octavo.config import AccessConfig, RouterConfig, environment_of_replicas
+from octavo.errors import ConfigError
 from octavo.kernels.machine import default_num_threads
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def serve_replicas(
     """Run replicas and a router until a signal ends them. num_threads: of each; None: the machine's, split."""
     from octavo.router.launcher import LocalReplicas, free_ports
 
+    if context.params.get("record") is not None:
+        raise ConfigError("--record is of one engine; with --replicas each would write the same file")
     if num_threads is None:
         num_threads = max(default_num_threads() // num_replicas, 1)
     ports = free_ports(num_replicas)

@@ -9,7 +9,7 @@ import typer
 from octavo.cli.command import command
 from octavo.cli.config_file import describe_settings
 from octavo.cli.config_options import read_part, with_options_of
-from octavo.cli.listen_options import ListenOptions
+from octavo.cli.listen_options import ListenOptions, check_installed
 from octavo.config import RouterConfig, api_key_from_environment
 from octavo.errors import EngineDeadError
 from octavo.runtime.garbage import permanent_generation
@@ -45,6 +45,7 @@ class RouterOptions:
 )
 def route(context: typer.Context, router: RouterOptions, listen: ListenOptions) -> None:
     """Put many servers behind one address."""
+    check_installed("octavo route")
     config = router.config(listen)
     say = listen.begin_logging(config.log_level)
     for line in describe_settings(context):
@@ -67,7 +68,7 @@ def run_router(
 
     check_binding(listen.host, config, insecure=listen.insecure)
     check_files(config)
-    max_connections = allow_open_files()
+    max_connections = allow_open_files(files_each=2)  # the client's, and one to an engine
     with hearing_signals(), bind(listen.host, listen.port) as sock:
         from octavo.router.app import make_router
         from octavo.router.launcher import NoLauncher

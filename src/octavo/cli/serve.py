@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import secrets
 import sys
@@ -18,7 +17,7 @@ from octavo.cli.command import command
 from octavo.cli.config_file import configuration, describe_configuration, describe_model, describe_settings
 from octavo.cli.config_options import read_part, with_options_of
 from octavo.cli.engine_options import EngineOptions
-from octavo.cli.listen_options import ListenOptions
+from octavo.cli.listen_options import ListenOptions, check_installed
 from octavo.config import (
     DEFAULT_MAX_NUM_WAITING,
     DEFAULT_MAX_NUM_WAITING_TOKENS,
@@ -26,7 +25,7 @@ from octavo.config import (
     ServerConfig,
     api_key_from_environment,
 )
-from octavo.errors import ConfigError, EngineDeadError
+from octavo.errors import EngineDeadError
 from octavo.runtime.garbage import permanent_generation
 from octavo.runtime.process_memory import returning_free_memory
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
 _ACCESS = "Access"
-_PACKAGES = ("zmq", "msgspec", "fastapi", "uvicorn", "httptools", "prometheus_client", "aiohttp")  # only of servers
 # So long may one thread keep the interpreter while others wait for it. A request changes threads several times, and
 # would wait each time for the thread that reads a large one: Python's own 5 ms are made for throughput.
 SWITCH_INTERVAL_S = 0.0005
@@ -79,7 +77,7 @@ class ServerOptions:
 )
 def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, listen: ListenOptions) -> None:
     """Serve a model through the OpenAI API."""
-    _check_installed()
+    check_installed("octavo serve")
     source = context.get_parameter_source("seed")
     is_drawn = source is None or source.name == "DEFAULT"
     if is_drawn:  # servers that were given no seed do not sample alike; whoever wants a replay finds it in the log
@@ -147,13 +145,6 @@ def _run(engine: EngineOptions, config: ServerConfig, listen: ListenOptions, say
                 raise EngineDeadError("the engine is dead for good; the log says why")
         finally:
             llm.shutdown()
-
-
-def _check_installed() -> None:
-    """Raise `ConfigError`, which says how to get what is missing; imports nothing."""
-    for name in _PACKAGES:
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"octavo serve needs {name}: pip install 'octavo[server]'")
 
 
 def _limits(engine: EngineOptions) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from octavo.config.fields import at_least, option
 from octavo.errors import ConfigError
 
 ROUTING_POLICIES = ("cache_aware", "least_loaded", "round_robin", "affinity")
+_MAX_PORT = 65535
 _NAME_AND_PORT = re.compile(r"\[?[^\[\]/@\s]+\]?:[0-9]{1,5}")
 
 
@@ -55,7 +56,7 @@ class RouterConfig(AccessConfig):
         1.5, "so many times as many, gets no more for what its cache holds.", unit="RATIO", low=1.0
     )
     max_prefix_entries: int = option(
-        1 << 18, "Pieces of prompts that cache_aware remembers, the last ones used; about 200 bytes each.", low=1
+        1 << 18, "Pieces of prompts that cache_aware remembers, the last ones used; about 400 bytes each.", low=1
     )
     health_interval_s: float = option(
         1.0, "How often engines are asked whether they are ready.", name="health_interval", unit="SECONDS", low=0.001
@@ -72,7 +73,7 @@ class RouterConfig(AccessConfig):
     def __post_init__(self) -> None:
         AccessConfig.__post_init__(self)
         object.__setattr__(self, "engines", tuple(map(engine_url, self.engines)))
-        if self.engines_dns is not None and not _NAME_AND_PORT.fullmatch(self.engines_dns):
+        if self.engines_dns is not None and not _is_name_and_port(self.engines_dns):
             raise ConfigError(f"engines_dns must be a name and a port, like engines.local:8000, got {self.engines_dns}")
         if not self.engines and self.engines_file is None and self.engines_dns is None:
             raise ConfigError("a router needs engines: --engine URL, --engines-file FILE or --engines-dns NAME:PORT")
@@ -82,6 +83,15 @@ class RouterConfig(AccessConfig):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)}")
         object.__setattr__(self, "session_header", self.session_header.lower())
+
+
+def _is_name_and_port(text: str) -> bool:
+    name, _, port = text.rpartition(":")
+    try:
+        name.strip("[]").encode("idna")
+    except UnicodeError:
+        return False
+    return _NAME_AND_PORT.fullmatch(text) is not None and 0 < int(port) <= _MAX_PORT
 
 
 def engine_url(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from octavo.router.service import RouterService
 
 
+class _ModelList(msgspec.Struct):
+    data: list[dict[str, Any]]
+
+
 def create_app(service: RouterService) -> Starlette:
     """Make the ASGI application. Where keys are asked for, every route but /health and /ready asks for one."""
     own = [
@@ -35,9 +40,9 @@ def create_app(service: RouterService) -> Starlette:
         Route("/metrics", partial(_metrics, service)),
         Route("/v1/models", partial(_models, service)),
         *page_routes(service),
-        Route("/{path:path}", Proxy(service)),
     ]
-    app = Starlette(routes=own)
+    proxy = Proxy(service, [route.path for route in own if isinstance(route, Route)])
+    app = Starlette(routes=[*own, Route("/{path:path}", proxy)])
     add_error_handlers(app)
     add_guards(
         app,
@@ -73,19 +78,27 @@ async def _metrics(service: RouterService, request: Request) -> Response:
 
 async def _models(service: RouterService, request: Request) -> Response:
     """Tell the models of all engines, each once; an engine that does not answer is left out."""
+    service.check_ready()
     ready = service.pool.ready()
     answers = await asyncio.gather(*(_models_of(service, engine, request) for engine in ready))
     refused = next((answer for answer in answers if answer is not None and answer[0] != 200), None)
-    told = [msgspec.json.decode(answer[1]) for answer in answers if answer is not None and answer[0] == 200]
+    told = [_cards(answer[1]) for answer in answers if answer is not None and answer[0] == 200]
     if not told:
         if refused is None:
             raise NoEngineError(service.config.health_interval_s)
         return Response(refused[1], refused[0], media_type="application/json")
     cards: dict[str, Any] = {}
-    for each in told:
-        for card in each.get("data", ()):
-            cards.setdefault(card["id"], card)
+    for card in itertools.chain.from_iterable(told):
+        cards.setdefault(card["id"], card)
     return JSONResponse({"object": "list", "data": list(cards.values())})
+
+
+def _cards(text: bytes) -> list[dict[str, Any]]:
+    """Return what an engine tells of its models; nothing where it is no list of them."""
+    try:
+        return [card for card in msgspec.json.decode(text, type=_ModelList).data if isinstance(card.get("id"), str)]
+    except msgspec.MsgspecError:
+        return []
 
 
 async def _models_of(service: RouterService, engine: Engine, request: Request) -> tuple[int, bytes] | None:

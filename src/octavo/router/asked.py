@@ -16,6 +16,8 @@ _BYTES_PER_TOKEN = 4  # of English; only loads are reckoned with it
 _USUAL_TOKENS = 256  # of an answer whose length is not limited
 _SMALL_PIECE, _LARGE_PIECE, _SMALL_PIECES = 64, 1024, 128  # bytes of a prompt's pieces: its first ones are small
 _MAX_PIECES = 4096  # behind these nobody looks: 4 MB
+_MAX_TOKENS = 1 << 17  # that an answer counts as; who asks for more is told so by the engine
+_MAX_STREAMS = 1 << 10
 # What stands before what in the prompt that an engine makes, whichever API it is.
 _PROMPT_FIELDS = ("tools", "instructions", "system", "messages", "prompt", "input", "inputs")
 _NO_RAW = msgspec.Raw()
@@ -109,7 +111,7 @@ def read_asked(body: bytes, *, tenant: str, headers: Mapping[str, str], session_
         model=model,
         num_tokens=_num_tokens(prompt),
         max_tokens=_max_tokens(read),
-        num_streams=read.n if _is_count(read.n) else 1,
+        num_streams=min(read.n, _MAX_STREAMS) if _is_count(read.n) else 1,
         session=session or next((each for each in given if isinstance(each, str) and each), None),
     )
 
@@ -129,7 +131,7 @@ def _num_tokens(prompt: bytes) -> int:
 def _max_tokens(read: Body) -> int:
     limits = (read.max_completion_tokens, read.max_tokens, read.max_output_tokens)
     given = [*limits, None if read.parameters is None else read.parameters.max_new_tokens]
-    return min((each for each in given if _is_count(each)), default=_USUAL_TOKENS)
+    return min(min((each for each in given if _is_count(each)), default=_USUAL_TOKENS), _MAX_TOKENS)
 
 
 def _is_count(value: Any) -> bool:

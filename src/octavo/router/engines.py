@@ -89,12 +89,13 @@ class EnginePool:
         """Note that a request goes to an engine."""
         self._policy.sent(asked, engine)
 
-    def told(self, asked: Asked, engine: Engine, num_prompt_tokens: int | None, num_cached_tokens: int) -> None:
+    def told(self, asked: Asked, engine: Engine, num_prompt_tokens: int | None, num_cached_tokens: int | None) -> None:
         """Note that a request is over, and what its engine said of it; None: nothing."""
-        if num_prompt_tokens:
+        share = None
+        if num_prompt_tokens and num_cached_tokens is not None:
             engine.num_prompt_tokens += num_prompt_tokens
             engine.num_cached_tokens += num_cached_tokens
-        share = num_cached_tokens / num_prompt_tokens if num_prompt_tokens else None
+            share = num_cached_tokens / num_prompt_tokens
         self._policy.ended(asked, engine, share)
 
     def forget(self, engine: Engine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -19,13 +20,16 @@ from octavo.server.access.body import received
 from octavo.server.errors import CLIENT_LEFT, EngineLostError, NoEngineError, note_error, to_http
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from starlette.types import Receive, Scope, Send
 
     from octavo.router.engines import Engine
     from octavo.router.service import RouterService
 
 logger = logging.getLogger(__name__)
-_REFUSED = frozenset({429, 503})  # before anything was done; another engine may take it
+_FULL, _NOT_SERVING = 429, 503  # the second also of requests that were under way when an engine began anew
+_REFUSED = frozenset({_FULL, _NOT_SERVING})  # another engine may take it
 _KEPT_BYTES = 1024  # of the events before the last one: the counts may stand in one of these
 _MAX_FAILURES = 2  # so many engines may fail a request: it goes elsewhere once
 
@@ -33,11 +37,15 @@ _MAX_FAILURES = 2  # so many engines may fail a request: it goes elsewhere once
 class Proxy:
     """The route of all that the router does not answer itself."""
 
-    def __init__(self, service: RouterService) -> None:
+    def __init__(self, service: RouterService, own_paths: Collection[str] = ()) -> None:
+        """own_paths: what the router answers itself, by the methods that it knows."""
         self._service = service
+        self._own_paths = frozenset(own_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request; an error is told as its API tells it."""
+        """Serve a request. An error is told as its API tells it; behind an answer's beginning the connection ends."""
+        if scope["path"] in self._own_paths:
+            raise HTTPException(405)
         request = Request(scope, receive)
         request.state.is_begun = False
         try:
@@ -46,7 +54,8 @@ class Proxy:
             if not request.state.is_begun:
                 await Response(status_code=CLIENT_LEFT)(scope, receive, send)  # nobody reads it
         except OctavoError as error:
-            await error_response(to_http(error), scope["path"])(scope, receive, send)
+            if not request.state.is_begun:
+                await error_response(to_http(error), scope["path"])(scope, receive, send)
 
     async def _serve(self, request: Request, send: Send) -> None:
         service, tenant = self._service, request.state.tenant
@@ -87,6 +96,8 @@ class _Exchange:
                 refused = await self._try(engine)
             except EngineLostError:
                 engine.num_failures += 1
+                if self._flight.is_begun:
+                    raise
                 num_failures += 1
                 if num_failures == _MAX_FAILURES:
                     raise
@@ -97,7 +108,10 @@ class _Exchange:
             if refused is None:
                 return
             refusal = refused if refusal is None else min(refusal, refused)
-        if num_failures:
+            num_failures += refused[1] == _NOT_SERVING
+            if num_failures == _MAX_FAILURES:
+                break
+        if refusal is None and num_failures:
             raise EngineLostError
         if refusal is None:
             raise NoEngineError(self._service.config.health_interval_s)
@@ -110,7 +124,7 @@ class _Exchange:
         now: seconds to wait, status, headers, body. Raises `EngineLostError` while the client has heard nothing.
         """
         pool, asked = self._service.pool, self._flight.asked
-        usage = Usage(None, 0, 0)
+        usage = Usage(None, None, 0)
         with Share(self._flight, engine) as share:
             pool.sent(asked, engine)
             try:
@@ -123,7 +137,14 @@ class _Exchange:
                     async with self._flight.guarded():
                         if answer.status in _REFUSED:
                             return _seconds(answer), answer.status, answer.headers, await answer.read()
-                        usage = await self._relay(answer)
+                        # JSON as a whole, so that it can still come from elsewhere until it is there
+                        body = await answer.read() if answer.is_json else None
+                    if body is not None:  # its engine is done, whatever becomes of it
+                        usage = read_usage(b"", body)
+                        await self._send_whole(answer.status, answer.headers, body)
+                        return None
+                    async with self._flight.guarded():
+                        await self._relay(answer)
             except FAILURES as error:
                 self._service.suspect(engine)
                 logger.info("%s failed a request: %s: %s", engine.url, type(error).__name__, error)
@@ -135,17 +156,12 @@ class _Exchange:
                 self._service.charge(self._flight, usage.num_tokens)
         return None
 
-    async def _relay(self, answer: Answer) -> Usage:
-        """Pass an answer on: JSON as a whole, so that it can still come from elsewhere until it is there."""
-        if answer.is_json:
-            body = await answer.read()
-            await self._send_whole(answer.status, answer.headers, body)
-            return read_usage(b"", body)
+    async def _relay(self, answer: Answer) -> None:
+        """Pass an answer on as it comes."""
         await self._start(answer.status, answer.headers)
         while chunk := await answer.next():
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
         await self._send({"type": "http.response.body"})
-        return Usage(None, 0, 0)
 
     async def _relay_stream(self, answer: Answer, share: Share) -> Usage:
         """Pass events on as they come, each whole; one that fails ends with an event that says so."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from octavo.server.access.tenants import Tenant
 
 logger = logging.getLogger(__name__)
+_SLOW_READER_S = 5.0
 _BODIES = 64  # so many of the largest may be open at once
 
 
@@ -131,7 +132,9 @@ class RouterService:
             logger.warning("ending %d open requests", len(self._flights))
         for flight in list(self._flights):
             flight.end(ServerClosingError("closing"))
-        await self._is_idle.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SLOW_READER_S):  # who does not read is not waited for
+                await self._is_idle.wait()
         if self._watch is not None:
             await self._watch.stop()
             await self.upstream.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from typing import TYPE_CHECKING, Self
 
 import aiohttp
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 FAILURES = (aiohttp.ClientError, OSError, asyncio.TimeoutError)  # of an engine, or of the way to it
 _CONNECT_S = 3.0
+_OWN_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 _IDLE_S = 30.0  # octavo's servers keep connections for longer
 # RFC 9110, section 7.6.1, and what is this connection's own: who asks was let in here, under this server's name.
 _NOT_PASSED = frozenset(
@@ -26,6 +28,20 @@ _NOT_PASSED = frozenset(
     }
 )
 _NOT_PASSED_BACK = _NOT_PASSED - {b"content-length"} | {b"date", b"server"}
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether nobody is there: connections are refused, or ended at once."""
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    return isinstance(cause, ConnectionRefusedError | ConnectionResetError | aiohttp.ServerDisconnectedError)
+
+
+def is_own_failure(error: BaseException) -> bool:
+    """Whether it is this process's trouble, and says nothing of an engine: too many open files, no answer of DNS."""
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return True
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    return isinstance(cause, OSError) and cause.errno in _OWN_ERRNOS
 
 
 class Upstream:

@@ -14,10 +14,10 @@ _END_BYTES = 4096  # of a long answer, the counts stand there
 
 
 class Usage(NamedTuple):
-    """num_prompt_tokens: None where nothing was told. num_tokens: of prompt and answer."""
+    """num_prompt_tokens, num_cached_tokens: None where nothing was told. num_tokens: of prompt and answer."""
 
     num_prompt_tokens: int | None
-    num_cached_tokens: int
+    num_cached_tokens: int | None
     num_tokens: int
 
 
@@ -25,11 +25,12 @@ def read_usage(first: bytes, last: bytes) -> Usage:
     """Read the counts of an answer from its beginning, where Anthropic's streams tell them, and its end."""
     text = first[:_END_BYTES] + last[-_END_BYTES:]
     prompt, cached, read = _last(_PROMPT, text), _last(_CACHED, text), _last(_READ, text)
-    if prompt is None or (cached is None and read is None):
-        return Usage(None, 0, 0)
+    if prompt is None:
+        return Usage(None, None, 0)
     if cached is None:  # Anthropic counts what was read from a cache apart
+        cached = read
         prompt += read or 0
-    return Usage(prompt, cached or read or 0, prompt + (_last(_WRITTEN, text) or 0))
+    return Usage(prompt, cached, prompt + (_last(_WRITTEN, text) or 0))
 
 
 def _last(pattern: re.Pattern[bytes], text: bytes) -> int | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from octavo.router.discovery import make_sources
-from octavo.router.upstream import FAILURES
+from octavo.router.upstream import FAILURES, is_own_failure, is_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -73,34 +73,44 @@ class EngineWatch:
 
     async def _discover(self) -> None:
         while True:
-            urls = [url for source in self._sources for url in await source.urls()]
-            new, gone = self._pool.change(urls)
-            for engine in gone:
-                logger.info("%s has left", engine.url)
-            for engine in new:
-                self._wake[engine] = asyncio.Event()
-                self._begin(self._look_after(engine))
+            try:
+                urls = [url for source in self._sources for url in await source.urls()]
+            except Exception:  # what goes wrong once must not end it
+                logger.exception("which engines there are cannot be found out now")
+            else:
+                self._change(urls)
             await asyncio.sleep(self._config.health_interval_s)
+
+    def _change(self, urls: list[str]) -> None:
+        new, gone = self._pool.change(urls)
+        for engine in gone:
+            logger.info("%s has left", engine.url)
+        for engine in new:
+            self._wake[engine] = asyncio.Event()
+            self._begin(self._look_after(engine))
 
     async def _look_after(self, engine: Engine) -> None:
         num_silent = 0
-        while engine.is_member:
+        while engine.is_member or engine.flights:
             try:
                 status, _ = await self._upstream.get(engine, "/ready", None, self._config.health_timeout_s)
-            except FAILURES as error:
-                num_silent += 1
-                # who refuses connections is gone; who is only slow is asked once more
-                if num_silent >= _MAX_SILENT or not isinstance(error, TimeoutError):
-                    self._lost(engine, error)
-            else:
                 num_silent = 0
                 await self._heard(engine, is_ready=status == 200)
+            except FAILURES as error:
+                num_silent += not is_own_failure(error)
+                # who refuses connections is gone; who is only silent is asked once more
+                if num_silent >= _MAX_SILENT or is_refusal(error):
+                    self._lost(engine, error)
+            except Exception:  # what goes wrong once must not end it
+                logger.exception("%s cannot be looked at now", engine.url)
             await self._pause(engine)
         del self._wake[engine]
 
     def _lost(self, engine: Engine, error: Exception) -> None:
         if engine.is_ready:
             logger.warning("%s is lost: %s: %s", engine.url, type(error).__name__, error)
+        if is_refusal(error):
+            self._pool.forget(engine)  # whoever comes back at this address begins anew
         engine.models = None
         self._pool.lost(engine)
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 CLIENT_LEFT = 499  # the status of a request whose client left, for the log; the number is nginx's
+PAGES = ("/dashboard", "/router")  # that people open in a browser
 
 
 class RateLimitError(QueueFullError):
@@ -138,7 +139,7 @@ class HttpError:
         """Return the whole answer, as the API of a path spells errors."""
         body = self.anthropic_body if path.startswith("/v1/messages") else self.body
         headers = self.headers
-        if self.status == 401 and path.startswith("/dashboard"):
+        if self.status == 401 and path.startswith(PAGES):
             headers["WWW-Authenticate"] = 'Basic realm="octavo: any name, and an API key as password", charset="UTF-8"'
         return ErrorResponse(self, msgspec.json.encode(body), self.status, headers)
 

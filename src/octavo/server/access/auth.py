@@ -8,7 +8,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from octavo.server.access.tenants import EVERYBODY
-from octavo.server.errors import AuthenticationError, to_http
+from octavo.server.errors import PAGES, AuthenticationError, to_http
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,9 +81,7 @@ def _asks_itself(scope: Scope) -> bool:
         own = {scheme + said.get(b"host", b"") for scheme in (b"http://", b"https://")}
         return said.get(b"origin") in {None, *own}
     opens_page = (said.get(b"sec-fetch-mode"), said.get(b"sec-fetch-dest")) == (b"navigate", b"document")
-    return site in {b"same-origin", b"none"} or (
-        opens_page and scope["method"] == "GET" and scope["path"] == "/dashboard"
-    )
+    return site in {b"same-origin", b"none"} or (opens_page and scope["method"] == "GET" and scope["path"] in PAGES)
 
 
 def _scheme(value: bytes) -> bytes:

@@ -199,14 +199,14 @@ def reset_when_closed(sock: socket.socket | None) -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def allow_open_files(num_connections: int = MAX_CONNECTIONS) -> int:
+def allow_open_files(num_connections: int = MAX_CONNECTIONS, *, files_each: int = 1) -> int:
     """Raise this process's soft limit of open files as far as so many connections need; return how many fit.
 
-    Warns where these are fewer.
+    files_each: that a connection takes. Warns where these are fewer.
     """
     if sys.platform == "win32":
         return num_connections
-    needed = num_connections + _OWN_FILES
+    needed = num_connections * files_each + _OWN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return num_connections
@@ -214,7 +214,7 @@ def allow_open_files(num_connections: int = MAX_CONNECTIONS) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     if limit == needed:
         return num_connections
-    num_fit = max(limit - _OWN_FILES, 1)
+    num_fit = max((limit - _OWN_FILES) // files_each, 1)
     logger.warning(
         "the system lets this process open %d files: %d connections fit, of the %d that it would take; "
         "raise its hard limit (ulimit -Hn, or LimitNOFILE= of its unit) to %d",
