@@ -109,6 +109,7 @@ def test_another_engine_goes_on_from_the_pool(master, engines, kv_cache_dtype):
     assert second.num_loaded_tokens == 16 * NUM_BLOCKS
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("whom", ["donor", "master"])
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_whoever_is_gone_the_engine_answers(master, engines, whom, end):

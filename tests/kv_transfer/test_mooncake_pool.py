@@ -173,6 +173,7 @@ def test_blocks_that_are_evicted_while_they_are_read(open_store, leases_ms):
     assert min(counts) < len(KEYS) if leases_ms == 1 else max(counts) > 0
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_donor_that_dies_or_freezes_is_a_miss(open_store, master, end):
     donor, reader = open_store(master, LENT_BYTES), open_store(master)
@@ -191,6 +192,7 @@ def test_a_donor_that_dies_or_freezes_is_a_miss(open_store, master, end):
         in_the_end(lambda: saves(donor) and loads_right(donor))
 
 
+@pytest.mark.slow
 def test_a_master_that_freezes_is_an_error_until_it_goes_on(open_store, master):
     donor, reader = open_store(master, LENT_BYTES), open_store(master)
     assert donor.save(KEYS, BLOCKS) == len(KEYS)
@@ -230,6 +232,7 @@ def test_a_master_that_comes_back_knows_nothing(open_store, master):
     assert load(reader) == BLOCKS
 
 
+@pytest.mark.slow
 def test_no_master_yet(open_store):
     """As the engine has it: the store is opened when it is asked, and again later."""
     master = Master()

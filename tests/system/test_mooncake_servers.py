@@ -55,6 +55,7 @@ def is_client(process):
     return any("mooncake_process" in word for word in process.cmdline())
 
 
+@pytest.mark.slow
 def test_the_recipe(master):
     first, second = servers_of_recipe(master)
     assert "--kv-mooncake" in first

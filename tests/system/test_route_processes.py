@@ -115,6 +115,7 @@ def test_replicas_do_not_sample_alike(replicas):
     assert len(texts) == 2
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("num", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_an_engine_that_is_killed_or_frozen_under_load(replicas, trouble, num):
@@ -133,6 +134,7 @@ def test_an_engine_that_is_killed_or_frozen_under_load(replicas, trouble, num):
             each.resume()
 
 
+@pytest.mark.slow
 def test_children_end_with_a_parent_that_is_killed():
     with started("serve", "--replicas", "2", *SMALL) as (process, http):
         wait(lambda: num_ready(http) >= 1, "one is ready")
