@@ -135,9 +135,20 @@ def test_a_store_that_does_not_know_yet_is_asked_again_until_it_has_taken_too_lo
     made.emitter.now = 0.5
     assert not made.transfers.is_looking_up(request)
     assert made.find(request) == 0
+    assert made.store.told[-1] == ("given up", "a")
     made.store.num_tokens = 8
     assert made.find(request) == 0  # it asks no more
     assert (made.transfers.num_pending, made.transfers.num_records) == (0, 1)
+
+
+@pytest.mark.parametrize("computed", [ComputedBlocks([], 3, [0], is_saved=True), ComputedBlocks([], 8, [0, 1])])
+def test_a_question_that_became_pointless_waits_for_no_answer(made, computed):
+    """What it asks for is there by now, or too little is left."""
+    request = Request("a", list(range(12)), SamplingParams())
+    made.store.num_tokens = None
+    assert made.find(request) is None
+    assert made.find(request, computed) == 0
+    assert (made.transfers.num_pending, made.transfers.num_records) == (0, 0)
 
 
 def test_who_cannot_wait_computes_itself_and_who_hears_fetches(made):
@@ -366,6 +377,15 @@ def test_expired_is_whose_deadline_has_come(made):
     assert made.transfers.expired(5.9) == []
     assert made.transfers.expired(6.0) == [first]
     assert made.transfers.expired(7.9) == [first, second]
+
+
+def test_a_load_that_takes_too_long_is_not_tried_by_the_next(made):
+    """It takes so long at least, however long it would."""
+    made.transfers.learn_step(step_of(100), 1.0)
+    request, _ = made.start("a", now=1.0)
+    assert made.transfers.expired(6.0) == [request]
+    made.transfers.cancel(request, "expired")
+    assert made.find(Request("b", list(range(12)), SamplingParams())) == 0
 
 
 def test_a_cancelled_transfer_keeps_its_blocks_until_the_worker_was_told(made):

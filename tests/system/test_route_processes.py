@@ -17,6 +17,7 @@ import pytest
 from serving_process import DEADLINE_S, STORY
 
 TERMINAL_S = 10.0
+pytestmark = pytest.mark.xdist_group("replicas")  # they share those of one fixture
 SMALL = ("--max-num-seqs", "8", "--num-gpu-blocks-override", "400")
 
 

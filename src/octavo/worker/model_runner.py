@@ -114,7 +114,8 @@ class ModelRunner:
 
     def _execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         self.kv_cache.copy(scheduled.copies)
-        self.kv_mover.begin(scheduled)  # behind the copies: what is loaded may stand where they read
+        if scheduled.kv_transfers or scheduled.kv_cancels:
+            self.kv_mover.begin(scheduled)  # behind the copies: what is loaded may stand where they read
         self.drafting.finish(scheduled.finished_req_ids)
         if scheduled.preempted_req_ids:
             self.drafting.forget(scheduled.preempted_req_ids)
