@@ -385,7 +385,24 @@ def test_a_load_that_takes_too_long_is_not_tried_by_the_next(made):
     request, _ = made.start("a", now=1.0)
     assert made.transfers.expired(6.0) == [request]
     made.transfers.cancel(request, "expired")
+    assert made.transfers._cost._loads.seconds(8) == 5.0
     assert made.find(Request("b", list(range(12)), SamplingParams())) == 0
+
+
+@pytest.mark.parametrize(("num_blocks", "num_tokens"), [(0, 0), (1, 4), (2, 8)])
+def test_what_came_and_what_it_spared_is_told(made, num_blocks, num_tokens):
+    made.transfers.learn_step(step_of(100), 50.0)
+    _, order = made.start("a", now=1.0)
+    made.emitter.now = 3.0
+    made.transfers.end(order.transfer_id, num_blocks)
+    [event] = made.log.of_type(events.KVLoadEnded)
+    assert (event.num_tokens, event.seconds, event.computing_s) == (num_tokens, 2.0, 0.5 * num_tokens)
+
+
+def test_of_a_load_that_was_given_up_nothing_came(made):
+    request, _ = made.start("a")
+    made.transfers.cancel(request, "cancelled")
+    assert [event.num_tokens for event in made.log.of_type(events.KVLoadEnded)] == [0]
 
 
 def test_a_cancelled_transfer_keeps_its_blocks_until_the_worker_was_told(made):

@@ -241,8 +241,6 @@ class KVTransfers:
             if pending.deadline > now:
                 break
             late.append(pending)
-        if not late:
-            return []
         for pending in late:
             if pending.request is None:
                 self._cancel(pending, "expired")
