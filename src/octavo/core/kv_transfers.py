@@ -236,7 +236,8 @@ class KVTransfers:
 
     def expired(self, now: float) -> list[Request]:
         """Give up saves that have taken too long; return the requests whose loads have: deadlines grow with ids."""
-        late = []
+        late: list[PendingTransfer] = []
+        waiting: list[Request] = []
         for pending in self._pending.values():
             if pending.deadline > now:
                 break
@@ -246,7 +247,8 @@ class KVTransfers:
                 self._cancel(pending, "expired")
             else:  # it takes so long at least
                 self._cost.learn_load(len(pending.order.keys) * self._manager.block_size, now - pending.started)
-        return [pending.request for pending in late if pending.request is not None]
+                waiting.append(pending.request)
+        return waiting
 
     def cancel(self, request: Request, outcome: str) -> None:
         """Give up a request's load; it asks no more. Its blocks stay pinned until the worker has been told."""
