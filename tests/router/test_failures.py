@@ -10,11 +10,9 @@ import threading
 from typing import TYPE_CHECKING
 from unittest.mock import AsyncMock
 
-import aiohttp
 import httpx
 import pytest
 import uvicorn
-from aiohttp.client_reqrep import ConnectionKey
 from fakes import FakeExecutor
 from router.routing import run_router
 from server.running import DEADLINE_S, run_server, wait_until
@@ -310,9 +308,7 @@ def leave(http):
 
 
 def test_trouble_of_the_routers_own_ends_nothing():
-    key = ConnectionKey("127.0.0.1", 1, False, True, None, None, None)
-    own = aiohttp.ClientConnectorError(key, OSError(errno.EMFILE, "too many open files"))
-    refused = aiohttp.ClientConnectorError(key, ConnectionRefusedError(errno.ECONNREFUSED, "refused"))
+    own, refused = OSError(errno.EMFILE, "too many open files"), ConnectionRefusedError(errno.ECONNREFUSED, "refused")
     assert (is_own_failure(own), is_refusal(own)) == (True, False)
     assert (is_own_failure(refused), is_refusal(refused)) == (False, True)
     with made_up("hang") as (url, engine), run_router(url) as routing, routing.http() as http:

@@ -11,9 +11,10 @@ from starlette.responses import Response
 
 from octavo.errors import OctavoError
 from octavo.router.asked import read_asked
+from octavo.router.event_stream import EventStream
 from octavo.router.flight import Flight, Share
 from octavo.router.spelling import PLACES, error_event, error_response
-from octavo.router.upstream import FAILURES, Answer
+from octavo.router.upstream import FAILURES
 from octavo.router.usage import Usage, read_usage
 from octavo.runtime import logs
 from octavo.server.access.body import received
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
+    from octavo.router.connection import Answer
     from octavo.router.engines import Engine
     from octavo.router.service import RouterService
 
 logger = logging.getLogger(__name__)
 _FULL, _NOT_SERVING = 429, 503  # the second also of requests that were under way when an engine began anew
 _REFUSED = frozenset({_FULL, _NOT_SERVING})  # another engine may take it
-_KEPT_BYTES = 1024  # of the events before the last one: the counts may stand in one of these
 _MAX_FAILURES = 2  # so many engines may fail a request: it goes elsewhere once
 
 
@@ -165,23 +166,15 @@ class _Exchange:
 
     async def _relay_stream(self, answer: Answer, share: Share) -> Usage:
         """Pass events on as they come, each whole; one that fails ends with an event that says so."""
-        send, read = self._send, answer.next
-        first = last = rest = b""
+        events = EventStream(share)
         try:
             async with self._flight.guarded():
-                while chunk := await read():
-                    events = chunk
-                    if rest or not chunk.endswith(b"\n\n"):
-                        whole, middle, rest = (rest + chunk).rpartition(b"\n\n")
-                        events = whole + middle
-                        if not events:
-                            continue
-                    if not self._flight.is_begun:
-                        await self._start(answer.status, answer.headers)
-                        first = events
-                    await send({"type": "http.response.body", "body": events, "more_body": True})
-                    share.came_back(events.count(b"\n\n"))
-                    last = last[-_KEPT_BYTES:] + events
+                while not (whole := events.whole(await answer.next())) and not answer.is_over:
+                    pass
+                await self._start(answer.status, answer.headers)
+                await self._send_more(whole)
+                write = self._scope["state"]["write_body"]
+                await answer.relay(lambda chunk: not (whole := events.whole(chunk)) or write(whole), self._send_more)
         except (*FAILURES, OctavoError) as error:
             if not self._flight.is_begun:
                 raise
@@ -190,12 +183,14 @@ class _Exchange:
                 self._service.suspect(share.engine)
             share.engine.num_failures += isinstance(own, EngineLostError)
             http_error = note_error(self._scope["state"], to_http(own))
-            await send({"type": "http.response.body", "body": error_event(http_error, self._path)})
-            return read_usage(first, last)
-        if not self._flight.is_begun:
-            await self._start(answer.status, answer.headers)
-        await send({"type": "http.response.body", "body": rest})
-        return read_usage(first, last)
+            await self._send({"type": "http.response.body", "body": error_event(http_error, self._path)})
+        else:
+            await self._send({"type": "http.response.body", "body": events.rest})
+        return read_usage(events.first, events.last)
+
+    async def _send_more(self, body: bytes = b"") -> None:
+        """Send a piece of an answer as soon as its client takes more."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._flight.is_begun = self._scope["state"]["is_begun"] = True
