@@ -124,6 +124,6 @@ async def ask(url: str, **body: object) -> list[bytes]:
 
 async def ask_many(url: str, count: int, num_events: int) -> list[list[bytes]]:
     """Return as many streams' events, `s0` and so on, which are all open at once."""
-    asked = {"events": num_events, "size": 20, "piece": 1, "company": count}
+    asked = {"events": num_events, "size": 20, "piece": 16, "company": count}
     async with asyncio.timeout(3 * DEADLINE_S):
         return await asyncio.gather(*(ask(url, name=f"s{index}", **asked) for index in range(count)))

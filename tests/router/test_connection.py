@@ -48,7 +48,7 @@ class Asked:
 
     def __init__(self, *, is_head: bool = False) -> None:
         self.idle: list[EngineConnection] = []
-        self.connection = EngineConnection(self.idle.append, lambda _: None)
+        self.connection = EngineConnection("http://engine", self.idle.append, lambda _: None)
         self.transport: Any = Transport()
         self.connection.connection_made(self.transport)
         self.answer = asyncio.ensure_future(self.connection.ask(b"GET", b"", is_head=is_head))

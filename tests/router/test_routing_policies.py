@@ -179,8 +179,8 @@ def test_a_prompt_of_every_api_is_read(engines, aware, body):
     asked = ask(**body)
     assert asked.num_tokens > 50
     assert aware.choose(ask(**body), engines) is serve(aware, asked, engines)
-    assert aware._tree.find(ask(**body), engines).num_bytes[serve(aware, ask(**body), engines)] > 0.8 * len(
-        asked.prompt
+    assert aware._tree.find(ask(**body), engines).num_bytes[serve(aware, ask(**body), engines)] > 0.8 * (
+        asked.num_prompt_bytes
     )
 
 

@@ -31,14 +31,15 @@ class NoAnswerError(ConnectionResetError):
 
 
 class EngineConnection(asyncio.Protocol):
-    """Carries one request after another.
+    """Carries one request after another to an engine's address.
 
     on_idle, on_lost: hear of it when it may be asked again, and when it is gone.
     """
 
     def __init__(
-        self, on_idle: Callable[[EngineConnection], None], on_lost: Callable[[EngineConnection], None]
+        self, url: str, on_idle: Callable[[EngineConnection], None], on_lost: Callable[[EngineConnection], None]
     ) -> None:
+        self.url = url
         self._on_idle, self._on_lost = on_idle, on_lost
         self._answer: Answer | None = None
         self._transport: asyncio.Transport
@@ -127,10 +128,18 @@ class Answer:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What a client is told, in the form of ASGI. A stream's length is not: its end may be another one."""
+        """What a client is told, in the form of ASGI.
+
+        A stream's length is not, as its end may be another one; nor is the engine's address, where it redirects.
+        """
+        origin = self._connection.url.encode()
         named = (each.strip().lower() for each in self._header(b"connection").split(b","))
         dropped = _NOT_PASSED_BACK.union(named, {b"content-length"} if self.is_stream else ())
-        return [(name, value) for name, value in self._headers if name not in dropped]
+        return [
+            (name, value.removeprefix(origin) if name == b"location" else value)
+            for name, value in self._headers
+            if name not in dropped
+        ]
 
     @property
     def is_stream(self) -> bool:

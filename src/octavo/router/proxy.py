@@ -13,12 +13,13 @@ from octavo.errors import OctavoError
 from octavo.router.asked import read_asked
 from octavo.router.event_stream import EventStream
 from octavo.router.flight import Flight, Share
-from octavo.router.spelling import PLACES, error_event, error_response
+from octavo.router.spelling import error_event, error_response
 from octavo.router.upstream import FAILURES
 from octavo.router.usage import Usage, read_usage
 from octavo.runtime import logs
 from octavo.server.access.body import received
-from octavo.server.errors import CLIENT_LEFT, EngineLostError, NoEngineError, note_error, to_http
+from octavo.server.access.routes import GENERATING, REFUSALS, tells_of_all
+from octavo.server.errors import CLIENT_LEFT, EngineLostError, NoEngineError, NotAllowedError, note_error, to_http
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -59,7 +60,9 @@ class Proxy:
                 await error_response(to_http(error), scope["path"])(scope, receive, send)
 
     async def _serve(self, request: Request, send: Send) -> None:
-        service, tenant = self._service, request.state.tenant
+        service, tenant, path = self._service, request.state.tenant, request.url.path
+        if tells_of_all(path) and not tenant.read_metrics:
+            raise NotAllowedError("this key may not see what tells of all keys: that takes read_metrics")
         async with received(request, service.config, service.limiter.body_bytes, service.timeouts) as chunks:
             body = b"".join(chunks)
             chunks.clear()
@@ -68,9 +71,10 @@ class Proxy:
                 tenant=tenant.name,
                 headers=request.headers,
                 session_header=service.config.session_header,
+                is_answered=path in GENERATING,
             )
             flight = Flight(asked, tenant)
-            with service.entering(flight, takes_place=request.method == "POST" and request.url.path in PLACES):
+            with service.entering(flight, takes_place=request.method == "POST" and path in REFUSALS):
                 exchange = _Exchange(service, flight, request, body, send)
                 async with flight.watching(request.receive):
                     await exchange.run()

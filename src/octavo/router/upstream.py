@@ -6,7 +6,6 @@ import asyncio
 import errno
 import socket
 import ssl
-from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from octavo.router.engines import Engine
 
 FAILURES = (OSError,)  # of an engine, or of the way to it; `TimeoutError` is one
-_CONNECT_S = 3.0
+_CONNECT_S = 10.0  # an engine that is gone is found sooner by who looks after it; a process with much to do is slow
 _OWN_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 _IDLE_S = 30.0  # octavo's servers keep connections for longer
 # RFC 9110, section 7.6.1, and what is this connection's own: who asks was let in here, under this server's name.
@@ -94,7 +93,7 @@ class Upstream:
             self._tls = ssl.create_default_context()
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(parts.hostname, parts.port or (443 if is_tls else 80), type=socket.SOCK_STREAM)
-        connection = EngineConnection(partial(self._now_idle, url), partial(self._lost, url))
+        connection = EngineConnection(url, self._now_idle, self._lost)
         for index, (*_, address) in enumerate(found):
             try:
                 async with asyncio.timeout(_CONNECT_S):
@@ -112,26 +111,28 @@ class Upstream:
         return connection
 
     def _take_idle(self, url: str) -> EngineConnection | None:
-        idle = self._idle.get(url)
-        if not idle:
-            return None
-        connection, _ = idle.popitem()
-        return connection
+        idle, oldest = self._idle.get(url, {}), asyncio.get_running_loop().time() - _IDLE_S
+        while idle:
+            connection, since = idle.popitem()
+            if since >= oldest and not connection.is_closing:
+                return connection
+            connection.close()
+        return None
 
-    def _now_idle(self, url: str, connection: EngineConnection) -> None:
+    def _now_idle(self, connection: EngineConnection) -> None:
         now = asyncio.get_running_loop().time()
-        idle = self._idle.setdefault(url, {})
+        idle = self._idle.setdefault(connection.url, {})
         idle[connection] = now
         while (first := next(iter(idle))) is not connection and idle[first] < now - _IDLE_S:
             del idle[first]
             first.close()
 
-    def _lost(self, url: str, connection: EngineConnection) -> None:
+    def _lost(self, connection: EngineConnection) -> None:
         self._open.discard(connection)
-        idle = self._idle.get(url, {})
+        idle = self._idle.get(connection.url, {})
         idle.pop(connection, None)
         if not idle:
-            self._idle.pop(url, None)
+            self._idle.pop(connection.url, None)
 
 
 def _headers(scope: Scope, request_id: str) -> list[tuple[bytes, bytes]]:
