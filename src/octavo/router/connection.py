@@ -121,6 +121,7 @@ class Answer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        del self._parser  # which holds this object
         if self.is_over and self._keeps_alive:
             self._connection.release()
         else:

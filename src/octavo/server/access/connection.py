@@ -6,7 +6,6 @@ uvicorn itself waits for headers for ever, however long, and writes an answer's 
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httptools
@@ -181,7 +180,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._refusal is not None:
             raise ValueError("refused")  # makes the parser give up, and `send_400_response` follow
         super().on_headers_complete()
-        self.scope["state"]["write_body"] = partial(_write_body, self.cycle)
+        self.scope["state"]["write_body"] = self.write_body
         if self._is_for_probes:
             self.cycle.keep_alive = False
         if not self.pipeline:
@@ -189,6 +188,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._watch_reader()
         elif len(self.pipeline) == 1:
             self.flow.resume_reading()
+
+    def write_body(self, piece: bytes) -> bool:
+        """Write a piece of the chunked answer that was begun; return whether its client takes more now.
+
+        Where it does not, sending an empty piece waits until it does. For routes, as `request.state.write_body`: `send`
+        of ASGI takes a task, and a call of each layer.
+        """
+        if not self.transport.is_closing():  # else nobody reads it, of which the route hears by `receive`
+            self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return self.transport.is_closing() or not self.flow.write_paused
 
     def on_message_complete(self) -> None:
         """What follows are the next headers."""
@@ -283,18 +292,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._reader_timer is not None:
             self._reader_timer.cancel()
             self._reader_timer = None
-
-
-def _write_body(cycle: RequestResponseCycle, piece: bytes) -> bool:
-    """Write a piece of a chunked answer that was begun, in a call; return whether its client takes more now.
-
-    Where it does not, sending an empty piece waits until it does. For routes, as `request.state.write_body`: `send` of
-    ASGI takes a task, and a call of each layer.
-    """
-    if cycle.disconnected or cycle.transport.is_closing():
-        return True  # nobody reads it, of which the route hears by `receive`
-    cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-    return not cycle.flow.write_paused
 
 
 def _too_many_connections() -> HttpError:
