@@ -195,9 +195,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         Where it does not, sending an empty piece waits until it does. For routes, as `request.state.write_body`: `send`
         of ASGI takes a task, and a call of each layer.
         """
-        if not self.transport.is_closing():  # else nobody reads it, of which the route hears by `receive`
-            self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-        return self.transport.is_closing() or not self.flow.write_paused
+        if self.transport.is_closing():  # nobody reads it, of which the route hears by `receive`
+            return True
+        self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return not self.flow.write_paused
 
     def on_message_complete(self) -> None:
         """What follows are the next headers."""
