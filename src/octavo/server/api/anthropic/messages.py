@@ -21,7 +21,7 @@ from octavo.server.answers.usage import PromptTokensDetails, Receipt, Usage
 from octavo.server.api.anthropic.message_blocks import read_conversation
 from octavo.server.api.block_types import LABEL, BlockTypes, fields
 from octavo.server.api.conversation import effort_options, extra_template_options
-from octavo.server.api.extra_fields import ANTHROPIC_HARMLESS, UNSUPPORTED_OR_ALIAS
+from octavo.server.api.extra_fields import ANTHROPIC_HARMLESS, UNSUPPORTED_OR_ALIAS, Off, each
 from octavo.server.api.openai.chat import render
 from octavo.server.api.openai.requests import Strings  # noqa: TC001 - pydantic reads the types of fields
 from octavo.server.api.request_types import (
@@ -71,13 +71,9 @@ _THINKING = BlockTypes(
 )
 # What would change the answer, and the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "chat_template": (None,),
-    "compaction": (None,),
-    "container": (None,),
-    "fallbacks": (None, []),
-    "mcp_servers": (None, []),
-    "output_format": (None,),  # an older name of output_config.format
-    "thread": (None,),
+    **each(Off(), "chat_template", "compaction", "container", "thread"),
+    **each(Off(), "output_format"),  # an older name of output_config.format
+    **each(Off([]), "fallbacks", "mcp_servers"),
     **UNSUPPORTED_OR_ALIAS,
 }
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from octavo.errors import RequestError
-from octavo.server.api.extra_fields import ALIASES, HARMLESS, PENALTY_RANGE, UNSUPPORTED, As, Off, refuse
+from octavo.server.api.extra_fields import ALIASES, HARMLESS, PENALTY_RANGE, UNSUPPORTED, As, Off, each, refuse
 from octavo.server.api.request_types import (
     CacheSalt,
     ChatChoice,
@@ -231,18 +231,12 @@ class ChatCompletionRequest(SamplingFields):
     aliases: ClassVar[dict[str, As]] = {**SamplingFields.aliases, "n_probs": As("top_logprobs", (0,))}
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **SamplingFields.unsupported,
-        "functions": Off([]),
+        **each(Off(), "audio", "chat_template", "moderation", "web_search_options"),
+        **each(Off([]), "documents", "functions"),
+        **each(Off(False), "add_special_tokens", "echo", "return_prompt_text"),
         "function_call": Off("none", "auto"),
         "modalities": Off([], ["text"]),
-        "moderation": Off(),
         "verbosity": Off("medium"),
-        "audio": Off(),
-        "web_search_options": Off(),
-        "chat_template": Off(),
-        "documents": Off([]),
-        "echo": Off(False),
-        "return_prompt_text": Off(False),
-        "add_special_tokens": Off(False),
     }
 
     def settle(self, extra_fields: ExtraFields) -> None:

@@ -20,7 +20,7 @@ from octavo.server.answers.tools import Toolbox, read_choice, read_function
 from octavo.server.answers.usage import Receipt  # noqa: TC001 - msgspec reads the types of fields
 from octavo.server.api.block_types import CACHE, fields
 from octavo.server.api.conversation import effort_options, extra_template_options
-from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, ExtraFields
+from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, ExtraFields, Off, each
 from octavo.server.api.openai.chat import render
 from octavo.server.api.openai.content_logprobs import ContentLogprobs
 from octavo.server.api.openai.requests import Priority, SamplingControls
@@ -64,28 +64,17 @@ _SPELLED = {
 }
 # What would change the answer, and the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "access_programs": (None,),
-    "background": (None, False),
-    "background_options": (None,),
-    "chat_template": (None,),
-    "enable_response_messages": (None, False),
-    "include_reasoning": (None, True),
-    "context_management": (None, []),
-    "conversation": (None,),
-    "image": (None, {}, {"context_compression": "auto"}, {"context_compression": "disabled"}),
-    "logprobs": (None, False, 0),
-    "max_completion_tokens": (None,),
-    "max_tokens": (None,),
-    "moderation": (None,),
-    "n": (None, 1),
-    "personality": (None,),
-    "previous_input_messages": (None,),
-    "previous_response_id": (None,),
-    "prompt": (None,),
-    "prompt_logprobs": (None,),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
-    "truncation": (None, "disabled"),
+    **each(Off(), "access_programs", "background_options", "chat_template", "conversation", "max_completion_tokens"),
+    **each(Off(), "max_tokens", "moderation", "personality", "previous_input_messages", "previous_response_id"),
+    **each(Off(), "prompt", "prompt_logprobs", "structured_outputs"),
+    **each(Off(False), "background", "enable_response_messages"),
+    "context_management": Off([]),
+    "image": Off({}, {"context_compression": "auto"}, {"context_compression": "disabled"}),
+    "include_reasoning": Off(True),
+    "logprobs": Off(False, 0),
+    "n": Off(1),
+    "response_format": Off({"type": "text"}),
+    "truncation": Off("disabled"),
     **UNSUPPORTED_OR_ALIAS,
 }
 # What objects inside of a request may hold.
