@@ -24,7 +24,7 @@ from octavo.runtime.text_work import beside
 from octavo.sampling_params import RequestOutputKind
 from octavo.server.answers.answer_size import LogprobLimit, num_entries
 from octavo.server.answers.usage import UsageCounter
-from octavo.server.errors import note_error, to_http
+from octavo.server.errors import note_error, spelling, to_http
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -160,16 +160,6 @@ def _failing_alone(job: Job) -> Iterator[None]:
         raise error_for(job.request_id, _ANSWERING, error) from error
 
 
-@contextlib.contextmanager
-def _spelling(job: Job) -> Iterator[None]:
-    """Name the parameter that an error is about as the client did."""
-    try:
-        yield
-    except RequestError as error:
-        error.parameter = job.spelled.get(error.parameter or "", error.parameter)
-        raise
-
-
 def note(http_request: Request, job: Job, usage: UsageCounter) -> None:
     """Put what a request is and costs into its line of the audit log; counts are read when the line is written."""
     http_request.state.audit.update(id=job.request_id, model=job.model, stream=job.stream, usage=usage)
@@ -291,7 +281,7 @@ async def _outputs(service: Service, job: Job, usage: UsageCounter) -> AsyncGene
     Raises `ExecutionError` for one that failed, `DeadlineError` for one that took too long, `RequestError` for one
     whose grammar did, `AuthenticationError` or `ServerClosingError` for one that ends with its key or with the server.
     """
-    with _spelling(job):
+    with spelling(job.spelled):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
         logprobs = LogprobLimit(most, longest, job.params, len(job.prompts))
         streams = [

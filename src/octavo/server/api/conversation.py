@@ -1,12 +1,36 @@
-"""The messages of a request: checked, and brought into the form that chat templates read."""
+"""The messages of a request: checked, brought into the form that chat templates read, and answered.
+
+What the APIs that have messages share; each has a way of its own to spell them.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from starlette.responses import Response
 
 from octavo.engine.chat_template import read_arguments
-from octavo.errors import RequestError
+from octavo.errors import PromptTooLongError, RequestError
+from octavo.runtime.ids import new_id
+from octavo.server.access.body import look_at
+from octavo.server.answers.answer_form import AnswerForm
+from octavo.server.answers.answering import Job, answer, encoder
 from octavo.server.api.block_types import CACHE, MEDIA, BlockTypes, fields, text_field
+from octavo.server.api.truncation import WHOLE, Truncation
+from octavo.server.errors import spelling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.requests import Request
+
+    from octavo.engine.input_processor import InputProcessor
+    from octavo.sampling_params import SamplingParams
+    from octavo.server.access.limiter import Permit
+    from octavo.server.answers.answering import Reply
+    from octavo.server.answers.tools import Toolbox
+    from octavo.server.service import Service
 
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "chat_template", "self"}
 _GENERATION = {"add_generation_prompt", "continue_final_message"}
@@ -20,6 +44,21 @@ TEXT_PARTS = BlockTypes({"text": _TEXT}, _MEDIA)
 ANSWER_PARTS = BlockTypes({"text": _TEXT, "refusal": fields("refusal")}, _MEDIA)
 PREDICTIONS = BlockTypes({"content": fields("content")})
 CALLS = BlockTypes({"function": fields("id", "function", "index")}, {"custom": "its tools are functions"})
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What is to be gone on with. messages, options: as the chat template reads them, and what it is told besides.
+
+    field: what the API calls the messages. prediction: an answer that is expected; without speculation nobody looks.
+    """
+
+    messages: list[dict[str, Any]]
+    toolbox: Toolbox
+    options: dict[str, Any]
+    field: str = "messages"
+    truncation: Truncation = WHOLE
+    prediction: str = ""
 
 
 class TemplateFields(Protocol):
@@ -162,3 +201,68 @@ def _template_arguments(arguments: dict[str, Any] | None, reserved: set[str]) ->
     if refused := arguments.keys() & reserved:
         raise RequestError(f"chat_template_kwargs must not set {min(refused)}", parameter="chat_template_kwargs")
     return dict(arguments)
+
+
+async def render(
+    service: Service, http_request: Request, place: Permit, conversation: Conversation, *, is_prompt: bool = True
+) -> dict[str, Any]:
+    """Spell a conversation as the chat template does, beside the event loop. is_prompt: it is to be answered."""
+    inputs, truncation = service.engine.input_processor, conversation.truncation
+
+    def work() -> dict[str, Any]:
+        tools = list(conversation.toolbox.given) or None
+        text = inputs.chat_text(conversation.messages, tools=tools, **conversation.options)
+        if truncation.num_tokens is None:
+            token_ids = inputs.encode(text, add_special_tokens=False, is_prompt=is_prompt)
+        else:
+            token_ids = truncation.encode(text, inputs, add_special_tokens=False)
+        prompt = {"prompt": text, "prompt_token_ids": token_ids}
+        if conversation.prediction and service.engine.capacity.num_speculative_tokens:
+            prompt["predicted_token_ids"] = _encode_prediction(inputs, conversation.prediction)
+        return prompt
+
+    with spelling({"prompt": conversation.field, "messages": conversation.field}):
+        return await service.read(http_request, place, work)
+
+
+def _encode_prediction(inputs: InputProcessor, text: str) -> list[int]:
+    """Return its token ids. Raises `RequestError` for one that no answer can be as long as."""
+    try:
+        return inputs.encode(text, add_special_tokens=False, is_prompt=True)
+    except PromptTooLongError as error:
+        raise RequestError(str(error).replace("prompt", "prediction", 1), parameter="prediction") from None
+
+
+async def answer_conversation(
+    service: Service,
+    http_request: Request,
+    conversation: Conversation,
+    params: SamplingParams,
+    make_reply: Callable[[Job, AnswerForm], Reply],
+    *,
+    id_prefix: str,
+    **options: Any,
+) -> Response:
+    """Answer a conversation. options: of its `Job`."""
+    with service.enter(http_request, params.n) as place:
+        prompt = await render(service, http_request, place, conversation)
+        form = AnswerForm.of(service.answer_style, conversation.toolbox, prompt["prompt"])
+        job = Job(
+            request_id=f"{id_prefix}{new_id()}",
+            prompts=[prompt],
+            params=await look_at(http_request, lambda: form.applied_to(params)),
+            place=place,
+            deadline=http_request.state.deadline,
+            **options,
+        )
+        return await answer(service, http_request, job, make_reply(job, form))
+
+
+async def count_prompt(
+    service: Service, http_request: Request, read: Callable[[], Conversation], spell: Callable[[int], Any]
+) -> Response:
+    """Tell how many tokens a conversation's prompt has; how it would be answered is not looked at."""
+    conversation = await look_at(http_request, read)
+    with service.enter(http_request, 1) as place:
+        prompt = await render(service, http_request, place, conversation, is_prompt=False)
+    return Response(encoder.encode(spell(len(prompt["prompt_token_ids"]))), media_type="application/json")

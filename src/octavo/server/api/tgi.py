@@ -21,7 +21,8 @@ from octavo.server.answers.answering import ChoiceUpdate, Job, answer, event
 from octavo.server.answers.usage import Receipt
 from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS
 from octavo.server.api.openai.requests import Strings  # noqa: TC001 - pydantic reads the types of fields
-from octavo.server.errors import HttpError
+from octavo.server.api.sampling import sampling_params
+from octavo.server.errors import HttpError, spelling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -179,12 +180,8 @@ async def generate(
     wanted = request.parameters or GenerateParameters()
     service.extra_fields.check(request.model_extra, _UNSUPPORTED_BESIDE, _HARMLESS_BESIDE)
     service.extra_fields.check(wanted.model_extra, UNSUPPORTED_OR_ALIAS, HARMLESS)
-    try:
+    with spelling(_SPELLED, in_text=True):
         params = await look_at(http_request, lambda: _params(wanted, stream=stream))
-    except RequestError as error:
-        own = error.parameter or ""
-        name = _SPELLED.get(own, own)
-        raise RequestError(str(error).replace(own, name, 1), parameter=name) from None
     with service.enter(http_request, 1) as place:
         prompt: Any = request.inputs
         if wanted.truncate is not None:
@@ -238,23 +235,15 @@ def _params(wanted: GenerateParameters, *, stream: bool) -> SamplingParams:
         raise RequestError("temperature must be above 0; without do_sample none is needed", parameter="temperature")
     filters = (wanted.temperature, wanted.top_p, wanted.typical_p)
     samples = wanted.do_sample or wanted.top_k or any(value not in (None, 1.0) for value in filters)
-    values: dict[str, Any] = {
-        "top_k": wanted.top_k,
-        "top_p": wanted.top_p,
-        "typical_p": wanted.typical_p,
-        "seed": wanted.seed,
-        "stop": wanted.stop,
-        "frequency_penalty": wanted.frequency_penalty,
-        "repetition_penalty": wanted.repetition_penalty,
-        "prompt_logprobs": 0 if wanted.decoder_input_details else None,
-    }
     temperature = 1.0 if wanted.temperature is None else wanted.temperature
-    return SamplingParams(
-        **{name: value for name, value in values.items() if value is not None},
+    return sampling_params(
+        wanted,
+        SamplingParams(),
         temperature=temperature if samples else 0.0,
         max_tokens=DEFAULT_MAX_NEW_TOKENS if wanted.max_new_tokens is None else wanted.max_new_tokens,
         include_stop_str_in_output=True,
         logprobs=wanted.top_n_tokens or 0,
+        prompt_logprobs=0 if wanted.decoder_input_details else None,
         structured_outputs=_structure(wanted.grammar),
     )
 

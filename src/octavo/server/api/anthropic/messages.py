@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import BaseModel, ConfigDict
-from starlette.responses import Response
 
 from octavo.engine.chat_template import parse_arguments
 from octavo.errors import RequestError
-from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
-from octavo.server.answers.answer_form import AnswerForm, AnswerReader
-from octavo.server.answers.answering import ChoiceUpdate, Job, answer, encoder
+from octavo.server.answers.answer_form import AnswerReader
+from octavo.server.answers.answering import encoder
 from octavo.server.answers.tools import Choice, Toolbox, read_function
 from octavo.server.answers.usage import PromptTokensDetails, Receipt, Usage
 from octavo.server.api.anthropic.message_blocks import read_conversation
 from octavo.server.api.block_types import LABEL, BlockTypes, fields
-from octavo.server.api.conversation import effort_options, extra_template_options
+from octavo.server.api.conversation import (
+    Conversation,
+    answer_conversation,
+    count_prompt,
+    effort_options,
+    extra_template_options,
+)
 from octavo.server.api.extra_fields import ANTHROPIC_HARMLESS, UNSUPPORTED_OR_ALIAS, Off, each
-from octavo.server.api.openai.chat import render
 from octavo.server.api.openai.requests import Strings  # noqa: TC001 - pydantic reads the types of fields
 from octavo.server.api.request_types import (
     AnthropicChoice,
@@ -41,15 +43,19 @@ from octavo.server.api.request_types import (
     Turns,
     within,
 )
-from octavo.server.api.sampling import read_response_format
+from octavo.server.api.sampling import read_response_format, sampling_params
+from octavo.server.errors import spelling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from starlette.requests import Request
+    from starlette.responses import Response
 
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+    from octavo.server.answers.answer_form import AnswerForm
+    from octavo.server.answers.answering import ChoiceUpdate, Job
     from octavo.server.answers.parts import Part
     from octavo.server.answers.tool_formats import ToolFormat
     from octavo.server.errors import HttpError
@@ -136,58 +142,42 @@ async def create_message(service: Service, http_request: Request, request: Messa
     """Answer a conversation."""
     model = service.check_model(request.model)
     service.extra_fields.check(request.model_extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
-    style = service.answer_style
-    params, (messages, toolbox) = await look_at(
-        http_request, lambda: (_params(request, service.default_params), _read_conversation(request, style.tools))
+    tool_format = service.answer_style.tools
+    params, conversation = await look_at(
+        http_request, lambda: (_params(request, service.default_params), _read_conversation(request, tool_format))
     )
-    with service.enter(http_request, 1) as place:
-        options = _template_options(request, messages)
-        prompt = await render(service, http_request, place, messages, toolbox, options)
-        form = AnswerForm.of(style, toolbox, prompt["prompt"])
-        applied = await look_at(http_request, lambda: form.applied_to(params))
-        job = Job(
-            request_id=f"msg_{new_id()}",
-            model=model,
-            prompts=[prompt],
-            params=applied,
-            place=place,
-            deadline=http_request.state.deadline,
-            stream=bool(request.stream),
-            cache_salt=request.cache_salt,
-            spelled=_SPELLED if params.structured_outputs is None else {**_SPELLED, "structured_outputs": _FORMAT},
-        )
-        return await answer(service, http_request, job, MessageReply(job, form))
+    return await answer_conversation(
+        service,
+        http_request,
+        conversation,
+        params,
+        MessageReply,
+        id_prefix="msg_",
+        model=model,
+        stream=bool(request.stream),
+        cache_salt=request.cache_salt,
+        spelled=_SPELLED if params.structured_outputs is None else {**_SPELLED, "structured_outputs": _FORMAT},
+    )
 
 
 async def count_tokens(service: Service, http_request: Request, request: CountTokensRequest) -> Response:
     """Tell how many tokens a conversation's prompt has."""
     service.check_model(request.model)
     service.extra_fields.check(request.model_extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
-    messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, service.answer_style.tools))
-    with service.enter(http_request, 1) as place:
-        options = _template_options(request, messages)
-        prompt = await render(service, http_request, place, messages, toolbox, options, is_prompt=False)
-    return Response(encoder.encode({"input_tokens": len(prompt["prompt_token_ids"])}), media_type="application/json")
+    tool_format = service.answer_style.tools
+    return await count_prompt(
+        service, http_request, lambda: _read_conversation(request, tool_format), lambda count: {"input_tokens": count}
+    )
 
 
 def _params(request: MessagesRequest, defaults: SamplingParams) -> SamplingParams:
-    given: dict[str, Any] = {
-        "stop": request.stop_sequences,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-        "num_speculative_tokens": request.num_speculative_tokens,
-    }
-    try:
-        return replace(
+    with spelling(_SPELLED):
+        return sampling_params(
+            request,
             defaults,
-            max_tokens=request.max_tokens,
+            stop=defaults.stop if request.stop_sequences is None else request.stop_sequences,
             structured_outputs=_read_format(request.output_config),
-            **{name: value for name, value in given.items() if value is not None},
         )
-    except RequestError as error:
-        own = error.parameter or ""
-        raise RequestError(str(error), parameter=_SPELLED.get(own, own)) from None
 
 
 def _read_format(config: dict[str, Any] | None) -> StructuredOutputsParams | None:
@@ -211,14 +201,11 @@ def _read_format(config: dict[str, Any] | None) -> StructuredOutputsParams | Non
 # --- what is asked
 
 
-def _read_conversation(
-    request: CountTokensRequest, tool_format: ToolFormat | None
-) -> tuple[list[dict[str, Any]], Toolbox]:
-    """Return the messages as chat templates read them, and the tools."""
+def _read_conversation(request: CountTokensRequest, tool_format: ToolFormat | None) -> Conversation:
     messages = read_conversation(request.system, request.messages)
     if messages[-1].get("tool_calls"):
         raise RequestError("the last tool_use needs its tool_result behind it", parameter="messages")
-    return messages, _read_tools(request, tool_format)
+    return Conversation(messages, _read_tools(request, tool_format), _template_options(request, messages))
 
 
 def _template_options(request: CountTokensRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -5,23 +5,26 @@ Nothing is stored: a request brings its whole conversation.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import UNSET, Struct, UnsetType
-from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
-from octavo.server.answers.answer_form import AnswerForm, AnswerReader
-from octavo.server.answers.answering import ChoiceUpdate, Job, answer, encoder
+from octavo.server.answers.answer_form import AnswerReader
+from octavo.server.answers.answering import encoder
 from octavo.server.answers.tools import Toolbox, read_choice, read_function
 from octavo.server.answers.usage import Receipt  # noqa: TC001 - msgspec reads the types of fields
 from octavo.server.api.block_types import CACHE, fields
-from octavo.server.api.conversation import effort_options, extra_template_options
+from octavo.server.api.conversation import (
+    Conversation,
+    answer_conversation,
+    count_prompt,
+    effort_options,
+    extra_template_options,
+)
 from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, ExtraFields, Off, each
-from octavo.server.api.openai.chat import render
 from octavo.server.api.openai.content_logprobs import ContentLogprobs
 from octavo.server.api.openai.requests import Priority, SamplingControls
 from octavo.server.api.openai.response_items import read_items
@@ -38,17 +41,20 @@ from octavo.server.api.request_types import (
     TextConfig,
     Tools,
 )
-from octavo.server.api.sampling import read_logit_bias, read_response_format
+from octavo.server.api.sampling import read_response_format, sampling_params
+from octavo.server.errors import spelling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from starlette.requests import Request
+    from starlette.responses import Response
 
     from octavo.engine.output_processor import OutputProcessor
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
-    from octavo.server.access.limiter import Permit
+    from octavo.server.answers.answer_form import AnswerForm
+    from octavo.server.answers.answering import ChoiceUpdate, Job
     from octavo.server.answers.parts import Part
     from octavo.server.answers.tool_formats import ToolFormat
     from octavo.server.answers.usage import Usage
@@ -184,63 +190,36 @@ async def create_response(service: Service, http_request: Request, request: Resp
     """Answer a conversation."""
     model = service.check_model(request.model)
     _refuse_unsupported(request, service.extra_fields)
-    style, default_max_tokens = service.answer_style, service.model_info.generation_defaults.get("max_tokens")
-    params, (messages, toolbox) = await look_at(
+    default_max_tokens = service.model_info.generation_defaults.get("max_tokens")
+    params, conversation = await look_at(
         http_request,
         lambda: (
             _params(request, service.default_params, default_max_tokens),
-            _read_conversation(request, style.tools),
+            _read_conversation(request, service.answer_style.tools),
         ),
     )
-    with service.enter(http_request, 1) as place:
-        prompt = await _render(service, http_request, place, messages, toolbox, request)
-        form = AnswerForm.of(style, toolbox, prompt["prompt"])
-        applied = await look_at(http_request, lambda: form.applied_to(params))
-        job = Job(
-            request_id=f"resp_{new_id()}",
-            model=model,
-            prompts=[prompt],
-            params=applied,
-            place=place,
-            deadline=http_request.state.deadline,
-            stream=bool(request.stream),
-            priority=request.priority or 0,
-            cache_salt=request.cache_salt,
-            spelled=_SPELLED if toolbox.format is None or request.text else {**_SPELLED, "structured_outputs": "tools"},
-        )
-        reply = ResponseReply(job, form, request, service.engine.output_processor)
-        return await answer(service, http_request, job, reply)
+    is_plain = conversation.toolbox.format is None or request.text
+    return await answer_conversation(
+        service,
+        http_request,
+        conversation,
+        params,
+        lambda job, form: ResponseReply(job, form, request, service.engine.output_processor),
+        id_prefix="resp_",
+        model=model,
+        stream=bool(request.stream),
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt,
+        spelled=_SPELLED if is_plain else {**_SPELLED, "structured_outputs": "tools"},
+    )
 
 
 async def count_input_tokens(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
-    """Tell how many tokens a conversation's prompt has; how it would be answered is not looked at."""
+    """Tell how many tokens a conversation's prompt has."""
     service.check_model(request.model)
     _refuse_unsupported(request, service.extra_fields)
     tool_format = service.answer_style.tools
-    messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, tool_format))
-    with service.enter(http_request, 1) as place:
-        prompt = await _render(service, http_request, place, messages, toolbox, request, is_prompt=False)
-    count = InputTokens(len(prompt["prompt_token_ids"]))
-    return Response(encoder.encode(count), media_type="application/json")
-
-
-async def _render(
-    service: Service,
-    http_request: Request,
-    place: Permit,
-    messages: list[dict[str, Any]],
-    toolbox: Toolbox,
-    request: ResponsesRequest,
-    *,
-    is_prompt: bool = True,
-) -> dict[str, Any]:
-    options = effort_options((request.reasoning or {}).get("effort"), "reasoning.effort")
-    options |= extra_template_options(request.chat_template_kwargs)
-    try:
-        return await render(service, http_request, place, messages, toolbox, options, is_prompt=is_prompt)
-    except RequestError as error:
-        error.parameter = "input"
-        raise
+    return await count_prompt(service, http_request, lambda: _read_conversation(request, tool_format), InputTokens)
 
 
 def _refuse_unsupported(request: ResponsesRequest, extra_fields: ExtraFields) -> None:
@@ -254,23 +233,17 @@ def _refuse_unsupported(request: ResponsesRequest, extra_fields: ExtraFields) ->
 
 def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
     """Without max_output_tokens the checkpoint's limit holds, or else the context's."""
-    controls = {name: getattr(request, name) for name in SamplingControls.model_fields}
-    given = {name: value for name, value in controls.items() if value is not None}
     wanted = (request.text or {}).get("format")
     if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
         wanted = {"type": "json_schema", "json_schema": wanted}
-    try:
-        return replace(
+    with spelling(_SPELLED, in_text=True):
+        return sampling_params(
+            request,
             defaults,
             max_tokens=default_max_tokens if request.max_output_tokens is None else request.max_output_tokens,
             structured_outputs=read_response_format(wanted, "text.format"),
             logprobs=_num_logprobs(request),
-            **{**given, "logit_bias": read_logit_bias(request.logit_bias)},
         )
-    except RequestError as error:
-        own = error.parameter or ""
-        name = _SPELLED.get(own, own)
-        raise RequestError(str(error).replace(own, name, 1), parameter=name) from None
 
 
 def _num_logprobs(request: ResponsesRequest) -> int | None:
@@ -283,11 +256,11 @@ def _num_logprobs(request: ResponsesRequest) -> int | None:
 # --- what is asked
 
 
-def _read_conversation(
-    request: ResponsesRequest, tool_format: ToolFormat | None
-) -> tuple[list[dict[str, Any]], Toolbox]:
-    """Return the messages as chat templates read them, and the tools."""
-    return read_items(request.instructions, request.input), _read_tools(request, tool_format)
+def _read_conversation(request: ResponsesRequest, tool_format: ToolFormat | None) -> Conversation:
+    effort = (request.reasoning or {}).get("effort")
+    options = effort_options(effort, "reasoning.effort") | extra_template_options(request.chat_template_kwargs)
+    messages = read_items(request.instructions, request.input)
+    return Conversation(messages, _read_tools(request, tool_format), options, "input")
 
 
 def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> Toolbox:
