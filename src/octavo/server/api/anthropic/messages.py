@@ -15,6 +15,7 @@ from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.answering import encoder
 from octavo.server.answers.tools import Choice, Toolbox, read_function
 from octavo.server.answers.usage import PromptTokensDetails, Receipt, Usage
+from octavo.server.api import request_types as types
 from octavo.server.api.anthropic.message_blocks import read_conversation
 from octavo.server.api.block_types import LABEL, BlockTypes, fields
 from octavo.server.api.conversation import (
@@ -26,23 +27,7 @@ from octavo.server.api.conversation import (
 )
 from octavo.server.api.extra_fields import ANTHROPIC_HARMLESS, UNSUPPORTED_OR_ALIAS, Off, each
 from octavo.server.api.openai.requests import Strings  # noqa: TC001 - pydantic reads the types of fields
-from octavo.server.api.request_types import (
-    AnthropicChoice,
-    AnthropicTool,
-    CacheSalt,
-    Content,
-    OutputConfig,
-    OutputTokens,
-    Shown,
-    StopTexts,
-    Temperature,
-    ThinkingConfig,
-    Tools,
-    TopK,
-    TopP,
-    Turns,
-    within,
-)
+from octavo.server.api.request_types import Shown, within
 from octavo.server.api.sampling import read_response_format, sampling_params
 from octavo.server.errors import spelling
 
@@ -93,25 +78,25 @@ class CountTokensRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str
-    messages: Annotated[Any, Shown(Turns)]
-    system: Annotated[Any, Shown(Content | None)] = None
-    tools: Annotated[list[Any], Shown(Tools[AnthropicTool])] | None = None
-    tool_choice: Annotated[dict[str, Any], Shown(AnthropicChoice)] | None = None
-    thinking: Annotated[dict[str, Any], Shown(ThinkingConfig)] | None = None
-    output_config: Annotated[dict[str, Any], Shown(OutputConfig)] | None = None
+    messages: Annotated[Any, Shown(types.Turns)]
+    system: Annotated[Any, Shown(types.Content | None)] = None
+    tools: Annotated[list[Any], Shown(types.Tools[types.AnthropicTool])] | None = None
+    tool_choice: Annotated[dict[str, Any], Shown(types.AnthropicChoice)] | None = None
+    thinking: Annotated[dict[str, Any], Shown(types.ThinkingConfig)] | None = None
+    output_config: Annotated[dict[str, Any], Shown(types.OutputConfig)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
 
 
 class MessagesRequest(CountTokensRequest):
     """POST /v1/messages."""
 
-    max_tokens: OutputTokens
+    max_tokens: types.OutputTokens
     stream: bool | None = None
-    stop_sequences: Annotated[Strings, Shown(StopTexts)] | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    cache_salt: CacheSalt | None = None  # vLLM's
+    stop_sequences: Annotated[Strings, Shown(types.StopTexts)] | None = None
+    temperature: types.Temperature | None = None
+    top_p: types.TopP | None = None
+    top_k: types.TopK | None = None
+    cache_salt: types.CacheSalt | None = None  # vLLM's
     num_speculative_tokens: Annotated[int, within("num_speculative_tokens")] | None = None  # octavo's
 
 

@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from octavo.engine.output_processor import TokenTexts
-from octavo.server.api.openai.replies import (
-    ChatLogprobs,
-    CompletionLogprobs,
-    PromptLogprob,
-    TokenLogprob,
-    TopLogprob,
-)
+from octavo.server.api.openai import replies
 from octavo.server.api.openai.token_places import BYTES, spelled
 
 if TYPE_CHECKING:
@@ -20,7 +14,6 @@ if TYPE_CHECKING:
 
     from octavo.data.model_output import TokenLogprobs
     from octavo.outputs import Logprob, PromptLogprobs
-    from octavo.server.api.openai import replies
     from octavo.server.api.openai.token_places import TokenPlace
 
     Piece: TypeAlias = Callable[[int], str | bytes]  # what a token adds to a text, special ones included
@@ -31,7 +24,7 @@ _LOWEST = -9999.0  # JSON has no infinity; vLLM's stand-in
 
 def chat_logprobs(
     positions: Sequence[Position] | None, num_top: int, piece: Piece, *, as_ids: bool = False
-) -> ChatLogprobs | None:
+) -> replies.ChatLogprobs | None:
     """Spell the positions of a chat choice; None where none were asked for. as_ids: vLLM's token_id:123 for texts."""
     if positions is None:
         return None
@@ -39,9 +32,9 @@ def chat_logprobs(
     for position in positions:
         token_id, token = next(iter(position.items()))
         best = sorted(position.items(), key=lambda item: item[1].rank or 0)[:num_top]
-        top = [TopLogprob(*_chat_token(each, entry, piece, as_ids)) for each, entry in best]
-        content.append(TokenLogprob(*_chat_token(token_id, token, piece, as_ids), top))
-    return ChatLogprobs(content)
+        top = [replies.TopLogprob(*_chat_token(each, entry, piece, as_ids)) for each, entry in best]
+        content.append(replies.TokenLogprob(*_chat_token(token_id, token, piece, as_ids), top))
+    return replies.ChatLogprobs(content)
 
 
 def completion_logprobs(
@@ -50,12 +43,12 @@ def completion_logprobs(
     piece: Piece,
     *,
     as_ids: bool = False,
-) -> CompletionLogprobs:
+) -> replies.CompletionLogprobs:
     """Spell the positions of a completion choice; one that is None is the first of an echoed prompt.
 
     as_ids: as in `chat_logprobs`. Those of a prompt may be 40,000 alternatives, of which no objects are made.
     """
-    result = CompletionLogprobs([], [], [], [])
+    result = replies.CompletionLogprobs([], [], [], [])
     texts = TokenTexts(lambda token_id: spelled(piece(token_id)))
     for position, place in zip(positions, places, strict=True):
         result.text_offset.append(place.offset)
@@ -101,7 +94,7 @@ def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
     result: replies.PromptLogprobs = [None]
     for entry in positions.entries:
         ranks = [entry.rank, *range(1, len(entry.token_ids))]
-        told = list(map(PromptLogprob, _all_finite(entry), ranks, map(text_of, entry.token_ids)))
+        told = list(map(replies.PromptLogprob, _all_finite(entry), ranks, map(text_of, entry.token_ids)))
         names = list(map(str, entry.token_ids))
         by_id = dict(zip(names, told, strict=True))
         by_id[names[0]] = told[0]  # where it is among the best, too, and others are as probable, its rank is another

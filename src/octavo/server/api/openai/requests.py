@@ -8,32 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from octavo.errors import RequestError
+from octavo.server.api import request_types as types
 from octavo.server.api.extra_fields import ALIASES, HARMLESS, PENALTY_RANGE, UNSUPPORTED, As, Off, each, refuse
-from octavo.server.api.request_types import (
-    CacheSalt,
-    ChatChoice,
-    ChatMessages,
-    ChatTool,
-    LogitBias,
-    MaxTokens,
-    NumChoices,
-    NumLogprobs,
-    Prediction,
-    Prompts,
-    RepetitionPenalty,
-    ResponseFormat,
-    Shown,
-    Some,
-    StopText,
-    StopTexts,
-    StructuredOutputs,
-    Temperature,
-    TokenId,
-    Tools,
-    TopK,
-    TopP,
-    within,
-)
+from octavo.server.api.request_types import Shown, within
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,22 +38,22 @@ class SamplingControls(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     seed: Annotated[int, within("seed")] | None = None
-    stop: Annotated[str | Strings, Shown(StopText | StopTexts)] | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
+    stop: Annotated[str | Strings, Shown(types.StopText | types.StopTexts)] | None = None
+    temperature: types.Temperature | None = None
+    top_p: types.TopP | None = None
     presence_penalty: Annotated[float, within("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, within("frequency_penalty")] | None = None
-    logit_bias: LogitBias | None = None
+    logit_bias: types.LogitBias | None = None
     # vLLM's
-    top_k: TopK | None = None
+    top_k: types.TopK | None = None
     min_p: Annotated[float, within("min_p")] | None = None
-    repetition_penalty: RepetitionPenalty | None = None
+    repetition_penalty: types.RepetitionPenalty | None = None
     min_tokens: Annotated[int, within("min_tokens")] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[TokenIds, Shown(list[TokenId])] | None = None
+    stop_token_ids: Annotated[TokenIds, Shown(list[types.TokenId])] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    allowed_token_ids: Annotated[TokenIds, Shown(Some[TokenId])] | None = None
+    allowed_token_ids: Annotated[TokenIds, Shown(types.Some[types.TokenId])] | None = None
     typical_p: Annotated[float, within("typical_p")] | None = None  # TGI's
     num_speculative_tokens: Annotated[int, within("num_speculative_tokens")] | None = None  # octavo's
 
@@ -84,12 +61,12 @@ class SamplingControls(BaseModel):
 class OtherNames(BaseModel):
     """Fields of other servers' clients that are taken; `octavo.server.api.extra_fields.ALIASES` says as what."""
 
-    n_cmpl: NumChoices | None = None
-    n_predict: MaxTokens | None = None
-    num_predict: MaxTokens | None = None
-    max_new_tokens: MaxTokens | None = None
-    n_probs: NumLogprobs | None = None
-    repeat_penalty: RepetitionPenalty | None = None
+    n_cmpl: types.NumChoices | None = None
+    n_predict: types.MaxTokens | None = None
+    num_predict: types.MaxTokens | None = None
+    max_new_tokens: types.MaxTokens | None = None
+    n_probs: types.NumLogprobs | None = None
+    repeat_penalty: types.RepetitionPenalty | None = None
     repeat_last_n: int | None = None
     penalize_nl: bool | None = None
     grammar: str | None = None
@@ -131,13 +108,13 @@ class SamplingFields(SamplingControls, OtherNames, Aliased):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: MaxTokens | None = None
-    n: NumChoices | None = None
-    prompt_logprobs: NumLogprobs | None = None
+    max_tokens: types.MaxTokens | None = None
+    n: types.NumChoices | None = None
+    prompt_logprobs: types.NumLogprobs | None = None
     priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
-    response_format: Annotated[dict[str, Any], Shown(ResponseFormat)] | None = None
-    structured_outputs: Annotated[dict[str, Any], Shown(StructuredOutputs)] | None = None
+    cache_salt: types.CacheSalt | None = None
+    response_format: Annotated[dict[str, Any], Shown(types.ResponseFormat)] | None = None
+    structured_outputs: Annotated[dict[str, Any], Shown(types.StructuredOutputs)] | None = None
     # vLLM's
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -196,10 +173,10 @@ class SamplingFields(SamplingControls, OtherNames, Aliased):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions. `prompt` is checked by its route: text, texts, token ids or lists of those."""
 
-    prompt: Annotated[Any, Shown(Prompts)]
+    prompt: Annotated[Any, Shown(types.Prompts)]
     best_of: int | None = None
     echo: bool | None = None
-    logprobs: NumLogprobs | None = None
+    logprobs: types.NumLogprobs | None = None
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **SamplingFields.unsupported,
@@ -212,18 +189,18 @@ class CompletionRequest(SamplingFields):
 class ChatCompletionRequest(SamplingFields):
     """POST /v1/chat/completions. `messages` is checked by its route."""
 
-    messages: Annotated[Any, Shown(ChatMessages)]
-    max_completion_tokens: MaxTokens | None = None
+    messages: Annotated[Any, Shown(types.ChatMessages)]
+    max_completion_tokens: types.MaxTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: NumLogprobs | None = None
+    top_logprobs: types.NumLogprobs | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[Any], Shown(Tools[ChatTool])] | None = None
-    tool_choice: Annotated[Any, Shown(ChatChoice | None)] = None
+    tools: Annotated[list[Any], Shown(types.Tools[types.ChatTool])] | None = None
+    tool_choice: Annotated[Any, Shown(types.ChatChoice | None)] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    prediction: Annotated[Any, Shown(Prediction | None)] = None
+    prediction: Annotated[Any, Shown(types.Prediction | None)] = None
     include_reasoning: bool | None = None  # vLLM's: false leaves it out of the answer
 
     enable_thinking: bool | None = None  # DashScope's

@@ -16,6 +16,7 @@ from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.answering import encoder
 from octavo.server.answers.tools import Toolbox, read_choice, read_function
 from octavo.server.answers.usage import Receipt  # noqa: TC001 - msgspec reads the types of fields
+from octavo.server.api import request_types as types
 from octavo.server.api.block_types import CACHE, fields
 from octavo.server.api.conversation import (
     Conversation,
@@ -29,18 +30,7 @@ from octavo.server.api.openai.content_logprobs import ContentLogprobs
 from octavo.server.api.openai.requests import Priority, SamplingControls
 from octavo.server.api.openai.response_items import read_items
 from octavo.server.api.openai.token_places import TokenPlaces
-from octavo.server.api.request_types import (
-    CacheSalt,
-    Items,
-    NumLogprobs,
-    OutputTokens,
-    Reasoning,
-    ResponsesChoice,
-    ResponsesTool,
-    Shown,
-    TextConfig,
-    Tools,
-)
+from octavo.server.api.request_types import Shown
 from octavo.server.api.sampling import read_response_format, sampling_params
 from octavo.server.errors import spelling
 
@@ -108,21 +98,21 @@ class ResponsesRequest(SamplingControls):
     """
 
     model: str | None = None
-    input: Annotated[Any, Shown(Items)]
+    input: Annotated[Any, Shown(types.Items)]
     include: list[Any] | None = None
     instructions: str | None = None
-    max_output_tokens: OutputTokens | None = None
+    max_output_tokens: types.OutputTokens | None = None
     metadata: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: Annotated[dict[str, Any], Shown(Reasoning)] | None = None
+    reasoning: Annotated[dict[str, Any], Shown(types.Reasoning)] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None  # tells of padding only, which is not sent here
-    text: Annotated[dict[str, Any], Shown(TextConfig)] | None = None
-    tool_choice: Annotated[Any, Shown(ResponsesChoice | None)] = None
-    tools: Annotated[list[Any], Shown(Tools[ResponsesTool])] | None = None
-    top_logprobs: NumLogprobs | None = None
+    text: Annotated[dict[str, Any], Shown(types.TextConfig)] | None = None
+    tool_choice: Annotated[Any, Shown(types.ResponsesChoice | None)] = None
+    tools: Annotated[list[Any], Shown(types.Tools[types.ResponsesTool])] | None = None
+    top_logprobs: types.NumLogprobs | None = None
     priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
+    cache_salt: types.CacheSalt | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
