@@ -110,31 +110,31 @@ class Reply(WholeReply, Protocol):
         ...
 
 
-def event(data: Any) -> bytes:
+def event(data: Any, kind: str | None = None) -> bytes:
     """Spell a server-sent event."""
-    return b"data: " + encoder.encode(data) + b"\n\n"
+    return (b"" if kind is None else f"event: {kind}\n".encode()) + b"data: " + encoder.encode(data) + b"\n\n"
 
 
 async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
     """Answer a job, whole or as a stream; when the client leaves, its requests are aborted.
 
-    A stream's status is sent with its first event, so that whatever refuses a request still has a status of its own.
+    A stream's status is sent with its first event, so that whatever refuses a request still has a status of its own,
+    but for one that waits for longer than a silent stream sends a comment.
     """
     if not job.stream:
         return await answer_whole(service, http_request, job, reply)
-    usage = UsageCounter(counts_completions=job.counts_completions)
-    note(http_request, job, usage)
+    usage = _counter(http_request, job)
     update = _updates(service, job, usage)
     with _failing_alone(job):
-        first = await _begun(http_request, update, service.config.stream_keep_alive_s)
+        begun = asyncio.ensure_future(anext(update))
+        first = await _begun(http_request, begun, service.config.stream_keep_alive_s)
     events = _events(service, _chain(first, update), http_request.scope["state"], job, reply, usage)
     return EventStream(events, first, update, job.place, service.config.stream_keep_alive_s)
 
 
 async def answer_whole(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
     """Answer a job when all of its outputs are there; when the client leaves, its requests are aborted."""
-    usage = UsageCounter(counts_completions=job.counts_completions)
-    note(http_request, job, usage)
+    usage = _counter(http_request, job)
     with _failing_alone(job):
         outputs = await unless_disconnected(http_request, _whole(service, job, usage))
         size = sum(num_entries(output, output.outputs, with_prompt=True) for output in outputs)
@@ -160,9 +160,11 @@ def _failing_alone(job: Job) -> Iterator[None]:
         raise error_for(job.request_id, _ANSWERING, error) from error
 
 
-def note(http_request: Request, job: Job, usage: UsageCounter) -> None:
-    """Put what a request is and costs into its line of the audit log; counts are read when the line is written."""
+def _counter(http_request: Request, job: Job) -> UsageCounter:
+    """Make what counts a job's tokens, and put what it is into its line of the audit log, which reads the counts."""
+    usage = UsageCounter(counts_completions=job.counts_completions)
     http_request.state.audit.update(id=job.request_id, model=job.model, stream=job.stream, usage=usage)
+    return usage
 
 
 class EventStream(StreamingResponse):
@@ -218,51 +220,34 @@ class EventStream(StreamingResponse):
                 await asyncio.sleep(self._keep_alive_s)
 
 
-async def _begun(
-    http_request: Request, updates: AsyncGenerator[ChoiceUpdate, None], patience_s: float
-) -> asyncio.Task[ChoiceUpdate]:
-    """Wait for the first update, as a request that is refused has a status of its own then; not for ever, though."""
-    first = asyncio.create_task(_next(updates))
+async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Wait for some work; cancel it and raise `ClientDisconnect` when the client leaves first."""
+    return (await _begun(http_request, asyncio.create_task(work))).result()
+
+
+async def _begun(http_request: Request, task: asyncio.Task[T], patience_s: float | None = None) -> asyncio.Task[T]:
+    """Wait until a task is done, but no longer than that; it is cancelled where the client leaves first, as above."""
     watcher = asyncio.create_task(_disconnected(http_request))
     is_kept = False
     try:
-        await asyncio.wait({first, watcher}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-        if first.done():
-            first.result()
+        await asyncio.wait({task, watcher}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
         elif watcher.done():
             raise ClientDisconnect
         is_kept = True
-        return first
+        return task
     finally:
         watcher.cancel()
         if not is_kept:
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         await asyncio.gather(watcher, return_exceptions=True)
-
-
-async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for some work; cancel it and raise `ClientDisconnect` when the client leaves first."""
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_disconnected(http_request))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
 
 
 async def _disconnected(http_request: Request) -> None:
     while (await http_request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _next(updates: AsyncGenerator[ChoiceUpdate, None]) -> ChoiceUpdate:
-    return await anext(updates)
 
 
 async def _whole(service: Service, job: Job, usage: UsageCounter) -> list[RequestOutput]:

@@ -12,7 +12,7 @@ from octavo.engine.chat_template import parse_arguments
 from octavo.errors import RequestError
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerReader
-from octavo.server.answers.answering import encoder
+from octavo.server.answers.answering import event
 from octavo.server.answers.tools import Choice, Toolbox, read_function
 from octavo.server.answers.usage import PromptTokensDetails, Receipt, Usage
 from octavo.server.api import request_types as types
@@ -233,6 +233,9 @@ def _refuse_choice() -> NoReturn:
 # --- what is answered
 
 
+_BLOCK_TYPES = {"content": "text", "reasoning": "thinking", "arguments": "tool_use"}  # by what they grow by
+
+
 class MessageReply:
     """Spells outputs as messages: blocks of text, thinking and calls, one behind the other."""
 
@@ -240,99 +243,84 @@ class MessageReply:
         self._job = job
         self._form = form
         self._reader = AnswerReader(form)
-        self._block: dict[str, Any] | None = None
-        self._thoughts: list[str] = []  # of the block, where it is told in a stream
-        self._num_blocks = 0
+        self._blocks: list[dict[str, Any]] = []
+        self._arguments = ""  # of the last one
+        self._is_open = False
         self._end: dict[str, Any] = {}
-        self._has_calls = False
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
         """Return the events of some update."""
-        events = b""
+        begun = b""
         if update.is_first:
             output = update.output
             num_tokens = len(output.prompt_token_ids)
             usage = Usage(num_tokens, 0, num_tokens, PromptTokensDetails(output.num_cached_tokens))
             message = Message(self._job.request_id, self._job.model, [], None, None, _usage_of(usage))
-            events += _event("message_start", message=message)
-        for part in self._reader.read(update.completion):
-            if self._block is None or not _goes_on(self._block, part):
-                events += self._stop_block()
-                self._block = self._new_block(part)
-                events += _event("content_block_start", index=self._num_blocks, content_block=self._block)
-            if part.kind != "call":
-                events += self._grow(_delta(part))
-            if part.kind == "reasoning":
-                self._thoughts.append(part.text)
-        if update.completion.finished:
-            events += self._stop_block()
-            self._end = _ending(update.completion, has_calls=self._has_calls)
-        return events
+            begun = self._tell("message_start", message=message)
+        return begun + self._take(update.completion)
 
     def end(self, usage: Usage) -> bytes:
         """Return the last events: why it ended, and the counts."""
-        return _event("message_delta", delta=self._end, usage=_usage_of(usage)) + _event("message_stop")
+        return self._tell("message_delta", delta=self._end, usage=_usage_of(usage)) + self._tell("message_stop")
 
     def error(self, error: HttpError) -> bytes:
         """Return the event of an error."""
-        return _event("error", error=error.anthropic_body["error"])
+        return self._tell("error", error=error.anthropic_body["error"])
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Message:
         """Return the whole answer."""
         ((completion,),) = (output.outputs for output in outputs)
-        blocks: list[dict[str, Any]] = []
+        self._take(completion)
+        return Message(self._job.request_id, self._job.model, self._blocks, **self._end, usage=_usage_of(usage))
+
+    def _tell(self, kind: str, **fields: Any) -> bytes:
+        return event({"type": kind, **fields}, kind) if self._job.stream else b""
+
+    def _take(self, completion: CompletionOutput) -> bytes:
+        events = b""
         for part in self._reader.read(completion):
-            if not blocks or not _goes_on(blocks[-1], part):
-                blocks.append(self._new_block(part))
-            if part.kind == "arguments":
-                blocks[-1]["input"] = parse_arguments(part.text)
-            elif part.kind != "call":
-                blocks[-1][_TEXT_KEYS[part.kind]] += part.text
-        for block in blocks:
-            if block["type"] == "thinking":
-                block["signature"] = _signature(block["thinking"])
-        ending = _ending(completion, has_calls=self._has_calls)
-        return Message(self._job.request_id, self._job.model, blocks, **ending, usage=_usage_of(usage))
+            if not self._is_open or self._blocks[-1]["type"] != _BLOCK_TYPES.get(part.kind):
+                events += self._stop_block()
+                self._blocks.append(self._new_block(part))
+                self._arguments, self._is_open = "", True
+                events += self._tell("content_block_start", index=len(self._blocks) - 1, content_block=self._blocks[-1])
+            if part.kind != "call":
+                events += self._grow(self._blocks[-1], part.text)
+        if completion.finished:
+            events += self._stop_block()
+            has_calls = any(block["type"] == "tool_use" for block in self._blocks)
+            self._end = _ending(completion, has_calls=has_calls)
+        return events
 
     def _new_block(self, part: Part) -> dict[str, Any]:
         if part.kind == "reasoning":
             return {"type": "thinking", "thinking": "", "signature": ""}
         if part.kind == "content":
             return {"type": "text", "text": ""}
-        self._has_calls = True
         assert self._form.toolbox.format is not None
         return {"type": "tool_use", "id": self._form.toolbox.format.new_call_id(), "name": part.text, "input": {}}
 
+    def _grow(self, block: dict[str, Any], text: str) -> bytes:
+        kind = block["type"]
+        if kind == "tool_use":
+            self._arguments += text
+            return self._tell_delta("input_json_delta", partial_json=text)
+        block[kind] += text
+        return self._tell_delta(f"{kind}_delta", **{kind: text})
+
+    def _tell_delta(self, kind: str, **fields: str) -> bytes:
+        return self._tell("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, **fields})
+
     def _stop_block(self) -> bytes:
-        if self._block is None:
+        if not self._is_open:
             return b""
-        events = b""
-        if self._block["type"] == "thinking":
-            events += self._grow({"type": "signature_delta", "signature": _signature("".join(self._thoughts))})
-            self._thoughts.clear()
-        events += _event("content_block_stop", index=self._num_blocks)
-        self._block = None
-        self._num_blocks += 1
-        return events
-
-    def _grow(self, delta: dict[str, str]) -> bytes:
-        return _event("content_block_delta", index=self._num_blocks, delta=delta)
-
-
-_TEXT_KEYS = {"content": "text", "reasoning": "thinking"}
-
-
-def _goes_on(block: dict[str, Any], part: Part) -> bool:
-    """Whether a part belongs to a block that has begun."""
-    kinds = {"content": "text", "reasoning": "thinking", "arguments": "tool_use"}
-    return bool(block["type"] == kinds.get(part.kind))
-
-
-def _delta(part: Part) -> dict[str, str]:
-    if part.kind == "arguments":
-        return {"type": "input_json_delta", "partial_json": part.text}
-    key = _TEXT_KEYS[part.kind]
-    return {"type": f"{key}_delta", key: part.text}
+        self._is_open, block, events = False, self._blocks[-1], b""
+        if block["type"] == "thinking":
+            block["signature"] = _signature(block["thinking"])
+            events = self._tell_delta("signature_delta", signature=block["signature"])
+        elif block["type"] == "tool_use" and self._arguments:
+            block["input"] = parse_arguments(self._arguments)
+        return events + self._tell("content_block_stop", index=len(self._blocks) - 1)
 
 
 def _signature(thoughts: str) -> str:
@@ -354,7 +342,3 @@ def _ending(completion: CompletionOutput, *, has_calls: bool) -> dict[str, Any]:
 def _usage_of(usage: Usage) -> MessageUsage:
     num_cached = usage.prompt_tokens_details.cached_tokens
     return MessageUsage(usage.prompt_tokens - num_cached, usage.completion_tokens, num_cached, receipt=usage.receipt)
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + encoder.encode({"type": kind, **fields}) + b"\n\n"

@@ -13,7 +13,7 @@ from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerReader
-from octavo.server.answers.answering import encoder
+from octavo.server.answers.answering import event
 from octavo.server.answers.tools import Toolbox, read_choice, read_function
 from octavo.server.answers.usage import Receipt  # noqa: TC001 - msgspec reads the types of fields
 from octavo.server.api import request_types as types
@@ -268,6 +268,9 @@ def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> To
 # --- what is answered
 
 
+_ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "arguments": "function_call"}  # by what they grow by
+
+
 class ResponseReply:
     """Spells outputs as responses: items of reasoning, messages and calls, one behind the other."""
 
@@ -336,7 +339,7 @@ class ResponseReply:
     def _take(self, completion: CompletionOutput) -> None:
         self._logprobs.add(completion)
         for part in self._reader.read(completion):
-            if not self._is_open or not _goes_on(self._item, part):
+            if not self._is_open or self._item["type"] != _ITEM_TYPES.get(part.kind):
                 self._end_item("completed")
                 self._begin_item(part)
             self._grow(part)
@@ -421,7 +424,7 @@ class ResponseReply:
             return
         data = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
-        self._events += b"event: " + kind.encode() + b"\ndata: " + encoder.encode(data) + b"\n\n"
+        self._events += event(data, kind)
 
     def _tell_item(self, kind: str, **fields: Any) -> None:
         self._tell(kind, output_index=len(self._response.output) - 1, **fields)
@@ -432,12 +435,6 @@ class ResponseReply:
     def _told(self) -> bytes:
         events, self._events = self._events, b""
         return events
-
-
-def _goes_on(item: dict[str, Any], part: Part) -> bool:
-    """Whether a part belongs to an item that has begun."""
-    kinds = {"content": "message", "reasoning": "reasoning", "arguments": "function_call"}
-    return bool(item["type"] == kinds.get(part.kind))
 
 
 def _text_part(kind: str) -> dict[str, Any]:
