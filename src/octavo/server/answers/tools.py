@@ -87,7 +87,10 @@ class Toolbox:
         if format is None:
             message = "this model's chat template shows no form of tool calls that is known; see --tool-call-parser"
             raise RequestError(message, parameter="tools")
-        given = tuple(_as_template_reads(function, description) for function, description in described)
+        given = tuple(
+            {"type": "function", "function": {"name": each.name, "description": about, "parameters": each.parameters}}
+            for each, about in described
+        )
         allowed = tuple(each for each in functions if choice.allowed is None or each.name in choice.allowed)
         only_one = format.takes_one if parallel is None else not parallel
         is_limited = len(allowed) < len(functions)
@@ -206,8 +209,3 @@ def read_chat_tools(
 def _name_in_function(wanted: dict[str, Any]) -> Any:
     function = wanted.get("function")
     return function.get("name") if isinstance(function, dict) else None
-
-
-def _as_template_reads(function: Function, description: str) -> dict[str, Any]:
-    fields = {"name": function.name, "description": description, "parameters": function.parameters}
-    return {"type": "function", "function": fields}

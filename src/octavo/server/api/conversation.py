@@ -6,7 +6,7 @@ What the APIs that have messages share; each has a way of its own to spell them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from octavo.server.access.limiter import Permit
     from octavo.server.answers.answering import Reply
     from octavo.server.answers.tools import Toolbox
+    from octavo.server.api.openai.requests import ChatFields
     from octavo.server.service import Service
 
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "chat_template", "self"}
@@ -59,14 +60,6 @@ class Conversation:
     field: str = "messages"
     truncation: Truncation = WHOLE
     prediction: str = ""
-
-
-class TemplateFields(Protocol):
-    """The fields of a request that go to the chat template."""
-
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-    chat_template_kwargs: dict[str, Any] | None
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
@@ -172,7 +165,7 @@ def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
-def template_options(request: TemplateFields) -> dict[str, Any]:
+def template_options(request: ChatFields) -> dict[str, Any]:
     """Return what a request tells the chat template. Raises `RequestError` for what only the server may tell it."""
     options = _template_arguments(request.chat_template_kwargs, _RESERVED_TEMPLATE_NAMES)
     if request.add_generation_prompt is not None:

@@ -19,7 +19,7 @@ from octavo.sampling_params import MAX_STOP_STRINGS, SamplingParams, StructuredO
 from octavo.server.access.body import body_of, look_at
 from octavo.server.answers.answering import ChoiceUpdate, Job, answer, event
 from octavo.server.answers.usage import Receipt
-from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS
+from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, Off
 from octavo.server.api.openai.requests import Strings  # noqa: TC001 - pydantic reads the types of fields
 from octavo.server.api.sampling import sampling_params
 from octavo.server.errors import HttpError, spelling
@@ -34,11 +34,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 DEFAULT_MAX_NEW_TOKENS = 100
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "adapter_id": (None,),
-    "best_of": (None, 1),
-    "watermark": (None, False),
-}
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {**UNSUPPORTED_OR_ALIAS, "best_of": Off(1)}
 # Beside `inputs`, `options` is not Ollama's but of Hugging Face's own service: caches and waiting.
 _UNSUPPORTED_BESIDE = {name: neutral for name, neutral in UNSUPPORTED_OR_ALIAS.items() if name != "options"}
 _HARMLESS_BESIDE = {*HARMLESS, "options"}
@@ -65,8 +61,6 @@ class GenerateParameters(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    adapter_id: str | None = None
-    best_of: int | None = None
     decoder_input_details: bool | None = None
     details: bool | None = None
     do_sample: bool | None = None
@@ -83,7 +77,6 @@ class GenerateParameters(BaseModel):
     top_p: float | None = None
     truncate: int | None = None
     typical_p: float | None = None
-    watermark: bool | None = None
 
 
 class GenerateRequest(BaseModel):
@@ -96,21 +89,18 @@ class GenerateRequest(BaseModel):
     stream: bool | None = None
 
 
-class Token(Struct):
-    """A token with what it adds to the text: "" for a part of a character, and for a hidden one in a stream."""
-
-    id: int
-    text: str
-    logprob: float | None
-    special: bool
-
-
 class PrefillToken(Struct):
     """A token of the prompt; the first has no log probability."""
 
     id: int
     text: str
     logprob: float | None
+
+
+class Token(PrefillToken):
+    """A token with what it adds to the text: "" for a part of a character, and for a hidden one in a stream."""
+
+    special: bool
 
 
 class Details(Struct):
@@ -179,7 +169,7 @@ async def generate(
     """Continue a prompt. in_list: a whole answer comes as a list of one."""
     wanted = request.parameters or GenerateParameters()
     service.extra_fields.check(request.model_extra, _UNSUPPORTED_BESIDE, _HARMLESS_BESIDE)
-    service.extra_fields.check(wanted.model_extra, UNSUPPORTED_OR_ALIAS, HARMLESS)
+    service.extra_fields.check(wanted.model_extra, _UNSUPPORTED, HARMLESS)
     with spelling(_SPELLED, in_text=True):
         params = await look_at(http_request, lambda: _params(wanted, stream=stream))
     with service.enter(http_request, 1) as place:
@@ -224,9 +214,6 @@ def info(service: Service) -> dict[str, Any]:
 
 
 def _params(wanted: GenerateParameters, *, stream: bool) -> SamplingParams:
-    for name, harmless in _UNSUPPORTED.items():
-        if getattr(wanted, name) not in harmless:
-            raise RequestError(f"{name} is not supported by this server", parameter=name)
     if wanted.decoder_input_details and stream:
         raise RequestError(
             "decoder_input_details needs an answer that is not streamed", parameter="decoder_input_details"

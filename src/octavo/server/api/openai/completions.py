@@ -136,15 +136,14 @@ class Echo:
     def prompt_places(self, output: RequestOutput) -> list[TokenPlace]:
         """The places of the prompt's tokens in that text."""
         if output.request_id not in self.places:
-            self.places[output.request_id] = self._find(output)
+            tokenizer, token_ids = self.processor.tokenizer, output.prompt_token_ids
+            if output.prompt is not None:
+                found = places_in_prompt(tokenizer, output.prompt, token_ids)
+            else:
+                places = TokenPlaces(tokenizer, [], 0, skip_special_tokens=self.skip_special_tokens)
+                found = [*places.add(token_ids), *places.finish()]
+            self.places[output.request_id] = found
         return self.places[output.request_id]
-
-    def _find(self, output: RequestOutput) -> list[TokenPlace]:
-        tokenizer, token_ids = self.processor.tokenizer, output.prompt_token_ids
-        if output.prompt is not None:
-            return places_in_prompt(tokenizer, output.prompt, token_ids)
-        places = TokenPlaces(tokenizer, [], 0, skip_special_tokens=self.skip_special_tokens)
-        return [*places.add(token_ids), *places.finish()]
 
 
 class _Scored:

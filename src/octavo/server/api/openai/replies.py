@@ -17,12 +17,9 @@ class TopLogprob(Struct):
     bytes: list[int]
 
 
-class TokenLogprob(Struct):
+class TokenLogprob(TopLogprob):
     """The token that came, and the most probable ones at its place."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
@@ -11,9 +10,10 @@ from octavo.errors import RequestError
 from octavo.server.api import request_types as types
 from octavo.server.api.extra_fields import ALIASES, HARMLESS, PENALTY_RANGE, UNSUPPORTED, As, Off, each, refuse
 from octavo.server.api.request_types import Shown, within
+from octavo.server.errors import spelling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from octavo.server.api.extra_fields import ExtraFields
 
@@ -152,22 +152,25 @@ class SamplingFields(SamplingControls, OtherNames, Aliased):
         if any(penalties):
             refuse({name: getattr(self, name) for name in PENALTY_RANGE}, PENALTY_RANGE)
 
-    @contextlib.contextmanager
-    def named_as_sent(self) -> Iterator[None]:
+    def named_as_sent(self) -> AbstractContextManager[None]:
         """Name the field that an error is about as the client did."""
-        try:
-            yield
-        except RequestError as error:
-            own = error.parameter or ""
-            if own not in self._sent_as:
-                raise
-            sent, message = self._sent_as[own], str(error)
-            told = message.replace(own, sent, 1) if own in message else f"{sent}: {message}"
-            raise RequestError(told, parameter=sent) from None
+        return spelling(self._sent_as, in_text=True)
 
     def spelled(self, **names: str) -> dict[str, str]:
         """Return the engine's names of parameters and the client's. names: those of the route."""
         return {**self._sent_as, **{own: self._sent_as.get(name, name) for own, name in names.items()}}
+
+
+class ChatFields(BaseModel):
+    """What a chat's prompt depends on, beside its messages."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None  # DashScope's
+    reasoning_effort: str | None = None
+    tools: Annotated[list[Any], Shown(types.Tools[types.ChatTool])] | None = None
+    tool_choice: Annotated[Any, Shown(types.ChatChoice | None)] = None
 
 
 class CompletionRequest(SamplingFields):
@@ -186,24 +189,16 @@ class CompletionRequest(SamplingFields):
     }
 
 
-class ChatCompletionRequest(SamplingFields):
+class ChatCompletionRequest(ChatFields, SamplingFields):
     """POST /v1/chat/completions. `messages` is checked by its route."""
 
     messages: Annotated[Any, Shown(types.ChatMessages)]
     max_completion_tokens: types.MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: types.NumLogprobs | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[Any], Shown(types.Tools[types.ChatTool])] | None = None
-    tool_choice: Annotated[Any, Shown(types.ChatChoice | None)] = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
     prediction: Annotated[Any, Shown(types.Prediction | None)] = None
     include_reasoning: bool | None = None  # vLLM's: false leaves it out of the answer
-
-    enable_thinking: bool | None = None  # DashScope's
 
     aliases: ClassVar[dict[str, As]] = {**SamplingFields.aliases, "n_probs": As("top_logprobs", (0,))}
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {

@@ -15,7 +15,7 @@ from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.answering import event
 from octavo.server.answers.tools import Toolbox, read_choice, read_function
-from octavo.server.answers.usage import Receipt  # noqa: TC001 - msgspec reads the types of fields
+from octavo.server.answers.usage import CompletionTokensDetails, Receipt
 from octavo.server.api import request_types as types
 from octavo.server.api.block_types import CACHE, fields
 from octavo.server.api.conversation import (
@@ -123,19 +123,13 @@ class InputTokensDetails(Struct):
     cache_write_tokens: int = 0
 
 
-class OutputTokensDetails(Struct):
-    """Of the generated tokens, those of the reasoning."""
-
-    reasoning_tokens: int
-
-
 class ResponseUsage(Struct):
     """Token counts. receipt: octavo's own."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: CompletionTokensDetails
     total_tokens: int
     receipt: Receipt | UnsetType = UNSET
 
@@ -226,21 +220,15 @@ def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tok
     wanted = (request.text or {}).get("format")
     if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
         wanted = {"type": "json_schema", "json_schema": wanted}
+    asks_for_logprobs = request.top_logprobs or _LOGPROBS in (request.include or ())
     with spelling(_SPELLED, in_text=True):
         return sampling_params(
             request,
             defaults,
             max_tokens=default_max_tokens if request.max_output_tokens is None else request.max_output_tokens,
             structured_outputs=read_response_format(wanted, "text.format"),
-            logprobs=_num_logprobs(request),
+            logprobs=(request.top_logprobs or 0) if asks_for_logprobs else None,
         )
-
-
-def _num_logprobs(request: ResponsesRequest) -> int | None:
-    """Tell how many alternatives come with each token; None where no log probabilities are asked for."""
-    if request.top_logprobs or _LOGPROBS in (request.include or ()):
-        return request.top_logprobs or 0
-    return None
 
 
 # --- what is asked
@@ -357,7 +345,7 @@ class ResponseReply:
             usage.prompt_tokens,
             InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
             usage.completion_tokens,
-            OutputTokensDetails(self._reader.num_reasoning_tokens),
+            CompletionTokensDetails(self._reader.num_reasoning_tokens),
             usage.total_tokens,
             usage.receipt,
         )
@@ -379,13 +367,13 @@ class ResponseReply:
 
     def _new_item(self, part: Part) -> dict[str, Any]:
         if part.kind == "reasoning":
-            return {"type": "reasoning", "id": _new_id("rs"), "summary": [], "content": [], "status": "in_progress"}
+            return {"type": "reasoning", "id": f"rs_{new_id()}", "summary": [], "content": [], "status": "in_progress"}
         if part.kind == "content":
-            fields = {"type": "message", "id": _new_id("msg"), "role": "assistant"}
+            fields = {"type": "message", "id": f"msg_{new_id()}", "role": "assistant"}
             return {**fields, "content": [], "status": "in_progress"}
         assert self._form.toolbox.format is not None
         call_id = self._form.toolbox.format.new_call_id()
-        fields = {"type": "function_call", "id": _new_id("fc"), "call_id": call_id, "name": part.text}
+        fields = {"type": "function_call", "id": f"fc_{new_id()}", "call_id": call_id, "name": part.text}
         return {**fields, "arguments": "", "status": "in_progress"}
 
     def _grow(self, part: Part) -> None:
@@ -445,7 +433,3 @@ def _text_part(kind: str) -> dict[str, Any]:
 
 def _text_kind(item: dict[str, Any]) -> str:
     return str(item["content"][0]["type"])
-
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{new_id()}"
