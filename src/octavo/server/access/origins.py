@@ -45,13 +45,10 @@ class OriginMiddleware:
         host = hosts[0] if hosts else ""
         if self._hosts is not None and scope["path"] not in OPEN_PATHS and _name(host) not in self._hosts:
             return HttpError(421, "this server does not answer to this Host; --allowed-host NAME adds one")
-        if origins and "*" not in self._origins and any(not self._knows(origin, host) for origin in origins):
+        own = {f"http://{host}", f"https://{host}"} if host else set()
+        if "*" not in self._origins and not own.union(self._origins).issuperset(origins):
             return HttpError(403, "this server does not answer pages of this Origin; --allowed-origin URL adds one")
         return None
-
-    def _knows(self, origin: str, host: str) -> bool:
-        """Tell whether a page is the server's own, or may ask."""
-        return origin in self._origins or (bool(host) and origin in {f"http://{host}", f"https://{host}"})
 
 
 def _values(scope: Scope, wanted: bytes) -> list[str]:

@@ -11,6 +11,7 @@ import time
 from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
     from octavo.outputs import CompletionOutput, RequestOutput
-    from octavo.runtime.text_work import TextWork
     from octavo.sampling_params import SamplingParams
     from octavo.server.access.limiter import Permit
     from octavo.server.answers.usage import Usage
@@ -333,21 +333,15 @@ async def _events(
         async with aclosing(updates):
             async for each in updates:
                 counter.add(each.output, [each.completion])
-                counts = counter.usage() if job.continuous_usage else None
-                told = await _told(service.engine.text, job, reply, each, counts)
-                if told:
+                spell = partial(reply.update, each, counter.usage() if job.continuous_usage else None)
+                size = num_entries(each.output, [each.completion], with_prompt=each.is_first)
+                if told := await beside(service.engine.text, size, spell, tenant=job.place.tenant.name):
                     yield told
         yield reply.end(counter.usage())
     except BaseException as error:
         if not is_fault(error):
             raise
         yield reply.error(note_error(state, to_http(error_for(job.request_id, _ANSWERING, error))))
-
-
-async def _told(text: TextWork, job: Job, reply: Reply, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-    """Spell some update; their reply has nothing else to do meanwhile."""
-    size = num_entries(update.output, [update.completion], with_prompt=update.is_first)
-    return await beside(text, size, lambda: reply.update(update, usage), tenant=job.place.tenant.name)
 
 
 async def _chain(

@@ -164,19 +164,18 @@ def read_choice(wanted: Any, name_of: Callable[[dict[str, Any]], Any], *, has_to
         return Choice(wanted or "auto")
     if not has_tools:
         raise RequestError(_NEEDS_TOOLS, parameter="tool_choice")
-    if isinstance(wanted, str) and wanted in {"auto", "required"}:
-        return Choice(wanted)
-    kind = wanted.get("type") if isinstance(wanted, dict) else None
-    if kind == "allowed_tools":
-        return _read_allowed(wanted.get("allowed_tools", wanted), name_of)  # chat completions nest it
-    named = name_of(wanted) if kind == "function" else None
-    if not isinstance(named, str):
-        message = (
-            'tool_choice must be none, auto, required, {"type": "function", ...} with the name of a tool, or '
-            '{"type": "allowed_tools", ...} with names of tools'
-        )
-        raise RequestError(message, parameter="tool_choice")
-    return Choice("required", named)
+    match wanted:
+        case "auto" | "required":
+            return Choice(wanted)
+        case {"type": "allowed_tools"}:
+            return _read_allowed(wanted.get("allowed_tools", wanted), name_of)  # chat completions nest it
+        case {"type": "function"} if isinstance(named := name_of(wanted), str):
+            return Choice("required", named)
+    message = (
+        'tool_choice must be none, auto, required, {"type": "function", ...} with the name of a tool, or '
+        '{"type": "allowed_tools", ...} with names of tools'
+    )
+    raise RequestError(message, parameter="tool_choice")
 
 
 def _read_allowed(fields: Any, name_of: Callable[[dict[str, Any]], Any]) -> Choice:

@@ -17,6 +17,7 @@ from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerForm
 from octavo.server.answers.answering import Job, answer, encoder
 from octavo.server.api.block_types import CACHE, MEDIA, BlockTypes, fields, text_field
+from octavo.server.api.extra_fields import each
 from octavo.server.api.truncation import WHOLE, Truncation
 from octavo.server.errors import spelling
 
@@ -40,7 +41,7 @@ MESSAGE_FIELDS = fields(
     "role", "content", "name", "refusal", "tool_calls", "tool_call_id", audio=(None,), function_call=(None,)
 )
 _TEXT = fields("text", harmless={"prompt_cache_breakpoint": CACHE})
-_MEDIA = dict.fromkeys(("image_url", "input_audio", "file"), MEDIA)
+_MEDIA = each(MEDIA, "image_url", "input_audio", "file")
 TEXT_PARTS = BlockTypes({"text": _TEXT}, _MEDIA)
 ANSWER_PARTS = BlockTypes({"text": _TEXT, "refusal": fields("refusal")}, _MEDIA)
 PREDICTIONS = BlockTypes({"content": fields("content")})
@@ -104,8 +105,7 @@ def read_content(content: Any, place: str, types: BlockTypes) -> str | list[dict
         return content
     if not isinstance(content, list):
         raise RequestError(f"{place} must be text or a list of text parts", parameter=place)
-    texts = [_read_part(part, f"{place}[{index}]", types) for index, part in enumerate(content)]
-    return [text_part(text) for text in texts]
+    return [_read_part(part, f"{place}[{index}]", types) for index, part in enumerate(content)]
 
 
 def read_prediction(prediction: Any) -> str:
@@ -117,9 +117,9 @@ def read_prediction(prediction: Any) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def _read_part(part: Any, place: str, types: BlockTypes) -> str:
+def _read_part(part: Any, place: str, types: BlockTypes) -> dict[str, str]:
     kind = types.check(part, place)
-    return text_field(part, "refusal" if kind == "refusal" else "text", place)
+    return text_part(text_field(part, "refusal" if kind == "refusal" else "text", place))
 
 
 def text_part(text: str) -> dict[str, str]:
@@ -167,7 +167,7 @@ def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
 
 def template_options(request: ChatFields) -> dict[str, Any]:
     """Return what a request tells the chat template. Raises `RequestError` for what only the server may tell it."""
-    options = _template_arguments(request.chat_template_kwargs, _RESERVED_TEMPLATE_NAMES)
+    options = template_arguments(request.chat_template_kwargs, _RESERVED_TEMPLATE_NAMES)
     if request.add_generation_prompt is not None:
         options["add_generation_prompt"] = request.add_generation_prompt
     if request.continue_final_message is not None:
@@ -181,15 +181,13 @@ def template_options(request: ChatFields) -> dict[str, Any]:
     return options
 
 
-def extra_template_options(arguments: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what vLLM's chat_template_kwargs tell the template under APIs whose messages say where an answer begins.
+def template_arguments(
+    arguments: dict[str, Any] | None, reserved: set[str] = _RESERVED_TEMPLATE_NAMES | _GENERATION
+) -> dict[str, Any]:
+    """Return what vLLM's chat_template_kwargs tell the template. Raises `RequestError` for what they must not.
 
-    Raises `RequestError` for what only the server may tell it.
+    reserved: what only the server may tell it, and where an answer begins: most APIs' messages say that.
     """
-    return _template_arguments(arguments, _RESERVED_TEMPLATE_NAMES | _GENERATION)
-
-
-def _template_arguments(arguments: dict[str, Any] | None, reserved: set[str]) -> dict[str, Any]:
     arguments = arguments or {}
     if refused := arguments.keys() & reserved:
         raise RequestError(f"chat_template_kwargs must not set {min(refused)}", parameter="chat_template_kwargs")

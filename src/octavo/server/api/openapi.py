@@ -17,7 +17,7 @@ from octavo.server.api.openai.embeddings import EmbeddingList, EmbeddingRequest
 from octavo.server.api.openai.replies import ChatCompletion, Completion, Detokenized, Tokenized
 from octavo.server.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from octavo.server.api.openai.responses import InputTokens, ResponseObject, ResponsesRequest
-from octavo.server.api.tgi import Generated, GenerateRequest, TgiError
+from octavo.server.api.tgi import Generated, GenerateRequest
 from octavo.server.api.tokenizing import DetokenizeRequest, TokenizeRequest
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ Version = TypedDict("Version", {"version": str})
 ErrorObject = TypedDict("ErrorObject", {"message": str, "type": str, "param": str | None, "code": str | None})
 Error = TypedDict("Error", {"error": ErrorObject})
 AnthropicErrorObject = TypedDict("AnthropicErrorObject", {"type": str, "message": str})
+TgiError = TypedDict("TgiError", {"error": str, "error_type": str})
 AnthropicError = TypedDict("AnthropicError", {"type": Literal["error"], "error": AnthropicErrorObject})
 
 

@@ -20,7 +20,7 @@ from octavo.server.access.body import body_of, look_at
 from octavo.server.answers.answering import ChoiceUpdate, Job, answer, event
 from octavo.server.answers.usage import Receipt
 from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, Off
-from octavo.server.api.openai.requests import Strings  # noqa: TC001 - pydantic reads the types of fields
+from octavo.server.api.openai.requests import Body, Strings
 from octavo.server.api.sampling import sampling_params
 from octavo.server.errors import HttpError, spelling
 
@@ -56,10 +56,8 @@ class Grammar(BaseModel):
     value: Any
 
 
-class GenerateParameters(BaseModel):
+class GenerateParameters(Body):
     """How to generate. Without do_sample, and with nothing that changes what is drawn from, it is greedy."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     decoder_input_details: bool | None = None
     details: bool | None = None
@@ -79,10 +77,8 @@ class GenerateParameters(BaseModel):
     typical_p: float | None = None
 
 
-class GenerateRequest(BaseModel):
+class GenerateRequest(Body):
     """One prompt."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     inputs: str
     parameters: GenerateParameters | None = None
@@ -140,13 +136,6 @@ class StreamEvent(Struct):
     generated_text: str | None = None
     details: StreamDetails | None = None
     top_tokens: list[Token] | UnsetType = UNSET
-
-
-class TgiError(Struct):
-    """An error as TGI spells it: `HttpError.tgi_body`, for the description of the API."""
-
-    error: str
-    error_type: str
 
 
 async def read_body(request: Request) -> GenerateRequest:
@@ -290,8 +279,7 @@ class GenerateReply:
             _finish_reason(update.completion), self._num_tokens, len(update.output.prompt_token_ids), self._wanted.seed
         )
         if update.output.metrics is not None:
-            last.details.receipt = Receipt()
-            last.details.receipt.add(update.output.metrics)
+            last.details.receipt = Receipt.of([update.output.metrics])
 
     def end(self, _usage: Usage) -> bytes:
         """The last token's event is the last one."""

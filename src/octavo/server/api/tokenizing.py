@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from msgspec import UNSET
-from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
 from octavo.errors import RequestError
@@ -15,7 +14,7 @@ from octavo.server.answers.tools import read_chat_tools
 from octavo.server.api.conversation import effort_options, read_messages, template_options
 from octavo.server.api.extra_fields import ALIASES, OF_ANSWERS, OF_PROMPTS, As, Off, each
 from octavo.server.api.openai.replies import Detokenized, Tokenized, TokenizedContent, TokenPiece
-from octavo.server.api.openai.requests import Aliased, ChatFields, TokenIds
+from octavo.server.api.openai.requests import Aliased, Body, ChatFields, TokenIds
 from octavo.server.api.request_types import ChatMessages, Shown, TokenId
 
 if TYPE_CHECKING:
@@ -41,14 +40,12 @@ _UNSUPPORTED_BACK: dict[str, tuple[Any, ...]] = {
 }
 
 
-class TokenizeRequest(ChatFields, Aliased):
+class TokenizeRequest(ChatFields, Aliased, Body):
     """A text, or a conversation as the chat template spells it. Text gets the tokenizer's special tokens by default.
 
     content: the text as llama.cpp's clients name it; without add_special it gets none.
     Of a chat's fields those are read that its prompt depends on.
     """
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
     prompt: str | None = None
@@ -62,10 +59,8 @@ class TokenizeRequest(ChatFields, Aliased):
     aliases: ClassVar[dict[str, As]] = {"enable_thinking": ALIASES["enable_thinking"]}
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Body):
     """Token ids. skip_special_tokens: SGLang's, and false unless it is said."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
     tokens: Annotated[TokenIds, Shown(list[TokenId])]

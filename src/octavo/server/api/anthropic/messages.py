@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import UNSET, Struct, UnsetType
-from pydantic import BaseModel, ConfigDict
 
 from octavo.engine.chat_template import parse_arguments
 from octavo.errors import RequestError
@@ -14,7 +13,7 @@ from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.answering import event
 from octavo.server.answers.tools import Choice, Toolbox, read_function
-from octavo.server.answers.usage import PromptTokensDetails, Receipt, Usage
+from octavo.server.answers.usage import Receipt  # noqa: TC001 - msgspec reads the types of fields
 from octavo.server.api import request_types as types
 from octavo.server.api.anthropic.message_blocks import read_conversation
 from octavo.server.api.block_types import LABEL, BlockTypes, fields
@@ -23,10 +22,10 @@ from octavo.server.api.conversation import (
     answer_conversation,
     count_prompt,
     effort_options,
-    extra_template_options,
+    template_arguments,
 )
 from octavo.server.api.extra_fields import ANTHROPIC_HARMLESS, UNSUPPORTED_OR_ALIAS, Off, each
-from octavo.server.api.openai.requests import Strings  # noqa: TC001 - pydantic reads the types of fields
+from octavo.server.api.openai.requests import Body, Strings
 from octavo.server.api.request_types import Shown, within
 from octavo.server.api.sampling import read_response_format, sampling_params
 from octavo.server.errors import spelling
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from octavo.server.answers.answering import ChoiceUpdate, Job
     from octavo.server.answers.parts import Part
     from octavo.server.answers.tool_formats import ToolFormat
+    from octavo.server.answers.usage import Usage
     from octavo.server.errors import HttpError
     from octavo.server.service import Service
 
@@ -69,13 +69,11 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class CountTokensRequest(BaseModel):
+class CountTokensRequest(Body):
     """POST /v1/messages/count_tokens.
 
     What is not listed is refused if it would change the answer (`_UNSUPPORTED`), else ignored.
     """
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str
     messages: Annotated[Any, Shown(types.Turns)]
@@ -131,17 +129,13 @@ async def create_message(service: Service, http_request: Request, request: Messa
     params, conversation = await look_at(
         http_request, lambda: (_params(request, service.default_params), _read_conversation(request, tool_format))
     )
+    options: dict[str, Any] = {
+        "stream": bool(request.stream),
+        "cache_salt": request.cache_salt,
+        "spelled": _SPELLED if params.structured_outputs is None else {**_SPELLED, "structured_outputs": _FORMAT},
+    }
     return await answer_conversation(
-        service,
-        http_request,
-        conversation,
-        params,
-        MessageReply,
-        id_prefix="msg_",
-        model=model,
-        stream=bool(request.stream),
-        cache_salt=request.cache_salt,
-        spelled=_SPELLED if params.structured_outputs is None else {**_SPELLED, "structured_outputs": _FORMAT},
+        service, http_request, conversation, params, MessageReply, id_prefix="msg_", model=model, **options
     )
 
 
@@ -171,16 +165,12 @@ def _read_format(config: dict[str, Any] | None) -> StructuredOutputsParams | Non
     if unknown := {name for name, value in config.items() if name not in _OUTPUT_CONFIG and value is not None}:
         name = f"output_config.{min(unknown)}"[:100]
         raise RequestError(f"{name} is not supported by this server", parameter=name)
-    wanted = config.get("format")
-    if wanted is None:
-        return None
-    if (
-        not isinstance(wanted, dict)
-        or wanted.get("type") != "json_schema"
-        or not isinstance(wanted.get("schema"), dict)
-    ):
-        raise RequestError(f'{_FORMAT} must be {{"type": "json_schema", "schema": ...}}', parameter=_FORMAT)
-    return read_response_format({"type": "json_schema", "json_schema": wanted}, _FORMAT)
+    match config.get("format"):
+        case None:
+            return None
+        case {"type": "json_schema", "schema": dict()} as wanted:
+            return read_response_format({"type": "json_schema", "json_schema": wanted}, _FORMAT)
+    raise RequestError(f'{_FORMAT} must be {{"type": "json_schema", "schema": ...}}', parameter=_FORMAT)
 
 
 # --- what is asked
@@ -203,7 +193,7 @@ def _template_options(request: CountTokensRequest, messages: list[dict[str, Any]
         kind = _THINKING.check(request.thinking, "thinking")
         if kind != "adaptive":
             options["enable_thinking"] = kind == "enabled"
-    return options | extra_template_options(request.chat_template_kwargs)
+    return options | template_arguments(request.chat_template_kwargs)
 
 
 def _read_tools(request: CountTokensRequest, tool_format: ToolFormat | None) -> Toolbox:
@@ -214,20 +204,16 @@ def _read_tools(request: CountTokensRequest, tool_format: ToolFormat | None) -> 
             raise RequestError(f"{place}: tools of Anthropic's servers are not here", parameter=f"{place}.type")
         described.append(read_function(tool, place, "input_schema"))
     wanted = request.tool_choice or {"type": "auto"}
-    kind, named = wanted.get("type"), None
-    if kind == "tool":
-        named = wanted.get("name")
-        if not isinstance(named, str):
-            _refuse_choice()
-    elif not isinstance(kind, str) or kind not in _CHOICES:
-        _refuse_choice()
+    match wanted:
+        case {"type": "tool", "name": str() as name}:
+            choice = Choice("required", name)
+        case {"type": "auto" | "any" | "none" as kind}:
+            choice = Choice(_CHOICES[kind])
+        case _:
+            message = 'tool_choice.type must be auto, any, none, or tool with a "name"'
+            raise RequestError(message, parameter="tool_choice")
     parallel = False if wanted.get("disable_parallel_tool_use") is True else None
-    choice = Choice(_CHOICES.get(str(kind), "required"), named)
     return Toolbox.make(described, tool_format, choice, parallel=parallel)
-
-
-def _refuse_choice() -> NoReturn:
-    raise RequestError('tool_choice.type must be auto, any, none, or tool with a "name"', parameter="tool_choice")
 
 
 # --- what is answered
@@ -252,10 +238,9 @@ class MessageReply:
         """Return the events of some update."""
         begun = b""
         if update.is_first:
-            output = update.output
-            num_tokens = len(output.prompt_token_ids)
-            usage = Usage(num_tokens, 0, num_tokens, PromptTokensDetails(output.num_cached_tokens))
-            message = Message(self._job.request_id, self._job.model, [], None, None, _usage_of(usage))
+            num_cached = update.output.num_cached_tokens
+            usage = MessageUsage(len(update.output.prompt_token_ids) - num_cached, 0, num_cached)
+            message = Message(self._job.request_id, self._job.model, [], None, None, usage)
             begun = self._tell("message_start", message=message)
         return begun + self._take(update.completion)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import UNSET
@@ -77,15 +78,9 @@ async def create_chat_completion(service: Service, http_request: Request, reques
     options["spelled"]["logprobs"] = options["spelled"].get("top_logprobs", "top_logprobs")
     if conversation.toolbox.format is not None and request.response_format is None:
         options["spelled"]["structured_outputs"] = "tools"
+    reply = partial(ChatReply, service, request)
     return await answer_conversation(
-        service,
-        http_request,
-        conversation,
-        params,
-        lambda job, form: ChatReply(service, job, form, request),
-        id_prefix="chatcmpl-",
-        model=model,
-        **options,
+        service, http_request, conversation, params, reply, id_prefix="chatcmpl-", model=model, **options
     )
 
 
@@ -109,7 +104,7 @@ def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_ma
 class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
     """Spells outputs as chat completions."""
 
-    def __init__(self, service: Service, job: Job, form: AnswerForm, request: ChatCompletionRequest) -> None:
+    def __init__(self, service: Service, request: ChatCompletionRequest, job: Job, form: AnswerForm) -> None:
         super().__init__(job)
         self._piece = service.engine.output_processor.piece
         self._form = form

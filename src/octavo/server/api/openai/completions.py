@@ -201,10 +201,8 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
 
     def _whole_choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> CompletionChoice:
         choice = _with_reason(self._choice(index, completion, output, with_prompt=True), completion)
-        if self._request.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
-        else:
-            choice.prompt_logprobs = None
+        told = None if self._request.prompt_logprobs is None else output.prompt_logprobs
+        choice.prompt_logprobs = None if told is None else prompt_logprobs(told)
         return choice
 
     def _choice(

@@ -6,7 +6,7 @@ import base64
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from octavo.engine.embedding import embedding
 from octavo.errors import RequestError
@@ -17,7 +17,7 @@ from octavo.server.answers.answering import Job, answer_whole
 from octavo.server.answers.usage import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads the types
 from octavo.server.api.extra_fields import OF_ANSWERS, OF_PROMPTS, UNSUPPORTED, Off, each
 from octavo.server.api.openai.completions import read_prompts
-from octavo.server.api.openai.requests import Priority  # noqa: TC001 - pydantic reads the types of fields
+from octavo.server.api.openai.requests import Body, Priority
 from octavo.server.api.request_types import CacheSalt, Prompts, Shown
 
 if TYPE_CHECKING:
@@ -48,10 +48,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class EmbeddingRequest(BaseModel):
+class EmbeddingRequest(Body):
     """POST /v1/embeddings. `input` is checked by its route: text, texts, token ids or lists of those."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
     input: Annotated[Any, Shown(Prompts)]

@@ -23,6 +23,12 @@ Strings = Annotated[list[str], Field(fail_fast=True)]
 Priority = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
+class Body(BaseModel):
+    """What a client sends to any route: types are strict, and fields that are not known are looked at by the route."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
 class StreamOptions(BaseModel):
     """What a stream tells besides text."""
 
@@ -32,10 +38,8 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingControls(BaseModel):
+class SamplingControls(Body):
     """How tokens are chosen: each means what the field of `SamplingParams` with its name does, under every route."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     seed: Annotated[int, within("seed")] | None = None
     stop: Annotated[str | Strings, Shown(types.StopText | types.StopTexts)] | None = None
@@ -137,9 +141,8 @@ class SamplingFields(SamplingControls, OtherNames, Aliased):
             raise RequestError("stream_options needs stream: true", parameter="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs needs stream: false", parameter="prompt_logprobs")
-        if self.truncate_prompt_tokens is not None and not (
-            self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens >= 1
-        ):
+        num_kept = self.truncate_prompt_tokens
+        if num_kept is not None and num_kept != -1 and num_kept < 1:
             message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"
             raise RequestError(message, parameter="truncate_prompt_tokens")
 

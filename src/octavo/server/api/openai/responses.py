@@ -5,6 +5,7 @@ Nothing is stored: a request brings its whole conversation.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import UNSET, Struct, UnsetType
@@ -23,10 +24,10 @@ from octavo.server.api.conversation import (
     answer_conversation,
     count_prompt,
     effort_options,
-    extra_template_options,
+    template_arguments,
 )
 from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, ExtraFields, Off, each
-from octavo.server.api.openai.content_logprobs import ContentLogprobs
+from octavo.server.api.openai.logprobs import ContentLogprobs
 from octavo.server.api.openai.requests import Priority, SamplingControls
 from octavo.server.api.openai.response_items import read_items
 from octavo.server.api.openai.token_places import TokenPlaces
@@ -76,14 +77,14 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # What objects inside of a request may hold.
 _NESTED = {
     "prompt_cache_options": fields(
-        harmless=dict.fromkeys(("comparison_response_id", "mode", "ttl"), CACHE),
+        harmless=each(CACHE, "comparison_response_id", "mode", "ttl"),
         prewarm=(None, False),  # asks for no answer at all
     ),
     "reasoning": fields(
         "effort",
         harmless={
             "context": "says which thoughts of older turns are read: the chat template does",
-            **dict.fromkeys(("generate_summary", "summary"), "thoughts are told in full"),
+            **each("thoughts are told in full", "generate_summary", "summary"),
         },
         mode=(None, "standard"),
     ),
@@ -183,18 +184,15 @@ async def create_response(service: Service, http_request: Request, request: Resp
         ),
     )
     is_plain = conversation.toolbox.format is None or request.text
+    reply = partial(ResponseReply, service.engine.output_processor, request)
+    options: dict[str, Any] = {
+        "stream": bool(request.stream),
+        "priority": request.priority or 0,
+        "cache_salt": request.cache_salt,
+        "spelled": {**_SPELLED, "structured_outputs": "text.format" if is_plain else "tools"},
+    }
     return await answer_conversation(
-        service,
-        http_request,
-        conversation,
-        params,
-        lambda job, form: ResponseReply(job, form, request, service.engine.output_processor),
-        id_prefix="resp_",
-        model=model,
-        stream=bool(request.stream),
-        priority=request.priority or 0,
-        cache_salt=request.cache_salt,
-        spelled=_SPELLED if is_plain else {**_SPELLED, "structured_outputs": "tools"},
+        service, http_request, conversation, params, reply, id_prefix="resp_", model=model, **options
     )
 
 
@@ -236,7 +234,7 @@ def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tok
 
 def _read_conversation(request: ResponsesRequest, tool_format: ToolFormat | None) -> Conversation:
     effort = (request.reasoning or {}).get("effort")
-    options = effort_options(effort, "reasoning.effort") | extra_template_options(request.chat_template_kwargs)
+    options = effort_options(effort, "reasoning.effort") | template_arguments(request.chat_template_kwargs)
     messages = read_items(request.instructions, request.input)
     return Conversation(messages, _read_tools(request, tool_format), options, "input")
 
@@ -262,7 +260,7 @@ _ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "arguments": "fun
 class ResponseReply:
     """Spells outputs as responses: items of reasoning, messages and calls, one behind the other."""
 
-    def __init__(self, job: Job, form: AnswerForm, request: ResponsesRequest, outputs: OutputProcessor) -> None:
+    def __init__(self, outputs: OutputProcessor, request: ResponsesRequest, job: Job, form: AnswerForm) -> None:
         self._form = form
         self._reader = AnswerReader(form)
         (prompt,), params = job.prompts, job.params

@@ -26,6 +26,11 @@ class TokenPlace(NamedTuple):
     token_id: int
     num_chars: int
 
+    @property
+    def end(self) -> int:
+        """Where its text ends."""
+        return self.offset + self.num_chars
+
 
 def spelled(piece: str | bytes) -> str:
     r"""Spell a token that stands alone: as text, or `bytes:\xf0\x9f` as OpenAI's API has a part of a character."""
