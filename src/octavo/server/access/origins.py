@@ -33,10 +33,8 @@ class OriginMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what is allowed."""
         error = self._error(scope) if scope["type"] == "http" else None
-        if error is not None:
-            await error.response()(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
+        app = self.app if error is None else error.response()
+        await app(scope, receive, send)
 
     def _error(self, scope: Scope) -> HttpError | None:
         hosts, origins = _values(scope, b"host"), _values(scope, b"origin")

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 encoder = msgspec.json.Encoder()
 T = TypeVar("T")
 _ANSWERING = "it was answered"
+_FIELDS_TO_BLAME = {GRAMMAR_EXCEEDED: "structured_outputs", NOTHING_ALLOWED: "allowed_token_ids"}
 _MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
 
 
@@ -293,15 +294,10 @@ async def _outputs(service: Service, job: Job, usage: UsageCounter) -> AsyncGene
 
 def _error_of(message: str, request_id: str) -> OctavoError:
     """Return what a request's `error` is to its client."""
-    if message == request_failed(request_id):
-        return RequestFailedError(message)
-    if message == DEADLINE_PASSED:
-        return DeadlineError(message)
-    if message == GRAMMAR_EXCEEDED:
-        return RequestError(message, parameter="structured_outputs")
-    if message == NOTHING_ALLOWED:
-        return RequestError(message, parameter="allowed_token_ids")
-    return ExecutionError(message)
+    if message in _FIELDS_TO_BLAME:
+        return RequestError(message, parameter=_FIELDS_TO_BLAME[message])
+    kinds = {request_failed(request_id): RequestFailedError, DEADLINE_PASSED: DeadlineError}
+    return kinds.get(message, ExecutionError)(message)
 
 
 async def _updates(service: Service, job: Job, usage: UsageCounter) -> AsyncGenerator[ChoiceUpdate, None]:

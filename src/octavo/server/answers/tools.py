@@ -36,11 +36,6 @@ class Choice:
     named: str | None = None
     allowed: frozenset[str] | None = None
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The tools that are named."""
-        return (self.allowed or frozenset()) | ({self.named} if self.named is not None else frozenset())
-
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
@@ -77,7 +72,8 @@ class Toolbox:
         names = [function.name for function in functions]
         if len({*names}) < len(names):
             raise RequestError("two tools have the same name", parameter="tools")
-        if unknown := choice.names - {*names}:
+        named = () if choice.named is None else (choice.named,)
+        if unknown := {*named, *(choice.allowed or ())} - {*names}:
             name = min(unknown)[:64]
             raise RequestError(f"tool_choice names {name!r}, which is none of the tools", parameter="tool_choice")
         if choice.mode == "required" and not names:
@@ -145,13 +141,11 @@ def read_function(fields: Any, place: str, parameters_name: str = "parameters") 
     if description is not None and not isinstance(description, str):
         raise RequestError(f"{place}.description must be a string", parameter=f"{place}.description")
     parameters = fields.get(parameters_name)
-    kind = (
-        "object" if parameters is None else parameters.get("type", "object") if isinstance(parameters, dict) else None
-    )
-    if kind != "object":
+    given = {} if parameters is None else parameters
+    if not isinstance(given, dict) or given.get("type", "object") != "object":
         parameter = f"{place}.{parameters_name}"
         raise RequestError(f"{parameter} must be a JSON schema of an object", parameter=parameter)
-    schema = _NO_PARAMETERS if parameters is None else {"type": "object", **parameters}
+    schema = _NO_PARAMETERS if parameters is None else {"type": "object", **given}
     return Function(name, schema, fields.get("strict") is True), description or ""
 
 

@@ -79,7 +79,10 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
     MESSAGE_FIELDS.check({name: message[name] for name in message.keys() & MESSAGE_FIELDS.unsupported.keys()}, place)
     result = {**message}
     if message.get("tool_calls"):
-        result["tool_calls"] = _read_tool_calls(message["tool_calls"], f"{place}.tool_calls")
+        if not isinstance(message["tool_calls"], list):
+            raise RequestError(f"{place}.tool_calls must be a list", parameter=f"{place}.tool_calls")
+        calls = enumerate(message["tool_calls"])
+        result["tool_calls"] = [_read_tool_call(call, f"{place}.tool_calls[{index}]") for index, call in calls]
     else:
         result.pop("tool_calls", None)
     is_answer = role == "assistant"
@@ -91,7 +94,9 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
         types = ANSWER_PARTS if is_answer else TEXT_PARTS
         result["content"] = read_content(content, f"{place}.content", types)
     if refusal is not None:
-        result["content"] = _with_text(result["content"], text_field(message, "refusal", place))
+        said, text = result["content"], text_field(message, "refusal", place)
+        parts = [text_part(said)] if isinstance(said, str) else said
+        result["content"] = [*parts, text_part(text)] if said else text
     return result
 
 
@@ -125,18 +130,6 @@ def _read_part(part: Any, place: str, types: BlockTypes) -> dict[str, str]:
 def text_part(text: str) -> dict[str, str]:
     """Return a text as templates read it among parts."""
     return {"type": "text", "text": text}
-
-
-def _with_text(content: str | list[dict[str, str]] | None, text: str) -> str | list[dict[str, str]]:
-    if not content:
-        return text
-    return [*([text_part(content)] if isinstance(content, str) else content), text_part(text)]
-
-
-def _read_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise RequestError(f"{place} must be a list", parameter=place)
-    return [_read_tool_call(call, f"{place}[{index}]") for index, call in enumerate(calls)]
 
 
 def _read_tool_call(call: Any, place: str) -> dict[str, Any]:
@@ -234,7 +227,7 @@ async def answer_conversation(
     id_prefix: str,
     **options: Any,
 ) -> Response:
-    """Answer a conversation. options: of its `Job`."""
+    """Answer a conversation. id_prefix: the request's id begins with it. options: what else its `Job` says."""
     with service.enter(http_request, params.n) as place:
         prompt = await render(service, http_request, place, conversation)
         form = AnswerForm.of(service.answer_style, conversation.toolbox, prompt["prompt"])

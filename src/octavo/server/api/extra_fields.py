@@ -217,8 +217,7 @@ ALIASES: dict[str, As] = _joined(As, *_OTHERS)
 UNSUPPORTED: dict[str, tuple[Any, ...]] = _joined(Off, *_OTHERS)
 # vLLM's that chat completions and completions have.
 _TOKEN_FIELDS = {
-    "return_token_ids": Off(False),
-    "return_tokens_as_token_ids": Off(False),
+    **each(Off(False), "return_token_ids", "return_tokens_as_token_ids"),
     "truncate_prompt_tokens": OffPrompt(),
     "truncation_side": OffPrompt("left", "right"),
 }

@@ -147,15 +147,10 @@ async def read_body(request: Request) -> GenerateRequest:
 _read = body_of(GenerateRequest)
 
 
-async def generate_either(service: Service, http_request: Request, request: GenerateRequest) -> Response:
-    """Continue a prompt, as a stream where that is asked for; else the answer is a list of one, as TGI's is here."""
-    return await generate(service, http_request, request, stream=bool(request.stream), in_list=True)
-
-
 async def generate(
     service: Service, http_request: Request, request: GenerateRequest, *, stream: bool, in_list: bool = False
 ) -> Response:
-    """Continue a prompt. in_list: a whole answer comes as a list of one."""
+    """Continue a prompt. in_list: a whole answer comes as a list of one, as TGI's does at /."""
     wanted = request.parameters or GenerateParameters()
     service.extra_fields.check(request.model_extra, _UNSUPPORTED_BESIDE, _HARMLESS_BESIDE)
     service.extra_fields.check(wanted.model_extra, _UNSUPPORTED, HARMLESS)

@@ -173,9 +173,6 @@ def _read_format(config: dict[str, Any] | None) -> StructuredOutputsParams | Non
     raise RequestError(f'{_FORMAT} must be {{"type": "json_schema", "schema": ...}}', parameter=_FORMAT)
 
 
-# --- what is asked
-
-
 def _read_conversation(request: CountTokensRequest, tool_format: ToolFormat | None) -> Conversation:
     messages = read_conversation(request.system, request.messages)
     if messages[-1].get("tool_calls"):
@@ -214,9 +211,6 @@ def _read_tools(request: CountTokensRequest, tool_format: ToolFormat | None) -> 
             raise RequestError(message, parameter="tool_choice")
     parallel = False if wanted.get("disable_parallel_tool_use") is True else None
     return Toolbox.make(described, tool_format, choice, parallel=parallel)
-
-
-# --- what is answered
 
 
 _BLOCK_TYPES = {"content": "text", "reasoning": "thinking", "arguments": "tool_use"}  # by what they grow by

@@ -12,7 +12,7 @@ from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answering import ChoiceUpdate, Job, answer
 from octavo.server.api.openai.chunks import OpenAIReply, openai_options
-from octavo.server.api.openai.logprobs import completion_logprobs, prompt_logprobs
+from octavo.server.api.openai.logprobs import PlacedLogprobs, completion_logprobs, prompt_logprobs
 from octavo.server.api.openai.replies import Completion, CompletionChoice, CompletionLogprobs
 from octavo.server.api.openai.token_places import TokenPlaces, places_in_prompt
 from octavo.server.api.sampling import read_structure, sampling_params, token_limit
@@ -145,24 +145,10 @@ class Echo:
             self.places[output.request_id] = found
         return self.places[output.request_id]
 
-
-class _Scored:
-    """The positions of a choice, and the places of its tokens, for as long as some of these are not certain."""
-
-    def __init__(self, echo: Echo, output: RequestOutput, offset: int) -> None:
-        self._places = TokenPlaces(
-            echo.processor.tokenizer, output.prompt_token_ids, offset, skip_special_tokens=echo.skip_special_tokens
-        )
-        self._waiting: list[Position] = []
-
-    def add(self, completion: CompletionOutput) -> tuple[list[Position], list[TokenPlace]]:
-        """Take some more in; return what is certain now."""
-        places = self._places.add(completion.token_ids)
-        if completion.finished:
-            places += self._places.finish()
-        positions = self._waiting + (completion.logprobs or [])
-        self._waiting = positions[len(places) :]
-        return positions[: len(places)], places
+    def places_behind(self, output: RequestOutput) -> TokenPlaces:
+        """What finds the places of a choice's tokens."""
+        offset, skip = len(self.prompt_text(output)), self.skip_special_tokens
+        return TokenPlaces(self.processor.tokenizer, output.prompt_token_ids, offset, skip_special_tokens=skip)
 
 
 class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
@@ -172,7 +158,7 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
         super().__init__(job)
         self._echo = echo
         self._request = request
-        self._scored: dict[int, _Scored] = {}  # by choice
+        self._scored: dict[int, PlacedLogprobs] = {}  # by choice
 
     def _grown(self, update: ChoiceUpdate) -> CompletionChoice | None:
         """The first one of a choice has the echoed prompt; the last step of one may bring no more than its end."""
@@ -228,10 +214,10 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
             places += self._echo.prompt_places(output)
         if not self._echo.is_alone:
             if index not in self._scored:
-                self._scored[index] = _Scored(self._echo, output, len(self._echo.prompt_text(output)))
-            more_positions, more_places = self._scored[index].add(completion)
-            positions += more_positions
-            places = places + more_places
+                self._scored[index] = PlacedLogprobs(self._echo.places_behind(output))
+            more = self._scored[index].add(completion.token_ids, completion.logprobs, is_over=completion.finished)
+            positions += [position for _, position in more]
+            places = places + [place for place, _ in more]
         as_ids = bool(self._request.return_tokens_as_token_ids)
         return completion_logprobs(positions, places, self._echo.processor.piece, as_ids=as_ids)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from octavo.server.api.openai.token_places import TokenPlace, TokenPlaces
 
     Piece: TypeAlias = Callable[[int], str | bytes]  # what a token adds to a text, special ones included
+    PlacedPosition: TypeAlias = tuple[TokenPlace, "Position"]
 
 Position = dict[int, "Logprob"]  # the token itself first, then the most probable ones
 _LOWEST = -9999.0  # JSON has no infinity; vLLM's stand-in
@@ -39,6 +40,22 @@ def chat_logprobs(
     return replies.ChatLogprobs(content)
 
 
+class PlacedLogprobs:
+    """The log probabilities of an answer's tokens and the place of each, told when that is certain."""
+
+    def __init__(self, places: TokenPlaces) -> None:
+        self._places = places
+        self._waiting: deque[Position] = deque()
+
+    def add(self, token_ids: list[int], positions: list[Position], *, is_over: bool) -> list[PlacedPosition]:
+        """Take some more tokens."""
+        self._waiting += positions
+        places = self._places.add(token_ids)
+        if is_over:
+            places += self._places.finish()
+        return [(place, self._waiting.popleft()) for place in places]
+
+
 class ContentLogprobs:
     """Finds the tokens of each part by the place where it stands in the answer, however that was cut.
 
@@ -48,12 +65,11 @@ class ContentLogprobs:
 
     def __init__(self, places: TokenPlaces, num_top: int, piece: Piece, *, hides_end: bool) -> None:
         """Start with the places of the answer's tokens. hides_end: the token that ends it is none of its text."""
-        self._places = places
+        self._places = PlacedLogprobs(places)
         self._num_top = num_top
         self._piece = piece
         self._hides_end = hides_end
-        self._waiting: deque[Position] = deque()  # tokens whose place is not certain
-        self._tokens: deque[tuple[TokenPlace, Position]] = deque()
+        self._tokens: deque[PlacedPosition] = deque()
         self._is_told = False  # the first of them, which the last content ended in
 
     def add(self, completion: CompletionOutput) -> None:
@@ -62,11 +78,8 @@ class ContentLogprobs:
             return
         is_end = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
         num_tokens = len(completion.logprobs) - (self._hides_end and is_end)
-        self._waiting += completion.logprobs[:num_tokens]
-        places = self._places.add(completion.token_ids[:num_tokens])
-        if completion.finished:
-            places += self._places.finish()
-        self._tokens += [(place, self._waiting.popleft()) for place in places]
+        token_ids, positions = completion.token_ids[:num_tokens], completion.logprobs[:num_tokens]
+        self._tokens += self._places.add(token_ids, positions, is_over=completion.finished)
 
     def take(self, part: Part) -> list[replies.TokenLogprob]:
         """Return the tokens of the answer's next part, if it is content; one that it goes on with is told already."""
@@ -86,8 +99,8 @@ class ContentLogprobs:
             if self._is_told:
                 break
             self._tokens.popleft()
-        spelled = chat_logprobs(taken, self._num_top, self._piece)
-        return spelled.content if spelled is not None else []
+        told = chat_logprobs(taken, self._num_top, self._piece)
+        return [] if told is None else told.content
 
 
 def completion_logprobs(

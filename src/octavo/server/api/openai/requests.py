@@ -92,18 +92,16 @@ class Aliased(BaseModel):
     def take_aliases(self) -> None:
         """Write each into the field that it stands for. Raises `RequestError` where that says something else."""
         for name, told in self.aliases.items():
-            if getattr(self, name, None) not in (None, *told.nothing):
-                self._take(name, told.name)
-
-    def _take(self, name: str, own: str) -> None:
-        """Take a field as another one, or as a part of another one."""
-        field, _, part = own.partition(".")
-        value, current = getattr(self, name), getattr(self, field)
-        held = (current or {}).get(part) if part else current
-        if held is not None and held != value:
-            raise RequestError(f"{name} and {own} say different things", parameter=name)
-        setattr(self, field, {**(current or {}), part: value} if part else value)
-        self._sent_as[field] = name
+            value = getattr(self, name, None)
+            if value in (None, *told.nothing):
+                continue
+            field, _, part = told.name.partition(".")
+            current = getattr(self, field)
+            held = (current or {}).get(part) if part else current
+            if held is not None and held != value:
+                raise RequestError(f"{name} and {told.name} say different things", parameter=name)
+            setattr(self, field, {**(current or {}), part: value} if part else value)
+            self._sent_as[field] = name
 
 
 class SamplingFields(SamplingControls, OtherNames, Aliased):

@@ -229,9 +229,6 @@ def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tok
         )
 
 
-# --- what is asked
-
-
 def _read_conversation(request: ResponsesRequest, tool_format: ToolFormat | None) -> Conversation:
     effort = (request.reasoning or {}).get("effort")
     options = effort_options(effort, "reasoning.effort") | template_arguments(request.chat_template_kwargs)
@@ -249,9 +246,6 @@ def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> To
     has_tools = request.tools is not None
     choice = read_choice(request.tool_choice, lambda wanted: wanted.get("name"), has_tools=has_tools)
     return Toolbox.make(described, tool_format, choice, parallel=request.parallel_tool_calls)
-
-
-# --- what is answered
 
 
 _ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "arguments": "function_call"}  # by what they grow by
@@ -348,8 +342,6 @@ class ResponseReply:
             usage.receipt,
         )
 
-    # --- items
-
     @property
     def _item(self) -> dict[str, Any]:
         return self._response.output[-1]
@@ -402,8 +394,6 @@ class ResponseReply:
             self._tell_part("response.content_part.done", part=item["content"][0])
         self._tell_item("response.output_item.done", item=item)
         self._is_open = False
-
-    # --- events
 
     def _tell(self, kind: str, **fields: Any) -> None:
         if not self._tells:
