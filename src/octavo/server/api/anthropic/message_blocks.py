@@ -85,15 +85,11 @@ def _read_system(system: Any) -> list[Message]:
     """
     blocks = system
     if isinstance(system, list):
-        blocks = [block for block in system if not _is_note(block)]
+        texts = [block.get("text") if isinstance(block, dict) else None for block in system]
+        blocks = [block for block, text in zip(system, texts, strict=True) if not str(text).startswith(_ACCOUNTING)]
         if system and not blocks:
             return []
     return [{"role": "system", "content": _read_texts(blocks, "system", SYSTEM_BLOCKS)}]
-
-
-def _is_note(block: Any) -> bool:
-    text = block.get("text") if isinstance(block, dict) else None
-    return isinstance(text, str) and text.startswith(_ACCOUNTING)
 
 
 def _read_blocks(message: Any, place: str) -> tuple[str, list[Placed]]:

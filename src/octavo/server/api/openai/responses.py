@@ -8,15 +8,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-from msgspec import UNSET, Struct, UnsetType
-
 from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.answering import event
 from octavo.server.answers.tools import Toolbox, read_choice, read_function
-from octavo.server.answers.usage import CompletionTokensDetails, Receipt
+from octavo.server.answers.usage import CompletionTokensDetails
 from octavo.server.api import request_types as types
 from octavo.server.api.block_types import CACHE, fields
 from octavo.server.api.conversation import (
@@ -28,6 +26,7 @@ from octavo.server.api.conversation import (
 )
 from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, ExtraFields, Off, each
 from octavo.server.api.openai.logprobs import ContentLogprobs
+from octavo.server.api.openai.replies import InputTokens, InputTokensDetails, ResponseObject, ResponseUsage
 from octavo.server.api.openai.requests import Priority, SamplingControls
 from octavo.server.api.openai.response_items import read_items
 from octavo.server.api.openai.token_places import TokenPlaces
@@ -115,60 +114,6 @@ class ResponsesRequest(SamplingControls):
     priority: Priority | None = None
     cache_salt: types.CacheSalt | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-class InputTokensDetails(Struct):
-    """Of the prompt's tokens, those whose KV was found in the prefix cache."""
-
-    cached_tokens: int
-    cache_write_tokens: int = 0
-
-
-class ResponseUsage(Struct):
-    """Token counts. receipt: octavo's own."""
-
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: CompletionTokensDetails
-    total_tokens: int
-    receipt: Receipt | UnsetType = UNSET
-
-
-class ResponseObject(Struct):
-    """An answer, or what there is of it."""
-
-    id: str
-    created_at: int
-    model: str
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, Any]
-    parallel_tool_calls: bool
-    reasoning: dict[str, Any]
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: Any
-    tools: list[Any]
-    top_p: float
-    output: list[dict[str, Any]]
-    status: str = "in_progress"
-    usage: ResponseUsage | None = None
-    error: dict[str, Any] | None = None
-    incomplete_details: dict[str, str] | None = None
-    object: str = "response"
-    background: bool = False
-    previous_response_id: None = None
-    store: bool = False
-    top_logprobs: int = 0
-    truncation: str = "disabled"
-
-
-class InputTokens(Struct):
-    """How many tokens a conversation's prompt has."""
-
-    input_tokens: int
-    object: str = "response.input_tokens"
 
 
 async def create_response(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
