@@ -119,8 +119,7 @@ def event(data: Any, kind: str | None = None) -> bytes:
 async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
     """Answer a job, whole or as a stream; when the client leaves, its requests are aborted.
 
-    A stream's status is sent with its first event, so that whatever refuses a request still has a status of its own,
-    but for one that waits for longer than a silent stream sends a comment.
+    A stream's status is sent with its first event, so that whatever refuses a request still has a status of its own.
     """
     if not job.stream:
         return await answer_whole(service, http_request, job, reply)
@@ -227,7 +226,7 @@ async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T
 
 
 async def _begun(http_request: Request, task: asyncio.Task[T], patience_s: float | None = None) -> asyncio.Task[T]:
-    """Wait until a task is done, but no longer than that; it is cancelled where the client leaves first, as above."""
+    """Wait for a task, for so long at most; cancel it and raise `ClientDisconnect` when the client leaves first."""
     watcher = asyncio.create_task(_disconnected(http_request))
     is_kept = False
     try:
