@@ -21,8 +21,10 @@ from octavo.config import (
 )
 from octavo.core.scheduler import Scheduler
 from octavo.data.capacity import EngineCapacity
-from octavo.data.events import FanOut, NullSink, RecentEvents
+from octavo.data.events import FanOut, NullSink
+from octavo.data.kv_tier_figures import KVTierFigures
 from octavo.data.metrics import EngineMetrics, EngineStats
+from octavo.data.recent_events import RecentEvents
 from octavo.engine.engine_core import EngineCore
 from octavo.engine.llm_engine import Engine
 from octavo.errors import ConfigError
@@ -126,7 +128,7 @@ def build_core(
     executor = LocalExecutor(worker, store, num_threads=config.kv_transfer.num_threads)
     connector, recorded = _connect(config, store, executor)
     clock = RecordedClock(time.monotonic)
-    metrics, recent = EngineMetrics(EngineStats(kv_stores={} if store is None else store.figures)), RecentEvents()
+    metrics, recent = EngineMetrics(_stats(store)), RecentEvents()
     scheduler = Scheduler(
         scheduler_config,
         config.cache,
@@ -139,6 +141,15 @@ def build_core(
         connector=connector,
     )
     return EngineCore(_recorded(scheduler, clock, config.record, recorded), executor, metrics, recent, capacity)
+
+
+def _stats(store: TieredStore | None) -> EngineStats:
+    """Return an engine's figures, with each of its tiers from the beginning, so that a rate sees the first one."""
+    stats = EngineStats()
+    if store is not None:
+        stats.kv_stores = store.figures
+        stats.tiers |= {name: KVTierFigures() for name in store.figures}
+    return stats
 
 
 def _connect(

@@ -11,6 +11,7 @@ from octavo.core.kv_cache_manager import NO_COMPUTED_BLOCKS, ComputedBlocks, KVC
 from octavo.core.kv_connector import NullConnector
 from octavo.core.kv_transfers import KVTransfers
 from octavo.data import events
+from octavo.data.kv_tiers import TierMove
 from octavo.data.request import Request
 from octavo.data.scheduler_output import CachedRequestData, SchedulerOutput, TransferDirection
 from octavo.sampling_params import SamplingParams
@@ -397,6 +398,43 @@ def test_what_came_and_what_it_spared_is_told(made, num_blocks, num_tokens):
     made.transfers.end(order.transfer_id, num_blocks)
     [event] = made.log.of_type(events.KVLoadEnded)
     assert (event.num_tokens, event.seconds, event.computing_s) == (num_tokens, 2.0, 0.5 * num_tokens)
+
+
+@pytest.mark.parametrize("num_preemptions", [0, 1])
+def test_which_tiers_gave_a_load_is_told_with_it(made, num_preemptions):
+    request, order = made.start("a")
+    request.num_preemptions = num_preemptions
+    moves = (TierMove("memory", 1, 100, 0.25), TierMove("disk", 1, 100, 0.5))
+    made.transfers.end(order.transfer_id, 2, moves)
+    [event] = made.log.of_type(events.KVLoadEnded)
+    assert (event.moves, event.resumed) == (moves, num_preemptions == 1)
+
+
+def test_which_tiers_took_a_save_is_told_with_it(made):
+    made.transfers.offer(made.commit("a", 5))
+    [order] = made.transfers.take_orders()
+    move = TierMove("disk", 1, 100, 0.5)
+    made.transfers.end(order.transfer_id, 1, (move,))
+    made.transfers.offer(made.commit("b", 5))
+    made.transfers.expired(5.0)
+    assert [event.moves for event in made.log.of_type(events.KVSaveEnded)] == [(move,), ()]
+
+
+def test_what_made_way_in_stores_is_told_even_by_a_transfer_that_nobody_knows(made):
+    _, order = made.start("a")
+    made.transfers.end(order.transfer_id, 2, evicted=(("memory", 3), ("disk", 1)))
+    made.transfers.end(99, 2, (TierMove("disk", 2, 100, 0.5),), (("disk", 4),))
+    told = [(event.tier, event.num_blocks) for event in made.log.of_type(events.StoreBlocksEvicted)]
+    assert told == [("memory", 3), ("disk", 1), ("disk", 4)]
+    assert len(made.log.of_type(events.KVLoadEnded)) == 1
+
+
+@pytest.mark.parametrize(
+    ("store", "num_host_blocks", "learns"), [(Store(), 0, True), (None, 1, True), (None, 0, False)]
+)
+def test_what_computing_takes_is_of_interest_where_there_is_another_tier(made, store, num_host_blocks, learns):
+    manager = KVCacheManager(16, 4, num_host_blocks=num_host_blocks)
+    assert KVTransfers(store or NullConnector(), manager, CONFIG, made.emitter).learns_steps is learns
 
 
 def test_of_a_load_that_was_given_up_nothing_came(made):

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig, SpeculativeConfig
+    from octavo.data.kv_tiers import EndedTransfer
     from octavo.data.model_output import ModelOutput
-    from octavo.kv_transfer.interface import KVStore
+    from octavo.kv_transfer.tiers import TieredStore
     from octavo.models.architecture import Architecture
     from octavo.models.draft_checkpoint import DraftCheckpoint
     from octavo.models.layers import CausalLM
@@ -283,13 +284,13 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
 class LocalExecutor:
     """An `Executor` that runs its one worker in this process: `submit` computes, `collect` hands over.
 
-    ended_transfers: (transfer id, how many of its blocks were moved), put there from any thread by what moves KV; None
-    only ends the wait for one. store: of KV outside; it is closed with the executor. num_threads: for loads from it.
+    ended_transfers: put there from any thread by what moves KV; None only ends the wait for one. store: of KV outside;
+    it is closed with the executor. num_threads: for loads from it.
     """
 
-    def __init__(self, worker: Worker, store: KVStore | None = None, *, num_threads: int = 1) -> None:
+    def __init__(self, worker: Worker, store: TieredStore | None = None, *, num_threads: int = 1) -> None:
         self.worker = worker
-        self.ended_transfers: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self.ended_transfers: queue.SimpleQueue[EndedTransfer | None] = queue.SimpleQueue()
         self._kv_mover: KVMover = NoKVMover()
         if store is not None:
             self._kv_mover = worker.runner.kv_mover = KVTransferThreads(
@@ -331,8 +332,8 @@ class LocalExecutor:
         """End a step that only waits for KV, from any thread: there is something new to decide."""
         self.ended_transfers.put(None)
 
-    def _take_ended_transfers(self) -> list[tuple[int, int]]:
-        ended: list[tuple[int, int] | None] = []
+    def _take_ended_transfers(self) -> list[EndedTransfer]:
+        ended: list[EndedTransfer | None] = []
         with contextlib.suppress(queue.Empty):
             if self._only_waits:
                 ended.append(self.ended_transfers.get(timeout=TRANSFER_WAIT_S))

@@ -15,7 +15,7 @@ def test_what_host_memory_gave_is_told_by_tier_and_direction() -> None:
         core.capacity = replace(core.capacity, kv_block_bytes=1000)
         stats: Any = core.metrics.stats
         stats.host_cache_hits, stats.host_cache_hit_blocks, stats.num_offloaded_blocks = 48, 3, 5
-        stats.evicted_blocks.update(device=9, host=2)
+        stats.tiers["device"].num_evicted, stats.tiers["host"].num_evicted = 9, 2
         text = http.get("/metrics").text
     told = {
         (sample.name, *(sample.labels[key] for key in ("tier", "direction") if key in sample.labels)): sample.value

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.data import events
 from octavo.data.draft_stats import DraftStats
+from octavo.data.recent_events import RecentEvents
 from octavo.data.snapshot import BlockState
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class LiveView:
 
     def _forget(self) -> None:
         self.epoch += 1
-        self.recent = events.RecentEvents()
+        self.recent = RecentEvents()
         self.steps: deque[Step] = deque(maxlen=_NUM_STEPS)
         self.num_steps = 0
         self.blocks: BlockMap | None = None
