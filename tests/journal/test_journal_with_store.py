@@ -11,10 +11,11 @@ from octavo.data.events import EventLog
 from octavo.data.kv_tiers import EndedTransfer, TierMove
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request
-from octavo.journal.explain import explain
+from octavo.journal.explain import GENERATING, LOADING, explain
 from octavo.journal.recorder import RecordedClock, RecordingScheduler, describe
 from octavo.journal.replay import replay
 from octavo.journal.stores import RecordedConnector
+from octavo.journal.trace import chrome_trace
 
 OF_TIERS = (
     events.KVLoadStarted,
@@ -81,7 +82,12 @@ def test_a_journal_of_an_engine_with_a_store_is_replayed_and_explained(tmp_path,
     ms = f"{1e3 * done.seconds:.0f} ms, instead of about {1e3 * done.computing_s:.0f} ms of computing"
     assert f"8 tokens from memory (1 ms) and 8 tokens from disk (3 ms), {ms.replace(' ms,', ' ms in all,')}" in text
     failed = next(each for each in loads if each.outcome == "failed")
-    assert "12 tokens from disk, " in explain(played.log.events, failed.request_id).text()
+    explained = explain(played.log.events, failed.request_id)
+    assert "12 tokens from disk, " in explained.text()
+    assert GENERATING in explained.seconds, "it goes on with what came"
+    spans = [each for each in chrome_trace(played)["traceEvents"] if each["name"] == LOADING]
+    whole, part = {"memory": "8 tokens, 1 ms", "disk": "8 tokens, 3 ms"}, {"disk": "12 tokens, 3 ms"}
+    assert [each["args"] for each in spans] == [part if each is failed else whole for each in loads]
 
 
 def moved(order):

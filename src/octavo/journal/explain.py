@@ -28,11 +28,12 @@ PHASES = (ARRIVING, QUEUED, DEFERRED, LOADING, PROMPT, GENERATING, PREEMPTED)
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A time in one phase."""
+    """A time in one phase. details: of what came of it, by name."""
 
     phase: str
     start: float
     end: float
+    details: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -181,10 +182,10 @@ class _Teller:
             result.reasons.append(f"its steps were shared most with {', '.join(others)}")
         return result
 
-    def enter(self, phase: str | None, time: float) -> None:
-        """Begin another phase, or none."""
+    def enter(self, phase: str | None, time: float, details: dict[str, str] | None = None) -> None:
+        """Begin another phase, or none. details: of the one that ends."""
         if self.phase is not None and time > self.since:
-            self.result.intervals.append(Interval(self.phase, self.since, time))
+            self.result.intervals.append(Interval(self.phase, self.since, time, details or {}))
         if self.phase == QUEUED and self.blocked is not None:
             self.held_up[self.blocked[0].reason] += time - max(self.blocked[1], self.since)
         self.phase, self.since = phase, time
@@ -255,8 +256,8 @@ class _Teller:
         elif isinstance(event, events.KVLoadStarted):
             self.enter(LOADING, event.time)
         elif isinstance(event, events.KVLoadEnded):
-            is_done = event.outcome == "done"
-            self.enter((GENERATING if self.has_output else PROMPT) if is_done else QUEUED, event.time)
+            goes_on = event.num_tokens > 0  # with a part, too
+            self.enter((GENERATING if self.has_output else PROMPT) if goes_on else QUEUED, event.time, _by_tier(event))
             reasons.append(_what_came(event))
         elif isinstance(event, events.RequestPreempted):
             self.enter(PREEMPTED, event.time)
@@ -316,6 +317,10 @@ def _how_drafts_went(drafts: DraftStats) -> str:
         if drafts.speed_up is None
         else f"; for all in them these steps were {drafts.speed_up:.2f} times as fast as without"
     )
+
+
+def _by_tier(event: events.KVLoadEnded) -> dict[str, str]:
+    return {each.move.tier: f"{each.num_tokens:,} tokens, {_ms(each.move.seconds)}" for each in shares_of(event)}
 
 
 def _what_came(event: events.KVLoadEnded) -> str:
