@@ -97,3 +97,10 @@ def test_what_an_earlier_step_found_is_not_of_this_ones_copies(lost):
 def test_what_went_to_host_memory_counts():
     host = counted(events.HostBlocksCopied(3, 1.0, TierMove("host", 2, 200, 0.5), NOTHING))["host"]
     assert host == KVTierFigures(num_saved_blocks=2, saved_bytes=200, save_seconds=0.5)
+
+
+def test_what_steps_that_failed_have_found_is_not_kept():
+    counter = KVTierCounter({})
+    for step in range(5):
+        counter.emit(found(step, 2, 5.0))
+    assert len(counter._found) == 1
