@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from threading import Event, Thread
 
 import pytest
@@ -102,6 +103,19 @@ def test_what_one_saved_the_other_one_loads(master, open_store):
     donor.forget(KEYS[3:4])
     assert reader.num_matched(KEYS) == 3
     assert load(reader) == BLOCKS[:3]
+
+
+def test_a_client_takes_no_more_memory_than_is_planned(master, open_store):
+    lent_bytes = 32 << 20
+    store = open_store(master, lent_bytes)
+    keys = [os.urandom(32) for _ in range(lent_bytes // BLOCK_BYTES + 20)]
+    for first in range(0, len(keys), len(KEYS)):
+        store.save(keys[first : first + len(KEYS)], BLOCKS)
+    assert sum(store.num_matched([key]) for key in keys) > 0.7 * lent_bytes / BLOCK_BYTES
+    status = Path(f"/proc/{store._client._process.pid}/status").read_text().splitlines()
+    found = dict(line.split(":") for line in status)
+    taken = sum(int(found[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+    assert lent_bytes < taken < MooncakeStore.host_bytes(BLOCK_BYTES, lent_bytes)
 
 
 def test_a_store_that_lends_nothing_saves_in_what_others_lend(master, open_store):
