@@ -293,7 +293,10 @@ def main() -> None:
 
 
 def measure_tier(tier: Tier, setting: Setting, reference: LLMEngine) -> bool:
-    """Measure a tier and print its row; return whether it is what was asked for. The last turn's tokens are compared."""
+    """Measure a tier and print its row; return whether it is what was asked for.
+
+    The tokens of the last turn are compared.
+    """
     turns = list(tier.run(setting))
     for answer in turns[-1]:
         if first_token(reference, answer.prompt).outputs[0].token_ids != answer.token_ids:

@@ -159,6 +159,28 @@ def test_bytes_that_somebody_else_put_under_a_key(master, open_store):
             third_party.kill()
 
 
+@pytest.mark.parametrize("is_asked_again", [True, False])
+def test_what_a_question_found_is_kept_for_the_load_that_follows(open_store, is_asked_again):
+    """Each question leases it anew; without that, the first lease is over when a writer needs the memory."""
+    leases_s = 3.0
+    master = Master(leases_ms=int(1000 * leases_s))
+    try:
+        writer, reader = open_store(master, 16 << 20), open_store(master)
+        assert writer.save(KEYS, BLOCKS) == reader.num_matched(KEYS) == len(KEYS)
+        time.sleep(leases_s - 0.5)
+        start = time.monotonic()
+        if is_asked_again:
+            assert reader.num_matched(KEYS) == len(KEYS)
+        time.sleep(1.0)  # the first lease is over
+        while time.monotonic() < start + leases_s - 1.0:
+            writer.save([os.urandom(32) for _ in KEYS], BLOCKS)
+        loaded = load(reader)
+        assert loaded == BLOCKS[: len(loaded)]
+        assert (len(loaded) == len(KEYS)) == is_asked_again
+    finally:
+        master.kill()
+
+
 @pytest.mark.parametrize("leases_ms", [1, 300])
 def test_blocks_that_are_evicted_while_they_are_read(open_store, leases_ms):
     """A writer needs the memory, and a millisecond is over before they have come: they are right, or not there."""
