@@ -145,6 +145,19 @@ def test_a_warm_engine_computes_only_what_nobody_has(checkpoint):
     assert sum(sum(step.num_scheduled_tokens.values()) for step in steps) <= 4 + 16
 
 
+def test_an_answer_is_there_for_the_turn_that_follows(checkpoint):
+    """All of its whole blocks, those as well that were not enough to be saved before it ended."""
+    pool = GlobalKVPool(5000)
+    prompt = list(range(2, 130))
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    first = engine_over(node(pool), checkpoint)
+    answer = first.generate({"prompt_token_ids": prompt}, params).outputs[0].token_ids
+    settle(first)
+    second = engine_over(node(pool, "b"), checkpoint)
+    found = second.generate({"prompt_token_ids": [*prompt, *answer, 5]}, params).num_cached_tokens
+    assert found == (len(prompt) + len(answer) - 1) // 16 * 16
+
+
 def spoiling(pool, seed, **options):
     stores = []
 

@@ -22,10 +22,10 @@ CONFIG = SchedulerConfig(kv_transfer_timeout_s=5.0, kv_lookup_timeout_s=0.5, min
 class Transfers:
     """Transfers of a store into 16 blocks of 4 tokens, which may take 5 s; `log` has what is told of them."""
 
-    def __init__(self):
+    def __init__(self, num_blocks=16):
         self.log, self.store = events.EventLog(), Store(wants=True)
         self.emitter = EventEmitter(self.log)
-        self.manager = KVCacheManager(16, 4)
+        self.manager = KVCacheManager(num_blocks, 4)
         self.transfers = KVTransfers(self.store, self.manager, CONFIG, self.emitter)
 
     def start(self, name, now=0.0):
@@ -48,6 +48,14 @@ class Transfers:
         request.num_computed_tokens = num_tokens - 1 if num_computed is None else num_computed
         self.manager.commit(request)
         return request
+
+    def extend(self, request, num_tokens):
+        """Let a request have so many tokens, all but the last one computed and shared."""
+        num_new = num_tokens - request.num_tokens
+        request.sequence.token_ids += [7] * num_new
+        assert self.manager.allocate_slots(request, num_tokens - request.num_computed_tokens) is not None
+        request.num_computed_tokens = num_tokens - 1
+        self.manager.commit(request)
 
     def told(self):
         ended = self.log.of_type(events.KVLoadEnded)
@@ -249,6 +257,66 @@ def test_what_can_be_shared_is_offered_once_and_what_is_wanted_is_saved(made):
     assert (started.num_blocks, ended.num_blocks, ended.outcome) == (2, 2, "done")
     made.transfers.request_finished(request)
     assert made.transfers.num_records == 0
+
+
+def test_blocks_of_answers_are_saved_several_together_and_the_last_with_the_end():
+    made = Transfers(num_blocks=256)
+    request = made.commit("a", 9)
+    made.transfers.offer(request)
+    [of_prompt] = made.transfers.take_orders()
+    assert of_prompt.keys == request.block_hashes[:2]
+    saved = {}
+    for num_blocks in range(3, 22):
+        made.extend(request, 4 * num_blocks + 1)
+        made.transfers.offer(request)
+        for order in made.transfers.take_orders():
+            saved[num_blocks] = order
+    assert {at: order.keys for at, order in saved.items()} == {
+        10: request.block_hashes[2:10],
+        18: request.block_hashes[10:18],
+    }
+    assert saved[18].block_ids == request.sequence.block_table[10:18]
+    made.transfers.request_finished(request)
+    [last] = made.transfers.take_orders()
+    assert last.keys == request.block_hashes[18:21]
+    assert last.block_ids == request.sequence.block_table[18:21]
+    made.manager.free(request)
+    pinned = {block.block_id for block in made.manager.pinned_blocks()}
+    assert pinned.issuperset(last.block_ids)
+    assert made.transfers.num_records == 0
+
+
+def test_of_an_answer_without_a_whole_block_of_a_prompt_what_is_there_is_saved_with_its_end():
+    made = Transfers(num_blocks=256)
+    request = made.commit("a", 3)
+    made.extend(request, 13)
+    made.transfers.offer(request)
+    assert (made.transfers.take_orders(), made.transfers.num_records) == ([], 0)
+    made.transfers.request_finished(request)
+    assert [order.keys for order in made.transfers.take_orders()] == [request.block_hashes[:3]]
+
+
+def test_a_prompt_is_saved_at_once_with_the_blocks_behind_it(made):
+    request = made.commit("a", 8, num_computed=4)
+    made.transfers.offer(request)
+    made.extend(request, 9)
+    made.transfers.offer(request)
+    assert [order.keys for order in made.transfers.take_orders()] == [[key] for key in request.block_hashes]
+
+
+def test_who_gives_way_is_saved_when_its_blocks_are_there_again():
+    made = Transfers(num_blocks=256)
+    request = made.commit("a", 5)
+    made.transfers.offer(request)
+    made.extend(request, 21)
+    made.transfers.take_orders()
+    made.manager.release(request)
+    made.transfers.offer(request)
+    assert made.transfers.take_orders() == []
+    made.manager.allocate_slots(request, 21)
+    made.manager.commit(request)
+    made.transfers.request_finished(request)
+    assert [order.keys for order in made.transfers.take_orders()] == [request.block_hashes[1:5]]
 
 
 def test_what_is_being_saved_is_not_saved_beside_itself(made):

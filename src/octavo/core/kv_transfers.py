@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _PROMPT_SHARE = 16  # tokens a request, from which on a step shows what prompts cost
 _SAVE_SHARE = 8  # at most one of so many blocks is pinned for saves at once; the others are offered again later
+_SAVED_TOGETHER = 8  # blocks of an answer: each save costs a store more than its bytes, on disk a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +191,19 @@ class KVTransfers:
     # --- save ---------------------------------------------------------------------------------------------------------
 
     def offer(self, request: Request) -> None:
-        """Order what the store wants of a request's blocks that can be shared by now, as far as there is room."""
+        """Order what the store wants of a request's blocks that can be shared by now, as far as there is room.
+
+        Those of its prompt at once; those of its answer several together, or with its end. Until then they are in its
+        table, where nobody evicts them.
+        """
         if not self.has_store:
             return
+        num_offered = self._num_offered.get(request.request_id, 0)
+        is_prompt = num_offered < request.num_prompt_tokens // self._manager.block_size
+        if is_prompt or self._manager.num_committed_blocks(request) >= num_offered + _SAVED_TOGETHER:
+            self._offer_all(request)
+
+    def _offer_all(self, request: Request) -> None:
         name, table = request.request_id, request.sequence.block_table
         first, end = self._num_offered.get(name, 0), self._manager.num_committed_blocks(request)
         if end <= first or end * self._manager.block_size < self._min_tokens:
@@ -328,7 +339,9 @@ class KVTransfers:
         return failed
 
     def request_finished(self, request: Request) -> None:
-        """Tell the store that a request ended, before its blocks are freed, and keep nothing of it."""
+        """Order the saves that are left of a request that ended, before its blocks are freed; keep nothing of it."""
+        if self.has_store:
+            self._offer_all(request)
         self._gave_up.discard(request.request_id)
         self._lookups.pop(request.request_id, None)
         self._num_offered.pop(request.request_id, None)

@@ -188,6 +188,11 @@ def piece_blocks(block_bytes: int) -> int:
     return max(_PIECE_BYTES // block_bytes, 1)
 
 
+def staging_bytes(block_bytes: int, num_threads: int) -> int:
+    """Return what the buffers of `KVTransferThreads` take, whose stores do not hang."""
+    return (num_threads + 1) * piece_blocks(block_bytes) * block_bytes
+
+
 class BlockBytes:
     """The blocks of a KV cache as bytes, and host memory they are copied to and from.
 
