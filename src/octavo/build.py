@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from octavo.config import DeviceConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+    from octavo.config import DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
     from octavo.core.kv_connector import KVConnector
     from octavo.data.events import EventSink
     from octavo.kv_transfer import StoreFactory
@@ -120,7 +120,7 @@ def build_core(
         reading.result()
     num_blocks, num_host_blocks = worker.kv_cache.num_blocks, worker.kv_cache.num_host_blocks
     scheduler_config = fit_reservation(worker.scheduler_config, num_blocks * config.cache.block_size)
-    capacity = _capacity(worker, scheduler_config, speculative_config)
+    capacity = _capacity(worker, scheduler_config, speculative_config, config.kv_transfer)
     _log_capacity(worker, capacity)
     store = create_store(config.kv_transfer, worker.kv_cache.block_bytes, kv_store)
     executor = LocalExecutor(worker, store, num_threads=config.kv_transfer.num_threads)
@@ -186,7 +186,10 @@ def _resolve_speculative(config: SpeculativeConfig, device_config: DeviceConfig)
 
 
 def _capacity(
-    worker: Worker, scheduler_config: SchedulerConfig, speculative_config: SpeculativeConfig | None
+    worker: Worker,
+    scheduler_config: SchedulerConfig,
+    speculative_config: SpeculativeConfig | None,
+    kv_transfer: KVTransferConfig,
 ) -> EngineCapacity:
     """Return what there is room for."""
     return EngineCapacity.of(
@@ -197,6 +200,7 @@ def _capacity(
         kv_cache_dtype=worker.kv_dtype,
         speculative=speculative_config,
         kv_block_bytes=sum(cache.bytes_per_block for cache in worker.runner.kv_caches),
+        role=kv_transfer.role,
     )
 
 

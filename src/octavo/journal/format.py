@@ -51,6 +51,7 @@ REQUEST_OPTIONS = (
     "deadline",
     "arrival_time",
     "reads_prefix_cache",
+    "kv_transfer_params",
 )
 REQUEST_DEFAULTS: dict[str, Any] = {
     "priority": 0,
@@ -60,6 +61,7 @@ REQUEST_DEFAULTS: dict[str, Any] = {
     "adapter": None,
     "deadline": None,
     "reads_prefix_cache": True,
+    "kv_transfer_params": None,
 }
 
 
