@@ -211,6 +211,11 @@ class MooncakeClient:
             area.address = opened.address + index * size
 
     @property
+    def process_id(self) -> int:
+        """Of that process."""
+        return self._process.pid
+
+    @property
     def is_alive(self) -> bool:
         """Whether it may be asked. One that has not answered for long is ended."""
         now = time.monotonic()
@@ -260,13 +265,13 @@ class MooncakeClient:
         self._process.wait()
 
 
-def own_address(master: str) -> str:
-    """Return the address of this machine by which those near the master reach it. Raises `StoreError`."""
-    host, port = master.rsplit(":", 1)
+def own_address(peer: str) -> str:
+    """Return the address of this machine by which those near HOST:PORT reach it. Raises `StoreError`."""
+    host, port = peer.rsplit(":", 1)
     try:
         family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise StoreError(f"{master}, where mooncake_master should be, cannot be reached: {error}") from error
+        raise StoreError(f"{peer} cannot be reached: {error}") from error

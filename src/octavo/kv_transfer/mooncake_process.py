@@ -1,4 +1,4 @@
-"""What holds a client of Mooncake, or its TransferEngine: `python -m octavo.kv_transfer.mooncake_process ORDER`, a process of its own.
+"""What holds Mooncake: `python -m octavo.kv_transfer.mooncake_process ORDER`, a process of its own.
 
 Mooncake's library keeps Python's lock while it connects and while it closes, for minutes where its master is away, and
 a call too many ends the process. So it runs beside the engine, and whatever becomes of it is a pipe that is closed.
