@@ -96,7 +96,7 @@ def pairs(checkpoint):
         each.close()
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_both_together_say_what_one_alone_says(pairs, alone, schedule, dtype):
@@ -144,8 +144,10 @@ def test_n_outputs_of_one_request_are_one_transfer(pairs, checkpoint):
     assert [each.token_ids for each in outputs[-1].outputs] == [each.token_ids for each in want.outputs]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("what", ["prompt never sent there", "nobody there", "aborted there", "stopped here"])
-def test_what_does_not_come_is_computed(pairs, alone, what, unused_port):
+def test_what_does_not_come_is_computed(pairs, alone, monkeypatch, what, unused_port):
+    monkeypatch.setattr("octavo.kv_transfer.direct_donor._GRACE_S", 0.3)
     pair = pairs()
     requests = make_requests()[:NUM_TRIED]
     start = time.monotonic()
@@ -181,6 +183,7 @@ def test_who_leaves_while_its_prompt_is_computed_leaves_nothing(pairs):
     assert not pair.receiver._expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_prefill_engine_that_is_killed_or_frozen_costs_time(checkpoint, end):
     config = EngineConfig(
