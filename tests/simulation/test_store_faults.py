@@ -34,7 +34,7 @@ def run_worlds() -> int:
 def run_pairs() -> int:
     """Run worlds of prefill and decode engines; return how many prompts came from another one directly."""
     num_handed_over = 0
-    for index in range(NUM_WORLDS):
+    for index in range(NUM_WORLDS // 2):
         config = draw_config(random.Random(index), 150)
         config = replace(config, remote_rate=1.0, hash_bits=None, enable_prefix_caching=True, min_tokens_to_cache=1)
         config = replace(config, pair_rate=0.8, neighbour_rate=0.0, eviction_rate=0.1, mixed_step_ms=None)
