@@ -151,7 +151,7 @@ def hide_orders(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_prompts_come_from_other_engines_and_nothing_is_wrong():
-    assert run_pairs() > 20
+    assert run_pairs() > 8
 
 
 @pytest.mark.parametrize(
