@@ -34,6 +34,7 @@ from octavo.journal.stores import RecordedConnector
 from octavo.kernels import are_exact, attention_slowness, instruction_sets
 from octavo.kv_transfer import create_store, host_bytes
 from octavo.kv_transfer.connector import StoreConnector
+from octavo.kv_transfer.direct import create_connector, num_load_threads
 from octavo.models.weights_identity import WeightsIdentity
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.launch import Checkpoint, make_grammars, make_processors
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from octavo.core.kv_connector import KVConnector
     from octavo.data.events import EventSink
     from octavo.kv_transfer import StoreFactory
+    from octavo.kv_transfer.direct import MooncakeConnector
     from octavo.kv_transfer.tiers import TieredStore
     from octavo.models.architecture import Architecture
 
@@ -125,11 +127,17 @@ def build_core(
         reading.result()
     num_blocks, num_host_blocks = worker.kv_cache.num_blocks, worker.kv_cache.num_host_blocks
     scheduler_config = fit_reservation(worker.scheduler_config, num_blocks * config.cache.block_size)
-    capacity = _capacity(worker, scheduler_config, speculative_config)
+    direct = create_connector(
+        config.kv_transfer,
+        block_bytes=worker.kv_cache.block_bytes,
+        block_size=config.cache.block_size,
+        secret=kv_secret_from_environment(),
+    )
+    capacity = _capacity(worker, scheduler_config, speculative_config, config.kv_transfer, direct)
     _log_capacity(worker, capacity)
-    store = create_store(config.kv_transfer, worker.kv_cache.block_bytes, kv_store)
-    executor = LocalExecutor(worker, store, num_threads=config.kv_transfer.num_threads)
-    connector, recorded = _connect(config, store, executor)
+    store = create_store(config.kv_transfer, worker.kv_cache.block_bytes, kv_store, direct)
+    executor = LocalExecutor(worker, store, num_threads=num_load_threads(config.kv_transfer))
+    connector, recorded = _connect(config, store, executor, direct)
     clock = RecordedClock(time.monotonic)
     metrics, recent = EngineMetrics(_stats(store)), RecentEvents()
     scheduler = Scheduler(
@@ -157,16 +165,16 @@ def _stats(store: TieredStore | None) -> EngineStats:
 
 def _store_bytes(config: KVTransferConfig, block_bytes: int, *, has_store: bool) -> int:
     """Return what stores take of host memory: buffers for what is on its way, and what they have for themselves."""
-    return staging_bytes(block_bytes, config.num_threads) + host_bytes(config, block_bytes) if has_store else 0
+    return staging_bytes(block_bytes, num_load_threads(config)) + host_bytes(config, block_bytes) if has_store else 0
 
 
 def _connect(
-    config: EngineConfig, store: TieredStore | None, executor: LocalExecutor
+    config: EngineConfig, store: TieredStore | None, executor: LocalExecutor, direct: MooncakeConnector | None
 ) -> tuple[KVConnector | None, RecordedConnector | None]:
     """Return what the scheduler asks of stores, and the same once more where its answers go into a journal."""
     if store is None:
         return None, None
-    connector = StoreConnector(store, config.cache.block_size, executor.wake)
+    connector = StoreConnector(store, config.cache.block_size, executor.wake, direct)
     if config.record is None:
         return connector, None
     recorded = RecordedConnector(connector)
@@ -205,7 +213,11 @@ def _resolve_speculative(config: SpeculativeConfig, device_config: DeviceConfig)
 
 
 def _capacity(
-    worker: Worker, scheduler_config: SchedulerConfig, speculative_config: SpeculativeConfig | None
+    worker: Worker,
+    scheduler_config: SchedulerConfig,
+    speculative_config: SpeculativeConfig | None,
+    kv_transfer: KVTransferConfig,
+    direct: MooncakeConnector | None,
 ) -> EngineCapacity:
     """Return what there is room for."""
     return EngineCapacity.of(
@@ -216,6 +228,8 @@ def _capacity(
         kv_cache_dtype=worker.kv_dtype,
         speculative=speculative_config,
         kv_block_bytes=sum(cache.bytes_per_block for cache in worker.runner.kv_caches),
+        role=kv_transfer.role,
+        kv_transfer_port=None if direct is None else direct.port,
     )
 
 

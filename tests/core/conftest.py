@@ -18,7 +18,16 @@ from octavo.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-REQUEST_OPTIONS = ("priority", "cache_salt", "tenant", "tenant_weight", "adapter", "deadline", "arrival_time")
+REQUEST_OPTIONS = (
+    "priority",
+    "cache_salt",
+    "tenant",
+    "tenant_weight",
+    "adapter",
+    "deadline",
+    "arrival_time",
+    "kv_transfer_params",
+)
 
 
 class Core:

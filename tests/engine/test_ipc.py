@@ -1,7 +1,11 @@
 """What goes between the processes arrives as it was meant."""
 
+import pytest
+
+from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.request import Request
 from octavo.engine import ipc
+from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 
 
@@ -32,3 +36,23 @@ def test_a_prediction_arrives_once_for_all_streams():
     assert [request.predicted_token_ids for request in arrived] == [predicted] * 3
     (without,) = ipc.decode_to_engine(ipc.encode(ipc.Add.of("r", [Request("r", [1], SamplingParams())]))).to_requests()
     assert without.predicted_token_ids is None
+
+
+def test_a_part_in_a_prefill_decode_pair_arrives():
+    for params in (None, KVTransferParams("t", is_prefill=True), KVTransferParams("t", source="10.0.0.1:4000")):
+        sent = [Request(f"r-{i}", [1], SamplingParams(), kv_transfer_params=params) for i in range(2)]
+        arrived = ipc.decode_to_engine(ipc.encode(ipc.Add.of("r", sent))).to_requests()
+        assert [request.kv_transfer_params for request in arrived] == [params] * 2
+        assert arrived[0].expects_kv is (params is not None and not params.is_prefill)
+        assert arrived[0].hands_kv_over is (params is not None and params.is_prefill)
+
+
+def test_a_part_in_a_pair_names_its_transfer_and_an_address():
+    for name in ("", "x" * 257, "two\nlines"):
+        with pytest.raises(RequestError, match="transfer_id"):
+            KVTransferParams(name)
+    for source in ("", "host", "host:", ":80", "host:0", "host:65536", "a b:80", "http://host:80", "::1:80", "u@h:80"):
+        with pytest.raises(RequestError, match="HOST:PORT"):
+            KVTransferParams("t", source=source)
+    for source in ("host:80", "10.0.0.1:65535", "[::1]:80", "host.name:1"):
+        assert KVTransferParams("t", source=source).source == source

@@ -22,7 +22,10 @@ class KVTransferConfig:
     disk_dir: a directory for blocks on disk; disk_bytes bounds it, None: 16 GiB, at most half of what is free there.
     num_threads: so many loads go on at once; saves have a thread of their own.
     mooncake: the address of a `mooncake_master`, whose pool is used. mooncake_segment_bytes: memory that is lent to the
-    pool, beside the engine's own; 0 uses what others lend. mooncake_protocol: how bytes travel.
+    pool, beside the engine's own; 0 uses what others lend. mooncake_protocol: how bytes travel, from engine to engine
+    as well.
+    role: prefill computes prompts and hands their KV over, decode gets it and answers. direct: from one engine to the
+    other, while the prompt is still being computed; direct_bytes: memory for what a prefill engine hands over.
     """
 
     disk_dir: Path | None = option(
@@ -55,15 +58,33 @@ class KVTransferConfig:
     )
     mooncake_protocol: str = option(
         "tcp",
-        "How KV travels in the pool of Mooncake.",
+        "How KV travels in the pool of Mooncake, and with kv_direct.",
         choices=("tcp", "rdma"),
         name="kv_mooncake_protocol",
+    )
+    role: str = option(
+        "both",
+        "What this engine is for behind a router: to compute prompts for others (prefill), to answer with the KV that "
+        "it gets from them (decode), or both.",
+        choices=("both", "prefill", "decode"),
+    )
+    direct: bool = option(
+        False,
+        "Move KV from prefill to decode engines directly, by Mooncake's TransferEngine (needs octavo[mooncake]; in "
+        "private networks alone).",
+        name="kv_direct",
+    )
+    direct_bytes: int = option(
+        _DEFAULT_SEGMENT_BYTES,
+        "Memory of a prefill engine for KV that decode engines may still ask for. Default: 1G.",
+        unit="SIZE",
+        name="kv_direct_bytes",
     )
 
     @property
     def names_store(self) -> bool:
-        """Whether there is any store."""
-        return self.disk_dir is not None or self.mooncake is not None
+        """Whether KV is kept, or goes, outside of this engine."""
+        return self.disk_dir is not None or self.mooncake is not None or self.direct
 
     def __post_init__(self) -> None:
         at_least("kv_disk_bytes", self.disk_bytes, 1, may_be_none=True)
@@ -74,13 +95,29 @@ class KVTransferConfig:
         within("num_threads of kv_transfer", self.num_threads, 1, _MAX_THREADS)
         check_choices(self)
         at_least("mooncake_segment_bytes", self.mooncake_segment_bytes, 0)
+        self._check_role()
         if self.mooncake is None:
-            if self.mooncake_segment_bytes != _DEFAULT_SEGMENT_BYTES or self.mooncake_protocol != "tcp":
-                raise ConfigError("mooncake_segment_bytes and mooncake_protocol are of no use without mooncake")
+            if self.mooncake_segment_bytes != _DEFAULT_SEGMENT_BYTES:
+                raise ConfigError("mooncake_segment_bytes is of no use without mooncake")
+            if self.mooncake_protocol != "tcp" and not self.direct:
+                raise ConfigError("mooncake_protocol is of no use without mooncake or kv_direct")
             return
         address = _ADDRESS.fullmatch(self.mooncake)
         if address is None or int(address.group(2)) > _MAX_PORT:
             raise ConfigError(
                 f"mooncake must be the address of a mooncake_master, HOST:PORT, got {self.mooncake!r}; its port is "
                 "what --rpc_port says there, by default 50051"
+            )
+
+    def _check_role(self) -> None:
+        at_least("kv_direct_bytes", self.direct_bytes, 1)
+        if self.direct_bytes != _DEFAULT_SEGMENT_BYTES and not (self.direct and self.role == "prefill"):
+            raise ConfigError("kv_direct_bytes is memory of a prefill engine: it needs role prefill and kv_direct")
+        if self.role == "both":
+            if self.direct:
+                raise ConfigError("kv_direct is between a prefill and a decode engine: role both needs no way for KV")
+        elif not self.names_store:
+            raise ConfigError(
+                f"role {self.role} needs a way for KV from prefill to decode engines: a store that both have "
+                "(kv_disk_dir, kv_mooncake), or kv_direct"
             )

@@ -18,6 +18,8 @@ class EngineCapacity:
     `block_size` tokens in the KV cache, and in host memory for preempted requests and evicted blocks; kv_cache_dtype:
     how they are kept. kv_block_bytes: of one of them, a draft model's keys and values included.
     speculative_method: how tokens are guessed, "none" for not at all; of a request num_speculative_tokens in a step.
+    role: which part of requests this engine is for: prefill, decode or both. kv_transfer_port: where a prefill engine
+    hands KV over directly; None: it does not.
     """
 
     max_num_seqs: int
@@ -32,6 +34,8 @@ class EngineCapacity:
     speculative_method: str = "none"
     num_speculative_tokens: int = 0
     kv_block_bytes: int = 0
+    role: str = "both"
+    kv_transfer_port: int | None = None
 
     @classmethod
     def of(
@@ -44,6 +48,8 @@ class EngineCapacity:
         kv_cache_dtype: str = "auto",
         speculative: SpeculativeConfig | None = None,
         kv_block_bytes: int = 0,
+        role: str = "both",
+        kv_transfer_port: int | None = None,
     ) -> EngineCapacity:
         """Say what these configurations come to with so many blocks."""
         num_tokens = num_blocks * cache.block_size
@@ -62,6 +68,8 @@ class EngineCapacity:
             speculative_method="none" if speculative is None else speculative.method,
             num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
             kv_block_bytes=kv_block_bytes,
+            role=role,
+            kv_transfer_port=kv_transfer_port,
         )
 
     @property

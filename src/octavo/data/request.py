@@ -13,6 +13,7 @@ from octavo.errors import RequestError
 
 if TYPE_CHECKING:
     from octavo.data.draft_stats import AcceptanceRates
+    from octavo.data.kv_transfer_params import KVTransferParams
     from octavo.sampling_params import SamplingParams
 
 MAX_CACHE_SALT_CHARS = 1024
@@ -95,6 +96,7 @@ class Request:
     before any was verified.
     block_hashes: keys of its full blocks, written by the KV cache manager.
     predicted_token_ids: what its client expects as its output, of which drafts are made; never changed.
+    kv_transfer_params: its part in a prefill/decode pair; None: it is served here alone.
     """
 
     __slots__ = (
@@ -107,6 +109,7 @@ class Request:
         "cache_salt",
         "computed_acceptance",
         "deadline",
+        "kv_transfer_params",
         "max_total_tokens",
         "num_computed_in_all",
         "num_computed_tokens",
@@ -145,6 +148,7 @@ class Request:
         adapter: str | None = None,
         deadline: float | None = None,
         predicted_token_ids: list[int] | None = None,
+        kv_transfer_params: KVTransferParams | None = None,
     ) -> None:
         self.request_id = request_id
         self.sequence = Sequence(list(prompt_token_ids), len(prompt_token_ids))
@@ -161,6 +165,7 @@ class Request:
         self.adapter = adapter
         self.deadline = deadline
         self.predicted_token_ids = predicted_token_ids
+        self.kv_transfer_params = kv_transfer_params
         self.status = RequestStatus.WAITING
         self.admitted_time: float | None = None
         self.stop_reason: int | str | None = None
@@ -184,6 +189,16 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Tokens the user sent."""
         return self.sequence.num_prompt_tokens
+
+    @property
+    def expects_kv(self) -> bool:
+        """Whether another engine has its prompt's KV, or is computing it."""
+        return self.kv_transfer_params is not None and not self.kv_transfer_params.is_prefill
+
+    @property
+    def hands_kv_over(self) -> bool:
+        """Whether its prompt's KV is for another engine, and all that is wanted of it."""
+        return self.kv_transfer_params is not None and self.kv_transfer_params.is_prefill
 
     @property
     def is_finished(self) -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
     from octavo.data.capacity import EngineCapacity
+    from octavo.data.kv_transfer_params import KVTransferParams
     from octavo.data.metrics import EngineStats
     from octavo.data.snapshot import Snapshot
     from octavo.engine.engine_client import DrivenEngine
@@ -187,6 +188,7 @@ class AsyncLLM:
         tenant: str = "",
         tenant_weight: float = 1.0,
         timeout_s: float | None = None,
+        kv_transfer_params: KVTransferParams | None = None,
         on_processed: Callable[[ProcessedInput], Awaitable[None]] | None = None,
         on_unread: Callable[[RequestOutput], None] | None = None,
     ) -> AsyncIterator[RequestOutput]:
@@ -212,6 +214,7 @@ class AsyncLLM:
             tenant=tenant,
             tenant_weight=tenant_weight,
             timeout_s=timeout_s,
+            kv_transfer_params=kv_transfer_params,
         )
         processed = await self.text.do(process, num_chars=_num_chars(prompt, sampling_params), tenant=tenant)
         if on_processed is not None:

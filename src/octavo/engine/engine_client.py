@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
     from octavo.data.capacity import EngineCapacity
+    from octavo.data.kv_transfer_params import KVTransferParams
     from octavo.data.metrics import EngineStats
     from octavo.data.snapshot import Snapshot
     from octavo.engine.input_processor import InputProcessor, ProcessedInput, Prompt
@@ -95,6 +96,7 @@ class EngineClient(_Described, Protocol):
         tenant: str = "",
         tenant_weight: float = 1.0,
         timeout_s: float | None = None,
+        kv_transfer_params: KVTransferParams | None = None,
         on_processed: Callable[[ProcessedInput], Awaitable[None]] | None = None,
         on_unread: Callable[[RequestOutput], None] | None = None,
     ) -> AsyncIterator[RequestOutput]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from octavo.config import ModelInfo
+    from octavo.data.kv_transfer_params import KVTransferParams
 
 _PREDICTED = "predicted_token_ids"
 _ORDINARY_CHARS = 16  # of a token: a vocabulary's longest has more, and finding it takes 0.1 s
@@ -179,10 +180,12 @@ class InputProcessor:
         tenant: str = "",
         tenant_weight: float = 1.0,
         timeout_s: float | None = None,
+        kv_transfer_params: KVTransferParams | None = None,
     ) -> ProcessedInput:
         """Check a request and split it into its streams.
 
-        prompt: text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}.
+        prompt: text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}. kv_transfer_params: where
+        another engine computes its prompt, or its answer.
         Raises `RequestError` with the field's name.
         """
         params = replace(params) if params is not None else self.default_sampling_params()  # checked anew, and ours
@@ -220,6 +223,7 @@ class InputProcessor:
                 tenant_weight=tenant_weight,
                 deadline=None if timeout_s is None else arrival_time + timeout_s,
                 predicted_token_ids=predicted or None,
+                kv_transfer_params=kv_transfer_params,
             )
             for index in range(params.n)
         ]

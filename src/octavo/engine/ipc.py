@@ -14,6 +14,7 @@ import msgspec
 from octavo.config import EngineConfig  # noqa: TC001
 from octavo.data.capacity import EngineCapacity  # noqa: TC001 - msgspec reads these types
 from octavo.data.events import EVENT_TYPES, Event
+from octavo.data.kv_transfer_params import KVTransferParams  # noqa: TC001
 from octavo.data.metrics import EngineStats  # noqa: TC001
 from octavo.data.request import Request, RequestStatus
 from octavo.data.snapshot import BlockMap, Snapshot
@@ -70,6 +71,7 @@ class Stream(msgspec.Struct, frozen=True):
     tenant: str
     tenant_weight: float
     deadline: float | None
+    kv_transfer_params: KVTransferParams | None
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):

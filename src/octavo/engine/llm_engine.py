@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from octavo.data.capacity import EngineCapacity
+    from octavo.data.kv_transfer_params import KVTransferParams
     from octavo.data.metrics import EngineStats
     from octavo.data.snapshot import Snapshot
     from octavo.engine.engine_core import EngineCore
@@ -68,13 +69,14 @@ class Engine:
         tenant: str = "",
         tenant_weight: float = 1.0,
         timeout_s: float | None = None,
+        kv_transfer_params: KVTransferParams | None = None,
     ) -> None:
         """Accept a request. Raises `RequestError` when it cannot be served; nothing changes then.
 
         prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. priority: lower goes first, under the
         priority policy. cache_salt: only requests with the same salt share cached KV. tenant: whose request it is,
         and tenant_weight its share beside others, under the fair policy. timeout_s: a request that is not done by then
-        ends with an error.
+        ends with an error. kv_transfer_params: where another engine computes its prompt, or its answer.
         """
         self.add_processed(
             self.input_processor.process(
@@ -87,6 +89,7 @@ class Engine:
                 tenant=tenant,
                 tenant_weight=tenant_weight,
                 timeout_s=timeout_s,
+                kv_transfer_params=kv_transfer_params,
             )
         )
 

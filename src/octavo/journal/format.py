@@ -53,6 +53,7 @@ REQUEST_OPTIONS = (
     "deadline",
     "arrival_time",
     "reads_prefix_cache",
+    "kv_transfer_params",
 )
 REQUEST_DEFAULTS: dict[str, Any] = {
     "priority": 0,
@@ -62,6 +63,7 @@ REQUEST_DEFAULTS: dict[str, Any] = {
     "adapter": None,
     "deadline": None,
     "reads_prefix_cache": True,
+    "kv_transfer_params": None,
 }
 
 

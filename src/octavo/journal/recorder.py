@@ -116,6 +116,8 @@ class RecordingScheduler:
         options = {name: value for name, value in options.items() if value != REQUEST_DEFAULTS.get(name, ...)}
         if request.cache_salt is not None:
             options["cache_salt"] = hidden(request.cache_salt, self._key)
+        if request.kv_transfer_params is not None:
+            options["kv_transfer_params"] = dataclasses.asdict(request.kv_transfer_params)
         self._write(
             ["a", self._elapsed(), self._num_arrivals, request.request_id, encode_tokens(prompt), asked, options]
         )

@@ -9,6 +9,7 @@ from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core.scheduler import Scheduler
 from octavo.data.events import EventLog
 from octavo.data.kv_tiers import TierMove
+from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request, RequestStatus
 from octavo.errors import ConfigError
@@ -83,6 +84,8 @@ class _Player:
 
     def _play_a(self, number: int, name: str, prompt: str, max_total_tokens: int, options: dict[str, Any]) -> None:
         reads_prefix_cache = options.pop("reads_prefix_cache", True)
+        if (pair := options.get("kv_transfer_params")) is not None:
+            options["kv_transfer_params"] = KVTransferParams(**pair)
         request = Request(
             name, decode_tokens(prompt), SamplingParams(), stop_token_ids=frozenset({STOP_TOKEN}), **options
         )

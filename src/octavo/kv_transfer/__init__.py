@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
+from octavo.kv_transfer.direct import host_bytes as direct_host_bytes
 from octavo.kv_transfer.disk import DiskStore
 from octavo.kv_transfer.guard import GuardedStore
 from octavo.kv_transfer.mooncake import MooncakeStore
@@ -16,16 +17,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from octavo.config import KVTransferConfig
+    from octavo.kv_transfer.direct_donor import DirectDonor
+    from octavo.kv_transfer.direct_receiver import DirectReceiver
     from octavo.kv_transfer.interface import KVStore
 
     StoreFactory = Callable[[int], KVStore]
 
 
-def create_store(config: KVTransferConfig, block_bytes: int, first: StoreFactory | None = None) -> TieredStore | None:
+def create_store(
+    config: KVTransferConfig,
+    block_bytes: int,
+    first: StoreFactory | None = None,
+    direct: DirectDonor | DirectReceiver | None = None,
+) -> TieredStore | None:
     """Return the stores that were asked for, the fastest first; None where there are none.
 
     first(block_bytes) makes one that is asked before those of the configuration. A store that is down is no error: it
-    is opened when it is asked, and again later.
+    is opened when it is asked, and again later. direct: what a prefill engine saves first, as others wait for it, and
+    what a decode engine asks last, as it has to wait for that.
     """
     stores: list[KVStore] = [] if first is None else [first(block_bytes)]
     directory, max_bytes = config.disk_dir, config.disk_bytes
@@ -34,12 +43,16 @@ def create_store(config: KVTransferConfig, block_bytes: int, first: StoreFactory
         stores.append(GuardedStore("disk", block_bytes, lambda: DiskStore(directory, block_bytes, max_bytes)))
     if config.mooncake is not None:
         stores.append(_mooncake(config, config.mooncake, block_bytes))
+    if direct is not None:
+        guarded = GuardedStore.of(direct, may_wait=True)
+        stores.insert(0, guarded) if config.role == "prefill" else stores.append(guarded)
     return TieredStore(stores) if stores else None
 
 
 def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
     """Return the memory on this machine that the stores of a configuration take for themselves."""
-    return 0 if config.mooncake is None else MooncakeStore.host_bytes(block_bytes, config.mooncake_segment_bytes)
+    of_pool = 0 if config.mooncake is None else MooncakeStore.host_bytes(block_bytes, config.mooncake_segment_bytes)
+    return of_pool + direct_host_bytes(config, block_bytes)
 
 
 def _mooncake(config: KVTransferConfig, master: str, block_bytes: int) -> GuardedStore:

@@ -1,0 +1,66 @@
+"""What an engine is for, behind a router that pairs prefill with decode, and which ways KV has to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fakes import make_engine
+
+from octavo.config import CacheConfig, KVTransferConfig, SchedulerConfig
+from octavo.data.capacity import EngineCapacity
+from octavo.data.kv_transfer_params import KVTransferParams
+from octavo.errors import ConfigError
+from octavo.kv_transfer import host_bytes
+from octavo.kv_transfer.direct import num_load_threads
+from octavo.kv_transfer.mooncake_client import PROCESS_BYTES
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_part_of_a_pair_needs_a_way_for_kv(role):
+    with pytest.raises(ConfigError, match=f"role {role} needs .*kv_disk_dir, kv_mooncake.*kv_direct"):
+        KVTransferConfig(role=role)
+    for way in ({"disk_dir": Path("kv")}, {"mooncake": "127.0.0.1:50051"}, {"direct": True}):
+        config = KVTransferConfig(role=role, **way)
+        assert config.names_store
+
+
+def test_the_direct_way_is_between_two_engines():
+    with pytest.raises(ConfigError, match="between a prefill and a decode engine"):
+        KVTransferConfig(direct=True)
+    with pytest.raises(ConfigError, match="kv_direct_bytes"):
+        KVTransferConfig(role="prefill", disk_dir=Path("kv"), direct_bytes=1 << 20)
+    with pytest.raises(ConfigError, match="kv_direct_bytes"):
+        KVTransferConfig(role="decode", direct=True, direct_bytes=1 << 20)
+    with pytest.raises(ConfigError, match="kv_direct_bytes"):
+        KVTransferConfig(role="prefill", direct=True, direct_bytes=0)
+    with pytest.raises(ConfigError, match="role must be one of both, prefill, decode"):
+        KVTransferConfig(role="neither", direct=True)
+    assert KVTransferConfig(role="prefill", direct=True, direct_bytes=1 << 20).direct
+    assert KVTransferConfig(role="decode", direct=True, mooncake_protocol="rdma").direct
+
+
+def test_an_engine_says_what_it_is_for():
+    plain = EngineCapacity.of(SchedulerConfig(), CacheConfig(), num_blocks=8)
+    assert (plain.role, plain.kv_transfer_port) == ("both", None)
+    donor = EngineCapacity.of(SchedulerConfig(), CacheConfig(), num_blocks=8, role="prefill", kv_transfer_port=4000)
+    assert (donor.role, donor.kv_transfer_port) == ("prefill", 4000)
+
+
+def test_a_request_has_its_part_of_a_pair_in_the_core():
+    engine = make_engine()
+    params = KVTransferParams("t", is_prefill=True)
+    engine.add_request("r", "hello", kv_transfer_params=params)
+    assert engine.core.scheduler.requests["r"].kv_transfer_params is params
+
+
+def test_what_the_direct_way_takes_of_memory_is_counted_before_the_cache():
+    block_bytes, plain = 1 << 20, KVTransferConfig(disk_dir=Path("kv"))
+    assert host_bytes(plain, block_bytes) == 0
+    prefill = KVTransferConfig(role="prefill", direct=True, direct_bytes=1 << 30)
+    decode = KVTransferConfig(role="decode", direct=True)
+    areas = {"prefill": 8, "decode": 16}  # of at most 8 MiB each, of whole objects
+    for config, kept in ((prefill, 1 << 30), (decode, 0)):
+        taken = host_bytes(config, block_bytes) - kept - PROCESS_BYTES
+        assert 0.8 < taken / (areas[config.role] << 23) <= 1
+    assert (num_load_threads(plain), num_load_threads(prefill), num_load_threads(decode)) == (2, 2, 18)
