@@ -101,6 +101,8 @@ class EngineWatch:
                 # who refuses connections is gone; who is only silent is asked once more
                 if num_silent >= _MAX_SILENT or is_refusal(error):
                     self._lost(engine, error)
+                elif isinstance(error, TimeoutError):
+                    continue  # at once: its requests wait
             except Exception:  # what goes wrong once must not end it
                 logger.exception("%s cannot be looked at now", engine.url)
             await self._pause(engine)
@@ -115,13 +117,16 @@ class EngineWatch:
         self._pool.lost(engine)
 
     async def _heard(self, engine: Engine, *, is_ready: bool) -> None:
-        if is_ready:
-            await self._read_figures(engine)
-            if engine.models is None:
+        """Take in whether it is ready, and ask what else there is. Raises `TimeoutError` where it is silent then."""
+        try:
+            if is_ready and engine.models is None:
                 await self._read_models(engine)
-        if is_ready is not engine.is_ready and engine.is_member:
-            logger.info("%s %s", engine.url, "is ready" if is_ready else "takes nothing new")
-            engine.is_ready = is_ready
+            if is_ready:
+                await self._read_figures(engine)
+        finally:
+            if is_ready is not engine.is_ready and engine.is_member:
+                logger.info("%s %s", engine.url, "is ready" if is_ready else "takes nothing new")
+                engine.is_ready = is_ready
 
     async def _pause(self, engine: Engine) -> None:
         wake = self._wake[engine]
@@ -160,11 +165,13 @@ class EngineWatch:
                 engine.models = frozenset()
 
     async def _get(self, engine: Engine, path: str) -> bytes | None:
-        """Return what an engine says; None where it does not."""
+        """Return what an engine says; None where it does not. Raises `TimeoutError` where it says nothing in time."""
         try:
             status, text = await self._upstream.get(
                 engine, path, self._config.engine_api_key, self._config.health_timeout_s
             )
+        except TimeoutError:
+            raise
         except FAILURES as error:
             logger.debug("%s does not answer %s: %s", engine.url, path, error)
             return None
