@@ -7,7 +7,8 @@ any store. For each case and trouble a line says how many requests there were an
 the trouble (or its own beginning) to a request's end, wrong tokens, what was told twice, when all was as before, and
 which processes were left over. The exit status is 1 where one does not keep its promise.
 
-donor: an engine that lends memory to a pool of Mooncake from which another one reads. master: the pool's master.
+donor: an engine that lends memory to a pool of Mooncake from which another one reads, all that is there, whether it
+pays or not (always_load). master: the pool's master.
 engine: a server behind a router, with all its processes. core: its engine process alone. router: `octavo route` before
 two servers. replicas: the process of `octavo serve --replicas 2`. A router has no other one before it: who is connected
 to it when it dies hears that the connection ends, and a frozen one is thawed after less than the 10 s.
@@ -41,6 +42,7 @@ TERMINAL_S = 10.0
 RECOVERED_S = 90.0
 STARTED_S = 120.0
 ORPHAN_S = 10.0
+FIGURES_S = 1.0  # so long may an engine's figures be on their way
 ROUNDS_EACH = 5  # then all is started anew: pauses between starts grow
 KILL, FREEZE, RESTART = "kill", "freeze", "restart"
 SMALL = ("--max-num-seqs", "8", "--num-gpu-blocks-override", "260", "--log-level", "warning")
@@ -110,18 +112,27 @@ class PoolCase(Case):
         self.donor_port, self.reader_port = free_port(), free_port()
         pool = ("--kv-mooncake", self.address, "--kv-mooncake-segment-bytes")
         self.donor = stage.run(*octavo(*SERVER, "--port", str(self.donor_port), *pool, "64M"))
-        self.reader = stage.run(*octavo(*SERVER, "--port", str(self.reader_port), *pool, "0"))
-        self.num_moved = self.num_loaded = 0
+        reader = octavo(*SERVER, "--port", str(self.reader_port), *pool, "0")
+        self.reader = stage.run(*reader, PYTHONPATH=str(Path(__file__).with_name("always_load")))
+        self.num_loaded = self.num_before = 0
+        self.look_again_at: float | None = None
 
     async def is_whole(self) -> bool:
-        """Whether the donor serves, and the reader's blocks move into the pool and out of it again."""
+        """Whether the donor serves, and the reader gets blocks from the pool again."""
         if await get(self.donor_port, "/ready") is None:
             return False
         text = (await get(self.reader_port, "/metrics") or b"").decode()
-        moved = dict(re.findall(r"^octavo:kv_store_(loaded|saved)_blocks_total{[^}]*} (\S+)$", text, re.MULTILINE))
-        before, self.num_moved = self.num_moved, int(sum(map(float, moved.values())))
-        self.num_loaded = int(float(moved.get("loaded", 0)))
-        return 0 < before < self.num_moved
+        found = re.findall(r"^octavo:kv_store_loaded_blocks_total{[^}]*} (\S+)$", text, re.MULTILINE)
+        self.num_loaded = int(sum(map(float, found)))
+        now = time.monotonic()
+        if self.look_again_at is None:
+            self.num_before, self.look_again_at = self.num_loaded, now + FIGURES_S
+        if now < self.look_again_at:  # until then figures may be of before
+            self.num_before = self.num_loaded
+        is_back = self.num_loaded > self.num_before
+        if is_back:
+            self.look_again_at = None
+        return is_back
 
     def note(self) -> str:
         return f"{self.num_loaded} blocks from the pool"

@@ -75,9 +75,9 @@ class Stage:
         self.programs: list[Program] = []
         self.orphans: list[str] = []
 
-    def run(self, *command: str) -> Program:
-        """Start a command."""
-        environment = {**os.environ, "OCTAVO_API_KEY": "", _MARK: self._mark}
+    def run(self, *command: str, **variables: str) -> Program:
+        """Start a command, with variables in its environment."""
+        environment = {**os.environ, "OCTAVO_API_KEY": "", _MARK: self._mark, **variables}
         log = Path(self._folder.name) / f"{len(self.programs)}.log"
         self.programs.append(Program(command, log, environment))
         return self.programs[-1]

@@ -118,15 +118,13 @@ class EngineWatch:
 
     async def _heard(self, engine: Engine, *, is_ready: bool) -> None:
         """Take in whether it is ready, and ask what else there is. Raises `TimeoutError` where it is silent then."""
-        try:
-            if is_ready and engine.models is None:
-                await self._read_models(engine)
-            if is_ready:
-                await self._read_figures(engine)
-        finally:
-            if is_ready is not engine.is_ready and engine.is_member:
-                logger.info("%s %s", engine.url, "is ready" if is_ready else "takes nothing new")
-                engine.is_ready = is_ready
+        if is_ready and engine.models is None:
+            await self._read_models(engine)
+        if is_ready is not engine.is_ready and engine.is_member:
+            logger.info("%s %s", engine.url, "is ready" if is_ready else "takes nothing new")
+            engine.is_ready = is_ready
+        if is_ready:
+            await self._read_figures(engine)
 
     async def _pause(self, engine: Engine) -> None:
         wake = self._wake[engine]
