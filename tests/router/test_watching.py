@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 
 import pytest
 
 from octavo.config import RouterConfig
 from octavo.router.engines import EnginePool
+from octavo.router.launcher import NoLauncher
 from octavo.router.policies import create_policy
 from octavo.router.watching import EngineWatch
 
+NO_LAUNCHER = NoLauncher()
 URL = "http://10.0.0.1:8000"
 CONFIG = RouterConfig(engines=(URL,))
 ENDS_WITHIN_S = 7.5  # of the 10 s that a request has; the rest is another engine's
@@ -39,15 +42,17 @@ def run_virtually(work):
 
 
 class MadeUpUpstream:
-    """Answers after delay_s each; from the nth answer on it says nothing."""
+    """Answers after delay_s each; from the nth answer on it says nothing, and from refused_at on nobody is there."""
 
-    def __init__(self, *, delay_s=0.0, num_answers=10**9, silent=()):
-        self.delay_s, self.num_answers, self.silent = delay_s, num_answers, silent
+    def __init__(self, *, delay_s=0.0, num_answers=10**9, silent=(), refused_at=math.inf):
+        self.delay_s, self.num_answers, self.silent, self.refused_at = delay_s, num_answers, silent, refused_at
         self.frozen_at = None
         self.paths = []
 
     async def get(self, engine, path, key, timeout_s):
         self.paths.append(path)
+        if asyncio.get_running_loop().time() > self.refused_at:
+            raise ConnectionRefusedError
         if len(self.paths) > self.num_answers or path in self.silent:
             async with asyncio.timeout(timeout_s):
                 await asyncio.Event().wait()
@@ -58,10 +63,10 @@ class MadeUpUpstream:
         return 200, b'{"data": [{"id": "m"}]}'
 
 
-async def watched(upstream, seconds, now):
+async def watched(upstream, seconds, now, launcher=NO_LAUNCHER):
     """Look after one engine for some time; return when it was ready, and when it was no more."""
     pool = EnginePool(create_policy(CONFIG))
-    watch = EngineWatch(pool, upstream, CONFIG)
+    watch = EngineWatch(pool, upstream, CONFIG, launcher)
     watch.start()
     changes, was_ready = [], False
     while now() < seconds:
@@ -90,3 +95,28 @@ def test_an_engine_that_tells_no_figures_is_kept():
     upstream = MadeUpUpstream(silent={"/metrics"})
     assert len(run_virtually(lambda now: watched(upstream, 100.0, now))) == 1
     assert {"/ready", "/metrics", "/v1/models"} == set(upstream.paths)
+
+
+class HearingLauncher(NoLauncher):
+    def __init__(self):
+        self.heard = []
+
+    def silent(self, url, num_times):
+        assert url == URL
+        self.heard.append(num_times)
+
+
+def test_whoever_runs_an_engine_hears_how_often_it_was_silent():
+    launcher = HearingLauncher()
+    run_virtually(lambda now: watched(MadeUpUpstream(num_answers=6), 40.0, now, launcher))
+    assert launcher.heard == list(range(2, 2 + len(launcher.heard)))
+    assert len(launcher.heard) > 7
+
+
+def test_an_engine_that_refuses_is_not_silent():
+    """It is being started: how often the one before was silent says nothing of it."""
+    launcher = HearingLauncher()
+    upstream = MadeUpUpstream(num_answers=6, refused_at=30.0)
+    run_virtually(lambda now: watched(upstream, 40.0, now, launcher))
+    assert launcher.heard[-2:] == [0, 0]
+    assert max(launcher.heard) > 5

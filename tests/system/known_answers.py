@@ -168,7 +168,7 @@ class Load:
 
     ports: Sequence[int]
     right: list[list[tuple[str, float]]]
-    num_clients: int = 3
+    num_clients: int
     outcomes: list[Outcome] = field(default_factory=list)
     open: dict[int, float] = field(default_factory=dict)  # beginnings of those under way
     _numbers: Iterator[int] = field(default_factory=itertools.count)

@@ -8,10 +8,10 @@ the trouble (or its own beginning) to a request's end, wrong tokens, what was to
 which processes were left over. The exit status is 1 where one does not keep its promise.
 
 donor: an engine that lends memory to a pool of Mooncake from which another one reads, all that is there, whether it
-pays or not (always_load). master: the pool's master.
-engine: a server behind a router, with all its processes. core: its engine process alone. router: `octavo route` before
-two servers. replicas: the process of `octavo serve --replicas 2`. A router has no other one before it: who is connected
-to it when it dies hears that the connection ends, and a frozen one is thawed after less than the 10 s.
+pays or not (always_load). master: the pool's master. engine: a server behind a router, with all its processes; stuck:
+one that is never thawed. core: its engine process alone. router: `octavo route` before two servers. replicas: the
+process of `octavo serve --replicas 2`. A router has no other one before it: who is connected to it when it dies hears
+that the connection ends, and a frozen one is thawed after less than the 10 s.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ class Case:
     troubles: ClassVar[tuple[str, ...]] = (KILL, FREEZE, RESTART)
     may_see: ClassVar[frozenset[str]] = frozenset({"whole"})
     frozen_s: ClassVar[float] = 12.0
+    is_thawed: ClassVar[bool] = True
+    num_clients: ClassVar[int] = 6  # at each port
     ports: Sequence[int]
 
     def victims(self) -> list[psutil.Process]:
@@ -96,6 +98,8 @@ class Case:
 
 class PoolCase(Case):
     """A donor with all the memory of a pool, and an engine that reads."""
+
+    num_clients = 3
 
     def __init__(self, stage: Stage) -> None:
         package = importlib.util.find_spec("mooncake")
@@ -210,6 +214,13 @@ class EngineCase(ReplicasCase):
         """Do nothing: its parent does."""
 
 
+class StuckCase(EngineCase):
+    """One of these servers, frozen for good: its parent gives it up."""
+
+    troubles = (FREEZE,)
+    is_thawed = False
+
+
 class CoreCase(EngineCase):
     """The engine process of one of these servers."""
 
@@ -248,6 +259,7 @@ CASES: dict[str, type[Case]] = {
     "donor": DonorCase,
     "master": MasterCase,
     "engine": EngineCase,
+    "stuck": StuckCase,
     "core": CoreCase,
     "router": RouterCase,
     "replicas": ReplicasCase,
@@ -311,7 +323,7 @@ async def make_trouble(case: Case, trouble: str, verdict: Verdict) -> float:
             process.suspend()
         await asyncio.sleep(case.frozen_s)
         for process in victims:
-            if not is_gone(process):
+            if case.is_thawed and not is_gone(process):
                 process.resume()
         return time.monotonic()
     start = time.monotonic()
@@ -356,7 +368,7 @@ async def run_some(
     """Start a case anew and do some rounds."""
     with Stage() as stage:
         case = CASES[name](stage)
-        load = Load(case.ports, right)
+        load = Load(case.ports, right, case.num_clients)
         try:
             await until(lambda: all_answer(case.ports), STARTED_S, "the start")
             load.start()

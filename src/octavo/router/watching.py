@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from octavo.config import RouterConfig
     from octavo.router.engines import Engine, EnginePool
+    from octavo.router.launcher import Launcher
     from octavo.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,8 @@ class _Models(msgspec.Struct):
 class EngineWatch:
     """A task for each engine, and one that finds out which there are."""
 
-    def __init__(self, pool: EnginePool, upstream: Upstream, config: RouterConfig) -> None:
-        self._pool, self._upstream, self._config = pool, upstream, config
+    def __init__(self, pool: EnginePool, upstream: Upstream, config: RouterConfig, launcher: Launcher) -> None:
+        self._pool, self._upstream, self._config, self._launcher = pool, upstream, config, launcher
         self._sources = make_sources(config)
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake: dict[Engine, asyncio.Event] = {}
@@ -97,10 +98,12 @@ class EngineWatch:
                 num_silent = 0
                 await self._heard(engine, is_ready=status == 200)
             except FAILURES as error:
-                num_silent += not is_own_failure(error)
                 # who refuses connections is gone; who is only silent is asked once more
-                if num_silent >= _MAX_SILENT or is_refusal(error):
+                is_gone = is_refusal(error)
+                num_silent = 0 if is_gone else num_silent + (not is_own_failure(error))
+                if num_silent >= _MAX_SILENT or is_gone:
                     self._lost(engine, error)
+                    self._launcher.silent(engine.url, num_silent)
                 elif isinstance(error, TimeoutError):
                     continue  # at once: its requests wait
             except Exception:  # what goes wrong once must not end it
