@@ -43,6 +43,7 @@ RECOVERED_S = 90.0
 STARTED_S = 120.0
 ORPHAN_S = 10.0
 FIGURES_S = 1.0  # so long may an engine's figures be on their way
+FAMILY = 5  # a router, two servers, their engine processes
 ROUNDS_EACH = 5  # then all is started anew: pauses between starts grow
 KILL, FREEZE, RESTART = "kill", "freeze", "restart"
 SMALL = ("--max-num-seqs", "8", "--num-gpu-blocks-override", "260", "--log-level", "warning")
@@ -77,7 +78,7 @@ class Case:
     may_see: ClassVar[frozenset[str]] = frozenset({"whole"})
     frozen_s: ClassVar[float] = 12.0
     is_thawed: ClassVar[bool] = True
-    num_clients: ClassVar[int] = 6  # at each port
+    num_clients: ClassVar[int] = 3  # at each port
     ports: Sequence[int]
 
     def victims(self) -> list[psutil.Process]:
@@ -98,8 +99,6 @@ class Case:
 
 class PoolCase(Case):
     """A donor with all the memory of a pool, and an engine that reads."""
-
-    num_clients = 3
 
     def __init__(self, stage: Stage) -> None:
         package = importlib.util.find_spec("mooncake")
@@ -167,16 +166,18 @@ class MasterCase(PoolCase):
 
 
 async def are_ready(port: int, count: int) -> bool:
-    """Whether a router has so many engines that are ready."""
+    """Whether a router has so many engines that are ready, and each says so itself."""
     told = await get(port, "/router/engines")
-    return told is not None and sum(engine["ready"] for engine in json.loads(told)["engines"]) == count
+    engines = json.loads(told)["engines"] if told is not None else []
+    ready = [int(engine["url"].rpartition(":")[2]) for engine in engines if engine["ready"]]
+    return len(ready) == count and await all_answer(ready)
 
 
 class ReplicasCase(Case):
     """The parent of two servers, which is the router."""
 
     may_see = frozenset({"whole", "error", "refused", "cut", "unreachable"})
-    frozen_s = 5.0
+    frozen_s = 4.0
 
     def __init__(self, stage: Stage) -> None:
         self.port = free_port()
@@ -212,6 +213,10 @@ class EngineCase(ReplicasCase):
 
     def start_again(self) -> None:
         """Do nothing: its parent does."""
+
+    async def is_whole(self) -> bool:
+        """Whether each server runs, with an engine process, and is ready."""
+        return len(self.program.family()) == FAMILY and await super().is_whole()
 
 
 class StuckCase(EngineCase):
@@ -375,13 +380,15 @@ async def run_some(
             await until(case.is_whole, STARTED_S, "the beginning")
             for _ in range(num_rounds):
                 await one_round(case, load, trouble, verdict)
+                if verdict.broken:
+                    break
                 await asyncio.sleep(1.0)
-        except (TimeoutError, AssertionError) as error:
+        except TimeoutError as error:
             verdict.broken.append(str(error))
-            for program in stage.programs:
-                print(program.log[-1500:], file=sys.stderr)
         finally:
             await load.stop()
+        for program in stage.programs if verdict.broken else ():
+            print(program.log[-4000:], file=sys.stderr)
     verdict.orphans += stage.orphans
 
 

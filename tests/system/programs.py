@@ -57,9 +57,9 @@ class Program:
             )
 
     def family(self) -> list[psutil.Process]:
-        """Return the process, and all that it has started and those have."""
+        """Return the process, and all that it has started and those have; they may end meanwhile."""
         first = psutil.Process(self.process.pid)
-        return [first, *first.children(recursive=True)]
+        return [each for each in (first, *first.children(recursive=True)) if not is_gone(each)]
 
     @property
     def log(self) -> str:
