@@ -39,12 +39,11 @@ if TYPE_CHECKING:
     import psutil
 
 TERMINAL_S = 10.0
-RECOVERED_S = 90.0
-STARTED_S = 120.0
+RECOVERED_S = STARTED_S = 300.0  # a busy machine takes long to start processes
 ORPHAN_S = 10.0
 FIGURES_S = 1.0  # so long may an engine's figures be on their way
 FAMILY = 5  # a router, two servers, their engine processes
-ROUNDS_EACH = 5  # then all is started anew: pauses between starts grow
+ROUNDS_EACH = 10  # then all is started anew: pauses between starts grow
 KILL, FREEZE, RESTART = "kill", "freeze", "restart"
 SMALL = ("--max-num-seqs", "8", "--num-gpu-blocks-override", "260", "--log-level", "warning")
 SERVER = ("serve", "--shutdown-timeout", "0", *SMALL)
@@ -396,9 +395,10 @@ async def all_answer(ports: Sequence[int]) -> bool:
     return all([await get(port, "/ready") is not None for port in ports])
 
 
-async def run(name: str, trouble: str, num_rounds: int, right: list[list[tuple[str, float]]]) -> Verdict:
-    """Do all rounds of a case and a trouble."""
-    verdict = Verdict()
+async def run(
+    name: str, trouble: str, num_rounds: int, right: list[list[tuple[str, float]]], verdict: Verdict
+) -> Verdict:
+    """Do all rounds of a case and a trouble, as long as it keeps its promise."""
     for begun in range(0, num_rounds, ROUNDS_EACH):
         await run_some(name, trouble, min(ROUNDS_EACH, num_rounds - begun), right, verdict)
         if verdict.broken:
@@ -429,10 +429,13 @@ def main() -> int:
         for trouble in CASES[name].troubles:
             if trouble not in arguments.troubles:
                 continue
-            verdict = asyncio.run(run(name, trouble, arguments.times, right))
-            print(verdict.line(name, trouble), flush=True)
-            for each in verdict.broken[:10]:
-                print(f"    {each}", flush=True)
+            verdict = Verdict()
+            try:
+                asyncio.run(run(name, trouble, arguments.times, right, verdict))
+            finally:  # also of a run that is interrupted
+                print(verdict.line(name, trouble), flush=True)
+                for each in verdict.broken[:10]:
+                    print(f"    {each}", flush=True)
             is_broken |= bool(verdict.broken)
     return int(is_broken)
 

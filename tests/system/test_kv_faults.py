@@ -7,7 +7,7 @@ import json
 
 import pytest
 from known_answers import judge
-from kv_faults import CASES, answers_of_one_engine, run
+from kv_faults import CASES, Verdict, answers_of_one_engine, run
 from mooncake_master import needs_mooncake
 from raw_http import Answer
 
@@ -70,4 +70,4 @@ def right():
     ],
 )
 def test_two_of_each(name, trouble, right):
-    assert asyncio.run(run(name, trouble, 2, right)).broken == []
+    assert asyncio.run(run(name, trouble, 2, right, Verdict())).broken == []
