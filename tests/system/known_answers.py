@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PATH = "/v1/completions"
 HUNG_S = 40.0  # then a client gives up, and nothing holds any more
-NUM_TOKENS = 64
+NUM_TOKENS = 32
 _PAUSE_S, _PAUSE_AFTER_FAILURE_S = 0.05, 0.25
 _ENDS_EARLY = (ConnectionError, asyncio.IncompleteReadError, ValueError, IndexError)  # of `Connection`
 _HEROES = [f"a {kind} {who}" for kind in ("big", "small", "red", "happy") for who in ("cat", "dog", "boy", "bird")]
@@ -31,7 +31,7 @@ def questions() -> list[dict[str, Any]]:
     bodies = []
     for index, (end, how) in enumerate((("One day", "greedy"), ("At night", "sampled"), ("Then", "greedy"))):
         for hero in _HEROES:
-            story = f"Once upon a time there was {hero}. " + f"Every day {hero} went to the park to play. " * 40
+            story = f"Once upon a time there was {hero}. " + f"Every day {hero} went to the park to play. " * 10
             sampling: dict[str, Any] = {"temperature": 0.0} if how == "greedy" else {"temperature": 0.9, "seed": index}
             body = {"prompt": story + end, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 1, **sampling}
             bodies.append({**body, "stream": True} if (len(bodies) + index) % 2 else body)
