@@ -125,10 +125,10 @@ def logits_of(model: str, rows: list[list[int]], counted: list[int], rounding: R
     )
     cache = PagedKVCache(
         num_blocks=1,
-        num_layers=architecture.num_layers,
-        num_kv_heads=architecture.num_kv_heads,
+        num_layers=len(architecture.layers),
+        num_kv_heads=architecture.layers[0].attention.num_kv_heads,
         block_size=size,
-        head_dim=architecture.head_dim,
+        head_dim=architecture.layers[0].attention.head_dim,
         dtype=network.dtype if rounding.kv_cache_dtype == "auto" else torch.int8,
         device=device,
     )

@@ -20,9 +20,10 @@ class OneSequenceCache:
 
     def __init__(self, model, num_blocks, block_size):
         architecture = model.architecture
-        shape = (num_blocks, architecture.num_kv_heads, block_size, architecture.head_dim)
+        attention = architecture.layers[0].attention
+        shape = (num_blocks, attention.num_kv_heads, block_size, attention.head_dim)
         make = lambda: torch.full(shape, float("nan"), dtype=model.dtype)  # noqa: E731
-        self.layers = [(make(), make()) for _ in range(architecture.num_layers)]
+        self.layers = [(make(), make()) for _ in architecture.layers]
 
     def layer(self, index):
         return self.layers[index]

@@ -32,15 +32,15 @@ def load(path, dtype="float32", **options):
 
 def packed_bytes(model):
     """Bytes of everything a model keeps: linear layers, norms."""
-    linears, norms = [model.embed_tokens], list(model.norms)
-    norms.append(model.layers[0].input_norm)
+    linears, norms = [model.embed_tokens], [model.first_norm]
     if model.lm_head is not model.embed_tokens:
         linears.append(model.lm_head)
     for layer in model.layers:
         linears += [layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
-        norms.append(layer.post_attention_norm)
-        norms += [getattr(layer.attention, name) for name in ("q_norm", "k_norm") if hasattr(layer.attention, name)]
-    return sum(linear.num_bytes for linear in linears) + sum(norm.nbytes for norm in norms)
+        of_layer = (layer.after_attention, layer.after_mlp)
+        norms += [getattr(each, name) for each in of_layer for name in ("added", "stream")]
+        norms += [layer.attention.q_norm, layer.attention.k_norm]
+    return sum(linear.num_bytes for linear in linears) + sum(norm.nbytes for norm in norms if norm is not None)
 
 
 @pytest.mark.sweep(6)
@@ -54,7 +54,9 @@ def test_bytes_computed_are_bytes_allocated(name, tied, dtype, quantization, tmp
     norm_dtype = "float32" if dtype == "float16" else dtype
     architecture = model.architecture
     assert packed_bytes(model) == architecture.weight_bytes(dtype, norm_dtype, quantization)
-    assert model.cos_sin.nbytes == 64 * architecture.head_dim * 4
+    tables = [layer.attention.cos_sin for layer in model.layers]
+    assert all(each is tables[0] for each in tables)
+    assert tables[0].nbytes == 64 * architecture.layers[0].attention.head_dim * 4
     assert model.dtype == activation_dtype(dtype, CPU)
 
 

@@ -299,10 +299,10 @@ def test_bytes_of_quantized_checkpoints(tmp_path, generator):
         for quantization in (None, "int8", "int4", "int4_all"):
             model = load(tmp_path / name, dtype="bfloat16", quantization=quantization)
             linears = [model.embed_tokens, model.lm_head]
-            norms = [model.layers[0].input_norm, *model.norms]
+            norms = [model.first_norm]
             for layer in model.layers:
                 linears += [layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
-                norms.append(layer.post_attention_norm)
+                norms += [layer.after_attention.stream, layer.after_mlp.stream]
             num_bytes = sum(linear.num_bytes for linear in linears) + sum(norm.nbytes for norm in norms)
             assert num_bytes == model.architecture.weight_bytes("bfloat16", "bfloat16", quantization)
 

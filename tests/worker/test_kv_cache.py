@@ -61,9 +61,10 @@ def test_out_comes_before_copies_before_in(cache):
 
 def test_a_block_of_int8_is_one_object_with_its_scales(tmp_path):
     architecture = read_architecture(write_checkpoint(tmp_path, tiny_config("Qwen3ForCausalLM", num_hidden_layers=3)))
+    attention = architecture.layers[0].attention
     cache = PagedKVCache(
-        num_blocks=5, num_layers=3, num_kv_heads=architecture.num_kv_heads, block_size=4,
-        head_dim=architecture.head_dim, dtype=torch.int8, device=torch.device("cpu"), num_host_blocks=2,
+        num_blocks=5, num_layers=3, num_kv_heads=attention.num_kv_heads, block_size=4,
+        head_dim=attention.head_dim, dtype=torch.int8, device=torch.device("cpu"), num_host_blocks=2,
     )  # fmt: skip
     assert cache.num_bytes == 5 * block_bytes(architecture, 4, "int8")
     assert cache.blocks[3].is_contiguous()

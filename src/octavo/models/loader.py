@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -17,7 +18,6 @@ from octavo.models.layers import CausalLM, ModelContext
 from octavo.models.packed_cache import Identity, KeptWeights, PackedCache
 from octavo.models.quantized_weights import READING_VERSION, read_quantized
 from octavo.models.random_weights import RandomWeights
-from octavo.models.registry import find_family
 from octavo.models.rope import make_cos_sin
 from octavo.models.weight_files import find_weight_files
 from octavo.runtime.process_memory import return_free_memory
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import Kernels, PackedLinear
     from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
+    from octavo.models.declared import Linear, Norm
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -88,10 +89,10 @@ def load_model(
         kernels=kernels,
         weights=kept or packer,
         dtype=computed,
-        cos_sin=make_cos_sin(architecture.rope, architecture.head_dim, max_model_len).to(device),
+        cos_sin=cache(lambda rope, head_dim: make_cos_sin(rope, head_dim, max_model_len).to(device)),
     )
     try:
-        model = find_family(architecture.name).build(context)
+        model = CausalLM(context)
         if kept is not None:
             kept.finish()
     finally:
@@ -140,7 +141,6 @@ class _Packer:
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self.source = source
-        self.shapes = architecture.tensor_shapes()
         self.stored = architecture.stored
         self.kernels = kernels
         self.dtype = dtype
@@ -152,15 +152,18 @@ class _Packer:
         self.total_bytes = total_bytes
         self.progress = progress or (lambda _done, _total: None)
 
-    def linear(self, *names: str, bias: bool = False) -> PackedLinear:
-        weight = self._weight(names)
-        fused_bias = self._fuse([f"{name}.bias" for name in names]) if bias else None
-        if not bias and self.stored is not None:
-            self._refuse_biases(names)
+    def linear(self, declared: Linear) -> PackedLinear:
+        weight = self._weight(declared)
+        fused_bias = None
+        if declared.has_bias:
+            fused_bias = self._fuse([(f"{name}.bias", (rows,)) for name, rows in declared.parts])
+        elif self.stored is not None:
+            self._refuse_biases(declared.names)
         return self.kernels.pack_linear(weight, fused_bias)
 
-    def _weight(self, names: tuple[str, ...]) -> Sequence[Tensor] | QuantizedWeight:
+    def _weight(self, declared: Linear) -> Sequence[Tensor] | QuantizedWeight:
         """Return the weight of linear layers that are computed together: its parts as stored, or all of it rounded."""
+        names = declared.names
         covered = [name for name in names if self.stored is not None and self.stored.covers(name)]
         if covered and len(covered) < len(names):
             raise ModelError(
@@ -168,7 +171,7 @@ class _Packer:
                 "computes them together and cannot mix them"
             )
         if covered:
-            return fuse_quantized([self._integers(name) for name in names])
+            return fuse_quantized([self._integers(name, (rows, declared.in_features)) for name, rows in declared.parts])
         tensors = [f"{name}.weight" for name in names]
         bits = rounded_bits(tensors[0], self.quantization)
         if bits is None:
@@ -178,13 +181,12 @@ class _Packer:
             self.source.release()  # before it is packed: the vocabulary's weight is the largest
         return rounded
 
-    def _integers(self, name: str) -> QuantizedWeight:
+    def _integers(self, name: str, shape: tuple[int, int]) -> QuantizedWeight:
         """Read a weight that is stored as integers; dummy weights are rounded to the same format."""
         assert self.stored is not None
-        shape = self.shapes[f"{name}.weight"]
         self._count(math.prod(shape) * self.dtype.itemsize)
         if isinstance(self.source, CheckpointFiles):
-            read = read_quantized(self.stored, name, (shape[0], shape[1]), self.source.find, self.kernels.round_weight)
+            read = read_quantized(self.stored, name, shape, self.source.find, self.kernels.round_weight)
             return read.to(self.device)
         weight = self.source.tensor(f"{name}.weight").to(self.device)
         return self._round(weight, self.stored.bits, self.stored.group_size or shape[1])
@@ -200,20 +202,18 @@ class _Packer:
                 if bias is not None and bool(bias.any()):
                     raise ModelError(f"{name}.bias is not zero, but config.json has no such bias")
 
-    def norm(self, name: str) -> Tensor:
-        return self._fuse([name])
+    def norm(self, declared: Norm) -> Tensor:
+        return self._fuse(list(declared.shapes.items()))
 
-    def skip(self, *names: str, bias: bool = False) -> None:
-        kinds = ("weight", "bias") if bias else ("weight",)
-        num_values = sum(math.prod(self.shapes[f"{name}.{kind}"]) for name in names for kind in kinds)
-        self._count(num_values * self.dtype.itemsize)
+    def skip(self, declared: Linear) -> None:
+        self._count(sum(map(math.prod, declared.shapes.values())) * self.dtype.itemsize)
 
-    def _fuse(self, names: list[str]) -> Tensor:
-        """Copy tensors of equal width below one another; never an alias of the file."""
-        rows = [self.shapes[name][0] for name in names]
-        dtype = self.norm_dtype if is_norm(names[0]) else self.dtype
-        fused = torch.empty((sum(rows), *self.shapes[names[0]][1:]), dtype=dtype, device=self.device)
-        for part, name in zip(fused.split_with_sizes(rows), names, strict=True):
+    def _fuse(self, tensors: list[tuple[str, tuple[int, ...]]]) -> Tensor:
+        """Copy vectors, given by name and shape, behind one another; never an alias of the file."""
+        sizes = [math.prod(shape) for _, shape in tensors]
+        dtype = self.norm_dtype if is_norm(tensors[0][0]) else self.dtype
+        fused = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+        for part, (name, _) in zip(fused.split_with_sizes(sizes), tensors, strict=True):
             part.copy_(self.source.tensor(name))
             self._count(part.nbytes)
         return fused

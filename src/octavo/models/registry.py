@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from octavo.models.architecture import Architecture
-    from octavo.models.layers import CausalLM, ModelContext
 
 FAMILIES = {
     "LlamaForCausalLM": "octavo.models.llama",
@@ -27,11 +26,7 @@ class Family(Protocol):
     """What the module of a family offers."""
 
     def read_architecture(self, config: ConfigFile, name: str) -> Architecture:
-        """Read the family's keys of config.json."""
-        ...
-
-    def build(self, context: ModelContext) -> CausalLM:
-        """Pack the weights into a model."""
+        """Read the family's keys of config.json: what its layers are. Keys that are not read are not computed."""
         ...
 
 
@@ -50,6 +45,7 @@ def read_architecture(directory: Path) -> Architecture:
     for name in names:
         if name in FAMILIES:
             architecture = find_family(name).read_architecture(config, name)
+            config.refuse_unread(name)
             if not architecture.tie_word_embeddings and was_saved_without_head(directory):
                 architecture = replace(architecture, tie_word_embeddings=True, has_head=False)
             return architecture

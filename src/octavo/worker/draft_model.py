@@ -78,9 +78,9 @@ class DraftModel:
         """Return what passes of up to so many tokens take, and the scratch blocks."""
         architecture = self.model.architecture
         scratch = kernels.scratch_bytes(
-            num_heads=architecture.num_heads,
-            num_kv_heads=architecture.num_kv_heads,
-            head_dim=architecture.head_dim,
+            num_heads=architecture.layers[0].attention.num_heads,
+            num_kv_heads=architecture.layers[0].attention.num_kv_heads,
+            head_dim=architecture.layers[0].attention.head_dim,
             vocab_size=architecture.vocab_size,
             max_seq_len=self.checkpoint.max_model_len,
             max_tokens=num_tokens,

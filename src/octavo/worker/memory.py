@@ -25,8 +25,9 @@ _UNLIMITED = 1 << 60
 
 def block_bytes(architecture: Architecture, block_size: int, kv_dtype: str) -> int:
     """Bytes of one KV block over all layers. Raises `ConfigError` for int8 heads whose scales would not be aligned."""
-    if kv_dtype == "int8" and architecture.head_dim % 4:
-        raise ConfigError(f"kv_cache_dtype int8 needs a head_dim that is a multiple of 4, not {architecture.head_dim}")
+    head_dim = architecture.layers[0].attention.head_dim
+    if kv_dtype == "int8" and head_dim % 4:
+        raise ConfigError(f"kv_cache_dtype int8 needs a head_dim that is a multiple of 4, not {head_dim}")
     return block_size * architecture.kv_bytes_per_token(kv_dtype)
 
 
@@ -38,8 +39,8 @@ def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_row
     probabilities, filtered).
     """
     width = DTYPE_BYTES[dtype]
-    hidden, inner = architecture.hidden_size, architecture.intermediate_size
-    qkv = (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
+    hidden, inner = architecture.hidden_size, max(layer.mlp.intermediate_size for layer in architecture.layers)
+    qkv = max(layer.attention.qkv_size for layer in architecture.layers)
     per_token = width * (3 * hidden + max(3 * inner, 2 * qkv)) + 4 * max(hidden, inner)
     return num_tokens * per_token + max(num_logits_rows, PROMPT_LOGPROBS_SLICE_ROWS) * 3 * 4 * architecture.vocab_size
 

@@ -184,10 +184,10 @@ class Worker:
 
     def _make_cache(self, architecture: Architecture, kv_dtype: str, **num_blocks: int) -> PagedKVCache:
         return PagedKVCache(
-            num_layers=architecture.num_layers,
-            num_kv_heads=architecture.num_kv_heads,
+            num_layers=len(architecture.layers),
+            num_kv_heads=architecture.layers[0].attention.num_kv_heads,
             block_size=self.cache_config.block_size,
-            head_dim=architecture.head_dim,
+            head_dim=architecture.layers[0].attention.head_dim,
             dtype=getattr(torch, kv_dtype),
             device=self.device,
             allocate=self.kernels.allocate if self.device.type == "cpu" else None,
@@ -202,9 +202,9 @@ class Worker:
         if self.draft is not None:
             of_drafts += self.draft.num_bytes(num_tokens, self.kernels)
         return of_drafts + self.kernels.scratch_bytes(
-            num_heads=architecture.num_heads,
-            num_kv_heads=architecture.num_kv_heads,
-            head_dim=architecture.head_dim,
+            num_heads=architecture.layers[0].attention.num_heads,
+            num_kv_heads=architecture.layers[0].attention.num_kv_heads,
+            head_dim=architecture.layers[0].attention.head_dim,
             vocab_size=architecture.vocab_size,
             max_seq_len=self.max_model_len,
             max_tokens=num_tokens,
