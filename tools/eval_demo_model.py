@@ -124,11 +124,9 @@ def logits_of(model: str, rows: list[list[int]], counted: list[int], rounding: R
         group_size=rounding.group_size,
     )
     cache = PagedKVCache(
+        architecture.kv_layout,
         num_blocks=1,
-        num_layers=len(architecture.layers),
-        num_kv_heads=architecture.layers[0].attention.num_kv_heads,
         block_size=size,
-        head_dim=architecture.layers[0].attention.head_dim,
         dtype=network.dtype if rounding.kv_cache_dtype == "auto" else torch.int8,
         device=device,
     )

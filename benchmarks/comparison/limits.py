@@ -35,7 +35,7 @@ class Work:
             _num_multiplied(tensors.layers),
             _num_multiplied(tensors.layers[-1]) - kv,
             _num_multiplied(tensors.embedding),
-            architecture.kv_bytes_per_token("bfloat16"),
+            architecture.kv_layout.bytes_per_token("bfloat16"),
         )
 
 

@@ -515,6 +515,6 @@ def test_the_kv_bytes_of_the_questions():
     layer = LayerConfig(attention=attention, mlp=GatedMLPConfig(intermediate_size=4864))
     shape = dict.fromkeys(Architecture.__dataclass_fields__)
     architecture = Architecture(**{**shape, "layers": (layer,) * 24})
-    figure = f"{architecture.kv_bytes_per_token('bfloat16'):,}"
+    figure = f"{architecture.kv_layout.bytes_per_token('bfloat16'):,}"
     for page in (DOCS / "questions.md", DOCS / "zh" / "questions.md"):
         assert figure in page.read_text(encoding="utf-8")

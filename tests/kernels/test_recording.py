@@ -261,10 +261,8 @@ def test_output_rows_behind_long_and_shared_contexts(tmp_path, compiled, generat
     path = write_checkpoint(tmp_path, config, std=0.1)
     architecture = read_architecture(path)
     model = load_model(path, architecture, compiled, dtype="bfloat16", device=torch.device("cpu"), max_model_len=1200)
-    attention = architecture.layers[0].attention
     cache = PagedKVCache(
-        num_blocks=120, num_layers=len(architecture.layers), num_kv_heads=attention.num_kv_heads,
-        block_size=BLOCK_SIZE, head_dim=attention.head_dim, dtype=kv_dtype, device=torch.device("cpu"),
+        architecture.kv_layout, num_blocks=120, block_size=BLOCK_SIZE, dtype=kv_dtype, device=torch.device("cpu"),
     )  # fmt: skip
     long, shared = 1150, 160  # tokens of the first, and those that the others begin with as well
     tables = torch.zeros(4, 75, dtype=torch.int32)

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.models.declared import Linear, Norm, in_order
+from octavo.models.kv_layout import KVLayout
 from octavo.models.stored_quantization import StoredQuantization, StoredTensor, read_stored_quantization
 
 if TYPE_CHECKING:
+    from octavo.models.attention import AttentionConfig
     from octavo.models.config_file import ConfigFile
     from octavo.models.decoder_layer import LayerConfig, LayerTensors
 
@@ -66,6 +68,11 @@ class Architecture:
         )
 
     @property
+    def attentions(self) -> list[AttentionConfig]:
+        """Attention of each layer."""
+        return [layer.attention for layer in self.layers]
+
+    @property
     def num_parameters(self) -> int:
         """Number of weights in the checkpoint; tied embeddings count once."""
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
@@ -111,16 +118,14 @@ class Architecture:
 
         Layers with a sliding window do not count: a far position costs them nothing.
         """
-        attentions = [layer.attention for layer in self.layers]
-        far = sum(each.num_heads * each.head_dim for each in attentions if each.window is None)
+        far = sum(each.num_heads * each.head_dim for each in self.attentions if each.window is None)
         products = sum(math.prod(s) for n, s in self.tensor_shapes().items() if len(s) == 2 and not is_vocabulary(n))
         return 2 * far / products
 
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes of keys and values that one token keeps over all layers; a row of int8 has a scale of four bytes."""
-        attention = self.layers[0].attention
-        row_bytes = attention.head_dim + 4 if dtype == "int8" else attention.head_dim * DTYPE_BYTES[dtype]
-        return 2 * len(self.layers) * attention.num_kv_heads * row_bytes
+    @property
+    def kv_layout(self) -> KVLayout:
+        """What the KV cache keeps of each layer."""
+        return KVLayout(tuple(each.kv_shape for each in self.attentions))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor a checkpoint of this architecture holds, in the order they are packed."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.models.declared import Linear, Norm
+from octavo.models.kv_layout import KVShape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,6 +81,11 @@ class AttentionConfig:
             o_bias=o_bias,
             qk_norm=qk_norm,
         )
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What the KV cache keeps of the layer."""
+        return KVShape(self.num_kv_heads, self.head_dim, self.window)
 
     @property
     def qkv_size(self) -> int:

@@ -24,7 +24,7 @@ from octavo.speculative import create_proposer
 from octavo.worker.draft_model import DraftModel
 from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.kv_transfers import KVTransferThreads, NoKVMover
-from octavo.worker.memory import decide_num_blocks, decide_num_host_blocks, largest_batch
+from octavo.worker.memory import decide_num_blocks, decide_num_host_blocks, kernel_scratch_bytes, largest_batch
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.prefault import Prefault
 from octavo.worker.verification import create_verification
@@ -184,10 +184,8 @@ class Worker:
 
     def _make_cache(self, architecture: Architecture, kv_dtype: str, **num_blocks: int) -> PagedKVCache:
         return PagedKVCache(
-            num_layers=len(architecture.layers),
-            num_kv_heads=architecture.layers[0].attention.num_kv_heads,
+            architecture.kv_layout,
             block_size=self.cache_config.block_size,
-            head_dim=architecture.layers[0].attention.head_dim,
             dtype=getattr(torch, kv_dtype),
             device=self.device,
             allocate=self.kernels.allocate if self.device.type == "cpu" else None,
@@ -201,13 +199,8 @@ class Worker:
         of_drafts = self.proposer.num_bytes + self.verification.num_bytes(max_drafts, architecture.vocab_size)
         if self.draft is not None:
             of_drafts += self.draft.num_bytes(num_tokens, self.kernels)
-        return of_drafts + self.kernels.scratch_bytes(
-            num_heads=architecture.layers[0].attention.num_heads,
-            num_kv_heads=architecture.layers[0].attention.num_kv_heads,
-            head_dim=architecture.layers[0].attention.head_dim,
-            vocab_size=architecture.vocab_size,
-            max_seq_len=self.max_model_len,
-            max_tokens=num_tokens,
+        return of_drafts + kernel_scratch_bytes(
+            architecture, self.kernels, max_seq_len=self.max_model_len, max_tokens=num_tokens
         )
 
     def _take_steps_that_fit(self) -> None:
