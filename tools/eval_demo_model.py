@@ -109,12 +109,13 @@ def logits_of(model: str, rows: list[list[int]], counted: list[int], rounding: R
     from octavo.kernels import AttentionBatch, create_kernels  # noqa: PLC0415
     from octavo.models.loader import load_model  # noqa: PLC0415
     from octavo.models.registry import read_architecture  # noqa: PLC0415
+    from octavo.models.weight_source import FolderWeights  # noqa: PLC0415
     from octavo.worker.kv_cache import PagedKVCache  # noqa: PLC0415
 
     device, size = torch.device("cpu"), max(map(len, rows))
     architecture = read_architecture(Path(model))
     network = load_model(
-        Path(model),
+        FolderWeights(Path(model)),
         architecture,
         create_kernels(device),
         dtype=architecture.dtype,

@@ -14,6 +14,7 @@ from octavo.kernels.reference import ReferenceKernels
 from octavo.models.loader import load_model
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES, read_architecture
+from octavo.models.weight_source import FolderWeights
 from octavo.worker.kv_cache import PagedKVCache
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_TOKENS = 16, 24, 96
@@ -76,8 +77,8 @@ class Cache:
 
 def load(path, kernels, dtype, quantization):
     return load_model(
-        path, read_architecture(path), kernels, dtype=dtype, device=torch.device("cpu"), max_model_len=96,
-        quantization=quantization,
+        FolderWeights(path), read_architecture(path), kernels, dtype=dtype, device=torch.device("cpu"),
+        max_model_len=96, quantization=quantization,
     )  # fmt: skip
 
 
@@ -260,7 +261,8 @@ def test_output_rows_behind_long_and_shared_contexts(tmp_path, compiled, generat
     config = tiny_config("Qwen2ForCausalLM", num_attention_heads=4, num_key_value_heads=2)
     path = write_checkpoint(tmp_path, config, std=0.1)
     architecture = read_architecture(path)
-    model = load_model(path, architecture, compiled, dtype="bfloat16", device=torch.device("cpu"), max_model_len=1200)
+    cpu, weights = torch.device("cpu"), FolderWeights(path)
+    model = load_model(weights, architecture, compiled, dtype="bfloat16", device=cpu, max_model_len=1200)
     cache = PagedKVCache(
         architecture.kv_layout, num_blocks=120, block_size=BLOCK_SIZE, dtype=kv_dtype, device=torch.device("cpu"),
     )  # fmt: skip

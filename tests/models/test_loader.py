@@ -19,6 +19,7 @@ from octavo.models.loader import activation_dtype, load_model
 from octavo.models.model_path import resolve_model_path
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES, read_architecture
+from octavo.models.weight_source import FolderWeights
 
 CPU = torch.device("cpu")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -27,7 +28,8 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
 
 def load(path, dtype="float32", **options):
     architecture = read_architecture(path)
-    return load_model(path, architecture, ReferenceKernels(), dtype=dtype, device=CPU, max_model_len=64, **options)
+    kernels = ReferenceKernels()
+    return load_model(FolderWeights(path), architecture, kernels, dtype=dtype, device=CPU, max_model_len=64, **options)
 
 
 def packed_bytes(model):
@@ -69,8 +71,8 @@ def test_bytes_allocated_by_the_compiled_kernels(tmp_path, quantization):
     path = write_checkpoint(tmp_path, config)
     architecture = read_architecture(path)
     model = load_model(
-        path, architecture, cpu.CpuKernels(num_threads=1), dtype="bfloat16", device=CPU, max_model_len=64,
-        quantization=quantization,
+        FolderWeights(path), architecture, cpu.CpuKernels(num_threads=1), dtype="bfloat16", device=CPU,
+        max_model_len=64, quantization=quantization,
     )  # fmt: skip
     assert packed_bytes(model) == architecture.weight_bytes("bfloat16", quantization=quantization)
 
@@ -95,7 +97,7 @@ def test_integers_are_near_the_checkpoint_and_the_same_in_both_backends(
     cpu = pytest.importorskip("octavo.kernels.cpu")
     path = write_checkpoint(tmp_path, tiny_config(name, tie_word_embeddings=True, **BIASED), std=0.1)
     options = {"dtype": "float32", "device": CPU, "max_model_len": 64, "quantization": quantization}
-    compiled = load_model(path, read_architecture(path), cpu.CpuKernels(num_threads=1), **options)
+    compiled = load_model(FolderWeights(path), read_architecture(path), cpu.CpuKernels(num_threads=1), **options)
     exact, plain = prompt_logits(load(path), PROMPT), prompt_logits(load(path, quantization=quantization), PROMPT)
     assert 0 < (plain - exact).norm() < error * exact.norm()
     torch.testing.assert_close(prompt_logits(compiled, PROMPT), plain, rtol=0, atol=0.02 * exact.abs().max().item())
@@ -172,13 +174,14 @@ import torch
 from octavo.kernels.reference import ReferenceKernels
 from octavo.models.loader import load_model
 from octavo.models.registry import read_architecture
+from octavo.models.weight_source import FolderWeights
 def private(key):
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 path = pathlib.Path({str(path)!r})
 architecture = read_architecture(path)
-load = lambda: load_model(path, architecture, ReferenceKernels(), dtype="float32", device=torch.device("cpu"),
-    max_model_len=64, progress=lambda done, total: peaks.append(private("RssAnon")))
+load = lambda: load_model(FolderWeights(path), architecture, ReferenceKernels(), dtype="float32",
+    device=torch.device("cpu"), max_model_len=64, progress=lambda done, total: peaks.append(private("RssAnon")))
 peaks = []
 before = private("RssAnon")
 model = load()

@@ -21,6 +21,7 @@ from octavo.models.quantize_checkpoint import quantize_checkpoint
 from octavo.models.quantized_weights import pack_nibbles, unpack_nibbles
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
+from octavo.models.weight_source import FolderWeights
 
 CPU = torch.device("cpu")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -31,7 +32,7 @@ INT8_ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy":
 def load(path, **options):
     architecture = read_architecture(path)
     options = {"dtype": "float32", "device": CPU, "max_model_len": 64} | options
-    return load_model(path, architecture, ReferenceKernels(), **options)
+    return load_model(FolderWeights(path), architecture, ReferenceKernels(), **options)
 
 
 def plain_checkpoint(path, name="Qwen2ForCausalLM", **changes):

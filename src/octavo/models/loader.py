@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,18 +13,15 @@ from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.errors import ModelError
 from octavo.kernels.quantization import ROUNDING_VERSION, fuse_quantized
 from octavo.models.architecture import is_norm, rounded_bits
-from octavo.models.checkpoint import CheckpointFiles
 from octavo.models.layers import CausalLM, ModelContext
 from octavo.models.packed_cache import Identity, KeptWeights, PackedCache
 from octavo.models.quantized_weights import READING_VERSION, read_quantized
 from octavo.models.random_weights import RandomWeights
 from octavo.models.rope import make_cos_sin
-from octavo.models.weight_files import find_weight_files
 from octavo.runtime.process_memory import return_free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -32,16 +29,9 @@ if TYPE_CHECKING:
     from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
     from octavo.models.declared import Linear, Norm
+    from octavo.models.weight_source import StoredTensors, WeightSource
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class TensorSource(Protocol):
-    """Where tensors come from."""
-
-    def tensor(self, name: str) -> Tensor:
-        """Return one tensor, which may alias the source: nobody writes into it or keeps it."""
-        ...
 
 
 def activation_dtype(weight_dtype: str, device: torch.device) -> torch.dtype:
@@ -52,7 +42,7 @@ def activation_dtype(weight_dtype: str, device: torch.device) -> torch.dtype:
 
 
 def load_model(
-    directory: Path,
+    weights: WeightSource,
     architecture: Architecture,
     kernels: Kernels,
     *,
@@ -77,13 +67,13 @@ def load_model(
     largest ones that are computed together.
     Raises `ModelError`.
     """
-    source = _open_source(directory, architecture, dtype, seed if load_format == "dummy" else None)
+    source = _open_source(weights, architecture, dtype, seed if load_format == "dummy" else None)
     computed = activation_dtype(dtype, device)
     total = replace(architecture, stored=None).weight_bytes(dtype, str(computed).removeprefix("torch."))
     packer = _Packer(
         source, architecture, kernels, _TORCH_DTYPES[dtype], quantization, group_size, computed, device, total, progress
     )
-    kept = None if packed_cache is None else _kept_weights(packed_cache, directory, packer, dtype)
+    kept = None if packed_cache is None else _kept_weights(packed_cache, weights, packer, dtype)
     context = ModelContext(
         architecture=architecture,
         kernels=kernels,
@@ -102,25 +92,27 @@ def load_model(
     return model
 
 
-def _open_source(directory: Path, architecture: Architecture, dtype: str, seed: int | None) -> TensorSource:
+def _open_source(
+    weights: WeightSource, architecture: Architecture, dtype: str, seed: int | None
+) -> StoredTensors | RandomWeights:
     """Return a checkpoint's files, all of whose tensors are there, or random weights where there is a seed for them."""
     if seed is not None:
         return RandomWeights(architecture.tensor_shapes(), _TORCH_DTYPES[dtype], seed)
-    files = CheckpointFiles(directory)
+    files = weights.open()
     files.check(architecture.stored_tensors())
     return files
 
 
-def _kept_weights(cache: PackedCache, directory: Path, packer: _Packer, dtype: str) -> KeptWeights | None:
+def _kept_weights(cache: PackedCache, weights: WeightSource, packer: _Packer, dtype: str) -> KeptWeights | None:
     """Return the weights that are found in a cache, or kept there; None where packing alone is as fast as reading."""
     is_rounded = packer.quantization is not None or packer.stored is not None
-    if not is_rounded or not isinstance(packer.source, CheckpointFiles) or packer.kernels.layout is None:
+    if not is_rounded or isinstance(packer.source, RandomWeights) or packer.kernels.layout is None:
         return None
     formats = (packer.kernels.layout, dtype, packer.quantization, packer.group_size)
     versions = (ROUNDING_VERSION, READING_VERSION)
-    files = [directory / "config.json", *find_weight_files(directory)]
+    files = [*weights.config_files(), *weights.weight_files()]
     identity = Identity(files, (*formats, *versions), cache.hashes(), packer.tell_progress)
-    path = cache.path(directory, *formats)
+    path = cache.path(weights.path, *formats)
     return KeptWeights(cache, path, identity, packer.kernels, packer, packer.tell_progress)
 
 
@@ -129,7 +121,7 @@ class _Packer:
 
     def __init__(
         self,
-        source: TensorSource,
+        source: StoredTensors | RandomWeights,
         architecture: Architecture,
         kernels: Kernels,
         dtype: torch.dtype,
@@ -177,7 +169,7 @@ class _Packer:
         if bits is None:
             return [self._alias(tensor) for tensor in tensors]
         rounded = fuse_quantized([self._round(self._alias(tensor), bits, self.group_size) for tensor in tensors])
-        if isinstance(self.source, CheckpointFiles):
+        if not isinstance(self.source, RandomWeights):
             self.source.release()  # before it is packed: the vocabulary's weight is the largest
         return rounded
 
@@ -185,7 +177,7 @@ class _Packer:
         """Read a weight that is stored as integers; dummy weights are rounded to the same format."""
         assert self.stored is not None
         self._count(math.prod(shape) * self.dtype.itemsize)
-        if isinstance(self.source, CheckpointFiles):
+        if not isinstance(self.source, RandomWeights):
             read = read_quantized(self.stored, name, shape, self.source.find, self.kernels.round_weight)
             return read.to(self.device)
         weight = self.source.tensor(f"{name}.weight").to(self.device)
@@ -196,7 +188,7 @@ class _Packer:
 
     def _refuse_biases(self, names: tuple[str, ...]) -> None:
         """Raise for a bias that came with integers and that the model does not add: some programs write zeros."""
-        if isinstance(self.source, CheckpointFiles):
+        if not isinstance(self.source, RandomWeights):
             for name in names:
                 bias = self.source.find(f"{name}.bias")
                 if bias is not None and bool(bias.any()):

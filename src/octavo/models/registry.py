@@ -37,7 +37,14 @@ def find_family(name: str) -> Family:
 
 def read_architecture(directory: Path) -> Architecture:
     """Read `config.json` in a checkpoint directory. Raises `ModelError` for what octavo cannot serve."""
-    config = ConfigFile.read(directory / "config.json")
+    architecture = architecture_of(ConfigFile.read(directory / "config.json"))
+    if not architecture.tie_word_embeddings and was_saved_without_head(directory):
+        architecture = replace(architecture, tie_word_embeddings=True, has_head=False)
+    return architecture
+
+
+def architecture_of(config: ConfigFile) -> Architecture:
+    """Let the family that `architectures` names read the keys. Raises `ModelError` for what octavo cannot serve."""
     names = config.values.get("architectures")
     known = ", ".join(FAMILIES)
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
@@ -46,7 +53,5 @@ def read_architecture(directory: Path) -> Architecture:
         if name in FAMILIES:
             architecture = find_family(name).read_architecture(config, name)
             config.refuse_unread(name)
-            if not architecture.tie_word_embeddings and was_saved_without_head(directory):
-                architecture = replace(architecture, tie_word_embeddings=True, has_head=False)
             return architecture
     raise config.error("architectures", f"unknown architecture; octavo serves {known}")

@@ -32,7 +32,6 @@ from octavo.worker.verification import create_verification
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
-    from pathlib import Path
 
     from octavo.config import CacheConfig, DeviceConfig, SchedulerConfig, SpeculativeConfig
     from octavo.data.model_output import ModelOutput
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
     from octavo.models.draft_checkpoint import DraftCheckpoint
     from octavo.models.layers import CausalLM
+    from octavo.models.weight_source import WeightSource
     from octavo.structured_output.grammars import GrammarCompiler
     from octavo.worker.kv_transfers import KVMover
 
@@ -70,7 +70,7 @@ class Worker:
 
     def __init__(
         self,
-        directory: Path,
+        weights: WeightSource,
         architecture: Architecture,
         *,
         dtype: str,
@@ -103,7 +103,7 @@ class Worker:
             progress=progress,
         )
         self.model = load(
-            directory, architecture, max_model_len=max_model_len, quantization=quantization, group_size=group_size
+            weights, architecture, max_model_len=max_model_len, quantization=quantization, group_size=group_size
         )
         self.quantization = quantization
         self.dtype = str(self.model.dtype).removeprefix("torch.")
@@ -143,7 +143,7 @@ class Worker:
 
     def _load_draft(self, checkpoint: DraftCheckpoint, load: partial[CausalLM]) -> DraftModel:
         model = load(
-            checkpoint.directory,
+            checkpoint.weights,
             checkpoint.architecture,
             max_model_len=checkpoint.max_model_len,
             quantization=checkpoint.quantization,
