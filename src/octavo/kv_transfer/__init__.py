@@ -37,6 +37,11 @@ def create_store(config: KVTransferConfig, block_bytes: int, first: StoreFactory
     return TieredStore(stores) if stores else None
 
 
+def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
+    """Return the memory on this machine that the stores of a configuration take for themselves."""
+    return 0 if config.mooncake is None else MooncakeStore.host_bytes(block_bytes, config.mooncake_segment_bytes)
+
+
 def _mooncake(config: KVTransferConfig, master: str, block_bytes: int) -> GuardedStore:
     if find_spec("mooncake") is None:
         raise ConfigError(f"a pool of Mooncake ({master}) needs its client: pip install 'octavo[mooncake]'")
