@@ -31,6 +31,7 @@ class Launcher(Protocol):
 
     def reload(self) -> None:
         """Have the engines read their API keys anew."""
+        ...
 
     def silent(self, url: str, num_times: int) -> None:
         """Hear that an engine, which accepts connections, has said nothing so many times in a row."""
