@@ -58,6 +58,13 @@ class RouterConfig(AccessConfig):
     max_prefix_entries: int = option(
         1 << 18, "Pieces of prompts that cache_aware remembers, the last ones used; about 400 bytes each.", low=1
     )
+    min_prefill_tokens: int = option(
+        256,
+        "Prompts with fewer tokens that are in no cache are computed by the engine that answers; longer ones by one of "
+        "--role prefill, where there is one and the other is of --role decode.",
+        unit="TOKENS",
+        low=0,
+    )
     health_interval_s: float = option(
         1.0, "How often engines are asked whether they are ready.", name="health_interval", unit="SECONDS", low=0.001
     )
@@ -77,7 +84,7 @@ class RouterConfig(AccessConfig):
             raise ConfigError(f"engines_dns must be a name and a port, like engines.local:8000, got {self.engines_dns}")
         if not self.engines and self.engines_file is None and self.engines_dns is None:
             raise ConfigError("a router needs engines: --engine URL, --engines-file FILE or --engines-dns NAME:PORT")
-        for name in ("balance_tokens", "max_prefix_entries"):
+        for name in ("balance_tokens", "max_prefix_entries", "min_prefill_tokens"):
             at_least(name, getattr(self, name), 0)
         for name in ("health_interval_s", "health_timeout_s", "balance_ratio"):
             if not 0 < getattr(self, name) < math.inf:

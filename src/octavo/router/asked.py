@@ -27,6 +27,7 @@ class Parameters(msgspec.Struct):
     """TGI's."""
 
     max_new_tokens: Any = None
+    decoder_input_details: Any = None
 
 
 class Body(msgspec.Struct):
@@ -45,6 +46,9 @@ class Body(msgspec.Struct):
     max_output_tokens: Any = None
     parameters: Parameters | None = None
     n: Any = None
+    echo: Any = None
+    logprobs: Any = None
+    prompt_logprobs: Any = None
     user: Any = None
     prompt_cache_key: Any = None
     cache_salt: Any = None
@@ -58,7 +62,8 @@ class Asked:
     """One request. prompt: the bytes that stand for its prompt; one that goes on begins with the same.
 
     owner: whose cache it is: model, salt, tenant. num_tokens, max_tokens: reckoned, of prompt and answer.
-    session: what the policy affinity goes by.
+    session: what the policy affinity goes by. scores_prompt: log probabilities of the prompt are asked for, so that all
+    of it is computed whatever is in a cache.
     """
 
     prompt: bytes = b""
@@ -68,6 +73,7 @@ class Asked:
     max_tokens: int = 0
     num_streams: int = 1
     session: str | None = None
+    scores_prompt: bool = False
 
     @cached_property
     def pieces(self) -> tuple[list[bytes], list[int]]:
@@ -113,6 +119,7 @@ def read_asked(body: bytes, *, tenant: str, headers: Mapping[str, str], session_
         max_tokens=_max_tokens(read),
         num_streams=min(read.n, _MAX_STREAMS) if _is_count(read.n) else 1,
         session=session or next((each for each in given if isinstance(each, str) and each), None),
+        scores_prompt=_scores_prompt(read),
     )
 
 
@@ -120,6 +127,12 @@ def _prompt(read: Body) -> bytes:
     """Return the prompt's fields behind one another, without what closes the last: then one that goes on is longer."""
     given = [bytes(getattr(read, name)) for name in _PROMPT_FIELDS]
     return b"\n".join(filter(None, given)).rstrip(b'"]} \t\r\n')
+
+
+def _scores_prompt(read: Body) -> bool:
+    is_echoed = bool(read.echo) and read.logprobs is not None
+    has_details = read.parameters is not None and bool(read.parameters.decoder_input_details)
+    return read.prompt_logprobs is not None or is_echoed or has_details
 
 
 def _num_tokens(prompt: bytes) -> int:

@@ -12,18 +12,19 @@ if TYPE_CHECKING:
     from octavo.server.errors import HttpError
 
 _TGI = frozenset({"/generate", "/generate_stream", "/"})
-_STREAMS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/embeddings",
-    "/generate",
-    "/generate_stream",
-    "/",
+GENERATING = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/generate",
+        "/generate_stream",
+        "/",
+    }
 )
 _COUNTS = ("/v1/responses/input_tokens", "/v1/messages/count_tokens", "/tokenize", "/detokenize")
-PLACES = frozenset({*_STREAMS, *_COUNTS})  # paths whose requests take a place
+PLACES = frozenset({*GENERATING, "/v1/embeddings", *_COUNTS})  # paths whose requests take a place
 
 
 def error_response(error: HttpError, path: str) -> Response:
