@@ -92,11 +92,10 @@ class EnginePool:
         One of role prefill answers only where no other engine has the model, is ready and has not failed this request.
         """
         ready = self.ready()
-        if any(engine.role != "prefill" and engine.serves(asked.model) and engine not in failed for engine in ready):
+        able = _able(ready, asked)
+        if any(engine.role != "prefill" and engine not in failed for engine in able):
             ready = [engine for engine in ready if engine.role != "prefill"]
-        left = [engine for engine in ready if engine not in tried]
-        # where nobody has the model, anybody may say so
-        able = [engine for engine in left if engine.serves(asked.model)] or left
+        able = _able([engine for engine in ready if engine not in tried], asked)
         if not able:
             return None
         return able[0] if len(able) == 1 else self._policy.choose(asked, able)
@@ -138,3 +137,8 @@ class EnginePool:
         engine.other_tokens = 0
         for flight in list(engine.flights):
             flight.end(EngineLostError())
+
+
+def _able(engines: list[Engine], asked: Asked) -> list[Engine]:
+    """Return those that have a request's model; where nobody has it, anybody may say so."""
+    return [engine for engine in engines if engine.serves(asked.model)] or engines

@@ -159,9 +159,9 @@ class _Exchange:
                     raise  # an answer that is no stream, cut in the middle: its connection is ended
                 raise EngineLostError from error
             finally:
-                await pairing.close()
                 pool.told(asked, engine, usage.num_prompt_tokens, usage.num_cached_tokens)
                 self._service.charge(self._flight, usage.num_tokens)
+                await pairing.close()
         return None
 
     async def _relay(self, answer: Answer) -> None:
