@@ -17,6 +17,9 @@ class Store:
         self.wants = wants
         self.told = []
 
+    def request_added(self, request):
+        self.told.append(("added", request.request_id))
+
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         self.told.append(("asked", request.request_id, num_computed_tokens))
         if not request.request_id.startswith(self.prefix):
@@ -32,6 +35,9 @@ class Store:
     def keys_to_save(self, keys):
         self.told.append(("offered", list(keys)))
         return set(keys) if self.wants else set()
+
+    def transfer_ordered(self, transfer):
+        self.told.append(("ordered", transfer.transfer_id))
 
     def transfer_ended(self, transfer, num_blocks):
         self.told.append(("ended", transfer.transfer_id, num_blocks))

@@ -31,6 +31,7 @@ from octavo.journal.stores import RecordedConnector
 from octavo.kernels import are_exact, attention_slowness, instruction_sets
 from octavo.kv_transfer import create_store
 from octavo.kv_transfer.connector import StoreConnector
+from octavo.kv_transfer.direct import NUM_AREAS, create_connector
 from octavo.models.weights_identity import WeightsIdentity
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.launch import Checkpoint, make_grammars, make_processors
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from octavo.core.kv_connector import KVConnector
     from octavo.data.events import EventSink
     from octavo.kv_transfer import StoreFactory
+    from octavo.kv_transfer.direct import MooncakeConnector
     from octavo.kv_transfer.tiers import TieredStore
     from octavo.models.architecture import Architecture
 
@@ -120,11 +122,18 @@ def build_core(
         reading.result()
     num_blocks, num_host_blocks = worker.kv_cache.num_blocks, worker.kv_cache.num_host_blocks
     scheduler_config = fit_reservation(worker.scheduler_config, num_blocks * config.cache.block_size)
-    capacity = _capacity(worker, scheduler_config, speculative_config, config.kv_transfer)
+    direct = create_connector(
+        config.kv_transfer,
+        block_bytes=worker.kv_cache.block_bytes,
+        block_size=config.cache.block_size,
+        secret=kv_secret_from_environment(),
+    )
+    capacity = _capacity(worker, scheduler_config, speculative_config, config.kv_transfer, direct)
     _log_capacity(worker, capacity)
-    store = create_store(config.kv_transfer, worker.kv_cache.block_bytes, kv_store)
-    executor = LocalExecutor(worker, store, num_threads=config.kv_transfer.num_threads)
-    connector, recorded = _connect(config, store, executor)
+    store = create_store(config.kv_transfer, worker.kv_cache.block_bytes, kv_store, direct)
+    num_threads = config.kv_transfer.num_threads + (0 if direct is None else NUM_AREAS)
+    executor = LocalExecutor(worker, store, num_threads=num_threads)
+    connector, recorded = _connect(config, store, executor, direct)
     clock = RecordedClock(time.monotonic)
     metrics, recent = EngineMetrics(EngineStats(kv_stores={} if store is None else store.figures)), RecentEvents()
     scheduler = Scheduler(
@@ -142,12 +151,12 @@ def build_core(
 
 
 def _connect(
-    config: EngineConfig, store: TieredStore | None, executor: LocalExecutor
+    config: EngineConfig, store: TieredStore | None, executor: LocalExecutor, direct: MooncakeConnector | None
 ) -> tuple[KVConnector | None, RecordedConnector | None]:
     """Return what the scheduler asks of stores, and the same once more where its answers go into a journal."""
     if store is None:
         return None, None
-    connector = StoreConnector(store, config.cache.block_size, executor.wake)
+    connector = StoreConnector(store, config.cache.block_size, executor.wake, direct)
     if config.record is None:
         return connector, None
     recorded = RecordedConnector(connector)
@@ -190,6 +199,7 @@ def _capacity(
     scheduler_config: SchedulerConfig,
     speculative_config: SpeculativeConfig | None,
     kv_transfer: KVTransferConfig,
+    direct: MooncakeConnector | None,
 ) -> EngineCapacity:
     """Return what there is room for."""
     return EngineCapacity.of(
@@ -201,6 +211,7 @@ def _capacity(
         speculative=speculative_config,
         kv_block_bytes=sum(cache.bytes_per_block for cache in worker.runner.kv_caches),
         role=kv_transfer.role,
+        kv_transfer_port=None if direct is None else direct.port,
     )
 
 

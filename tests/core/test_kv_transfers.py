@@ -11,6 +11,7 @@ from octavo.core.kv_cache_manager import NO_COMPUTED_BLOCKS, ComputedBlocks, KVC
 from octavo.core.kv_connector import NullConnector
 from octavo.core.kv_transfers import KVTransfers
 from octavo.data import events
+from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.request import Request
 from octavo.data.scheduler_output import CachedRequestData, SchedulerOutput, TransferDirection
 from octavo.sampling_params import SamplingParams
@@ -27,10 +28,10 @@ class Transfers:
         self.manager = KVCacheManager(16, 4)
         self.transfers = KVTransfers(self.store, self.manager, CONFIG, self.emitter)
 
-    def start(self, name, now=0.0):
+    def start(self, name, now=0.0, params=None):
         """Begin a load of 8 tokens into 2 blocks; return request and order."""
         self.emitter.now = now
-        request = Request(name, list(range(12)), SamplingParams())
+        request = Request(name, list(range(12)), SamplingParams(), kv_transfer_params=params)
         assert self.find(request) == 8
         block_ids = self.manager.allocate_slots(request, 8)
         self.transfers.start_load(request, NO_COMPUTED_BLOCKS, 8, block_ids)
@@ -40,9 +41,9 @@ class Transfers:
     def find(self, request, computed=NO_COMPUTED_BLOCKS, *, may_wait=True):
         return self.transfers.num_external_tokens(request, computed, may_wait=may_wait)
 
-    def commit(self, name, num_tokens, num_computed=None):
+    def commit(self, name, num_tokens, num_computed=None, params=None):
         """Return a request whose tokens are computed and shared, all but the last one if not said otherwise."""
-        request = Request(name, [ord(name[0])] * num_tokens, SamplingParams())
+        request = Request(name, [ord(name[0])] * num_tokens, SamplingParams(), kv_transfer_params=params)
         self.manager.allocate_slots(request, num_tokens)
         request.num_computed_tokens = num_tokens - 1 if num_computed is None else num_computed
         self.manager.commit(request)
@@ -233,7 +234,7 @@ def test_what_can_be_shared_is_offered_once_and_what_is_wanted_is_saved(made):
     request = made.commit("a", 10)
     made.transfers.offer(request)
     [order] = made.transfers.take_orders()
-    assert made.store.told[-1] == ("offered", request.block_hashes[:2])
+    assert made.store.told[-2:] == [("offered", request.block_hashes[:2]), ("ordered", order.transfer_id)]
     assert (order.direction, order.request_id) == (TransferDirection.SAVE, None)
     assert (order.keys, order.block_ids) == (request.block_hashes[:2], request.sequence.block_table[:2])
     assert [block.block_id for block in made.manager.pinned_blocks()] == order.block_ids
@@ -266,7 +267,7 @@ def test_what_is_being_saved_is_not_saved_beside_itself(made):
 def test_what_is_not_computed_yet_is_not_offered(made):
     request = made.commit("a", 14, num_computed=9)
     made.transfers.offer(request)
-    assert made.store.told[-1] == ("offered", request.block_hashes[:2])
+    assert made.store.told[-2] == ("offered", request.block_hashes[:2])
     assert len(request.block_hashes) == 3
 
 
@@ -449,3 +450,70 @@ def test_the_store_is_told_of_an_ending_with_the_blocks_that_were_held(made):
     assert told == ("finished", "a", [0, 1])
     request.sequence.block_table.clear()
     assert told[2] == [0, 1]
+
+
+# --- prefill and decode on two engines --------------------------------------------------------------------------------
+
+EXPECTS, HANDS_OVER = KVTransferParams("t"), KVTransferParams("t", is_prefill=True)
+
+
+def expecting(name="a", params=EXPECTS):
+    return Request(name, list(range(12)), SamplingParams(), kv_transfer_params=params)
+
+
+def test_what_another_engine_computed_is_fetched_whatever_loads_have_cost(made):
+    made.transfers._cost.learn_step(100, 0.001)
+    for seconds in (100.0, 100.0):
+        made.transfers._cost.learn_load(8, seconds)
+    assert made.find(Request("b", list(range(12)), SamplingParams())) == 0
+    assert made.find(expecting("c", HANDS_OVER)) == 0
+    assert made.find(expecting()) == 8
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize(("params", "is_learned"), [(None, True), (EXPECTS, False), (HANDS_OVER, True)])
+def test_waiting_for_what_is_still_computed_teaches_nothing_of_loads(made, params, ends, is_learned):
+    learned = []
+    made.transfers._cost.learn_load = lambda *figures: learned.append(figures)
+    request, order = made.start("a", params=params)
+    made.emitter.now = 9.0
+    if ends:
+        made.transfers.end(order.transfer_id, 2)
+    else:
+        assert made.transfers.expired(9.0) == [request]
+    assert learned == ([(8, 9.0)] if is_learned else [])
+
+
+def test_what_is_expected_may_take_longer_to_be_found(made):
+    made.store.num_tokens = None
+    request, other = expecting(), Request("b", list(range(12)), SamplingParams())
+    assert made.find(request) is None
+    assert made.find(other) is None
+    made.emitter.now = 4.9  # others are given up after 0.5 s
+    assert made.transfers.is_looking_up(request)
+    assert not made.transfers.is_looking_up(other)
+    assert (made.find(request), made.find(other)) == (None, 0)
+    made.emitter.now = 5.0
+    assert not made.transfers.is_looking_up(request)
+    assert made.find(request) == 0
+
+
+def test_what_is_for_another_engine_is_saved_whole(made):
+    request = made.commit("a", 41, params=HANDS_OVER)
+    made.transfers.offer(request)
+    [order] = made.transfers.take_orders()
+    assert order.keys == request.block_hashes[:10]  # of 16 blocks
+    made.transfers.offer(request)
+    assert made.transfers.take_orders() == []
+    made.transfers.offer(made.commit("b", 10))
+    assert made.transfers.take_orders() == []  # of others no more is pinned than before
+    made.transfers.end(order.transfer_id, 10)
+    assert made.manager.num_transfers == 0
+
+
+def test_the_store_hears_of_newcomers_and_of_orders(made):
+    request = expecting()
+    made.transfers.request_added(request)
+    assert made.store.told == [("added", "a")]
+    _, order = made.start("b")
+    assert ("ordered", order.transfer_id) in made.store.told

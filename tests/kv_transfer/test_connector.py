@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 from faulty_store import HangingStore
 
 from octavo.data.scheduler_output import KVTransfer, TransferDirection
-from octavo.kv_transfer import guard
+from octavo.kv_transfer import connector, guard
 from octavo.kv_transfer.connector import StoreConnector
 from octavo.kv_transfer.interface import StoreError
 from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
@@ -39,8 +40,10 @@ class Asked:
         return self.ask(request, num_tokens)
 
 
-def request(name="r", count=6):
-    return SimpleNamespace(request_id=name, block_hashes=KEYS[:count])
+def request(name="r", count=6, *, expects_kv=False):
+    return SimpleNamespace(
+        request_id=name, block_hashes=KEYS[:count], expects_kv=expects_kv, num_prompt_tokens=SIZE * count + 1
+    )
 
 
 def test_an_answer_comes_beside_the_steps_and_is_kept():
@@ -132,3 +135,71 @@ def test_a_load_that_came_short_is_asked_for_anew():
         asked.answer(request())
     asked.connector.transfer_ended(KVTransfer(1, TransferDirection.SAVE, KEYS[:1], [1]), None)
     assert asked.connector.num_lookups == 1
+
+
+def save(asked, *indices):
+    asked.store.save([KEYS[index] for index in indices], [memoryview(KEYS[index]) for index in indices])
+
+
+def polled(asked, one, seconds=10.0):
+    """Ask as steps do, until it is known."""
+    end = time.monotonic() + seconds
+    while (found := asked.ask(one)) is None and time.monotonic() < end:
+        time.sleep(0.002)
+    return found
+
+
+def test_what_is_expected_is_asked_for_until_all_of_it_is_there():
+    asked = Asked()
+    one = request(expects_kv=True)
+    assert asked.ask(one) is None
+    for index in (3, 4):
+        assert asked.answers.acquire(timeout=10)  # it is not all
+        save(asked, index)
+        assert polled(asked, one, 0.05) is None
+    save(asked, 5)
+    assert polled(asked, one) == 6 * SIZE
+    asked.store.num_matched = lambda _: pytest.fail("it was asked again")
+    assert asked.ask(one) == 6 * SIZE
+    asked.connector.request_finished(one, [])
+    assert asked.connector.num_lookups == 0
+
+
+def test_blocks_behind_the_prompt_are_not_expected():
+    asked = Asked()
+    one = request(expects_kv=True)
+    one.num_prompt_tokens = 3 * SIZE + 3
+    assert asked.ask(one) is None
+    assert asked.answers.acquire(timeout=10)
+    assert asked.ask(one) == 3 * SIZE
+
+
+def test_what_is_there_is_taken_when_nothing_more_comes(monkeypatch):
+    monkeypatch.setattr(connector, "_EXPECTED_S", 0.1)
+    asked = Asked()
+    start = time.monotonic()
+    assert polled(asked, request(expects_kv=True)) == 3 * SIZE
+    assert 0.1 <= time.monotonic() - start < 5
+    assert polled(asked, request("unexpected")) == 3 * SIZE
+
+
+def test_waiting_for_what_is_expected_takes_no_thread_from_others():
+    asked = Asked()
+    waiting = [request(str(index), expects_kv=True) for index in range(8)]
+    for one in waiting:
+        assert asked.ask(one) is None
+    for _ in waiting:
+        assert asked.answers.acquire(timeout=10)
+    assert polled(asked, request("other")) == 3 * SIZE
+    assert [asked.ask(one) for one in waiting] == [None] * 8
+
+
+def test_a_store_that_fails_is_not_waited_for():
+    asked = Asked()
+
+    def fail(_):
+        raise StoreError("gone")
+
+    asked.store.num_matched = fail
+    assert asked.answer(request("first")) == 0
+    assert asked.ask(request("second", expects_kv=True)) == 0

@@ -79,6 +79,9 @@ class SimulatedStore:
 
     # --- the scheduler's half -----------------------------------------------------------------------------------------
 
+    def request_added(self, request: Request) -> None:
+        """Nothing to note."""
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Offer what it has of some requests, and sometimes more than that; or think about it."""
         if self.rng.random() >= self.rate:
@@ -102,6 +105,9 @@ class SimulatedStore:
         if not self.rate:
             return set()
         return {key for key in keys if key not in self.records and self.rng.random() < 0.8}
+
+    def transfer_ordered(self, transfer: KVTransfer) -> None:
+        """Nothing to note: it comes with the step."""
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
         """Offer no more what could not be loaded."""

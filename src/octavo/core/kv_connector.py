@@ -25,6 +25,10 @@ class KVConnector(Protocol):
 
     name: str
 
+    def request_added(self, request: Request) -> None:
+        """Take note of a newcomer, long before it is asked for perhaps."""
+        ...
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens beyond `num_computed_tokens`, a whole number of blocks, it has; None: not known yet.
 
@@ -44,6 +48,10 @@ class KVConnector(Protocol):
         """Return those of these keys whose blocks it wants: it has them not yet."""
         ...
 
+    def transfer_ordered(self, transfer: KVTransfer) -> None:
+        """Take note that a transfer begins with this step, or is given up before; `transfer_ended` tells its end."""
+        ...
+
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
         """Take note that so many of a transfer's blocks, from the first on, were moved, and the others could not be.
 
@@ -61,6 +69,9 @@ class NullConnector:
 
     name = ""
 
+    def request_added(self, request: Request) -> None:
+        """Do nothing."""
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Find nothing."""
         del request, num_computed_tokens
@@ -76,6 +87,9 @@ class NullConnector:
         """Want nothing."""
         del keys
         return set()
+
+    def transfer_ordered(self, transfer: KVTransfer) -> None:
+        """Do nothing."""
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
         """Do nothing."""

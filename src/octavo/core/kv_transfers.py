@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _PROMPT_SHARE = 16  # tokens a request, from which on a step shows what prompts cost
 _SAVE_SHARE = 8  # at most one of so many blocks is pinned for saves at once; the others are offered again later
+_EXPECTED_LOOKUP_S = 5.0  # at least, for KV that another engine is about to have: who says it comes says it in time
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,10 @@ class KVTransfers:
         """Return the requests that wait for their KV."""
         return [each.request for each in self._pending.values() if each.request is not None]
 
+    def request_added(self, request: Request) -> None:
+        """Tell the store of a newcomer."""
+        self._connector.request_added(request)
+
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def num_external_tokens(self, request: Request, computed: ComputedBlocks, *, may_wait: bool) -> int | None:
@@ -129,13 +134,15 @@ class KVTransfers:
             return self._wait_for_lookup(request, computed.num_tokens, may_wait=may_wait)
         self._lookups.pop(request.request_id, None)
         found = min(found, most) // size * size
-        return found if found >= self._min_tokens and self._cost.is_worth_loading(found) else 0
+        is_worth = request.expects_kv or self._cost.is_worth_loading(found)  # what is expected is computed already
+        return found if found >= self._min_tokens and is_worth else 0
 
     def _wait_for_lookup(self, request: Request, num_computed_tokens: int, *, may_wait: bool) -> int | None:
         now, name = self._emitter.now, request.request_id
         lookup = self._lookups.get(name)
         if may_wait and (lookup is None or now < lookup.deadline):
-            deadline = now + self._lookup_timeout_s if lookup is None else lookup.deadline
+            least = _EXPECTED_LOOKUP_S if request.expects_kv else 0.0
+            deadline = now + max(self._lookup_timeout_s, least) if lookup is None else lookup.deadline
             self._lookups[name] = _Lookup(num_computed_tokens, deadline)
             return None
         self._lookups.pop(name, None)
@@ -177,6 +184,7 @@ class KVTransfers:
         self._pending[order.transfer_id] = PendingTransfer(order, request, num_present, now, now + self._timeout_s)
         self._manager.pin(order.transfer_id, block_ids)
         self._orders.append(order)
+        self._connector.transfer_ordered(order)
         return order
 
     def num_computed_tokens(self, load: PendingTransfer, num_blocks: int) -> int:
@@ -187,7 +195,10 @@ class KVTransfers:
     # --- save ---------------------------------------------------------------------------------------------------------
 
     def offer(self, request: Request) -> None:
-        """Order what the store wants of a request's blocks that can be shared by now, as far as there is room."""
+        """Order what the store wants of a request's blocks that can be shared by now, as far as there is room.
+
+        What is for another engine goes out whole: nothing of it is offered again when its request has ended.
+        """
         if not self.has_store:
             return
         name, table = request.request_id, request.sequence.block_table
@@ -196,9 +207,12 @@ class KVTransfers:
             return
         wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving
         chosen = [index for index in range(first, end) if request.block_hashes[index] in wanted]
-        room = max(self._manager.pool.num_blocks // _SAVE_SHARE, 1) - len(self._saving)
-        self._num_offered[name] = chosen[room] if len(chosen) > room else end
-        chosen = chosen[:room]
+        room = max(max(self._manager.pool.num_blocks // _SAVE_SHARE, 1) - len(self._saving), 0)
+        if len(chosen) > room and not request.hands_kv_over:
+            self._num_offered[name] = chosen[room]
+            chosen = chosen[:room]
+        else:
+            self._num_offered[name] = end
         if chosen:
             keys = [request.block_hashes[index] for index in chosen]
             order = self._order(TransferDirection.SAVE, keys, [table[index] for index in chosen])
@@ -224,9 +238,15 @@ class KVTransfers:
         if num_blocks < len(order.keys):
             self._gave_up.add(pending.request.request_id)
         else:
-            num_tokens = num_blocks * self._manager.block_size
-            self._cost.learn_load(num_tokens, self._emitter.now - pending.started)
+            self._learn_load(pending, self._emitter.now)
         return pending
+
+    def _learn_load(self, load: PendingTransfer, now: float) -> None:
+        """Take in how long a load has taken by now; that of KV which was still being computed tells nothing."""
+        assert load.request is not None
+        if not load.request.expects_kv:
+            num_tokens = len(load.order.keys) * self._manager.block_size
+            self._cost.learn_load(num_tokens, now - load.started)
 
     def learn_step(self, scheduled: SchedulerOutput, seconds: float) -> None:
         """Take in how long a step took, if prompts were most of it."""
@@ -245,8 +265,8 @@ class KVTransfers:
         for pending in late:
             if pending.request is None:
                 self._cancel(pending, "expired")
-            else:  # it takes so long at least
-                self._cost.learn_load(len(pending.order.keys) * self._manager.block_size, now - pending.started)
+            else:
+                self._learn_load(pending, now)  # it takes so long at least
                 waiting.append(pending.request)
         return waiting
 

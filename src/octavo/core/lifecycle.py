@@ -63,6 +63,7 @@ class RequestLifecycle:
             self._note_deadline(request, request.deadline)
         num_ahead = len(self.room)
         self.room.add(request)
+        self._transfers.request_added(request)
         self._emitter.emit(
             events.RequestQueued,
             request.request_id,

@@ -320,7 +320,8 @@ class Scheduler:
         reason = self.admission.refusal(request, computed, len(self.running))
         if reason is not None:
             return reason
-        num_external = self.transfers.num_external_tokens(request, computed, may_wait=self.room.may_defer(request))
+        may_wait = request.expects_kv or self.room.may_defer(request)
+        num_external = self.transfers.num_external_tokens(request, computed, may_wait=may_wait)
         if num_external is None:
             self._park(partial(self.transfers.is_looking_up, request), None)
             return None

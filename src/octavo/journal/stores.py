@@ -45,6 +45,10 @@ class RecordedConnector:
         self._answers.append([index for index, key in enumerate(keys) if key in wanted])
         return wanted
 
+    def request_added(self, request: Request) -> None:
+        """Pass it on."""
+        self._connector.request_added(request)
+
     def lookup_given_up(self, request: Request) -> None:
         """Pass it on."""
         self._connector.lookup_given_up(request)
@@ -52,6 +56,10 @@ class RecordedConnector:
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         """Pass it on."""
         self._connector.update_state_after_alloc(request, block_ids, num_external_tokens)
+
+    def transfer_ordered(self, transfer: KVTransfer) -> None:
+        """Pass it on."""
+        self._connector.transfer_ordered(transfer)
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
         """Pass it on."""
@@ -85,10 +93,16 @@ class ReplayedConnector:
         answer = self._next()
         return {keys[index] for index in answer if index < len(keys)} if isinstance(answer, list) else set()
 
+    def request_added(self, request: Request) -> None:
+        """Nothing is kept."""
+
     def lookup_given_up(self, request: Request) -> None:
         """Nothing is asked."""
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+        """Nothing moves."""
+
+    def transfer_ordered(self, transfer: KVTransfer) -> None:
         """Nothing moves."""
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:

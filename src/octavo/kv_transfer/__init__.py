@@ -16,16 +16,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from octavo.config import KVTransferConfig
+    from octavo.kv_transfer.direct_donor import DirectDonor
+    from octavo.kv_transfer.direct_receiver import DirectReceiver
     from octavo.kv_transfer.interface import KVStore
 
     StoreFactory = Callable[[int], KVStore]
 
 
-def create_store(config: KVTransferConfig, block_bytes: int, first: StoreFactory | None = None) -> TieredStore | None:
+def create_store(
+    config: KVTransferConfig,
+    block_bytes: int,
+    first: StoreFactory | None = None,
+    direct: DirectDonor | DirectReceiver | None = None,
+) -> TieredStore | None:
     """Return the stores that were asked for, the fastest first; None where there are none.
 
     first(block_bytes) makes one that is asked before those of the configuration. A store that is down is no error: it
-    is opened when it is asked, and again later.
+    is opened when it is asked, and again later. direct: what a prefill engine saves first, as others wait for it, and
+    what a decode engine asks last, as it has to wait for that.
     """
     stores: list[KVStore] = [] if first is None else [first(block_bytes)]
     directory, max_bytes = config.disk_dir, config.disk_bytes
@@ -34,6 +42,9 @@ def create_store(config: KVTransferConfig, block_bytes: int, first: StoreFactory
         stores.append(GuardedStore("disk", block_bytes, lambda: DiskStore(directory, block_bytes, max_bytes)))
     if config.mooncake is not None:
         stores.append(_mooncake(config, config.mooncake, block_bytes))
+    if direct is not None:
+        guarded = GuardedStore.of(direct, may_wait=True)
+        stores.insert(0, guarded) if config.role == "prefill" else stores.append(guarded)
     return TieredStore(stores) if stores else None
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from octavo.kv_transfer.direct import NoConnector
 from octavo.kv_transfer.guard import HANGS_AFTER_S
 from octavo.runtime.daemon_threads import DaemonThreads
 
@@ -14,33 +16,67 @@ if TYPE_CHECKING:
 
     from octavo.data.request import Request
     from octavo.data.scheduler_output import KVTransfer
+    from octavo.kv_transfer.direct import MooncakeConnector
     from octavo.kv_transfer.tiers import TieredStore
 
 _LOOKUP_THREADS = 2
+_EXPECTED_S = 1.0  # so long nothing more of what is expected may come, until what is there is taken
+_ASKED_AGAIN_S, _ASKED_AGAIN_AT_MOST_S = 0.005, 0.04  # behind an answer that was not all; doubles
 
 
 @dataclass(slots=True)
 class _Lookup:
-    """What a store has of a request's blocks [first, num_blocks). end: up to which it has them; None: not known yet."""
+    """What a store has of a request's blocks [first, num_blocks). end: up to which it has them; None: not known yet.
+
+    is_direct: another engine hands them over. num_expected: of the blocks before it another engine saves those that are
+    not there yet; until: so long that may take. found: up to which they were there last; again_at: when it is asked
+    again, None while it is being asked.
+    """
 
     first: int
     num_blocks: int
+    is_direct: bool = False
+    num_expected: int = 0
     end: int | None = None
     is_wanted: bool = True
+    until: float = 0.0
+    found: int = 0
+    pause_s: float = _ASKED_AGAIN_S
+    again_at: float | None = None
+
+    def take(self, count: int, now: float) -> None:
+        """Take in that so many blocks are there."""
+        found = self.first + count
+        if found > self.found:
+            self.found, self.until = found, now + _EXPECTED_S
+        if found >= self.num_expected or now >= self.until or not self.is_wanted:
+            self.end = found
+        else:
+            self.again_at = now + self.pause_s
+            self.pause_s = min(2 * self.pause_s, _ASKED_AGAIN_AT_MOST_S)
 
 
 class StoreConnector:
     """A `core.kv_connector.KVConnector` over a store.
 
     An answer is kept until the request ends, or has more blocks to ask for. A store that is not usable is not asked.
-    on_answer is called from other threads when a lookup has ended.
+    What another engine was said to save is asked for again, until it is there or nothing more comes.
+    on_answer is called from other threads when a lookup has ended. direct: this engine's side of direct transfers,
+    which is one of the tiers of the store.
     """
 
-    def __init__(self, store: TieredStore, block_size: int, on_answer: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        store: TieredStore,
+        block_size: int,
+        on_answer: Callable[[], None] = lambda: None,
+        direct: MooncakeConnector | None = None,
+    ) -> None:
         self.name = store.name
         self._store = store
         self._block_size = block_size
         self._on_answer = on_answer
+        self._direct = direct or NoConnector()
         self._lookups: dict[str, _Lookup] = {}
         self._threads = DaemonThreads(_LOOKUP_THREADS, "octavo-kv-lookup", HANGS_AFTER_S)
         self._threads.submit(store.open)
@@ -50,24 +86,38 @@ class StoreConnector:
         """Requests of which something is kept."""
         return len(self._lookups)
 
+    def request_added(self, request: Request) -> None:
+        """Let decode engines wait for what it computes for them."""
+        self._direct.request_added(request)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens beyond these it has; None while it is being asked."""
         first, num_blocks = num_computed_tokens // self._block_size, len(request.block_hashes)
         lookup = self._lookups.get(request.request_id)
         if lookup is None or first < lookup.first or num_blocks != lookup.num_blocks:
             lookup = self._ask(request, first)
+        elif lookup.again_at is not None and time.monotonic() >= lookup.again_at:
+            self._submit(lookup, request)
         end = lookup.end
         return None if end is None else max(end - first, 0) * self._block_size
 
     def _ask(self, request: Request, first: int) -> _Lookup:
         self._drop(request.request_id)
-        lookup = _Lookup(first, len(request.block_hashes))
+        lookup = _Lookup(first, len(request.block_hashes), found=first)
         self._lookups[request.request_id] = lookup
-        if self._store.is_usable:
-            self._threads.submit(partial(self._look_up, lookup, request.block_hashes[first:]))
-        else:
+        if not self._store.is_usable:
             lookup.end = first
+            return lookup
+        lookup.is_direct = self._direct.expect(request)
+        if request.expects_kv and not lookup.is_direct:
+            lookup.num_expected = request.num_prompt_tokens // self._block_size
+            lookup.until = time.monotonic() + _EXPECTED_S
+        self._submit(lookup, request)
         return lookup
+
+    def _submit(self, lookup: _Lookup, request: Request) -> None:
+        lookup.again_at = None
+        self._threads.submit(partial(self._look_up, lookup, request.block_hashes[lookup.first :]))
 
     def _look_up(self, lookup: _Lookup, keys: list[bytes]) -> None:
         count = 0
@@ -75,13 +125,14 @@ class StoreConnector:
             if lookup.is_wanted:
                 count = self._store.num_matched(keys)
         finally:
-            lookup.end = lookup.first + count
+            lookup.take(count, time.monotonic())
             self._on_answer()
 
     def _drop(self, request_id: str) -> None:
         lookup = self._lookups.pop(request_id, None)
         if lookup is not None:
             lookup.is_wanted = False
+            self._direct.forget_expected(request_id)
 
     def lookup_given_up(self, request: Request) -> None:
         """If it is still to be asked for, it is not."""
@@ -94,14 +145,21 @@ class StoreConnector:
         """Return those that the store lacks."""
         return self._store.lacks(keys)
 
+    def transfer_ordered(self, transfer: KVTransfer) -> None:
+        """Let decode engines wait for what is being saved."""
+        self._direct.transfer_ordered(transfer)
+
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
-        """Forget what the store was said to have of a request whose blocks did not all come."""
-        if transfer.request_id is not None and num_blocks != len(transfer.keys):
+        """Forget what the store was said to have of a request whose blocks did not all come, or came from elsewhere."""
+        self._direct.transfer_ended(transfer)
+        lookup = None if transfer.request_id is None else self._lookups.get(transfer.request_id)
+        if transfer.request_id is not None and (num_blocks != len(transfer.keys) or (lookup and lookup.is_direct)):
             self._drop(transfer.request_id)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
         """Keep nothing of a request; if it is still to be asked for, it is not."""
         del block_ids
+        self._direct.request_finished(request)
         self._drop(request.request_id)
 
     def close(self) -> None:

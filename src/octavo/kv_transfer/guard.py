@@ -27,6 +27,7 @@ class GuardedStore:
 
     open_store makes it, at the first call and again where that failed. After a failure it is asked nothing for a pause,
     which doubles while it goes on to fail; then one call tries. Nor is it asked while a call has been hanging.
+    may_wait: its calls take as long as they take, as others compute meanwhile; none of them hangs.
     """
 
     def __init__(
@@ -36,11 +37,13 @@ class GuardedStore:
         open_store: Callable[[], KVStore],
         *,
         clock: Callable[[], float] = time.monotonic,
+        may_wait: bool = False,
     ) -> None:
         self.name = name
         self.block_bytes = block_bytes
         self._open_store = open_store
         self._clock = clock
+        self._may_wait = may_wait
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._store: KVStore | None = None
@@ -54,9 +57,9 @@ class GuardedStore:
         self._is_closed = False
 
     @classmethod
-    def of(cls, store: KVStore) -> GuardedStore:
+    def of(cls, store: KVStore, *, may_wait: bool = False) -> GuardedStore:
         """Guard a store that is open."""
-        guard = cls(store.name, store.block_bytes, lambda: store)
+        guard = cls(store.name, store.block_bytes, lambda: store, may_wait=may_wait)
         guard._store = store
         return guard
 
@@ -70,7 +73,7 @@ class GuardedStore:
         return is_usable
 
     def _hangs(self, now: float) -> bool:
-        return any(now - start > HANGS_AFTER_S for start in self._calls.values())
+        return not self._may_wait and any(now - start > HANGS_AFTER_S for start in self._calls.values())
 
     def open(self) -> None:
         """Open it now, if it is not."""

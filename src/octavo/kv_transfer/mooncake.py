@@ -14,11 +14,10 @@ import struct
 import threading
 from collections import OrderedDict
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 from octavo.kv_transfer.interface import StoreError, StoreStats
-from octavo.kv_transfer.mooncake_client import MooncakeClient
+from octavo.kv_transfer.mooncake_client import MooncakeClient, own_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -57,8 +56,8 @@ class MooncakeStore:
         segment_bytes: int = 0,
     ) -> None:
         self.block_bytes = block_bytes
-        self._connect: Callable[[], MooncakeClient] = partial(
-            MooncakeClient,
+        self._connect: Callable[[], MooncakeClient] = lambda: MooncakeClient(
+            host=own_address(master),
             master=master,
             protocol=protocol,
             segment_bytes=segment_bytes,

@@ -1,4 +1,4 @@
-"""A client of Mooncake, held by a process beside this one: calls with a deadline, over memory that both have."""
+"""Mooncake, held by a process beside this one: calls with a deadline, over memory that both have."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.kv_transfer.interface import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-READY = "ready"  # the first message on the control pipe; any other one says why there is no client
 MODULE = "octavo.kv_transfer.mooncake_process"
 OPEN_S = 15.0  # until a client is there, its process's start included
 CALL_S = 4.0  # until a call is answered, or counts as failed
@@ -37,6 +36,7 @@ _SILENT = subprocess.DEVNULL  # it logs each beat that its master misses; codes 
 class ClientOrder:
     """What such a process needs, and the descriptors that it inherits.
 
+    master: of the pool whose client it is; "": it is none, and writes into the memory of others (TransferEngine).
     channels: one for each area of memory; on it come calls, in turn. Areas of area_bytes lie behind each other in the
     memory, and objects of object_bytes in an area.
     """
@@ -61,8 +61,32 @@ class ClientOrder:
         return cls(**json.loads(text))
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The first message on the control pipe. error: why there is nothing to call, or "".
+
+    session: the name under which others write into its memory; address: where that begins, in that process.
+    """
+
+    error: str = ""
+    session: str = ""
+    address: int = 0
+
+    def encode(self) -> bytes:
+        """Return it as a message."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, message: bytes) -> Opened:
+        """Return what `encode` made."""
+        return cls(**json.loads(message))
+
+
 class Area:
-    """A part of the shared memory, with the pipe on which calls over it are made. One caller has it at a time."""
+    """A part of the shared memory, with the pipe on which calls over it are made. One caller has it at a time.
+
+    address: of its first object, in the process that holds Mooncake.
+    """
 
     def __init__(self, channel: Connection, memory: memoryview, object_bytes: int) -> None:
         self.objects = [
@@ -70,24 +94,29 @@ class Area:
             for start in range(0, len(memory) - object_bytes + 1, object_bytes)
         ]  # fmt: skip
         self.channel = channel
+        self.address = 0
         self.is_asked = False  # a call was made that has not been answered
         self.rests_until = 0.0
         self.asked_at = 0.0
 
-    def call(self, name: str, keys: Sequence[str]) -> list[int]:
-        """Return the code of each key. Raises `StoreError` where no answer comes in time."""
-        assert len(keys) <= len(self.objects) or name in {"has", "remove"}
+    def call(self, name: str, arguments: Sequence[Any]) -> list[int]:
+        """Return the codes of a call. Raises `StoreError` where no answer comes in time."""
+        assert len(arguments) <= len(self.objects) or name not in {"get", "put"}
         try:
-            self.channel.send_bytes(json.dumps([name, list(keys)]).encode())
+            self.channel.send_bytes(json.dumps([name, list(arguments)]).encode())
             self.is_asked, self.asked_at = True, time.monotonic()
             if not self.channel.poll(CALL_S):
-                raise StoreError(f"Mooncake has not answered within {CALL_S:g} s ({name} of {len(keys)} keys)")
+                raise StoreError(f"Mooncake has not answered within {CALL_S:g} s ({name})")
             codes = self.answer()
         except (EOFError, OSError) as error:
             raise StoreError(f"the process that holds the client of Mooncake has ended ({name})") from error
-        if name == "get" and TRANSFER_FAILED in codes:
-            self.rests_until = time.monotonic() + REST_S
+        if (name == "get" and TRANSFER_FAILED in codes) or (name == "write" and any(codes)):
+            self.rest()
         return codes
+
+    def rest(self) -> None:
+        """Give it to nobody for as long as a transfer that failed may still write it."""
+        self.rests_until = time.monotonic() + REST_S
 
     def answer(self) -> list[int]:
         """Return the answer to the call that was made."""
@@ -107,20 +136,31 @@ class Area:
 
 
 class MooncakeClient:
-    """Starts such a process and talks to it, from any thread. Raises `StoreError` where there is no client to be had.
+    """Starts such a process and talks to it, from any thread. Raises `StoreError` where there is nothing to be had.
 
-    master: HOST:PORT of mooncake_master. segment_bytes: memory that it lends to the pool. object_bytes: of each object.
+    master: HOST:PORT of mooncake_master, "" without a pool. host: the address by which others reach this process.
+    segment_bytes: memory that it lends to the pool. object_bytes: of each object. session: its name for those who write
+    into its areas, of which there are num_areas.
     """
 
-    def __init__(self, *, master: str, protocol: str, segment_bytes: int, object_bytes: int) -> None:
+    def __init__(
+        self,
+        *,
+        host: str,
+        protocol: str,
+        object_bytes: int,
+        master: str = "",
+        segment_bytes: int = 0,
+        num_areas: int = NUM_AREAS,
+    ) -> None:
         area_bytes = max(AREA_BYTES // object_bytes, 1) * object_bytes
         memory = os.memfd_create("octavo-mooncake")
-        pairs = [socket.socketpair() for _ in range(NUM_AREAS + 1)]
+        pairs = [socket.socketpair() for _ in range(num_areas + 1)]
         try:
-            os.ftruncate(memory, area_bytes * NUM_AREAS)
+            os.ftruncate(memory, area_bytes * num_areas)
             order = ClientOrder(
                 master=master,
-                host=own_address(master),
+                host=host,
                 protocol=protocol,
                 segment_bytes=segment_bytes,
                 object_bytes=object_bytes,
@@ -137,7 +177,7 @@ class MooncakeClient:
                 pass_fds=(memory, order.control, *order.channels),
                 start_new_session=True,  # Ctrl-C is for the engine, which closes it
             )
-            view = memoryview(mmap.mmap(memory, area_bytes * NUM_AREAS))
+            view = memoryview(mmap.mmap(memory, area_bytes * num_areas))
             self._control, *channels = [Connection(ours.detach()) for ours, _ in pairs]
         finally:
             os.close(memory)
@@ -154,16 +194,26 @@ class MooncakeClient:
         self._wait_until_ready()
 
     def _wait_until_ready(self) -> None:
-        said = ""
+        opened = Opened("it does not connect")
         try:
-            said = self._control.recv_bytes().decode() if self._control.poll(OPEN_S) else f"no answer in {OPEN_S:g} s"
+            late = Opened(f"no answer in {OPEN_S:g} s")
+            opened = Opened.decode(self._control.recv_bytes()) if self._control.poll(OPEN_S) else late
         except (EOFError, OSError):
-            said = "it does not connect"
+            pass
         finally:
-            if said != READY:
+            if opened.error:
                 self.kill()
-        if said != READY:
-            raise StoreError(f"no client of Mooncake: {said}")
+        if opened.error:
+            raise StoreError(f"no client of Mooncake: {opened.error}")
+        self.session = opened.session
+        size = sum(map(len, self._areas[0].objects))
+        for index, area in enumerate(self._areas):
+            area.address = opened.address + index * size
+
+    @property
+    def process_id(self) -> int:
+        """Of that process."""
+        return self._process.pid
 
     @property
     def is_alive(self) -> bool:
@@ -215,13 +265,13 @@ class MooncakeClient:
         self._process.wait()
 
 
-def own_address(master: str) -> str:
-    """Return the address of this machine by which those near the master reach it. Raises `StoreError`."""
-    host, port = master.rsplit(":", 1)
+def own_address(peer: str) -> str:
+    """Return the address of this machine by which those near HOST:PORT reach it. Raises `StoreError`."""
+    host, port = peer.rsplit(":", 1)
     try:
         family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise StoreError(f"{master}, where mooncake_master should be, cannot be reached: {error}") from error
+        raise StoreError(f"{peer} cannot be reached: {error}") from error

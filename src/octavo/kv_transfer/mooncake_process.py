@@ -1,4 +1,4 @@
-"""What holds a client of Mooncake: `python -m octavo.kv_transfer.mooncake_process ORDER`, a process of its own.
+"""What holds Mooncake: `python -m octavo.kv_transfer.mooncake_process ORDER`, a process of its own.
 
 Mooncake's library keeps Python's lock while it connects and while it closes, for minutes where its master is away, and
 a call too many ends the process. So it runs beside the engine, and whatever becomes of it is a pipe that is closed.
@@ -14,14 +14,14 @@ import sys
 import threading
 from ctypes import addressof, c_char
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from octavo.kv_transfer.mooncake_client import READY, ClientOrder
+from octavo.kv_transfer.mooncake_client import ClientOrder, Opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    Call = Callable[[list[str], int], Sequence[int]]
+    Call = Callable[[list[Any], int], Sequence[int]]
 
 _OPEN_S = 12  # to connect, or the system ends this process, whoever holds Python's lock
 _CLOSE_S = 4
@@ -68,6 +68,27 @@ def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
     }
 
 
+def open_engine(order: ClientOrder, address: int) -> tuple[dict[str, Call], str]:
+    """Begin to listen; return the call that writes objects into the memory of another one, and its own name for that.
+
+    Raises `ImportError` and `OSError` as `open_client` does.
+    """
+    from mooncake.engine import TransferEngine  # noqa: PLC0415 - an optional extra, whose import may fail
+
+    engine = TransferEngine()
+    if code := engine.initialize(order.host, _ADDRESSES, order.protocol, ""):
+        raise OSError(f"no TransferEngine for {order.host} over {order.protocol} (code {code})")
+    num_bytes = order.area_bytes * len(order.channels)
+    if code := engine.register_memory(address, num_bytes):
+        raise OSError(f"{num_bytes} bytes of memory could not be registered for {order.protocol} (code {code})")
+
+    def write(arguments: list[Any], start: int) -> list[int]:
+        session, target, count = arguments
+        return [engine.transfer_sync_write(session, start, target, count * order.object_bytes)]
+
+    return {"write": write, "close": lambda _, __: []}, f"{order.host}:{engine.get_rpc_port()}"
+
+
 def _answer(channel: Connection, calls: dict[str, Call], start: int) -> None:
     """Answer calls until nobody asks any more. What a call raises ends the process: the other side is told by that."""
     try:
@@ -91,16 +112,20 @@ def main() -> None:
     memory = mmap.mmap(order.memory, order.area_bytes * len(order.channels))
     address = addressof(c_char.from_buffer(memory))
     signal.alarm(_OPEN_S)
+    session = ""
     try:
-        calls = open_client(order, address)
+        if order.master:
+            calls = open_client(order, address)
+        else:
+            calls, session = open_engine(order, address)
     except (ImportError, OSError) as error:
-        control.send_bytes(str(error).encode())
+        control.send_bytes(Opened(str(error) or type(error).__name__).encode())
         os._exit(1)
     signal.alarm(0)
     for index, channel in enumerate(order.channels):
         start = address + index * order.area_bytes
         threading.Thread(target=_answer, args=(Connection(channel), calls, start), daemon=True).start()
-    control.send_bytes(READY.encode())
+    control.send_bytes(Opened(session=session, address=address).encode())
     try:
         control.recv_bytes()
     except EOFError:

@@ -1,0 +1,93 @@
+"""KV from a prefill engine to a decode engine, without a store between them, by Mooncake's TransferEngine."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol
+
+from octavo.errors import ConfigError
+from octavo.kv_transfer.direct_donor import DirectDonor
+from octavo.kv_transfer.direct_receiver import NUM_AREAS, DirectReceiver
+
+if TYPE_CHECKING:
+    from octavo.config import KVTransferConfig
+    from octavo.data.request import Request
+    from octavo.data.scheduler_output import KVTransfer
+
+__all__ = ["NUM_AREAS", "DirectDonor", "DirectReceiver", "MooncakeConnector", "NoConnector", "create_connector"]
+
+
+class MooncakeConnector(Protocol):
+    """What a side of a prefill/decode pair hears of requests and transfers; the side itself is a `KVStore`.
+
+    All of it is told by the engine's thread, and returns at once. port: where a prefill engine is asked for KV.
+    """
+
+    port: int | None
+
+    def request_added(self, request: Request) -> None:
+        """Take note of a newcomer."""
+        ...
+
+    def request_finished(self, request: Request) -> None:
+        """Take note that a request ended."""
+        ...
+
+    def transfer_ordered(self, transfer: KVTransfer) -> None:
+        """Take note that blocks are loaded or saved from now on."""
+        ...
+
+    def transfer_ended(self, transfer: KVTransfer) -> None:
+        """Take note that this is over, however it ended."""
+        ...
+
+    def expect(self, request: Request) -> bool:
+        """Take note that a request is asked for; return whether its blocks come from a prefill engine directly."""
+        ...
+
+    def forget_expected(self, request_id: str) -> None:
+        """Take note that nobody waits any more for what was expected."""
+        ...
+
+
+class NoConnector:
+    """KV goes through stores alone."""
+
+    port: int | None = None
+
+    def request_added(self, request: Request) -> None:
+        """Do nothing."""
+
+    def request_finished(self, request: Request) -> None:
+        """Do nothing."""
+
+    def transfer_ordered(self, transfer: KVTransfer) -> None:
+        """Do nothing."""
+
+    def transfer_ended(self, transfer: KVTransfer) -> None:
+        """Do nothing."""
+
+    def expect(self, request: Request) -> bool:
+        """Expect nothing."""
+        del request
+        return False
+
+    def forget_expected(self, request_id: str) -> None:
+        """Do nothing."""
+
+
+def create_connector(
+    config: KVTransferConfig, *, block_bytes: int, block_size: int, secret: str
+) -> DirectDonor | DirectReceiver | None:
+    """Return this engine's side of direct transfers; None where there are none. Raises `ConfigError`.
+
+    secret: what both sides have to know.
+    """
+    if not config.direct:
+        return None
+    if find_spec("mooncake") is None:
+        raise ConfigError("kv_direct needs Mooncake's TransferEngine: pip install 'octavo[mooncake]'")
+    protocol = config.mooncake_protocol
+    if config.role == "prefill":
+        return DirectDonor(block_bytes, config.direct_bytes, protocol=protocol, secret=secret)
+    return DirectReceiver(block_bytes, block_size=block_size, protocol=protocol, secret=secret)

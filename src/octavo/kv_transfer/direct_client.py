@@ -1,0 +1,83 @@
+"""The TransferEngine of an engine: its process is started when it is first needed, and again where it has ended."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from octavo.kv_transfer.interface import StoreError
+from octavo.kv_transfer.mooncake_client import MooncakeClient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+_PAUSE_S = 5.0  # behind a process that could not be started
+
+
+class TransferClient:
+    """Makes a `MooncakeClient` without a pool, on a thread of its own. Any thread may call.
+
+    object_bytes: of a header and a block. num_areas: so many transfers may go on at once.
+    """
+
+    def __init__(self, *, protocol: str, object_bytes: int, num_areas: int) -> None:
+        self._open: Callable[[str], MooncakeClient] = lambda host: MooncakeClient(
+            host=host, protocol=protocol, object_bytes=object_bytes, num_areas=num_areas
+        )
+        self._changed = threading.Condition()
+        self._client: MooncakeClient | None = None
+        self._is_opening = self._is_closed = False
+        self._error = ""
+        self._again_at = 0.0
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the process there is; None where there is none."""
+        client = self._client
+        return None if client is None else client.process_id
+
+    def get(self, host: str, timeout_s: float) -> MooncakeClient | None:
+        """Return one that is alive; None if it is not there in time.
+
+        host: by which others reach this machine, for one that is started now. Raises `StoreError` where it could not be
+        started, for a while.
+        """
+        with self._changed:
+            if self._client is not None and not self._client.is_alive:
+                self._client = None
+            if self._client is None and not self._is_opening and time.monotonic() >= self._again_at:
+                self._is_opening, self._error = True, ""
+                threading.Thread(target=self._start, args=(host,), name="octavo-kv-direct-open", daemon=True).start()
+            self._changed.wait_for(lambda: not self._is_opening, timeout_s)
+            if self._is_closed or self._error:
+                raise StoreError(self._error or "it is closed")
+            return self._client
+
+    def _start(self, host: str) -> None:
+        client, error = None, ""
+        try:
+            client = self._open(host)
+        except Exception as failure:
+            error = str(failure) or type(failure).__name__
+            if not isinstance(failure, StoreError):
+                logger.exception("the process for direct transfers of KV could not be started")
+        with self._changed:
+            self._is_opening, self._error = False, error
+            self._again_at = time.monotonic() + _PAUSE_S if error else 0.0
+            is_late = self._is_closed
+            self._client = None if is_late else client
+            self._changed.notify_all()
+        if client is not None and is_late:
+            client.close()
+
+    def close(self) -> None:
+        """End the process; none is started any more."""
+        with self._changed:
+            self._is_closed = True
+            client, self._client = self._client, None
+            self._changed.notify_all()
+        if client is not None:
+            client.close()

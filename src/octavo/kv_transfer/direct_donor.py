@@ -1,0 +1,279 @@
+"""What a prefill engine does for decode engines: it keeps blocks, and writes them where these are ready to receive."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections import Counter, OrderedDict
+from functools import partial
+from typing import TYPE_CHECKING
+
+from octavo.data.scheduler_output import TransferDirection
+from octavo.kv_transfer import direct_messages as messages
+from octavo.kv_transfer.direct_client import TransferClient
+from octavo.kv_transfer.direct_messages import HEADER_BYTES, Channel
+from octavo.kv_transfer.direct_segment import Segment
+from octavo.kv_transfer.interface import StoreError, StoreStats
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.data.request import Request
+    from octavo.data.scheduler_output import KVTransfer
+    from octavo.kv_transfer.direct_messages import ReadyToReceive
+    from octavo.kv_transfer.mooncake_client import Area
+
+logger = logging.getLogger(__name__)
+_GRACE_S = 2.0  # both engines are asked at once: so long may a prompt be on its way here
+_MAX_CONNECTIONS = 128
+_MAX_KNOWN = 4096  # transfers that have ended and are remembered
+_NUM_AREAS = 4  # writes at once
+
+
+class DirectDonor:
+    """A `KVStore` of what this engine has for others, which it writes into their memory; see `MooncakeConnector`.
+
+    A block that a decode engine is ready for is waited for while its transfer is open here, or while it is being saved:
+    so KV leaves while the rest of the prompt is still being computed. port: where decode engines ask.
+    """
+
+    name = "direct"
+
+    def __init__(self, block_bytes: int, max_bytes: int, *, protocol: str, secret: str) -> None:
+        self.block_bytes = block_bytes
+        self._object_bytes = HEADER_BYTES + block_bytes
+        self._secret = secret
+        self._segment = Segment(block_bytes, max_bytes)
+        self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=_NUM_AREAS)
+        self._changed = threading.Condition()  # of all below
+        self._open: Counter[str] = Counter()  # requests of each transfer that have not ended
+        self._ended: OrderedDict[str, None] = OrderedDict()  # transfers of which nothing more is computed
+        self._saving: Counter[bytes] = Counter()
+        self._connections: set[socket.socket] = set()
+        self._num_errors = 0
+        self._is_closed = False
+        has_both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if has_both else socket.AF_INET
+        self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=has_both)
+        self.port: int | None = self._listener.getsockname()[1]
+        threading.Thread(target=self._listen, name="octavo-kv-direct", daemon=True).start()
+
+    # --- what the scheduler tells -------------------------------------------------------------------------------------
+
+    def request_added(self, request: Request) -> None:
+        """Take note that a prompt is computed for a transfer."""
+        if request.hands_kv_over and request.kv_transfer_params is not None:
+            with self._changed:
+                name = request.kv_transfer_params.transfer_id
+                self._open[name] += 1
+                self._ended.pop(name, None)
+
+    def request_finished(self, request: Request) -> None:
+        """Publish that nothing more is computed for a transfer, when all its requests have ended."""
+        if not request.hands_kv_over or request.kv_transfer_params is None:
+            return
+        name = request.kv_transfer_params.transfer_id
+        with self._changed:
+            self._open[name] -= 1
+            if self._open[name] <= 0:
+                del self._open[name]
+                self._ended[name] = None
+                if len(self._ended) > _MAX_KNOWN:
+                    self._ended.popitem(last=False)
+            self._changed.notify_all()
+
+    def transfer_ordered(self, transfer: KVTransfer) -> None:
+        """Take note that blocks are on their way into the segment."""
+        if transfer.direction is TransferDirection.SAVE:
+            with self._changed:
+                self._saving.update(transfer.keys)
+
+    def transfer_ended(self, transfer: KVTransfer) -> None:
+        """Take note that they came, or will not come."""
+        if transfer.direction is TransferDirection.SAVE:
+            with self._changed:
+                self._saving -= Counter(transfer.keys)
+                self._changed.notify_all()
+
+    def expect(self, request: Request) -> bool:
+        """Nothing comes here."""
+        del request
+        return False
+
+    def forget_expected(self, request_id: str) -> None:
+        """Nothing comes here."""
+
+    # --- as a store ---------------------------------------------------------------------------------------------------
+
+    def num_matched(self, keys: Sequence[bytes]) -> int:
+        """Return how many of these, from the first one on, are in the segment."""
+        return self._segment.num_matched(keys)
+
+    def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Return those that are not in the segment."""
+        return self._segment.lacks(keys)
+
+    def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
+        """Take back what this engine itself has no longer."""
+
+        def copy(block: memoryview, content: memoryview, _: bytes) -> None:
+            block[:] = content
+
+        for index, (key, block) in enumerate(zip(keys, blocks, strict=True)):
+            if not self._segment.read(key, partial(copy, block)):
+                return index
+        return len(keys)
+
+    def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
+        """Keep blocks for decode engines; who waits for one hears of it at once."""
+        for index, (key, block) in enumerate(zip(keys, blocks, strict=True)):
+            if not self._segment.put(key, block):
+                return index
+            with self._changed:
+                self._changed.notify_all()
+        return len(keys)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Drop blocks."""
+        self._segment.forget(keys)
+
+    def stats(self) -> StoreStats:
+        """Return the figures of the segment."""
+        count = len(self._segment)
+        return StoreStats(
+            count,
+            count * self.block_bytes,
+            self._segment.num_slots * self.block_bytes,
+            self._segment.num_evicted,
+            num_errors=self._num_errors,
+        )
+
+    def close(self) -> None:
+        """Hand nothing over any more."""
+        with self._changed:
+            was_closed, self._is_closed = self._is_closed, True
+            connections = list(self._connections)
+            self._changed.notify_all()
+        if was_closed:
+            return
+        for each in (self._listener, *connections):
+            _end(each)
+        self._client.close()
+
+    # --- to decode engines --------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._is_closed:
+                    return
+                time.sleep(0.1)  # out of descriptors, say
+                continue
+            with self._changed:
+                is_welcome = not self._is_closed and len(self._connections) < _MAX_CONNECTIONS
+                if is_welcome:
+                    self._connections.add(connection)
+            if not is_welcome:
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="octavo-kv-direct", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with contextlib.closing(connection):
+                channel = Channel(connection)
+                self._hand_over(channel, self._hear(channel))
+        except (OSError, StoreError) as error:
+            with self._changed:
+                self._num_errors += 1
+            logger.debug("KV was not handed over: %s", error)
+        except Exception:
+            logger.exception("KV could not be handed over")
+        finally:
+            with self._changed:
+                self._connections.discard(connection)
+
+    def _hear(self, channel: Channel) -> ReadyToReceive:
+        """Return what a decode engine is ready for, when both know that the other one may be here."""
+        hello = channel.receive(messages.Hello)
+        if hello.version != messages.VERSION:
+            raise ConnectionError(f"a decode engine of another version ({hello.version})")
+        nonce = secrets.token_bytes(messages.NONCE_BYTES)
+        channel.send(messages.Challenge(nonce, messages.proof_of(self._secret, "donor", hello.nonce, nonce)))
+        notice = channel.receive(messages.Notice)
+        if not messages.is_proof(notice.proof, self._secret, "receiver", hello.nonce, nonce, notice.ready):
+            raise ConnectionError("a decode engine with another OCTAVO_KV_SECRET")
+        try:
+            ready = messages.decode_ready(notice.ready)
+        except messages.DecodeError as error:
+            raise ConnectionError(f"no question: {error}") from error
+        if ready.block_bytes != self.block_bytes:
+            raise ConnectionError(f"blocks there have {ready.block_bytes} bytes, here {self.block_bytes}")
+        return ready
+
+    def _hand_over(self, channel: Channel, ready: ReadyToReceive) -> None:
+        """Write block after block, as they come, and tell of them; of who waits for one it is told twice a second."""
+        num_written, asked_at, host = 0, time.monotonic(), channel.own_host
+        while num_written < len(ready.keys):
+            count = self._wait(ready, num_written, asked_at)
+            if count is None:
+                break
+            client = self._client.get(host, messages.BEAT_S) if count else None
+            if client is None:
+                channel.send(messages.Beat())
+                continue
+            with client.area() as area:
+                num_written += self._write(area, ready, num_written, count)
+            channel.send(messages.Written(num_written))
+        channel.send(messages.End())
+
+    def _wait(self, ready: ReadyToReceive, first: int, asked_at: float) -> int | None:
+        """Return how many blocks, from that one on, are there; 0 where none is yet, None where none will be."""
+        keys = ready.keys[first:]
+        beat_at = time.monotonic() + messages.BEAT_S
+        with self._changed:
+            while True:
+                count = self._segment.num_matched(keys)
+                now = time.monotonic()
+                if count or now >= beat_at:
+                    return count
+                if self._is_closed or not self._is_coming(ready.transfer_id, keys[0], now - asked_at):
+                    return None
+                self._changed.wait(beat_at - now)
+
+    def _is_coming(self, transfer_id: str, key: bytes, waited_s: float) -> bool:
+        """Whether a block may still be saved. The lock is held."""
+        is_unknown = transfer_id not in self._open and transfer_id not in self._ended
+        return key in self._saving or transfer_id in self._open or (is_unknown and waited_s < _GRACE_S)
+
+    def _write(self, area: Area, ready: ReadyToReceive, first: int, count: int) -> int:
+        """Write blocks behind their headers; return how many."""
+
+        def copy(target: memoryview, key: bytes, block: memoryview, checksum_of_it: bytes) -> None:
+            head = messages.header(ready.generation, key, checksum_of_it)
+            target[: len(head)] = head
+            target[HEADER_BYTES:] = block
+
+        copied = 0
+        for target, key in zip(area.objects, ready.keys[first : first + count], strict=False):
+            if not self._segment.read(key, partial(copy, target, key)):
+                break  # it made way a moment ago
+            copied += 1
+        if copied:
+            codes = area.call("write", [ready.session, ready.address + first * self._object_bytes, copied])
+            if any(codes):
+                raise StoreError(f"Mooncake could not write into {ready.session} (code {codes[0]})")
+        return copied
+
+
+def _end(connection: socket.socket) -> None:
+    """End a connection under whoever waits for it."""
+    with contextlib.suppress(OSError):  # it is over already
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()

@@ -1,0 +1,249 @@
+"""What a decode engine does with prefill engines: it says where blocks may be written, and looks at each that came.
+
+Nothing is believed of what comes: header and checksum are compared behind the copy out of the memory that others write.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octavo.kv_transfer import direct_messages as messages
+from octavo.kv_transfer.direct_client import TransferClient
+from octavo.kv_transfer.direct_messages import HEADER_BYTES, Channel
+from octavo.kv_transfer.direct_segment import checksum
+from octavo.kv_transfer.interface import StoreError, StoreStats
+from octavo.kv_transfer.mooncake_client import OPEN_S, own_address
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from octavo.data.request import Request
+    from octavo.data.scheduler_output import KVTransfer
+    from octavo.kv_transfer.mooncake_client import Area
+
+logger = logging.getLogger(__name__)
+_CONNECT_S = 2.0
+NUM_AREAS = 8  # loads at once; most of their time they wait for prompts to be computed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Expected:
+    """What a request gets from a prefill engine. source: HOST:PORT of that one."""
+
+    transfer_id: str
+    source: str
+    keys: frozenset[bytes]
+
+
+class DirectReceiver:
+    """A `KVStore` whose blocks are those that prefill engines compute for requests here; see `MooncakeConnector`.
+
+    A source that is gone, silent, wrong or lying costs time: what came whole is returned, nothing is raised for it.
+    """
+
+    name = "direct"
+    port: int | None = None
+
+    def __init__(self, block_bytes: int, *, block_size: int, protocol: str, secret: str) -> None:
+        self.block_bytes = block_bytes
+        self._block_size = block_size
+        self._secret = secret
+        self._object_bytes = HEADER_BYTES + block_bytes
+        self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=NUM_AREAS)
+        self._lock = threading.Lock()  # of all below
+        self._expected: dict[str, _Expected] = {}  # by request
+        self._failing: set[str] = set()  # sources whose last word was a fault
+        self._num_corrupt = 0
+        self._num_errors = 0
+        self._is_closed = False
+
+    # --- what the scheduler tells -------------------------------------------------------------------------------------
+
+    def request_added(self, request: Request) -> None:
+        """Nothing to note: it is asked for when it may run."""
+
+    def request_finished(self, request: Request) -> None:
+        """Expect nothing for it any more."""
+        self.forget_expected(request.request_id)
+
+    def transfer_ordered(self, transfer: KVTransfer) -> None:
+        """Nothing to note: the order comes with the step."""
+
+    def transfer_ended(self, transfer: KVTransfer) -> None:
+        """Expect nothing more for the request of a load; a load that is given up ends with the next beat."""
+        if transfer.request_id is not None:
+            self.forget_expected(transfer.request_id)
+
+    def expect(self, request: Request) -> bool:
+        """Take note that a request's blocks come from a prefill engine, those of its prompt; return whether they do."""
+        params = request.kv_transfer_params
+        if params is None or params.is_prefill or params.source is None:
+            return False
+        keys = request.block_hashes[: request.num_prompt_tokens // self._block_size]
+        with self._lock:
+            self._expected[request.request_id] = _Expected(params.transfer_id, params.source, frozenset(keys))
+        return True
+
+    def forget_expected(self, request_id: str) -> None:
+        """Expect nothing for a request."""
+        with self._lock:
+            self._expected.pop(request_id, None)
+
+    # --- as a store ---------------------------------------------------------------------------------------------------
+
+    def num_matched(self, keys: Sequence[bytes]) -> int:
+        """Return how many of these, from the first one on, some prefill engine has or computes."""
+        return len(self._split(keys)[1])
+
+    def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Want nothing: it is no place to keep blocks."""
+        del keys
+        return set()
+
+    def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
+        """Fill blocks in order, as they are computed elsewhere; return how many, from the first one on, came whole.
+
+        Raises `StoreError` only where this engine itself cannot receive.
+        """
+        count = 0
+        while count < len(keys):
+            expected, run = self._split(keys[count:])
+            if expected is None:
+                break
+            came = self._receive(expected, run, blocks[count : count + len(run)])
+            count += came
+            if came < len(run):
+                break
+        return count
+
+    def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
+        """Keep nothing."""
+        del keys, blocks
+        return 0
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Nothing is kept."""
+
+    def stats(self) -> StoreStats:
+        """Return what became of loads; nothing is kept."""
+        with self._lock:
+            return StoreStats(0, 0, 0, num_corrupt=self._num_corrupt, num_errors=self._num_errors)
+
+    def close(self) -> None:
+        """Receive nothing any more."""
+        with self._lock:
+            self._is_closed = True
+            self._expected.clear()
+        self._client.close()
+
+    # --- from prefill engines -----------------------------------------------------------------------------------------
+
+    def _split(self, keys: Sequence[bytes]) -> tuple[_Expected | None, Sequence[bytes]]:
+        """Return where the first of these comes from, and those, from it on, that come from there, too."""
+        with self._lock:
+            candidates = [each for each in self._expected.values() if keys and keys[0] in each.keys]
+        best, most = None, 0
+        for expected in candidates:
+            length = next((index for index, key in enumerate(keys) if key not in expected.keys), len(keys))
+            if length > most:
+                best, most = expected, length
+        return best, keys[:most]
+
+    def _is_wanted(self, expected: _Expected) -> bool:
+        with self._lock:
+            return not self._is_closed and any(each is expected for each in self._expected.values())
+
+    def _receive(self, expected: _Expected, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
+        """Receive blocks of one source; return how many, from the first one on, came whole."""
+        try:
+            host = own_address(expected.source)
+        except StoreError as error:
+            self._note_fault(expected.source, str(error))
+            return 0
+        client = self._client.get(host, OPEN_S)
+        if client is None:
+            raise StoreError(f"the process for direct transfers of KV has not started within {OPEN_S:g} s")
+        count = came = 0
+        try:
+            while count < len(keys):
+                with client.area() as area:
+                    size = len(area.objects)
+                    part = keys[count : count + size]
+                    came = self._receive_part(expected, area, client.session, part, blocks[count : count + size])
+                count += came
+                if came < len(part):
+                    break
+        except StoreError as error:  # of all areas none is free: others wait for their sources
+            self._note_fault(expected.source, str(error))
+        return count
+
+    def _receive_part(
+        self, expected: _Expected, area: Area, session: str, keys: Sequence[bytes], blocks: Sequence[memoryview]
+    ) -> int:
+        """Receive as many blocks as an area takes. Unless all is over in order, the area is not used for a while."""
+        count, is_over = 0, False
+        generation = secrets.token_bytes(messages.GENERATION_BYTES)
+        try:
+            with closing(_connect(expected.source)) as connection:
+                channel = Channel(connection)
+                ready = messages.ReadyToReceive(
+                    expected.transfer_id, list(keys), self.block_bytes, session, area.address, generation
+                )
+                self.notify_ready_to_receive(channel, ready)
+                while not is_over and self._is_wanted(expected):
+                    told = channel.receive((messages.Written, messages.Beat, messages.End))
+                    is_over = isinstance(told, messages.End)
+                    end = min(told.count, len(keys)) if isinstance(told, messages.Written) else count
+                    while count < end:
+                        if not self._take(area.objects[count], generation, keys[count], blocks[count]):
+                            self._note_fault(expected.source, "other bytes came than were said to", is_corrupt=True)
+                            return count
+                        count += 1
+            if is_over:
+                with self._lock:
+                    self._failing.discard(expected.source)
+        except OSError as error:
+            self._note_fault(expected.source, str(error) or type(error).__name__)
+        finally:
+            if not is_over:
+                area.rest()
+        return count
+
+    def notify_ready_to_receive(self, channel: Channel, ready: messages.ReadyToReceive) -> None:
+        """Tell a prefill engine where its blocks may be written, when each knows that the other one may ask."""
+        nonce = secrets.token_bytes(messages.NONCE_BYTES)
+        channel.send(messages.Hello(messages.VERSION, nonce))
+        challenge = channel.receive(messages.Challenge)
+        if not messages.is_proof(challenge.proof, self._secret, "donor", nonce, challenge.nonce):
+            raise ConnectionError("it has another OCTAVO_KV_SECRET")
+        encoded = messages.encode(ready)
+        proof = messages.proof_of(self._secret, "receiver", nonce, challenge.nonce, encoded)
+        channel.send(messages.Notice(encoded, proof))
+
+    def _take(self, written: memoryview, generation: bytes, key: bytes, block: memoryview) -> bool:
+        """Copy a block out of the area; return whether it is the one. It is looked at where it will be used."""
+        head = messages.header_in(written)
+        block[:] = written[HEADER_BYTES:]
+        return head == messages.header(generation, key, checksum(key, block))
+
+    def _note_fault(self, source: str, what: str, *, is_corrupt: bool = False) -> None:
+        with self._lock:
+            self._num_errors += 1
+            self._num_corrupt += is_corrupt
+            is_new = source not in self._failing
+            self._failing.add(source)
+            if len(self._failing) > NUM_AREAS:  # addresses come with requests
+                self._failing.clear()
+        if is_new:
+            logger.warning("prefill engine %s: %s; what did not come is computed here", source, what)
+
+
+def _connect(source: str) -> socket.socket:
+    host, port = source.rsplit(":", 1)
+    return socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)

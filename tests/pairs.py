@@ -1,0 +1,56 @@
+"""Prefill/decode pairs of engines in one process: what a router asks of both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.data.kv_transfer_params import KVTransferParams
+
+
+def add_prefill(engine, index, request):
+    """Have a prompt computed for another engine, as a server does."""
+    prompt, params = request
+    only_prompt = replace(params, max_tokens=1, logprobs=None)
+    pair = KVTransferParams(f"t-{index}", is_prefill=True)
+    engine.add_request(f"p-{index}", {"prompt_token_ids": prompt}, only_prompt, kv_transfer_params=pair)
+
+
+def add_decode(engine, index, request, source=None):
+    """Have a request answered with what another engine computes of it."""
+    prompt, params = request
+    pair = KVTransferParams(f"t-{index}", source=source)
+    engine.add_request(
+        str(index),
+        {"prompt_token_ids": prompt},
+        params,
+        priority=index % 3,
+        tenant=str(index % 4),
+        kv_transfer_params=pair,
+    )
+
+
+def prefill(engine, requests):
+    """Compute all prompts, and let what is saved of them get out."""
+    for index, request in enumerate(requests):
+        add_prefill(engine, index, request)
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def decode(engine, requests, source=None, *, also=lambda: None):
+    """Send requests a few at a time; return (token ids, logprobs) of each, and how many tokens each found.
+
+    also: what is done between steps.
+    """
+    finished, pending = {}, list(enumerate(requests))
+    while pending or engine.has_unfinished_requests():
+        for index, request in pending[:5]:
+            add_decode(engine, index, request, source)
+        del pending[:5]
+        also()
+        for output in engine.step():
+            if output.finished:
+                finished[int(output.request_id)] = output
+    found = [finished[index] for index in range(len(requests))]
+    told = [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in found]
+    return told, [each.num_cached_tokens for each in found]

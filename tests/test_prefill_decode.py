@@ -1,0 +1,161 @@
+"""One engine computes prompts, another one answers: the same tokens, bit for bit, as one engine alone gives."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from pairs import add_decode, add_prefill, decode, prefill
+from test_exactness import make_requests, needs_kernels
+from test_kv_stores import DTYPES, NUM_TRIED, SCHEDULES, alone, checkpoint, count, engine_over, node, settle
+
+from octavo import CacheConfig, ModelConfig, SamplingParams, SchedulerConfig
+from octavo.build import build_engine
+from octavo.config import EngineConfig, KVTransferConfig
+from octavo.core.transfer_cost import TransferCost
+from octavo.data import events
+from octavo.data.events import EventLog
+from octavo.journal.replay import replay
+from octavo.kv_transfer.memory import GlobalKVPool
+
+__all__ = ["alone", "checkpoint"]  # fixtures
+pytestmark = needs_kernels
+
+
+def whole_blocks(prompt, block_size):
+    """Tokens of a prompt that another engine hands over: of whole blocks, and never the last one of all."""
+    return min(len(prompt) // block_size * block_size, len(prompt) - 1)
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
+def test_prompts_that_another_engine_computed(checkpoint, alone, schedule, dtype):
+    pool, log = GlobalKVPool(5000), EventLog()
+    requests = make_requests()[:NUM_TRIED]
+    first = engine_over(node(pool, "prefill"), checkpoint, schedule, dtype)
+    second = engine_over(node(pool, "decode"), checkpoint, schedule, dtype, sink=log)
+    prefill(first, requests)
+    settle(first)
+    told, num_found = decode(second, requests)
+    assert told == alone(dtype)
+    least = [whole_blocks(prompt, schedule.block_size) for prompt, _ in requests]
+    if schedule.name == "crowd":
+        assert num_found == least
+    assert count(log, events.KVLoadEnded, outcome="done") >= 4
+    for engine in (first, second):
+        settle(engine)
+        engine.core.executor.shutdown()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_over_a_directory_on_disk(tmp_path, checkpoint, alone, dtype):
+    requests = make_requests()[:NUM_TRIED]
+
+    def start(role):
+        stores = KVTransferConfig(role=role, disk_dir=tmp_path / "kv", disk_bytes=1 << 28)
+        engine = engine_over(None, checkpoint, SCHEDULES[0], dtype, stores=stores)
+        assert engine.capacity.role == role
+        return engine
+
+    first, second = start("prefill"), start("decode")
+    prefill(first, requests)
+    settle(first)
+    told, num_found = decode(second, requests)
+    assert told == alone(dtype)
+    assert num_found == [whole_blocks(prompt, SCHEDULES[0].block_size) for prompt, _ in requests]
+    for engine in (first, second):
+        settle(engine)
+        engine.core.executor.shutdown()
+
+
+LONG = (list(range(2, 452)), SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=2))
+
+
+def test_what_is_still_being_saved_is_waited_for(checkpoint, monkeypatch):
+    """The router sends a request on when its prompt is computed; its last blocks may be on their way."""
+    pool = GlobalKVPool(5000)
+    publish, let_go = pool.publish, threading.Event()
+
+    def publish_late(*args):
+        let_go.wait(20)
+        time.sleep(0.01)
+        return publish(*args)
+
+    monkeypatch.setattr(pool, "publish", publish_late)
+    first, second = engine_over(node(pool, "a"), checkpoint), engine_over(node(pool, "b"), checkpoint)
+    want = engine_over(None, checkpoint).generate({"prompt_token_ids": LONG[0]}, LONG[1]).outputs[0]
+    add_prefill(first, 0, LONG)
+    while first.core.scheduler.requests:
+        first.step()
+    stepping = threading.Thread(target=settle, args=(first,))
+    stepping.start()
+    add_decode(second, 0, LONG)
+    for _ in range(5):
+        assert not second.step()
+    let_go.set()
+    outputs = []
+    while second.has_unfinished_requests():
+        outputs += second.step()
+    stepping.join()
+    assert outputs[-1].num_cached_tokens == whole_blocks(LONG[0], 16)
+    assert (outputs[-1].outputs[0].token_ids, outputs[-1].outputs[0].logprobs) == (want.token_ids, want.logprobs)
+
+
+def test_a_prompt_leaves_whole_although_its_request_ends_with_its_first_step(checkpoint):
+    """It is most of the cache, of which others pin an eighth for saves."""
+    pool = GlobalKVPool(5000)
+    schedule = replace(SCHEDULES[2], budget=320)  # 160 blocks of 2 tokens
+    engine = engine_over(node(pool, "a"), checkpoint, schedule)
+    request = (LONG[0][:300], LONG[1])
+    prefill(engine, [request])
+    settle(engine)
+    assert pool.total_cached_blocks == 150
+    engine.core.executor.shutdown()
+
+
+def test_what_has_cost_much_to_load_is_loaded_where_it_is_expected(checkpoint, alone, monkeypatch):
+    monkeypatch.setattr(TransferCost, "is_worth_loading", lambda *_: False)
+    pool = GlobalKVPool(5000)
+    first, second = engine_over(node(pool, "a"), checkpoint), engine_over(node(pool, "b"), checkpoint)
+    requests = make_requests()[:NUM_TRIED]
+    prefill(first, requests)
+    told, num_found = decode(second, requests)
+    assert told == alone("bfloat16")
+    assert num_found == [whole_blocks(prompt, 16) for prompt, _ in requests]
+
+
+def test_a_prefill_engine_that_saved_nothing_costs_a_while(checkpoint, alone, monkeypatch):
+    monkeypatch.setattr("octavo.kv_transfer.connector._EXPECTED_S", 0.05)
+    second = engine_over(node(GlobalKVPool(5000), "b"), checkpoint)
+    start = time.monotonic()
+    told, _ = decode(second, make_requests()[:NUM_TRIED])
+    assert told == alone("bfloat16")
+    assert time.monotonic() - start < 10
+    settle(second)
+
+
+def recorded(make_store, checkpoint, path):
+    config = EngineConfig(
+        model=ModelConfig(model=str(checkpoint), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=512),
+        cache=CacheConfig(num_gpu_blocks=512),
+        scheduler=SchedulerConfig(min_tokens_to_cache=2),
+        record=path,
+    )
+    return build_engine(config, kv_store=make_store)
+
+
+def test_a_journal_repeats_both_sides(tmp_path, checkpoint):
+    pool = GlobalKVPool(5000)
+    first, second = (recorded(node(pool, name), checkpoint, tmp_path / name) for name in ("prefill", "decode"))
+    prefill(first, [LONG])
+    settle(first)
+    _, num_found = decode(second, [LONG])
+    assert num_found == [whole_blocks(LONG[0], 16)]
+    for name, engine in (("prefill", first), ("decode", second)):
+        settle(engine)
+        engine.core.scheduler.close()
+        repeated = replay(tmp_path / name)
+        assert (repeated.num_requests, repeated.mismatches) == (1, [])
