@@ -49,7 +49,7 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("/generate_stream", {"inputs": "{}", "parameters": {"max_new_tokens": 12}}),
     ("/", {"inputs": "{}", "parameters": {"max_new_tokens": 12}}),
 ]
-_OWN = {"id", "created", "created_at", "usage", "receipt", "system_fingerprint", "item_id"}  # of an answer alone
+_OWN = {"created", "created_at", "usage", "receipt", "item_id"}  # of an answer alone
 
 
 @dataclass
@@ -114,7 +114,8 @@ def told(response: httpx.Response) -> Any:
 def common(value: Any) -> Any:
     match value:
         case dict():
-            return {name: common(each) for name, each in value.items() if name not in _OWN}
+            own = _OWN if isinstance(value.get("id"), int) else {*_OWN, "id"}  # TGI's are of tokens
+            return {name: common(each) for name, each in value.items() if name not in own}
         case list():
             return [common(each) for each in value]
     return value
