@@ -41,6 +41,7 @@ class RouterOptions:
 @command(
     "octavo route --engine http://10.0.0.1:8000 --engine http://10.0.0.2:8000",
     "octavo route --engines-file engines.txt --policy least_loaded --port 9000",
+    "octavo route --engine http://10.0.0.1:8001 --engine http://10.0.0.2:8001  pairs --role prefill with --role decode",
     "octavo route --engines-dns octavo-engines.default.svc:8000 --host 0.0.0.0 --api-keys keys.toml",
 )
 def route(context: typer.Context, router: RouterOptions, listen: ListenOptions) -> None:

@@ -36,7 +36,7 @@ class RouterConfig(AccessConfig):
     )
     engine_api_key: str | None = option(
         None,
-        "Key for what the router itself asks of engines: their metrics and models. Clients' keys are passed on. "
+        "Key for what the router itself asks of engines: their metrics, models and roles. Clients' keys are passed on. "
         "OCTAVO_ROUTE_ENGINE_API_KEY in the environment keeps it from other users of the machine. Default: none.",
         shows_value=False,
     )
@@ -60,8 +60,8 @@ class RouterConfig(AccessConfig):
     )
     min_prefill_tokens: int = option(
         256,
-        "Prompts with fewer tokens that are in no cache are computed by the engine that answers; longer ones by one of "
-        "--role prefill, where there is one and the other is of --role decode.",
+        "From so many tokens on that are new to an engine of --role decode, a prompt is computed by one of "
+        "--role prefill, where there is one.",
         unit="TOKENS",
         low=0,
     )
