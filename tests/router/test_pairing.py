@@ -46,6 +46,7 @@ class Scripted:
     def begin(self, role: str | None, does: str, port: int | None) -> None:
         self.role, self.does, self.port = role, does, port
         self.is_ready = True
+        self.retry_after = b"7"
         self.release.clear()
         self.asked: list[tuple[str, Headers, bytes]] = []
         self.params: list[KVTransferParams | None] = []
@@ -80,7 +81,7 @@ class Scripted:
                 await _send(send, 200, ANSWER % (self.role or "both").encode())
             case "refuse" | "full" | "fail" | "closing":
                 status = {"refuse": 400, "full": 429, "fail": 500, "closing": 503}[self.does]
-                await _send(send, status, b'{"error":{}}', [(b"retry-after", b"7")])
+                await _send(send, status, b'{"error":{}}', [(b"retry-after", self.retry_after)])
             case "die":
                 receive.__self__.transport.abort()
             case "die in its answer":
@@ -281,11 +282,13 @@ def test_whatever_a_prefill_engine_does_the_answer_is_the_other_ones(paired, por
     assert (decode.params[1] is None) == (is_its_fault or port is None), "it is left alone for a while"
 
 
-def test_a_prefill_engine_that_is_full_is_asked_again_when_it_said(paired):
+@pytest.mark.parametrize(("retry_after", "pause_s"), [(b"7", 7), (b"99999", 60), (b"soon", 1)])
+def test_a_prefill_engine_that_is_full_is_asked_again_when_it_said(paired, retry_after, pause_s):
     prefill, _, routing, http = paired("full")
+    prefill.retry_after = retry_after
     http.post("/v1/completions", json=LONG)
     engine, loop = engine_of(routing, "prefill"), routing.server.servers[0].get_loop()
-    assert 6 < engine.prefills_from - loop.time() <= 7
+    assert pause_s - 1 < engine.prefills_from - loop.time() <= pause_s
     prefill.does, engine.prefills_from = "answer", loop.time()
     http.post("/v1/completions", json=LONG)
     assert len(prefill.asked) == 2

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _NAMES = frozenset(name.lower().encode() for name in KV_TRANSFER_HEADERS)
 _LEAST_S, _S_PER_TOKEN = 5.0, 0.002  # so long an engine waits for a prompt that comes through a store
-_PAUSE_S = 1.0  # of an engine that has failed a prefill and does not say for how long
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # of an engine that has failed a prefill: where it does not say, and at most
 _FULL, _SERVERS = 429, 500  # from the second on it is the engine's fault
 
 
@@ -166,7 +166,7 @@ class Pair:
         """Note it, and leave the engine alone for a while: who waits for KV that does not come loses time."""
         engine = self._prefill
         engine.num_failed_prefills += 1
-        pause_s = float(retry_after) if retry_after.isdecimal() else _PAUSE_S
+        pause_s = min(float(retry_after), _LONGEST_PAUSE_S) if retry_after.isdecimal() else _PAUSE_S
         engine.prefills_from = asyncio.get_running_loop().time() + pause_s
         logger.warning("%s computed no prompt for %s, which does it itself: %s", engine.url, self._decode.url, why)
 
