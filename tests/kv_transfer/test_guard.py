@@ -246,3 +246,18 @@ def test_a_closed_store_is_asked_nothing(made):
     assert guard.num_matched(KEYS) == 0
     assert store.calls == calls
     assert guard.lacks(KEYS) == set()
+
+
+def test_a_store_that_waits_for_others_never_hangs():
+    clock = Clock()
+    store = HangingStore(GlobalKVPool(), "a", BLOCK_BYTES, "load")
+    guard = GuardedStore("direct", BLOCK_BYTES, lambda: store, clock=clock, may_wait=True)
+    waiting = threading.Thread(target=guard.load, args=(KEYS[:1], [memoryview(bytearray(BLOCK_BYTES))]))
+    waiting.start()
+    assert store.entered.wait(10)
+    clock.now += 100 * HANGS_AFTER_S
+    assert guard.is_usable
+    assert guard.save(KEYS[:1], [memoryview(KEYS[0])]) == 1
+    assert guard.stats().error == ""
+    store.let_go.set()
+    waiting.join()

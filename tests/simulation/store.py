@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from simulation.hash_model import HashWorker
 
 _UNREAD = -2
+_LEASE_STEPS = 3  # for so long a donor keeps blocks for a load that it does not hear of
+_MAX_ASKED = 40  # so often a lookup waits for what another engine saves
 RECORD_FAULTS = ("tampered", "truncated", "stale", "of another block", "lost")
 
 
@@ -42,19 +44,55 @@ def checksum(key: bytes, contents: list[int]) -> int:
 
 
 @dataclass(slots=True)
+class Donor:
+    """A prefill engine with one prompt, whose blocks are there one after another, in part, or never.
+
+    is_direct: a load gets them while they are computed; else they go into the store. num_ever: then it is gone.
+    leased_until: the step in which it uses their memory for something else; None: nobody has asked for them yet.
+    """
+
+    keys: list[bytes]
+    contents: list[int]
+    is_direct: bool
+    pace: float
+    num_ever: int
+    num_there: int = 0
+    num_asked: int = 0
+    leased_until: int | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more comes."""
+        return self.num_there >= self.num_ever
+
+
+@dataclass(slots=True)
 class Moving:
-    """A transfer under way. due: the step in which it ends; outcome: done, failed, lost. read: what was saved so far."""
+    """A transfer under way. due: the step in which it ends; outcome: done, failed, lost. read: what was saved so far.
+
+    donor: whose blocks it waits for; records: those that are there.
+    """
 
     order: KVTransfer
     due: int
     outcome: str
     read: list[list[int]] = field(default_factory=list)
+    donor: Donor | None = None
+    records: dict[bytes, Record] | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether more blocks may come from a donor."""
+        if self.donor is None or self.records is None:
+            return False
+        return not self.donor.is_over and self.order.keys[-1] not in self.records
 
 
 class SimulatedStore:
     """Both halves of a store, with delays, failures, faults of what is stored, and late, lost and double completions.
 
-    rate: how often it offers what it has. checks: whether records are believed only with their checksum.
+    It is also what prefill engines hand over. breaches: what it was told out of order, and what a donor let go although
+    it was waited for. rate: how often it offers what it has. checks: whether records are believed only with their checksum.
     """
 
     name = "simulated"
@@ -70,6 +108,45 @@ class SimulatedStore:
         self.moving: dict[int, Moving] = {}
         self.late: list[tuple[int, int, int]] = []
         self.faults: dict[str, int] = {}
+        self.donors: dict[str, Donor] = {}  # by request
+        self.known: dict[str, int] = {}  # requests, and how often each was added
+        self.ordered: set[int] = set()
+        self.num_handed_over = 0
+        self.breaches: list[str] = []
+
+    def hand_over(self, name: str, keys: list[bytes], contents: list[int]) -> None:
+        """Let another engine begin to compute a request's prompt."""
+        num_ever = self.rng.choice([len(keys), len(keys), len(keys), self.rng.randint(0, len(keys))])
+        if num_ever < len(keys):
+            self._count("a prefill engine that is gone")
+        pace = self.rng.choice([0.1, 0.5, 1.0])
+        self.donors[name] = Donor(keys, contents, self.rng.random() < 0.5, pace, num_ever)
+
+    def _record(self, donor: Donor, index: int) -> Record:
+        """Return a block of a donor, which may lie."""
+        size = self.worker.block_size
+        contents = donor.contents[index * size : (index + 1) * size]
+        record = Record.of(donor.keys[index], contents)
+        if self.faulty and self.rng.random() < 0.05:
+            self._count("a prefill engine that lies")
+            record = Record([content ^ 1 for content in contents], record.checksum)
+        return record
+
+    def _advance(self) -> None:
+        """Let donors compute for a step; what goes through the store is there at once."""
+        for donor in self.donors.values():
+            if donor.is_over or self.rng.random() >= donor.pace:
+                continue
+            if not donor.is_direct:
+                key = donor.keys[donor.num_there]
+                self.records.setdefault(key, self._record(donor, donor.num_there))
+            donor.num_there += 1
+
+    def _renew(self, step: int) -> None:
+        """Tell donors what is still waited for."""
+        for moving in self.moving.values():
+            if moving.donor is not None:
+                moving.donor.leased_until = step + _LEASE_STEPS
 
     def publish(self, keys: Sequence[bytes], contents: list[int]) -> None:
         """Take in what another engine saved."""
@@ -80,10 +157,16 @@ class SimulatedStore:
     # --- the scheduler's half -----------------------------------------------------------------------------------------
 
     def request_added(self, request: Request) -> None:
-        """Nothing to note."""
+        """Note it."""
+        self.known[request.request_id] = self.known.get(request.request_id, 0) + 1
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Offer what it has of some requests, and sometimes more than that; or think about it."""
+        if not self.known.get(request.request_id):
+            self.breaches.append(f"asked for {request.request_id}, of which it was never told")
+        donor = self.donors.get(request.request_id)
+        if donor is not None:
+            return self._expected(donor, request, num_computed_tokens)
         if self.rng.random() >= self.rate:
             return None if self.faulty and self.rng.random() < 0.2 else 0
         size = self.worker.block_size
@@ -93,6 +176,18 @@ class SimulatedStore:
             self._count("a store that says it has more")
             count += self.rng.randint(1, 3)
         return count * size
+
+    def _expected(self, donor: Donor, request: Request, num_computed_tokens: int) -> int | None:
+        """Offer what a donor computes; what goes through the store is waited for."""
+        first = num_computed_tokens // self.worker.block_size
+        keys = donor.keys[first:]
+        if donor.is_direct:
+            return len(keys) * self.worker.block_size
+        donor.num_asked += 1
+        count = next((i for i, key in enumerate(keys) if key not in self.records), len(keys))
+        if count < len(keys) and donor.num_asked < _MAX_ASKED:
+            return None
+        return count * self.worker.block_size
 
     def lookup_given_up(self, request: Request) -> None:
         """Nothing to note."""
@@ -107,29 +202,43 @@ class SimulatedStore:
         return {key for key in keys if key not in self.records and self.rng.random() < 0.8}
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Nothing to note: it comes with the step."""
+        """Note it: it comes with the step."""
+        self.ordered.add(transfer.transfer_id)
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
         """Offer no more what could not be loaded."""
+        if transfer.transfer_id not in self.ordered:
+            self.breaches.append(f"the end of transfer {transfer.transfer_id}, which was never ordered")
+        self.ordered.discard(transfer.transfer_id)
         if transfer.direction is TransferDirection.LOAD and num_blocks is not None:
             for key in transfer.keys[num_blocks:]:
                 self.records.pop(key, None)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
-        """Nothing is kept of requests."""
+        """Keep nothing of it."""
+        name = request.request_id
+        self.known[name] = self.known.get(name, 0) - 1
+        if self.known[name] < 0:
+            self.breaches.append(f"the end of {name}, of which it was never told")
+        if not self.known[name]:
+            del self.known[name]
+        self.donors.pop(name, None)
 
     # --- the worker's half --------------------------------------------------------------------------------------------
 
     def run(self, scheduled: SchedulerOutput) -> list[tuple[int, int]]:
         """Move bytes for one step; return the transfers that ended."""
+        self._advance()
         for transfer_id in scheduled.kv_cancels:
             self._cancel(transfer_id, scheduled.step)
         for order in scheduled.kv_transfers:
             self.moving[order.transfer_id] = self._begin(order, scheduled.step)
+        self._renew(scheduled.step)
         ended = [(transfer_id, count) for due, transfer_id, count in self.late if due <= scheduled.step]
         self.late = [each for each in self.late if each[0] > scheduled.step]
         for transfer_id, moving in list(self.moving.items()):
-            is_over = moving.due <= scheduled.step and moving.outcome != "lost"
+            self._receive(moving, scheduled.step)
+            is_over = moving.due <= scheduled.step and moving.outcome != "lost" and not moving.waits
             count = self._move(moving, is_over=is_over)
             if not is_over:
                 continue
@@ -149,7 +258,23 @@ class SimulatedStore:
             outcome = self.rng.choice(["failed", "lost"])
             self._count(f"{outcome} {order.direction.value}")
         blank = [[_UNREAD] * self.worker.block_size for _ in order.keys]
-        return Moving(order, step + self.rng.randint(0, self.max_steps), outcome, blank)
+        moving = Moving(order, step + self.rng.randint(0, self.max_steps), outcome, blank)
+        donor = self.donors.get(order.request_id or "")
+        if donor is not None and donor.is_direct and order.keys[-1] in donor.keys:
+            moving.donor, moving.records = donor, {}
+            donor.leased_until = step + _LEASE_STEPS
+        return moving
+
+    def _receive(self, moving: Moving, step: int) -> None:
+        """Take what a donor has by now, unless it has let it go."""
+        donor = moving.donor
+        if donor is None or moving.records is None:
+            return
+        if donor.leased_until is not None and step > donor.leased_until:
+            self.breaches.append(f"a donor let go what transfer {moving.order.transfer_id} waits for")
+        for index, key in enumerate(donor.keys[: donor.num_there]):
+            if key in moving.order.keys and key not in moving.records:
+                moving.records[key] = self._record(donor, index)
 
     def _cancel(self, transfer_id: int, step: int) -> None:
         moving = self.moving.pop(transfer_id, None)
@@ -178,7 +303,8 @@ class SimulatedStore:
     def _load(self, moving: Moving, *, is_whole: bool) -> int:
         """Write what arrived; a record that is gone or not whole ends the load where it is."""
         for index, (key, block_id) in enumerate(zip(moving.order.keys, moving.order.block_ids, strict=True)):
-            record, block = self.records.get(key), self.worker.blocks[block_id]
+            records = self.records if moving.records is None else moving.records
+            record, block = records.get(key), self.worker.blocks[block_id]
             if record is not None:
                 for slot, content in enumerate(record.contents):
                     if is_whole or self.rng.random() < 0.3:
@@ -188,6 +314,8 @@ class SimulatedStore:
                 if record is not None:
                     self._count("a record that is refused")
                 return index
+        if is_whole and moving.donor is not None:
+            self.num_handed_over += 1
         return len(moving.order.keys) if is_whole else 0
 
     def _spoil(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.kv_transfers import KVTransfers
 from simulation.store import SimulatedStore
-from simulation.world import SimulationError, draw_config, run_world
+from simulation.world import SimulationError, World, draw_config, run_world
 
 NUM_WORLDS = 30
 
@@ -29,6 +29,19 @@ def run_worlds() -> int:
             config = replace(config, max_num_waiting=None, max_num_waiting_tokens=None)
         num_loads += run_world(f"store:{index}", config).loads
     return num_loads
+
+
+def run_pairs() -> int:
+    """Run worlds of prefill and decode engines; return how many prompts came from another one directly."""
+    num_handed_over = 0
+    for index in range(NUM_WORLDS // 2):
+        config = draw_config(random.Random(index), 150)
+        config = replace(config, remote_rate=1.0, hash_bits=None, enable_prefix_caching=True, min_tokens_to_cache=1)
+        config = replace(config, pair_rate=0.8, neighbour_rate=0.0, eviction_rate=0.1, mixed_step_ms=None)
+        world = World(f"pair:{index}", config)
+        world.run()
+        num_handed_over += world.store.num_handed_over
+    return num_handed_over
 
 
 def believe_everything(patch: pytest.MonkeyPatch) -> None:
@@ -111,3 +124,48 @@ def test_a_fault_is_seen(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(SimulationError):
         run_worlds()
+
+
+def renew_no_lease(patch: pytest.MonkeyPatch) -> None:
+    """Who waits for blocks does not tell their donor, which lets them go."""
+    patch.setattr(SimulatedStore, "_renew", lambda *_: None)
+
+
+def forget_newcomers(patch: pytest.MonkeyPatch) -> None:
+    """A prefill engine hears of its transfers when they are scheduled, or never."""
+    patch.setattr(KVTransfers, "request_added", lambda *_: None)
+
+
+def hide_orders(patch: pytest.MonkeyPatch) -> None:
+    """A prefill engine does not hear what is on its way to those who wait."""
+    order = KVTransfers._order
+
+    def silent(self, *args):
+        told, self._connector.transfer_ordered = self._connector.transfer_ordered, lambda _: None
+        try:
+            return order(self, *args)
+        finally:
+            self._connector.transfer_ordered = told
+
+    patch.setattr(KVTransfers, "_order", silent)
+
+
+def test_prompts_come_from_other_engines_and_nothing_is_wrong():
+    assert run_pairs() > 8
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        believe_everything,
+        count_what_did_not_arrive,
+        renew_no_lease,
+        forget_newcomers,
+        hide_orders,
+    ],
+    ids=["no checksum", "a part is the whole", "no renewal", "newcomers untold", "orders untold"],
+)
+def test_a_fault_of_a_pair_is_seen(fault, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(SimulationError):
+        run_pairs()

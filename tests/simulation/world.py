@@ -14,6 +14,7 @@ from octavo.core.policy import is_prefill
 from octavo.core.scheduler import Scheduler
 from octavo.data import events
 from octavo.data.events import WaitReason
+from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request
 from octavo.errors import RequestError
@@ -98,6 +99,7 @@ class WorldConfig:
     postpone_rate: float = 0.02
     remote_rate: float = 0.2
     neighbour_rate: float = 0.3
+    pair_rate: float = 0.0
     min_tokens_to_cache: int = 1
     deadline_rate: float = 0.05
     longest_prompt: int = 24
@@ -156,6 +158,7 @@ def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         attention_cost_tokens=rng.choice([None, 60.0, 1000.0]) if chunked else None,
         mixed_step_ms=rng.choice([None, 0.0, 40.0, 200.0]) if chunked else None,
         pass_s=rng.choice([None, 0.001, 0.02, 0.5]),
+        pair_rate=rng.choice([0.0, 0.0, 0.3]),
     )
 
 
@@ -353,6 +356,8 @@ class World:
         self.totals.leaked_blocks = pool.num_blocks - pool.num_free_blocks
         if self.totals.leaked_blocks:
             raise SimulationError(f"{self.totals.leaked_blocks} blocks leaked")
+        if self.store.known or self.store.ordered or self.store.donors:
+            raise SimulationError(f"the store still knows {self.store.known}, {self.store.ordered}")
         for name, tracked in self.tracked.items():
             if tracked.num_endings != 1:
                 raise SimulationError(f"{name} ended {tracked.num_endings} times")
@@ -380,6 +385,8 @@ class World:
         if not scheduled.is_empty:
             self._execute(scheduled)
         self._check()
+        if self.store.breaches:
+            raise SimulationError(f"the store saw: {self.store.breaches}")
         manager = scheduler.kv_cache_manager
         self.worker.poison(manager.pool.free_list(), manager.host.free_block_ids())
 
@@ -592,6 +599,9 @@ class World:
         max_tokens = rng.randint(1, config.longest_output)
         if config.admission == "reservation" and rng.random() < 0.9:
             max_tokens = max(min(max_tokens, config.num_blocks * config.block_size - len(prompt)), 1)
+        pair = self._draw_pair(name)
+        if pair is not None and pair.is_prefill:  # its answer is for nobody
+            max_tokens = 1
         deadline = self.now + rng.random() * 20 if rng.random() < config.deadline_rate else None
         identity = hash((ord(salt or "-"), ord(adapter or "-"), self.epoch))
         oracle = Oracle(prompt, identity)
@@ -608,6 +618,7 @@ class World:
             adapter=adapter,
             tenant=rng.choice("xyz"),
             deadline=deadline,
+            kv_transfer_params=pair,
         )
         try:
             self.scheduler.add_request(request)
@@ -618,11 +629,20 @@ class World:
         if self.store.rate and rng.random() < config.neighbour_rate:  # another engine computed it before
             self.scheduler.kv_cache_manager.update_block_hashes(request)
             self.store.publish(request.block_hashes, Oracle(prompt, identity).contents)
+        if request.expects_kv and self.store.rate:
+            self.scheduler.kv_cache_manager.update_block_hashes(request)
+            self.store.hand_over(name, request.block_hashes[:], Oracle(prompt, identity).contents)
         tracked = self.tracked[name] = Tracked(oracle, max_tokens, frozenset(stop_ids))
         self.totals.requests += 1
         tracked.features |= {config.policy, config.admission} & set(FEATURES)
         if config.policy == "fair" and request.priority:
             tracked.features.add("priority")
+
+    def _draw_pair(self, name: str) -> KVTransferParams | None:
+        """Let some requests have their prompts computed elsewhere, and compute those of others."""
+        if not self.config.pair_rate or self.rng.random() >= self.config.pair_rate:
+            return None
+        return KVTransferParams(name, is_prefill=self.rng.random() < 0.3)
 
     def _abort(self, fault: str) -> None:
         self._count(fault)

@@ -35,7 +35,7 @@ def kv_secret_from_environment() -> str:
     """Return what goes into the keys of KV in stores (OCTAVO_KV_SECRET), "" where nothing is set.
 
     Who reads keys there and does not know it cannot test guesses of what was asked. Engines share what they store where
-    it is the same.
+    it is the same. Prefill and decode engines prove to each other that they know it.
     """
     return os.environ.get("OCTAVO_KV_SECRET", "")
 

@@ -1,25 +1,28 @@
-"""The TransferEngine of an engine: its process is started when it is first needed, and again where it has ended."""
+"""The TransferEngine of an engine: its process is started with it, and again where it has ended."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from octavo.kv_transfer.interface import StoreError
-from octavo.kv_transfer.mooncake_client import MooncakeClient
+from octavo.kv_transfer.mooncake_client import MooncakeClient, own_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 _PAUSE_S = 5.0  # behind a process that could not be started
+_ANYBODY = "192.0.2.1:9"  # an address for documentation (RFC 5737), which is on no network of anybody's
 
 
 class TransferClient:
     """Makes a `MooncakeClient` without a pool, on a thread of its own. Any thread may call.
 
+    Others reach it by the address that this machine has for most of them, until it is known which one they use.
     object_bytes: of a header and a block. num_areas: so many transfers may go on at once.
     """
 
@@ -29,9 +32,13 @@ class TransferClient:
         )
         self._changed = threading.Condition()
         self._client: MooncakeClient | None = None
+        self._host = _usual_address()
+        self._is_guess = True  # that host
         self._is_opening = self._is_closed = False
         self._error = ""
         self._again_at = 0.0
+        with self._changed:
+            self._begin()
 
     @property
     def process_id(self) -> int | None:
@@ -42,24 +49,39 @@ class TransferClient:
     def get(self, host: str, timeout_s: float) -> MooncakeClient | None:
         """Return one that is alive; None if it is not there in time.
 
-        host: by which others reach this machine, for one that is started now. Raises `StoreError` where it could not be
+        host: the address of this machine on the way to who wants to reach it. Raises `StoreError` where it could not be
         started, for a while.
         """
         with self._changed:
+            if self._is_guess and not ip_address(host).is_loopback:  # on one machine any of its addresses does
+                is_other, self._host, self._is_guess = host != self._host, host, False
+                if is_other:
+                    self._changed.wait_for(lambda: not self._is_opening, timeout_s)
+                    self._drop()
             if self._client is not None and not self._client.is_alive:
                 self._client = None
             if self._client is None and not self._is_opening and time.monotonic() >= self._again_at:
-                self._is_opening, self._error = True, ""
-                threading.Thread(target=self._start, args=(host,), name="octavo-kv-direct-open", daemon=True).start()
+                self._begin()
             self._changed.wait_for(lambda: not self._is_opening, timeout_s)
             if self._is_closed or self._error:
                 raise StoreError(self._error or "it is closed")
             return self._client
 
-    def _start(self, host: str) -> None:
+    def _begin(self) -> None:
+        """Start one. The lock is held."""
+        self._is_opening, self._error = True, ""
+        threading.Thread(target=self._start, name="octavo-kv-direct-open", daemon=True).start()
+
+    def _drop(self) -> None:
+        """Let the one that there is end. The lock is held."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _start(self) -> None:
         client, error = None, ""
         try:
-            client = self._open(host)
+            client = self._open(self._host)
         except Exception as failure:
             error = str(failure) or type(failure).__name__
             if not isinstance(failure, StoreError):
@@ -77,7 +99,13 @@ class TransferClient:
         """End the process; none is started any more."""
         with self._changed:
             self._is_closed = True
-            client, self._client = self._client, None
+            self._drop()
             self._changed.notify_all()
-        if client is not None:
-            client.close()
+
+
+def _usual_address() -> str:
+    """Return the address that this machine has for most others; nothing is sent."""
+    try:
+        return own_address(_ANYBODY)
+    except StoreError:
+        return "127.0.0.1"  # it has no way to others

@@ -18,6 +18,7 @@ from octavo.kv_transfer.direct_client import TransferClient
 from octavo.kv_transfer.direct_messages import HEADER_BYTES, Channel
 from octavo.kv_transfer.direct_segment import Segment
 from octavo.kv_transfer.interface import StoreError, StoreStats
+from octavo.kv_transfer.mooncake_client import BusyError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 _GRACE_S = 2.0  # both engines are asked at once: so long may a prompt be on its way here
 _MAX_CONNECTIONS = 128
 _MAX_KNOWN = 4096  # transfers that have ended and are remembered
-_NUM_AREAS = 4  # writes at once
+_NUM_AREAS = 8  # writes at once
 
 
 class DirectDonor:
@@ -228,8 +229,12 @@ class DirectDonor:
             if client is None:
                 channel.send(messages.Beat())
                 continue
-            with client.area() as area:
-                num_written += self._write(area, ready, num_written, count)
+            try:
+                with client.area() as area:
+                    num_written += self._write(area, ready, num_written, count)
+            except BusyError:
+                channel.send(messages.Beat())
+                continue
             channel.send(messages.Written(num_written))
         channel.send(messages.End())
 

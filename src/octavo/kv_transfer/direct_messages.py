@@ -25,7 +25,7 @@ HEADER_BYTES = 128  # bytes of a block begin on a cache line
 _HEADER = struct.Struct("<8s16s32s32s")  # magic, generation, key, checksum over key and bytes
 _MAGIC = b"octavoD" + bytes([VERSION])
 _LENGTH = struct.Struct("<I")
-_MAX_BYTES = 4 << 20  # of a message: a million tokens' keys
+_MAX_BYTES = 1 << 20  # of a message: of 30,000 keys
 MessageT = TypeVar("MessageT")
 
 

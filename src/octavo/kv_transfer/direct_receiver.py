@@ -9,6 +9,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from octavo.kv_transfer.direct_client import TransferClient
 from octavo.kv_transfer.direct_messages import HEADER_BYTES, Channel
 from octavo.kv_transfer.direct_segment import checksum
 from octavo.kv_transfer.interface import StoreError, StoreStats
-from octavo.kv_transfer.mooncake_client import OPEN_S, own_address
+from octavo.kv_transfer.mooncake_client import OPEN_S, BusyError, own_address
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _CONNECT_S = 2.0
-NUM_AREAS = 8  # loads at once; most of their time they wait for prompts to be computed
+NUM_AREAS = 16  # loads at once; most of their time they wait for prompts to be computed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,18 +170,22 @@ class DirectReceiver:
         client = self._client.get(host, OPEN_S)
         if client is None:
             raise StoreError(f"the process for direct transfers of KV has not started within {OPEN_S:g} s")
-        count = came = 0
-        try:
-            while count < len(keys):
+        count = 0
+        while count < len(keys):
+            try:
                 with client.area() as area:
                     size = len(area.objects)
                     part = keys[count : count + size]
                     came = self._receive_part(expected, area, client.session, part, blocks[count : count + size])
-                count += came
-                if came < len(part):
+            except BusyError as error:  # others wait for their prompts
+                if not client.is_alive or not self._is_wanted(expected):
+                    self._note_fault(expected.source, str(error))
                     break
-        except StoreError as error:  # of all areas none is free: others wait for their sources
-            self._note_fault(expected.source, str(error))
+                time.sleep(messages.BEAT_S)
+                continue
+            count += came
+            if came < len(part):
+                break
         return count
 
     def _receive_part(

@@ -82,6 +82,10 @@ class Opened:
         return cls(**json.loads(message))
 
 
+class BusyError(StoreError):
+    """Of all areas none is free: others use them, or nobody knows whether they are still written."""
+
+
 class Area:
     """A part of the shared memory, with the pipe on which calls over it are made. One caller has it at a time.
 
@@ -225,7 +229,7 @@ class MooncakeClient:
 
     @contextmanager
     def area(self) -> Iterator[Area]:
-        """Hand out an area that nobody else uses. Raises `StoreError` where none is free in time."""
+        """Hand out an area that nobody else uses. Raises `BusyError` where none is free in time."""
         area = self._take()
         try:
             yield area
@@ -245,7 +249,7 @@ class MooncakeClient:
                 if self._idle:
                     return self._idle.pop()
                 if now >= deadline or len(self._aside) == len(self._areas):
-                    raise StoreError(f"Mooncake answers none of the {len(self._areas)} calls that were made")
+                    raise BusyError(f"Mooncake answers none of the {len(self._areas)} calls that were made")
                 self._free.wait(deadline - now)
 
     def close(self) -> None:

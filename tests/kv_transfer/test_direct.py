@@ -1,0 +1,707 @@
+"""Blocks from a prefill to a decode engine over Mooncake's real TransferEngine: nothing is believed or raised."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+from mooncake_master import needs_mooncake
+
+from octavo.config import KVTransferConfig
+from octavo.data.kv_transfer_params import KVTransferParams
+from octavo.data.request import Request
+from octavo.data.scheduler_output import KVTransfer, TransferDirection
+from octavo.errors import ConfigError
+from octavo.kv_transfer import direct_client, direct_donor, direct_messages, direct_receiver, mooncake_client
+from octavo.kv_transfer.direct import NoConnector, create_connector
+from octavo.kv_transfer.direct_donor import DirectDonor
+from octavo.kv_transfer.direct_messages import HEADER_BYTES, Channel
+from octavo.kv_transfer.direct_receiver import DirectReceiver
+from octavo.kv_transfer.direct_segment import checksum
+from octavo.kv_transfer.interface import StoreError
+from octavo.sampling_params import SamplingParams
+
+BLOCK_BYTES = 3000
+SIZE = 4
+NUMBERS = itertools.count()
+
+
+def new_keys(count):
+    return [next(NUMBERS).to_bytes(32, "big") for _ in range(count)]
+
+
+def content(key):
+    return key[-4:] * (BLOCK_BYTES // 4)
+
+
+def contents(keys):
+    return [memoryview(content(key)) for key in keys]
+
+
+def room(keys):
+    return [memoryview(bytearray(BLOCK_BYTES)) for _ in keys]
+
+
+class Sides:
+    """A donor and a receiver, with keys that nobody had before for each transfer."""
+
+    def __init__(self, secret="s", secret_there=None):
+        self.donor = DirectDonor(BLOCK_BYTES, 4096 * BLOCK_BYTES, protocol="tcp", secret=secret)
+        there = secret if secret_there is None else secret_there
+        self.receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret=there)
+
+    def ready(self):
+        for side in (self.donor, self.receiver):
+            assert side._client.get("127.0.0.1", 20) is not None
+        return self
+
+    def begin(self, count, *, is_known=True, port=None):
+        """Begin a transfer; return its two requests."""
+        name, keys = f"t{next(NUMBERS)}", new_keys(count)
+        source = f"127.0.0.1:{port or self.donor.port}"
+        prompt = list(range(SIZE * count + 1))
+        sides = [KVTransferParams(name, is_prefill=True), KVTransferParams(name, source=source)]
+        there, here = (Request(f"{name}-{s.source}", prompt, SamplingParams(), kv_transfer_params=s) for s in sides)
+        there.block_hashes = here.block_hashes = keys
+        if is_known:
+            self.donor.request_added(there)
+        assert self.receiver.expect(here)
+        return there, here
+
+    def save(self, keys):
+        assert self.donor.save(keys, contents(keys)) == len(keys)
+
+    def load(self, request, blocks=None):
+        """Return how many blocks came whole, having looked at each of them."""
+        keys = request.block_hashes
+        blocks = blocks or room(keys)
+        count = self.receiver.load(keys, blocks)
+        assert [bytes(block) for block in blocks[:count]] == [content(key) for key in keys[:count]]
+        return count
+
+    def close(self):
+        self.donor.close()
+        self.receiver.close()
+
+
+@pytest.fixture(scope="module")
+def shared():
+    sides = Sides().ready()
+    yield sides
+    sides.close()
+
+
+@pytest.fixture
+def sides(shared):
+    yield shared
+    for area in shared.receiver._client._client._areas:
+        area.rests_until = 0.0
+
+
+@contextmanager
+def loading(sides, request):
+    """A load on a thread; `.count` is there when it has ended."""
+
+    class Loading(threading.Thread):
+        count = None
+
+        def run(self):
+            self.count = sides.load(request)
+
+    thread = Loading()
+    thread.start()
+    yield thread
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def took(start):
+    return time.monotonic() - start
+
+
+# --- what comes -------------------------------------------------------------------------------------------------------
+
+
+@needs_mooncake
+def test_blocks_come_as_they_are_computed(sides, monkeypatch):
+    seen, (there, here) = [], sides.begin(10)
+    take = sides.receiver._take
+    monkeypatch.setattr(sides.receiver, "_take", lambda *args: (seen.append(args[2]), take(*args))[1])
+    keys = there.block_hashes
+    assert sides.receiver.num_matched(keys) == 10
+    with loading(sides, here) as load:
+        for start in range(0, 10, 4):
+            end = time.monotonic() + 10
+            sides.save(keys[start : start + 4])
+            while seen != keys[: start + 4] and time.monotonic() < end:
+                time.sleep(0.002)
+            assert seen == keys[: start + 4]
+            assert load.is_alive() is (start < 8)  # the transfer is open, and more may come
+    assert load.count == 10
+    sides.donor.request_finished(there)
+
+
+@needs_mooncake
+def test_more_than_an_area_takes(sides):
+    there, here = sides.begin(6000)
+    assert len(sides.receiver._client._client._areas[0].objects) < 6000
+    keys = there.block_hashes[:4000]
+    sides.save(keys)
+    sides.donor.request_finished(there)
+    assert sides.load(here) == 4000
+
+
+@needs_mooncake
+def test_what_is_being_saved_is_waited_for_when_its_request_has_ended(sides):
+    there, here = sides.begin(3)
+    keys = there.block_hashes
+    order = KVTransfer(0, TransferDirection.SAVE, keys[:2], [1, 2])
+    sides.donor.transfer_ordered(order)
+    sides.donor.request_finished(there)
+    with loading(sides, here) as load:
+        time.sleep(0.1)
+        assert load.is_alive()
+        sides.save(keys[:1])
+        sides.donor.transfer_ended(order)  # the other one could not be saved
+    assert load.count == 1
+    assert not sides.donor._saving
+    assert there.kv_transfer_params.transfer_id not in sides.donor._open
+
+
+@needs_mooncake
+def test_a_transfer_of_several_requests_is_over_with_the_last(sides):
+    there, here = sides.begin(2)
+    sides.donor.request_added(there)
+    sides.donor.request_finished(there)
+    with loading(sides, here) as load:
+        time.sleep(0.1)
+        assert load.is_alive()
+        start = time.monotonic()
+        sides.donor.request_finished(there)
+    assert (load.count, took(start) < 0.4) == (0, True)
+
+
+@needs_mooncake
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_transfer_that_is_not_known_yet_may_be_on_its_way(sides, monkeypatch, comes):
+    monkeypatch.setattr(direct_donor, "_GRACE_S", 0.3)
+    there, here = sides.begin(2, is_known=False)
+    start = time.monotonic()
+    with loading(sides, here) as load:
+        time.sleep(0.1)
+        assert load.is_alive()
+        if comes:
+            sides.donor.request_added(there)
+            time.sleep(0.4)
+            sides.save(there.block_hashes)
+    assert load.count == (2 if comes else 0)
+    assert 0.3 <= took(start) < 5
+    sides.donor.request_finished(there)
+
+
+@needs_mooncake
+def test_who_has_ended_waits_no_longer(sides):
+    there, here = sides.begin(2)
+    with loading(sides, here) as load:
+        time.sleep(0.05)
+        sides.receiver.request_finished(here)
+        start = time.monotonic()
+    assert (load.count, took(start) < 2) == (0, True)
+    assert sides.receiver.num_matched(here.block_hashes) == 0
+    assert sides.load(here) == 0
+    sides.donor.request_finished(there)
+
+
+@needs_mooncake
+def test_more_loads_than_areas_wait_for_each_other(sides, monkeypatch):
+    monkeypatch.setattr(mooncake_client, "CALL_S", 0.4)
+    monkeypatch.setattr(direct_messages, "BEAT_S", 0.05)
+    pairs = [sides.begin(1) for _ in range(direct_receiver.NUM_AREAS + 3)]
+    counts = []
+    threads = [threading.Thread(target=lambda here=here: counts.append(sides.load(here))) for _, here in pairs]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.6)
+    assert counts == []
+    for there, _ in pairs:
+        sides.save(there.block_hashes)
+        sides.donor.request_finished(there)
+    for thread in threads:
+        thread.join(20)
+    assert counts == [1] * len(pairs)
+
+
+def test_requests_that_expect_nothing_here():
+    receiver = object.__new__(DirectReceiver)
+    for params in (None, KVTransferParams("t"), KVTransferParams("t", is_prefill=True)):
+        assert not receiver.expect(Request("r", [1], SamplingParams(), kv_transfer_params=params))
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+def lie(sides, monkeypatch, spoil):
+    """Let the donor's second block be spoilt, where it stands before it is written: spoil(object, key, area, ready)."""
+    write = sides.donor._write
+
+    def spoilt(area, ready, first, count):
+        spoilt_key = ready.keys[1]
+
+        class Spoiling:
+            objects = area.objects
+
+            @staticmethod
+            def call(name, arguments):
+                session, address, number = arguments
+                for index in range(number):
+                    if ready.keys[first + index] == spoilt_key:
+                        spoil(area.objects[index], ready, area, address + index * (HEADER_BYTES + BLOCK_BYTES))
+                return area.call(name, [session, address, number])
+
+        return write(Spoiling, ready, first, count)
+
+    monkeypatch.setattr(sides.donor, "_write", spoilt)
+
+
+def wrong_bytes(written, *_):
+    written[HEADER_BYTES + 100] ^= 1
+
+
+def last_byte(written, *_):
+    written[-1] ^= 128
+
+
+def old_generation(written, ready, *_):
+    whole = direct_messages.header_in(written)
+    written[: len(whole)] = whole.replace(ready.generation, bytes(16))
+
+
+def other_key(written, ready, *_):
+    block = memoryview(content(ready.keys[0]))
+    head = direct_messages.header(ready.generation, ready.keys[0], checksum(ready.keys[0], block))
+    written[: len(head)] = head
+    written[HEADER_BYTES:] = block
+
+
+def other_block_under_its_key(written, ready, *_):
+    written[HEADER_BYTES:] = content(ready.keys[0])
+
+
+def nothing(written, *_):
+    written[:] = bytes(len(written))
+
+
+@needs_mooncake
+@pytest.mark.parametrize(
+    "spoil", [wrong_bytes, last_byte, old_generation, other_key, other_block_under_its_key, nothing]
+)
+def test_what_was_not_saved_under_its_key_is_not_believed(sides, monkeypatch, spoil):
+    lie(sides, monkeypatch, spoil)
+    num_corrupt = sides.receiver.stats().num_corrupt
+    there, here = sides.begin(4)
+    sides.save(there.block_hashes)
+    assert sides.load(here) == 1
+    assert sides.receiver.stats().num_corrupt == num_corrupt + 1
+    monkeypatch.undo()
+    assert sides.load(here) == 4  # it is asked again for the same
+    sides.donor.request_finished(there)
+
+
+@needs_mooncake
+def test_what_is_said_to_be_written_and_is_not(sides, monkeypatch):
+    monkeypatch.setattr(sides.donor, "_write", lambda area, ready, first, count: count)
+    there, here = sides.begin(3)
+    sides.save(there.block_hashes)
+    assert sides.load(here) == 0
+    sides.donor.request_finished(there)
+
+
+@needs_mooncake
+def test_an_older_ask_that_is_written_late_is_not_taken_for_a_new_one(sides, monkeypatch):
+    """The same keys in the same area: all but the generation is as it should be."""
+    asks = []
+    write = sides.donor._write
+
+    def note(area, ready, first, count):
+        asks.append(ready)
+        return write(area, ready, first, count)
+
+    monkeypatch.setattr(sides.donor, "_write", note)
+    there, here = sides.begin(2)
+    sides.save(there.block_hashes)
+    assert sides.load(here) == 2
+
+    def write_old(area, ready, first, count):
+        [old] = asks
+        assert old.address == ready.address
+        assert old.generation != ready.generation
+        return write(area, old, first, count)
+
+    monkeypatch.setattr(sides.donor, "_write", write_old)
+    assert sides.load(here) == 0
+    sides.donor.request_finished(there)
+
+
+@needs_mooncake
+def test_an_area_whose_ask_did_not_end_in_order_rests(sides, monkeypatch):
+    lie(sides, monkeypatch, wrong_bytes)
+    there, here = sides.begin(2)
+    sides.save(there.block_hashes)
+    addresses, notify = set(), sides.receiver.notify_ready_to_receive
+    monkeypatch.setattr(
+        sides.receiver,
+        "notify_ready_to_receive",
+        lambda *args: (addresses.add(args[1].address), notify(*args)),
+    )
+    for _ in range(3):
+        assert sides.load(here) == 1
+    assert len(addresses) == 3
+    sides.donor.request_finished(there)
+
+
+@needs_mooncake
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_donor_that_is_killed_or_frozen(sides, monkeypatch, end):
+    monkeypatch.setattr(Channel.receive, "__defaults__", (1.0,))
+    script = Path(__file__).with_name("donor_process.py")
+    command = [sys.executable, str(script), "3", str(BLOCK_BYTES)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        port = int(process.stdout.readline())
+        keys = [bytes([index]) * 32 for index in range(5)]
+        params = KVTransferParams("t", source=f"127.0.0.1:{port}")
+        here = Request("r", list(range(21)), SamplingParams(), kv_transfer_params=params)
+        here.block_hashes = keys
+        sides.receiver.expect(here)
+        take, num_taken = sides.receiver._take, []
+
+        def end_it(*args):
+            num_taken.append(None)
+            if len(num_taken) == 3:
+                process.send_signal(end)
+            return take(*args)
+
+        monkeypatch.setattr(sides.receiver, "_take", end_it)
+        start, blocks = time.monotonic(), room(keys)
+        assert sides.receiver.load(keys, blocks) == 3
+        assert took(start) < 4
+        assert [bytes(block) for block in blocks[:3]] == [key[:1] * BLOCK_BYTES for key in keys[:3]]
+        start = time.monotonic()
+        assert sides.receiver.load(keys, blocks) == 0  # the next one is not waited for longer
+        assert took(start) < 4
+        process.kill()
+    sides.receiver.forget_expected("r")
+
+
+@needs_mooncake
+@pytest.mark.parametrize("source", ["127.0.0.1:1", "no.such.host.invalid:80"])
+def test_a_source_that_is_not_there(sides, source):
+    _, here = sides.begin(2)
+    params = KVTransferParams("t", source=source)
+    here.kv_transfer_params = params
+    sides.receiver.expect(here)
+    errors = sides.receiver.stats().num_errors
+    assert sides.load(here) == 0
+    assert sides.receiver.stats().num_errors == errors + 1
+
+
+@needs_mooncake
+def test_processes_that_end_are_started_again(sides):
+    for side in (sides.donor, sides.receiver):
+        there, here = sides.begin(2)
+        sides.save(there.block_hashes)
+        os.kill(side._client.process_id, signal.SIGKILL)
+        end = time.monotonic() + 20
+        while sides.load(here) < 2 and time.monotonic() < end:
+            pass
+        assert sides.load(here) == 2
+        sides.donor.request_finished(there)
+
+
+# --- who may ask ------------------------------------------------------------------------------------------------------
+
+
+@needs_mooncake
+def test_who_does_not_know_the_secret_gets_nothing():
+    sides = Sides(secret="one", secret_there="another").ready()
+    there, here = sides.begin(1)
+    sides.save(there.block_hashes)
+    assert sides.load(here) == 0
+    sides.receiver._secret = "one"
+    assert sides.load(here) == 1
+    sides.close()
+
+
+def connect(donor):
+    connection = socket.create_connection(("127.0.0.1", donor.port), 5)
+    return connection, Channel(connection)
+
+
+def ready_for(keys, block_bytes=BLOCK_BYTES):
+    return direct_messages.ReadyToReceive("t", keys, block_bytes, "127.0.0.1:1", 0, bytes(16))
+
+
+@pytest.fixture
+def donor(monkeypatch):
+    """One without a TransferEngine: it is not needed before there is something to write."""
+    monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
+    donor = DirectDonor(BLOCK_BYTES, 8 * BLOCK_BYTES, protocol="tcp", secret="s")
+    yield donor
+    donor.close()
+
+
+def test_a_donor_proves_itself_and_wants_a_proof_over_the_question(donor):
+    nonce, encoded = b"n" * 16, direct_messages.encode(ready_for(new_keys(1)))
+    for spoil in (False, True):
+        connection, channel = connect(donor)
+        channel.send(direct_messages.Hello(direct_messages.VERSION, nonce))
+        challenge = channel.receive(direct_messages.Challenge)
+        assert direct_messages.is_proof(challenge.proof, "s", "donor", nonce, challenge.nonce)
+        assert not direct_messages.is_proof(challenge.proof, "t", "donor", nonce, challenge.nonce)
+        proof = direct_messages.proof_of("s", "receiver", nonce, challenge.nonce, encoded)
+        asked = direct_messages.encode(ready_for(new_keys(1))) if spoil else encoded
+        channel.send(direct_messages.Notice(asked, proof))
+        if spoil:
+            with pytest.raises(OSError, match="broke off"):
+                channel.receive(direct_messages.Beat)
+        else:
+            channel.receive(direct_messages.Beat)
+        connection.close()
+
+
+def test_an_impostor_is_told_nothing(monkeypatch):
+    """Not even the keys, nor where it might write."""
+    monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
+    receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s")
+    ours, theirs = socket.socketpair()
+    impostor = Channel(theirs)
+    for proof in (b"", bytes(32), direct_messages.proof_of("", "donor", b"n" * 16, b"m" * 16)):
+        impostor.send(direct_messages.Challenge(b"m" * 16, proof))
+        with pytest.raises(ConnectionError, match="OCTAVO_KV_SECRET"):
+            receiver.notify_ready_to_receive(Channel(ours), ready_for(new_keys(1)))
+        impostor.receive(direct_messages.Hello)
+    ours.close()
+    assert theirs.recv(1) == b""
+    theirs.close()
+    receiver.close()
+
+
+def framed(message):
+    encoded = direct_messages.encode(message)
+    return len(encoded).to_bytes(4, "little") + encoded
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff\xff\xff\xff",
+        b"\x03\x00\x00\x00abc",
+        b"\x09\x00\x00\x00",
+        framed(direct_messages.Beat()),
+        framed(direct_messages.Hello(99, b"n" * 16)),
+        framed(direct_messages.Written(1)),
+    ],
+)
+def test_strangers_are_sent_away(donor, said):
+    connection, _ = connect(donor)
+    connection.settimeout(10)
+    with suppress(OSError):  # it is over before all of that was read
+        connection.sendall(said)
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1) == b""
+    connection.close()
+    other, channel = connect(donor)
+    channel.send(direct_messages.Hello(direct_messages.VERSION, b"n" * 16))
+    channel.receive(direct_messages.Challenge)
+    other.close()
+
+
+@pytest.mark.parametrize("what", ["another size", "no question"])
+def test_questions_that_cannot_be_answered(donor, what):
+    connection, channel = connect(donor)
+    channel.send(direct_messages.Hello(direct_messages.VERSION, b"n" * 16))
+    challenge = channel.receive(direct_messages.Challenge)
+    encoded = direct_messages.encode(ready_for(new_keys(1), BLOCK_BYTES + 1)) if what == "another size" else b"\xc1"
+    proof = direct_messages.proof_of("s", "receiver", b"n" * 16, challenge.nonce, encoded)
+    channel.send(direct_messages.Notice(encoded, proof))
+    with pytest.raises(OSError, match="broke off"):
+        channel.receive(direct_messages.Beat)
+    connection.close()
+
+
+def test_so_many_may_ask_at_once(donor, monkeypatch):
+    monkeypatch.setattr(direct_donor, "_MAX_CONNECTIONS", 2)
+    held = [connect(donor) for _ in range(2)]
+    for _, channel in held:
+        channel.send(direct_messages.Hello(direct_messages.VERSION, b"n" * 16))
+        channel.receive(direct_messages.Challenge)
+    extra, channel = connect(donor)
+    with pytest.raises(ConnectionError):
+        channel.receive(direct_messages.Challenge)
+    for connection in (extra, *(each for each, _ in held)):
+        connection.close()
+
+
+def test_words_come_whole_in_time_or_not_at_all():
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+
+    def drip():
+        for byte in b"\x10\x00\x00\x00aaaa":
+            theirs.sendall(bytes([byte]))
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    start = time.monotonic()
+    with pytest.raises(TimeoutError):
+        channel.receive(direct_messages.Beat, 0.2)
+    assert took(start) < 1
+    thread.join()
+    ours.close()
+    theirs.close()
+
+
+def test_ended_transfers_are_remembered_up_to_a_bound(donor, monkeypatch):
+    monkeypatch.setattr(direct_donor, "_MAX_KNOWN", 3)
+    for index in range(5):
+        params = KVTransferParams(f"t{index}", is_prefill=True)
+        request = Request("r", [1], SamplingParams(), kv_transfer_params=params)
+        donor.request_added(request)
+        donor.request_finished(request)
+    assert list(donor._ended) == ["t2", "t3", "t4"]
+    assert not donor._open
+
+
+# --- as a store -------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_prefill_engine_lost_it_takes_back(donor):
+    keys = new_keys(4)
+    assert donor.lacks(keys) == set(keys)
+    assert donor.save(keys[:3], contents(keys[:3])) == 3
+    assert (donor.num_matched(keys), donor.lacks(keys)) == (3, {keys[3]})
+    blocks = room(keys)
+    assert donor.load(keys, blocks) == 3
+    assert [bytes(block) for block in blocks[:3]] == [content(key) for key in keys[:3]]
+    donor.forget(keys[1:2])
+    assert donor.num_matched(keys) == 1
+    more = new_keys(9)
+    assert donor.save(more, contents(more)) == 9
+    stats = donor.stats()
+    assert (stats.num_blocks, stats.num_bytes, stats.max_bytes, stats.num_evicted) == (
+        8, 8 * BLOCK_BYTES, 8 * BLOCK_BYTES, 3
+    )  # fmt: skip
+    assert donor.num_matched(more[1:]) == 8
+
+
+def test_what_is_being_read_makes_no_way(donor):
+    keys = new_keys(9)
+    segment = donor._segment
+    seen = []
+
+    def read_all(index):
+        if index == 8:
+            assert donor.save(keys[8:], contents(keys[8:])) == 0  # nothing may make way
+            segment.forget(keys[:1])
+            assert donor.save(keys[8:], contents(keys[8:])) == 0  # and what is forgotten is still read
+        else:
+            segment.read(keys[index], lambda block, _: (read_all(index + 1), seen.append(bytes(block))))
+
+    assert donor.save(keys[:8], contents(keys[:8])) == 8
+    read_all(0)
+    assert seen == [content(key) for key in reversed(keys[:8])]
+    assert donor.save(keys[8:], contents(keys[8:])) == 1
+    assert len(segment) == 8
+
+
+def test_a_decode_engine_keeps_nothing(monkeypatch):
+    monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
+    receiver = DirectReceiver(BLOCK_BYTES, block_size=SIZE, protocol="tcp", secret="s")
+    keys = new_keys(2)
+    assert receiver.lacks(keys) == set()
+    assert receiver.save(keys, contents(keys)) == 0
+    assert receiver.num_matched(keys) == receiver.load(keys, room(keys)) == 0
+    receiver.close()
+
+
+def test_a_process_that_cannot_be_started_is_told_once_and_tried_again(monkeypatch):
+    opened = []
+
+    def fail(**options):
+        opened.append(options["host"])
+        raise StoreError("no library")
+
+    monkeypatch.setattr(direct_client, "MooncakeClient", fail)
+    client = direct_client.TransferClient(protocol="tcp", object_bytes=100, num_areas=1)
+    for _ in range(3):
+        with pytest.raises(StoreError, match="no library"):
+            client.get("127.0.0.1", 5)
+    assert len(opened) == 1
+    client._again_at = 0.0
+    with pytest.raises(StoreError, match="no library"):
+        client.get("127.0.0.1", 5)
+    assert len(opened) == 2
+    client.close()
+    with pytest.raises(StoreError):
+        client.get("127.0.0.1", 5)
+
+
+def test_others_are_told_the_address_by_which_they_come(monkeypatch):
+    opened = []
+
+    class Client:
+        is_alive = True
+
+        def __init__(self, host, **_):
+            self.host = host
+            opened.append(host)
+
+        def close(self):
+            opened.append(f"closed {self.host}")
+
+    monkeypatch.setattr(direct_client, "MooncakeClient", Client)
+    monkeypatch.setattr(direct_client, "_usual_address", lambda: "10.0.0.1")
+    client = direct_client.TransferClient(protocol="tcp", object_bytes=100, num_areas=1)
+    assert client.get("127.0.0.1", 5).host == "10.0.0.1"  # from this machine any does
+    assert client.get("192.168.0.1", 5).host == "192.168.0.1"
+    assert client.get("192.168.0.2", 5).host == "192.168.0.1"  # what others have been told stays
+    client.close()
+    assert opened == ["10.0.0.1", "closed 10.0.0.1", "192.168.0.1", "closed 192.168.0.1"]
+
+
+def test_the_configuration_makes_the_side_that_is_asked_for(monkeypatch):
+    monkeypatch.setattr(direct_client.TransferClient, "_begin", lambda self: None)
+    monkeypatch.setattr("octavo.kv_transfer.direct.find_spec", lambda _: True)
+    options = {"block_bytes": BLOCK_BYTES, "block_size": SIZE, "secret": ""}
+    assert create_connector(KVTransferConfig(), **options) is None
+    donor = create_connector(KVTransferConfig(role="prefill", direct=True, direct_bytes=BLOCK_BYTES), **options)
+    receiver = create_connector(KVTransferConfig(role="decode", direct=True), **options)
+    assert (donor.port > 0, receiver.port, NoConnector().port) == (True, None, None)
+    assert (type(donor), type(receiver)) == (DirectDonor, DirectReceiver)
+    donor.close()
+    donor.close()
+    receiver.close()
+    with pytest.raises(ConfigError, match="kv_direct_bytes is 10, but a block takes 3000"):
+        create_connector(KVTransferConfig(role="prefill", direct=True, direct_bytes=10), **options)
+    monkeypatch.setattr("octavo.kv_transfer.direct.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"octavo\[mooncake\]"):
+        create_connector(KVTransferConfig(role="decode", direct=True), **options)
+
+
+def test_messages_are_what_they_say():
+    assert isinstance(
+        direct_messages.decode_ready(direct_messages.encode(ready_for([]))), direct_messages.ReadyToReceive
+    )
+    with pytest.raises(msgspec.DecodeError):
+        direct_messages.decode_ready(direct_messages.encode(direct_messages.Beat()))
