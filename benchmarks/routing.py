@@ -1,14 +1,14 @@
 """What the router costs, and what its policies find in the engines' caches.
 
-    python benchmarks/routing.py clients     what reading a streamed event costs, by aiohttp and by httpx
     python benchmarks/routing.py cost        what the router adds to a request and to an event; many streams at once
     python benchmarks/routing.py prefixes    hit tokens and times to first tokens, policy by policy, of 4 engines
 
-`clients` and `cost` ask a made-up engine that sends an event every so often, in a process of its own. `cost` asks it
-directly and through the router in turns, and compares medians. `prefixes` starts 4 `octavo serve` on the built-in
+`cost` asks a made-up engine that sends an event every so often (benchmarks/routing_peers.py), directly and through the
+router in turns, and compares medians; beside it, what passing on bytes costs with nothing but system calls, and what
+plain uvicorn takes to send the same events. `prefixes` starts 4 `octavo serve` on the built-in
 model with a KV cache of 800 blocks, 2/7 of what all conversations need together, and asks them anew for each policy: 64
-conversations of 8 turns, in an order drawn anew for each turn, 8 at a time. `--also URL` asks another router, which
-somebody has put before engines of the same options (--keep-engines leaves them running, and says where).
+conversations of 8 turns, in an order drawn anew for each turn, 8 at a time. `--beside smg` does all of it with that
+router as well (PyPI; the command, or where it is), and takes its policy cache_aware.
 """
 
 from __future__ import annotations
@@ -31,63 +31,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import httpx
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import Iterator
 
 NUM_ENGINES, NUM_CONVERSATIONS, NUM_TURNS, NUM_AT_ONCE = 4, 64, 8, 8
 BODY = {"model": "m", "prompt": "Once upon a time", "max_tokens": 64, "stream": True}
-HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _WORDS = ["the", "a", "cat", "dog", "house", "tree", "runs", "sleeps", "big", "small", "red", "river", "stone", "bird"]
-READY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+SERVE = ("-m", "octavo", "serve", "--num-threads", "1", "--log-level", "warning")
+SERVE += ("--num-gpu-blocks-override", "800", "--max-num-seqs", "16")
+PEERS = str(Path(__file__).with_name("routing_peers.py"))
 
 
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["clients", "cost", "prefixes", "engine"])
-    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("what", choices=["cost", "prefixes"])
     parser.add_argument("--events", type=int, default=2000, help="of a stream")
     parser.add_argument("--pause-us", type=int, default=1000, help="between two events")
     parser.add_argument("--streams", type=int, default=1000, help="at once, where many are asked for")
     parser.add_argument("--policies", nargs="*", default=["round_robin", "cache_aware"])
-    parser.add_argument("--also", metavar="URL", action="append", default=[])
-    parser.add_argument("--keep-engines", action="store_true")
+    parser.add_argument("--beside", metavar="SMG", help="its command")
     options = parser.parse_args()
-    if options.what == "engine":
-        asyncio.run(made_up_engine(options.port))
-    elif options.what == "prefixes":
+    if options.what == "prefixes":
         prefixes(options)
     else:
-        asyncio.run({"clients": clients, "cost": cost}[options.what](options))
-
-
-async def made_up_engine(port: int) -> None:
-    """Send as many events as max_tokens says, with the time in each."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                length = re.search(rb"(?i)content-length: (\d+)", head)
-                body = await reader.readexactly(int(length[1])) if length else b""
-                if not body:
-                    writer.write(READY)
-                    continue
-                asked = json.loads(body)
-                writer.write(HEAD)
-                for _ in range(asked["max_tokens"]):
-                    await asyncio.sleep(asked.get("pause_us", 0) / 1e6)
-                    event = (
-                        b'data: {"time": %d, "choices": [{"index": 0, "text": " word"}]}\n\n' % time.perf_counter_ns()
-                    )
-                    writer.write(b"%x\r\n%s\r\n" % (len(event), event))
-                    await writer.drain()
-                writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
-
-    server = await asyncio.start_server(serve, "127.0.0.1", port, backlog=2048)
-    await server.serve_forever()
+        asyncio.run(cost(options))
 
 
 def free_port() -> int:
@@ -101,7 +70,7 @@ def free_port() -> int:
 def process(*command: str, ready: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run one until the block is left, which is entered when an address answers 200."""
     environment = {**os.environ, "OCTAVO_API_KEY": ""}
-    with subprocess.Popen([sys.executable, *command], env=environment) as started:
+    with subprocess.Popen(command, env=environment, stdout=sys.stderr) as started:
         try:
             wait_for(ready)
             yield started
@@ -121,11 +90,12 @@ def wait_for(url: str) -> None:
 
 
 @contextlib.contextmanager
-def engine() -> Iterator[str]:
-    """Run a made-up engine; give its address."""
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    with process(__file__, "engine", "--port", str(port), ready=url + "/ready"):
-        yield url
+def peer(what: str, *more: str) -> Iterator[tuple[str, int]]:
+    """Run one; give its address and process id."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with process(sys.executable, PEERS, what, "--port", str(port), *more, ready=url + "/ready") as started:
+        yield url, started.pid
 
 
 @contextlib.contextmanager
@@ -135,38 +105,20 @@ def router(*urls: str, policy: str = "cache_aware") -> Iterator[tuple[str, int]]
     url = f"http://127.0.0.1:{port}"
     named = [word for each in urls for word in ("--engine", each)]
     quiet = ["--log-level", "warning"]
-    command = ["-m", "octavo", "route", *named, "--policy", policy, "--port", str(port), *quiet]
+    command = [sys.executable, "-m", "octavo", "route", *named, "--policy", policy, "--port", str(port), *quiet]
     with process(*command, ready=url + "/ready") as started:
         yield url, started.pid
 
 
-async def aiohttp_chunks(url: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
-    """Yield an answer's pieces, read by aiohttp."""
-    async with aiohttp.ClientSession() as session, session.post(url + "/v1/completions", json=body) as answer:
-        while chunk := await answer.content.readany():
-            yield chunk
-
-
-async def httpx_chunks(url: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
-    """Yield them, read by httpx."""
-    async with (
-        httpx.AsyncClient(timeout=None, trust_env=False) as client,
-        client.stream("POST", url + "/v1/completions", json=body) as answer,
-    ):
-        async for chunk in answer.aiter_raw():
-            yield chunk
-
-
-async def clients(options: argparse.Namespace) -> None:
-    """CPU time of this process for each piece that is read, less what an event loop that only waits takes."""
-    with engine() as url:
-        for _ in range(3):
-            for name, read in {"aiohttp": aiohttp_chunks, "httpx": httpx_chunks}.items():
-                body = {**BODY, "max_tokens": options.events, "pause_us": options.pause_us}
-                start, num_chunks = time.process_time(), 0
-                async for _chunk in read(url, body):
-                    num_chunks += 1
-                print(f"{name}: {(time.process_time() - start) / num_chunks * 1e6:.1f} us an event ({num_chunks} read)")
+@contextlib.contextmanager
+def smg(command: str, *urls: str) -> Iterator[tuple[str, int]]:
+    """Run the router of that name; give its address and process id."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    words = [command, "launch", "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    words += ["--policy", "cache_aware", "--log-level", "error", "--worker-urls", *urls]
+    with process(*words, ready=url + "/readiness") as started:
+        yield url, started.pid
 
 
 async def delays(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> list[float]:
@@ -180,33 +132,69 @@ async def delays(session: aiohttp.ClientSession, url: str, body: dict[str, Any])
 
 
 async def cost(options: argparse.Namespace) -> None:
-    """Compare an engine asked directly and through the router."""
-    with engine() as direct, router(direct) as (routed, pid):
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            for _ in range(3):
-                one = {**BODY, "max_tokens": 1}
-                times: dict[str, list[float]] = {direct: [], routed: []}
-                for _ in range(300):
-                    for url, found in times.items():
-                        start = time.perf_counter_ns()
-                        await delays(session, url, one)
-                        found.append((time.perf_counter_ns() - start) / 1e3)
-                print_difference("a request", times[direct], times[routed])
-                many = {**BODY, "max_tokens": options.events, "pause_us": options.pause_us}
-                before = cpu_seconds(pid)
-                through = await delays(session, routed, many)
-                spent = spent_us(pid, before, options.events)
-                print_difference("an event", await delays(session, direct, many), through)
-                print(f"  {spent} an event")
-            many = {**BODY, "max_tokens": 50, "pause_us": 100_000}
-            before, start = cpu_seconds(pid), time.perf_counter()
-            all_of = await asyncio.gather(*(delays(session, routed, many) for _ in range(options.streams)))
-            whole = sum(len(each) == many["max_tokens"] for each in all_of)
-            spent = spent_us(pid, before, sum(map(len, all_of)))
-            print(
-                f"{whole} of {options.streams} streams at once, {time.perf_counter() - start:.1f} s; {spent} "
-                f"an event, requests included"
-            )
+    """Compare an engine asked directly, through bytes that are only passed on, and through routers, in turns."""
+    with contextlib.ExitStack() as stack:
+        direct, _ = stack.enter_context(peer("engine"))
+        others = {
+            "bytes passed on": stack.enter_context(peer("relay", "--to-port", direct.rpartition(":")[2])),
+            "octavo": stack.enter_context(router(direct)),
+        }
+        if options.beside:
+            others["smg"] = stack.enter_context(smg(options.beside, direct))
+        plain = stack.enter_context(peer("uvicorn"))
+        for _ in range(3):
+            await requests_in_turns(direct, others)
+            await events_in_turns(options, direct, others)
+            print(f"plain uvicorn: {(await events(options, *plain))[1]} an event that it sends")
+        for name, (url, pid) in others.items():
+            if name != "bytes passed on":  # which takes one connection at a time
+                await many_streams(options, name, url, pid)
+
+
+async def requests_in_turns(direct: str, others: dict[str, tuple[str, int]]) -> None:
+    """Compare times of requests for one event."""
+    urls = {"directly": direct, **{name: url for name, (url, _) in others.items()}}
+    times: dict[str, list[float]] = {name: [] for name in urls}
+    async with aiohttp.ClientSession() as session:
+        for _ in range(300):
+            for name, url in urls.items():
+                start = time.perf_counter_ns()
+                await delays(session, url, {**BODY, "max_tokens": 1})
+                times[name].append((time.perf_counter_ns() - start) / 1e3)
+    for name in others:
+        print_difference(f"{name}: a request", times["directly"], times[name])
+
+
+async def events(options: argparse.Namespace, url: str, pid: int) -> tuple[list[float], str]:
+    """Return how long each event of a stream was on its way, and what a process has spent on it."""
+    body = {**BODY, "max_tokens": options.events, "pause_us": options.pause_us}
+    async with aiohttp.ClientSession() as session:
+        before = cpu_seconds(pid)
+        found = await delays(session, url, body)
+        return found, spent_us(pid, before, options.events)
+
+
+async def events_in_turns(options: argparse.Namespace, direct: str, others: dict[str, tuple[str, int]]) -> None:
+    """Compare times of events."""
+    expected, _ = await events(options, direct, os.getpid())
+    for name, (url, pid) in others.items():
+        found, spent = await events(options, url, pid)
+        print_difference(f"{name}: an event", expected, found)
+        print(f"  {spent} an event")
+
+
+async def many_streams(options: argparse.Namespace, name: str, url: str, pid: int) -> None:
+    """Ask for many streams at once."""
+    many = {**BODY, "max_tokens": 50, "pause_us": 100_000}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        before, start = cpu_seconds(pid), time.perf_counter()
+        all_of = await asyncio.gather(*(delays(session, url, many) for _ in range(options.streams)))
+        whole = sum(len(each) == many["max_tokens"] for each in all_of)
+        spent = spent_us(pid, before, sum(map(len, all_of)))
+    print(
+        f"{name}: {whole} of {options.streams} streams at once, {time.perf_counter() - start:.1f} s; {spent} an event, "
+        "requests included"
+    )
 
 
 def print_difference(what: str, direct: list[float], routed: list[float]) -> None:
@@ -226,7 +214,7 @@ def cpu_seconds(pid: int) -> tuple[float, float]:
 def spent_us(pid: int, before: tuple[float, float], num_events: int) -> str:
     """Tell the processor time that was spent on each event."""
     own, system = ((after - start) / num_events * 1e6 for after, start in zip(cpu_seconds(pid), before, strict=True))
-    return f"{own:.1f} us of processor time in the router's code and {system:.1f} us in system calls"
+    return f"{own:.1f} us of processor time in its own code and {system:.1f} us in system calls"
 
 
 def words(rng: random.Random, count: int) -> str:
@@ -238,16 +226,12 @@ def prefixes(options: argparse.Namespace) -> None:
     """Ask 64 conversations of 8 turns of engines behind each policy."""
     ports = [free_port() for _ in range(NUM_ENGINES)]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
-    for target in [*options.policies, *options.also]:
+    for target in [*options.policies, *(["smg"] if options.beside else [])]:
         with contextlib.ExitStack() as stack:
             for port, url in zip(ports, urls, strict=True):
-                command = ["-m", "octavo", "serve", "--port", str(port), "--num-threads", "1", "--log-level", "warning"]
-                command += ["--num-gpu-blocks-override", "800", "--max-num-seqs", "16"]
-                stack.enter_context(process(*command, ready=url + "/ready"))
-            if options.keep_engines:
-                print("engines:", *urls)
-                input("Enter goes on")
-            url = target if target.startswith("http") else stack.enter_context(router(*urls, policy=target))[0]
+                stack.enter_context(process(sys.executable, *SERVE, "--port", str(port), ready=url + "/ready"))
+            front = smg(options.beside, *urls) if target == "smg" else router(*urls, policy=target)
+            url, _ = stack.enter_context(front)
             times, num_failed = asyncio.run(converse(url))
             hits, queries = (
                 sum(figure(each, f"octavo:prefix_cache_{name}_total") for each in urls) for name in ("hits", "queries")

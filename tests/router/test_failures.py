@@ -10,11 +10,10 @@ import threading
 from typing import TYPE_CHECKING
 from unittest.mock import AsyncMock
 
-import aiohttp
 import httpx
 import pytest
 import uvicorn
-from aiohttp.client_reqrep import ConnectionKey
+from certificates import make_certificate
 from fakes import FakeExecutor
 from router.routing import run_router
 from server.running import DEADLINE_S, run_server, wait_until
@@ -310,9 +309,7 @@ def leave(http):
 
 
 def test_trouble_of_the_routers_own_ends_nothing():
-    key = ConnectionKey("127.0.0.1", 1, False, True, None, None, None)
-    own = aiohttp.ClientConnectorError(key, OSError(errno.EMFILE, "too many open files"))
-    refused = aiohttp.ClientConnectorError(key, ConnectionRefusedError(errno.ECONNREFUSED, "refused"))
+    own, refused = OSError(errno.EMFILE, "too many open files"), ConnectionRefusedError(errno.ECONNREFUSED, "refused")
     assert (is_own_failure(own), is_refusal(own)) == (True, False)
     assert (is_own_failure(refused), is_refusal(refused)) == (False, True)
     with made_up("hang") as (url, engine), run_router(url) as routing, routing.http() as http:
@@ -335,3 +332,19 @@ def test_a_fault_of_watching_does_not_end_it():
         upstream.get = get
         routing.service.pool.lost(routing.engine(url))
         routing.wait_ready(1)
+
+
+def test_an_engine_behind_tls(tmp_path, monkeypatch):
+    certificate, key = make_certificate(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with run_server(ssl_certfile=certificate, ssl_keyfile=key) as engine:
+        url = engine.url.replace("http://127.0.0.1", "https://127.0.0.1")
+        with run_router(url) as routing, routing.http() as http:
+            answers = [http.post("/v1/completions", json={"prompt": "a", "max_tokens": 4}) for _ in range(3)]
+            assert [answer.status_code for answer in answers] == [200] * 3
+            body = {"prompt": "a", "max_tokens": 40, "stream": True}
+            with http.stream("POST", "/v1/completions", json=body) as response:
+                assert list(response.iter_lines())[-2] == "data: [DONE]"
+        monkeypatch.delenv("SSL_CERT_FILE")
+        with run_router(url, num_ready=0) as routing, routing.http() as http:
+            assert http.post("/v1/completions", json=CHAT).status_code == 503, "nobody vouches for it"

@@ -129,6 +129,9 @@ def test_the_routers_own_are_nobody_elses(routed):
             (9, 0, 10),
         ),
         (b'{"usage":{"input_tokens":4,"cache_read_input_tokens":16,"output_tokens":2}}', (20, 16, 22)),
+        (b'{"usage":{"prompt_tokens":8},"choices":[{"logprobs":[%s]}]}' % (b"-1.5," * 4000), (8, None, 8)),
+        (b'{"usage":{"prompt_tokens":8},"choices":[{"text":"say \\"usage\\": 3"}]}', (8, None, 8)),
+        (b'{"usage":{"prompt_tokens":8},"choices":[{"text":"\\"usage":{\\"prompt_tokens":9"}]}', (8, None, 8)),
         (b'{"text":"\\"prompt_tokens\\":7"}', (None, None, 0)),
     ],
 )

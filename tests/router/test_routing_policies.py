@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -179,8 +180,8 @@ def test_a_prompt_of_every_api_is_read(engines, aware, body):
     asked = ask(**body)
     assert asked.num_tokens > 50
     assert aware.choose(ask(**body), engines) is serve(aware, asked, engines)
-    assert aware._tree.find(ask(**body), engines).num_bytes[serve(aware, ask(**body), engines)] > 0.8 * len(
-        asked.prompt
+    assert aware._tree.find(ask(**body), engines).num_bytes[serve(aware, ask(**body), engines)] > 0.8 * (
+        asked.num_prompt_bytes
     )
 
 
@@ -213,3 +214,50 @@ def test_an_address_that_is_none_is_refused(url):
 def test_a_router_needs_engines():
     with pytest.raises(ConfigError, match="--engine URL"):
         RouterConfig()
+
+
+@pytest.mark.parametrize(
+    ("body", "counts"),
+    [
+        ({"prompt": ["a", "b", "c"], "n": 2}, (6, 2)),
+        ({"prompt": [[1, 2], [3]]}, (2, 1)),
+        ({"prompt": [1, 2, 3]}, (1, 1)),
+        ({"prompt": []}, (1, 1)),
+        ({"input": ["a", "b"]}, (2, 1)),
+        ({"input": [{"role": "user", "content": "a"}]}, (1, 1)),
+        ({"messages": [{"role": "user", "content": "a"}], "n": 3}, (3, 3)),
+    ],
+)
+def test_answers_are_counted_for_each_prompt_of_a_list(body, counts):
+    asked = ask(**body)
+    assert (asked.num_streams, asked.num_choices) == counts
+
+
+def test_what_has_no_answer_leaves_nothing_to_do_behind_its_prompt():
+    body = json.dumps({"input": ["a" * 40, "b" * 40]}).encode()
+    asked = read_asked(body, tenant="", headers={}, session_header="x", is_answered=False)
+    assert (asked.num_tokens > 10, asked.max_tokens) == (True, 0)
+
+
+@pytest.mark.parametrize("size", [10, 64, 100, 5000, 100_000])
+def test_pieces_are_the_prompts_whatever_fields_it_has(size):
+    whole = ask(system="s" * size, messages=[{"role": "user", "content": "x" * size}])
+    longer = ask(system="s" * size, messages=[{"role": "user", "content": "x" * size + "y" * 3000}])
+    other = ask(system="s" * size + "t", messages=[{"role": "user", "content": "x" * size}])
+    hashes, ends = whole.pieces
+    assert whole.num_prompt_bytes - 1024 < (ends or [0])[-1] <= whole.num_prompt_bytes
+    assert longer.pieces[0][: len(hashes)] == hashes
+    num_common = sum(one == another for one, another in zip(hashes, other.pieces[0], strict=False))
+    assert num_common == sum(end <= size + 1 for end in ends), "the quote before them, and what both have"
+
+
+@pytest.mark.parametrize("num_spaces", [0, 4_000_000])
+def test_a_prompt_is_not_copied(num_spaces):
+    body = b'{"messages": [{"role": "user", "content": "' + b"x" * 4_000_000 + b'"}' + b" " * num_spaces + b"]}"
+    tracemalloc.start()
+    try:
+        asked = read_asked(body, tenant="", headers={}, session_header="x")
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+    assert asked.num_prompt_bytes == body.rindex(b"x") + 1 - body.index(b"[")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -14,7 +15,11 @@ import time
 import httpx
 import psutil
 import pytest
+from router.streams import ask_many, event, stream_engine
 from serving_process import DEADLINE_S, STORY
+
+from octavo.server.access.listening import allow_open_files
+from octavo.server.access.tenants import Tenant, add_key, remove_key
 
 TERMINAL_S = 10.0
 pytestmark = pytest.mark.xdist_group("replicas")  # they share those of one fixture
@@ -155,3 +160,36 @@ def test_a_router_of_its_own_leaves_and_comes_back(replicas):
             router.terminate()
             assert set(load.ended_within(TERMINAL_S)) <= {"whole", "error"}
             assert router.wait(TERMINAL_S) == 0
+
+
+@pytest.mark.slow
+def test_replicas_with_a_file_of_keys(tmp_path):
+    """The router reads their metrics, which clients' keys may not; a hang-up has all of them read the file anew."""
+    path = tmp_path / "keys.toml"
+    plain, operator = (add_key(path, Tenant(name=f"k{may}", read_metrics=bool(may))) for may in (0, 1))
+
+    def status(key: str) -> int:
+        body = {"prompt": "Once", "max_tokens": 1}
+        return http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"}).status_code
+
+    with started("serve", "--replicas", "2", *SMALL, "--api-keys", str(path)) as (process, http):
+        http.headers["Authorization"] = f"Bearer {operator}"
+        wait(lambda: num_ready(http) == 2, "both are ready")
+        assert [engine["models"] for engine in http.get("/router/engines").json()["engines"]] == [["octavo-demo"]] * 2
+        pids = [child.pid for child in servers(process)]
+        assert status(plain) == 200
+        remove_key(path, "k0")
+        new = add_key(path, Tenant(name="new"))
+        process.send_signal(signal.SIGHUP)
+        wait(lambda: status(plain) == 401, "the router has read it")
+        wait(lambda: [status(new) for _ in range(4)] == [200] * 4, "so have the replicas")
+        assert [child.pid for child in servers(process)] == pids, "none was started anew"
+
+
+@pytest.mark.slow
+def test_of_a_thousand_streams_at_once_none_is_lost():
+    with stream_engine() as (url, _), started("route", "--engine", url, "--health-timeout", "60") as (_, http):
+        wait(lambda: num_ready(http) == 1, "it has found the engine")
+        allow_open_files(1000, files_each=2)
+        answers = asyncio.run(ask_many(str(http.base_url).rstrip("/"), 1000, 20))
+        assert answers == [[event(f"s{index}", number, 20) for number in range(20)] for index in range(1000)]

@@ -8,8 +8,6 @@ import sys
 import threading
 import time
 
-from octavo.cli import main
-
 _LEAVE_S = 10.0
 
 
@@ -23,5 +21,9 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it has no keys yet that it could read anew
+    from octavo.cli import main
+
     threading.Thread(target=_end_with_parent, name="octavo-parent-watch", daemon=True).start()
     main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 from dataclasses import asdict, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -50,9 +51,11 @@ def serve_replicas(
     commands = [[*serve, *given, *shared, "--port", str(port)] for port in ports]
     own = {each.name: getattr(config, each.name) for each in fields(AccessConfig)} | {"max_open_requests": None}
     engines = tuple(f"http://127.0.0.1:{port}" for port in ports)
-    router = RouterConfig(**own, engines=engines, engine_api_key=config.api_key)
+    # clients' keys may not read metrics, which the router has to
+    operator_key = None if config.api_keys_file is None else secrets.token_urlsafe(32)
+    router = RouterConfig(**own, engines=engines, engine_api_key=operator_key or config.api_key)
     say(f"{num_replicas} replicas with {num_threads} threads each at {', '.join(engines)}")
-    run_router(router, listen, say, LocalReplicas(commands, environment_of_replicas(config.api_key)))
+    run_router(router, listen, say, LocalReplicas(commands, environment_of_replicas(config.api_key, operator_key)))
 
 
 def _given(context: typer.Context) -> list[str]:

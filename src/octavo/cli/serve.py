@@ -24,6 +24,7 @@ from octavo.config import (
     SchedulingPolicy,
     ServerConfig,
     api_key_from_environment,
+    operator_key_from_environment,
 )
 from octavo.errors import EngineDeadError
 from octavo.runtime.garbage import permanent_generation
@@ -62,6 +63,7 @@ class ServerOptions:
             self,
             ServerConfig,
             api_key=api_key,
+            operator_key=operator_key_from_environment(),
             max_open_requests=max_open_requests,
             max_num_waiting_tokens=max_num_waiting_tokens,
             allowed_hosts=listen.allowed_hosts(self.allowed_host),

@@ -36,6 +36,7 @@ from octavo.config.environment import (
     forget_service_link,
     kernels_required,
     kv_secret_from_environment,
+    operator_key_from_environment,
     threads_from_environment,
 )
 from octavo.config.fields import QUANTIZATIONS, Option, options_of
@@ -87,6 +88,7 @@ __all__ = [
     "forget_service_link",
     "kernels_required",
     "kv_secret_from_environment",
+    "operator_key_from_environment",
     "options_of",
     "scheduling_policy",
     "threads_from_environment",

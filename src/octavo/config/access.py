@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path  # noqa: TC003 - commands read the types of fields
 
 from octavo.config.engine import DEFAULT_MAX_NUM_SEQS, DEFAULT_MAX_NUM_WAITING
@@ -21,6 +21,7 @@ class AccessConfig:
     """Who is let in, and how much is taken from each. Every limit is finite unless it is None.
 
     api_keys_file: a key for each tenant (`octavo.server.access.tenants`); neither it nor api_key: nobody is asked.
+    operator_key: beside those of a file, of who has started this server and reads its metrics: a replica's router.
     max_open_requests: output streams that may be open; more are refused with 429. allowed_hosts, allowed_origins: see
     `octavo.server.access.origins`.
     """
@@ -47,6 +48,7 @@ class AccessConfig:
         unit="FILE",
         panel="Access",
     )
+    operator_key: str | None = field(default=None, repr=False)
     forwarded_allow_ips: tuple[str, ...] = option(
         (),
         "Address or network of a proxy: the audit log has the clients that its X-Forwarded-For names; may be "

@@ -7,7 +7,9 @@ from pathlib import Path
 
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 PORT_VARIABLE = "OCTAVO_SERVE_PORT"
-SECRET_VARIABLES = (API_KEY_VARIABLE, "OCTAVO_SERVE_API_KEY")  # the engine process has no use for them
+_OPERATOR_KEY_VARIABLE = "OCTAVO_OPERATOR_KEY"
+# The engine process has no use for them.
+SECRET_VARIABLES = (API_KEY_VARIABLE, "OCTAVO_SERVE_API_KEY", _OPERATOR_KEY_VARIABLE)
 
 
 def cache_directory() -> Path:
@@ -40,10 +42,15 @@ def kv_secret_from_environment() -> str:
     return os.environ.get("OCTAVO_KV_SECRET", "")
 
 
-def environment_of_replicas(api_key: str | None) -> dict[str, str]:
-    """Return the environment of servers that this one starts: their commands have all options but the key."""
+def environment_of_replicas(api_key: str | None, operator_key: str | None) -> dict[str, str]:
+    """Return the environment of servers that this one starts: their commands have all options but the keys."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_SERVE_")}
-    return {**own, API_KEY_VARIABLE: api_key or ""}
+    return {**own, API_KEY_VARIABLE: api_key or "", _OPERATOR_KEY_VARIABLE: operator_key or ""}
+
+
+def operator_key_from_environment() -> str | None:
+    """Return the key of whoever has started this server as a replica, beside those of a file."""
+    return os.environ.get(_OPERATOR_KEY_VARIABLE) or None
 
 
 def forget_service_link() -> str | None:

@@ -14,11 +14,11 @@ from starlette.routing import Route
 
 from octavo.router.page import page_routes
 from octavo.router.proxy import Proxy
-from octavo.router.spelling import PLACES, error_response
 from octavo.router.upstream import FAILURES
 from octavo.server.access.graceful import GracefulServer, http_server
 from octavo.server.access.guards import add_guards
 from octavo.server.access.listening import MAX_CONNECTIONS
+from octavo.server.access.routes import REFUSALS
 from octavo.server.errors import NoEngineError, NotAllowedError, add_error_handlers
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def create_app(service: RouterService) -> Starlette:
         app,
         service.config,
         begin=service.begin,
-        refusals={path: partial(error_response, path=path) for path in PLACES},
+        refusals=REFUSALS,
         keyring=lambda: service.keyring,
         counts=service.metrics,
     )

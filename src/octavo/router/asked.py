@@ -21,6 +21,7 @@ _MAX_STREAMS = 1 << 10
 # What stands before what in the prompt that an engine makes, whichever API it is.
 _PROMPT_FIELDS = ("tools", "instructions", "system", "messages", "prompt", "input", "inputs")
 _NO_RAW = msgspec.Raw()
+_BLOCK_BYTES = 4096  # that are looked at at once
 
 
 class Parameters(msgspec.Struct):
@@ -59,21 +60,28 @@ _decoder = msgspec.json.Decoder(Body)
 
 @dataclass(frozen=True)
 class Asked:
-    """One request. prompt: the bytes that stand for its prompt; one that goes on begins with the same.
+    """One request.
 
-    owner: whose cache it is: model, salt, tenant. num_tokens, max_tokens: reckoned, of prompt and answer.
-    session: what the policy affinity goes by. scores_prompt: log probabilities of the prompt are asked for, so that all
-    of it is computed whatever is in a cache.
+    prompt: what of its body stands for its prompt, not copied; one that goes on begins with the same bytes.
+    owner: whose cache it is: model, salt, tenant. num_tokens, max_tokens: reckoned, of all prompts and of each answer.
+    num_choices: answers to each of its prompts, num_streams: to all of them. session: what the policy affinity goes by.
+    scores_prompt: log probabilities of the prompt are asked for, so that all of it is computed whatever is in a cache.
     """
 
-    prompt: bytes = b""
+    prompt: tuple[memoryview, ...] = ()
     owner: bytes = b""
     model: str | None = None
     num_tokens: int = 0
     max_tokens: int = 0
+    num_choices: int = 1
     num_streams: int = 1
     session: str | None = None
     scores_prompt: bool = False
+
+    @cached_property
+    def num_prompt_bytes(self) -> int:
+        """How long the prompt is."""
+        return sum(map(len, self.prompt))
 
     @cached_property
     def pieces(self) -> tuple[list[bytes], list[int]]:
@@ -81,12 +89,21 @@ class Asked:
         hashes: list[bytes] = []
         ends: list[int] = []
         digest = hashlib.blake2b(self.owner, digest_size=16).digest()
-        view = memoryview(self.prompt)
-        for start, end in _bounds(len(view)):
-            digest = hashlib.blake2b(view[start:end], key=digest, digest_size=16).digest()
+        for start, end in _bounds(self.num_prompt_bytes):
+            piece = hashlib.blake2b(key=digest, digest_size=16)
+            for part in self._between(start, end):
+                piece.update(part)
+            digest = piece.digest()
             hashes.append(digest)
             ends.append(end)
         return hashes, ends
+
+    def _between(self, start: int, end: int) -> Iterator[memoryview]:
+        """Yield the prompt's bytes between two places."""
+        for part in self.prompt:
+            if start < len(part) and end > 0:
+                yield part[max(start, 0) : end]
+            start, end = start - len(part), end - len(part)
 
 
 def _bounds(num_bytes: int) -> Iterator[tuple[int, int]]:
@@ -100,8 +117,13 @@ def _bounds(num_bytes: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def read_asked(body: bytes, *, tenant: str, headers: Mapping[str, str], session_header: str) -> Asked:
-    """Read a request. A body that is none of a known API's asks for nothing in particular."""
+def read_asked(
+    body: bytes, *, tenant: str, headers: Mapping[str, str], session_header: str, is_answered: bool = True
+) -> Asked:
+    """Read a request. A body that is none of a known API's asks for nothing in particular.
+
+    is_answered: a model writes an answer; embeddings and counts have none.
+    """
     session = headers.get(session_header)
     try:
         read = _decoder.decode(body)
@@ -111,22 +133,26 @@ def read_asked(body: bytes, *, tenant: str, headers: Mapping[str, str], session_
     salt = read.cache_salt if isinstance(read.cache_salt, str) else ""
     prompt = _prompt(read)
     given = (read.user, read.prompt_cache_key, read.cache_salt)
+    num_choices = min(read.n, _MAX_STREAMS) if _is_count(read.n) else 1
     return Asked(
         prompt=prompt,
         owner=msgspec.json.encode((model, salt, tenant)),
         model=model,
         num_tokens=_num_tokens(prompt),
-        max_tokens=_max_tokens(read),
-        num_streams=min(read.n, _MAX_STREAMS) if _is_count(read.n) else 1,
+        max_tokens=_max_tokens(read) if is_answered else 0,
+        num_choices=num_choices,
+        num_streams=num_choices * _num_prompts(read),
         session=session or next((each for each in given if isinstance(each, str) and each), None),
         scores_prompt=_scores_prompt(read),
     )
 
 
-def _prompt(read: Body) -> bytes:
+def _prompt(read: Body) -> tuple[memoryview, ...]:
     """Return the prompt's fields behind one another, without what closes the last: then one that goes on is longer."""
-    given = [bytes(getattr(read, name)) for name in _PROMPT_FIELDS]
-    return b"\n".join(filter(None, given)).rstrip(b'"]} \t\r\n')
+    given = [memoryview(raw) for name in _PROMPT_FIELDS if (raw := getattr(read, name))]
+    if given:
+        given[-1] = _opened(given[-1])
+    return tuple(given)
 
 
 def _scores_prompt(read: Body) -> bool:
@@ -135,10 +161,37 @@ def _scores_prompt(read: Body) -> bool:
     return read.prompt_logprobs is not None or is_echoed or has_details
 
 
-def _num_tokens(prompt: bytes) -> int:
-    if prompt[:1] == b"[" and prompt[1:].lstrip()[:1].isdigit():  # token ids
-        return prompt.count(b",") + 1
-    return len(prompt) // _BYTES_PER_TOKEN
+def _opened(view: memoryview) -> memoryview:
+    """Return what stands before the quotes and brackets that close a field, a block at a time as there may be many."""
+    kept = b""
+    while view and not kept:
+        block = bytes(view[-_BLOCK_BYTES:])
+        kept = block.rstrip(b'"]} \t\r\n')
+        view = view[: len(view) - len(block) + len(kept)]
+    return view
+
+
+def _num_tokens(prompt: tuple[memoryview, ...]) -> int:
+    """Return how many tokens a prompt may have; of ids, as many as there are."""
+    return sum(bytes(part).count(b",") + 1 if _holds_ids(part) else len(part) // _BYTES_PER_TOKEN for part in prompt)
+
+
+def _holds_ids(part: memoryview) -> bool:
+    return _elements(part)[:1].isdigit()
+
+
+def _elements(part: memoryview) -> bytes:
+    """Return how the first element of a list begins; b"" where it is none."""
+    beginning = bytes(part[:_BLOCK_BYTES]).lstrip()
+    return beginning[1:].lstrip() if beginning[:1] == b"[" else b""
+
+
+def _num_prompts(read: Body) -> int:
+    """Return to how many prompts an answer is asked for each: of completions and embeddings there may be a list."""
+    given = read.prompt or read.input
+    if _elements(memoryview(given))[:1] not in {b'"', b"["}:  # one text, ids of one, or a conversation's items
+        return 1
+    return len(msgspec.json.decode(given, type=list[msgspec.Raw]))
 
 
 def _max_tokens(read: Body) -> int:

@@ -28,6 +28,10 @@ class Launcher(Protocol):
         """Whether no engine of it will ever run."""
         ...
 
+    def reload(self) -> None:
+        """Have the engines read their API keys anew."""
+        ...
+
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
@@ -37,6 +41,9 @@ class NoLauncher:
     """Engines are started by others."""
 
     has_failed = False
+
+    def reload(self) -> None:
+        """Do nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -58,6 +65,11 @@ class LocalReplicas:
     def has_failed(self) -> bool:
         """Whether all of them have failed to start too often."""
         return all(replica.has_failed for replica in self._replicas)
+
+    def reload(self) -> None:
+        """Have the replicas read their API keys anew, as this process has."""
+        for replica in self._replicas:
+            replica.reload()
 
     def __enter__(self) -> Self:
         for replica in self._replicas:
@@ -97,6 +109,12 @@ class _Replica:
             self._is_stopping.set()
             if self._process is not None and self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)
+
+    def reload(self) -> None:
+        """Have the child read its API keys anew; one that is just started reads them anyway."""
+        with self._lock:
+            if self._process is not None and self._process.poll() is None:
+                self._process.send_signal(signal.SIGHUP)
 
     def join(self) -> None:
         """Wait for its end; one that does not end in time is killed."""

@@ -11,27 +11,29 @@ from starlette.responses import Response
 
 from octavo.errors import OctavoError
 from octavo.router.asked import read_asked
+from octavo.router.event_stream import EventStream
 from octavo.router.flight import Flight, Share
 from octavo.router.pairing import pair, without_kv_transfer
-from octavo.router.spelling import PLACES, error_event, error_response
-from octavo.router.upstream import FAILURES, Answer
+from octavo.router.spelling import error_event, error_response
+from octavo.router.upstream import FAILURES
 from octavo.router.usage import Usage, read_usage
 from octavo.runtime import logs
 from octavo.server.access.body import received
-from octavo.server.errors import CLIENT_LEFT, EngineLostError, NoEngineError, note_error, to_http
+from octavo.server.access.routes import GENERATING, REFUSALS, tells_of_all
+from octavo.server.errors import CLIENT_LEFT, EngineLostError, NoEngineError, NotAllowedError, note_error, to_http
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from starlette.types import Receive, Scope, Send
 
+    from octavo.router.connection import Answer
     from octavo.router.engines import Engine
     from octavo.router.service import RouterService
 
 logger = logging.getLogger(__name__)
 _FULL, _NOT_SERVING = 429, 503  # the second also of requests that were under way when an engine began anew
 _REFUSED = frozenset({_FULL, _NOT_SERVING})  # another engine may take it
-_KEPT_BYTES = 1024  # of the events before the last one: the counts may stand in one of these
 _MAX_FAILURES = 2  # so many engines may fail a request: it goes elsewhere once
 
 
@@ -59,7 +61,9 @@ class Proxy:
                 await error_response(to_http(error), scope["path"])(scope, receive, send)
 
     async def _serve(self, request: Request, send: Send) -> None:
-        service, tenant = self._service, request.state.tenant
+        service, tenant, path = self._service, request.state.tenant, request.url.path
+        if tells_of_all(path) and not tenant.read_metrics:
+            raise NotAllowedError("this key may not see what tells of all keys: that takes read_metrics")
         async with received(request, service.config, service.limiter.body_bytes, service.timeouts) as chunks:
             body = b"".join(chunks)
             chunks.clear()
@@ -68,9 +72,10 @@ class Proxy:
                 tenant=tenant.name,
                 headers=request.headers,
                 session_header=service.config.session_header,
+                is_answered=path in GENERATING,
             )
             flight = Flight(asked, tenant)
-            with service.entering(flight, takes_place=request.method == "POST" and request.url.path in PLACES):
+            with service.entering(flight, takes_place=request.method == "POST" and path in REFUSALS):
                 exchange = _Exchange(service, flight, request, body, send)
                 async with flight.watching(request.receive):
                     await exchange.run()
@@ -173,23 +178,15 @@ class _Exchange:
 
     async def _relay_stream(self, answer: Answer, share: Share) -> Usage:
         """Pass events on as they come, each whole; one that fails ends with an event that says so."""
-        send, read = self._send, answer.next
-        first = last = rest = b""
+        events = EventStream(share)
         try:
             async with self._flight.guarded():
-                while chunk := await read():
-                    events = chunk
-                    if rest or not chunk.endswith(b"\n\n"):
-                        whole, middle, rest = (rest + chunk).rpartition(b"\n\n")
-                        events = whole + middle
-                        if not events:
-                            continue
-                    if not self._flight.is_begun:
-                        await self._start(answer.status, answer.headers)
-                        first = events
-                    await send({"type": "http.response.body", "body": events, "more_body": True})
-                    share.came_back(events.count(b"\n\n"))
-                    last = last[-_KEPT_BYTES:] + events
+                while not (whole := events.whole(await answer.next())) and not answer.is_over:
+                    pass
+                await self._start(answer.status, answer.headers)
+                await self._send_more(whole)
+                write = self._scope["state"]["write_body"]
+                await answer.relay(lambda chunk: not (whole := events.whole(chunk)) or write(whole), self._send_more)
         except (*FAILURES, OctavoError) as error:
             if not self._flight.is_begun:
                 raise
@@ -198,12 +195,14 @@ class _Exchange:
                 self._service.suspect(share.engine)
             share.engine.num_failures += isinstance(own, EngineLostError)
             http_error = note_error(self._scope["state"], to_http(own))
-            await send({"type": "http.response.body", "body": error_event(http_error, self._path)})
-            return read_usage(first, last)
-        if not self._flight.is_begun:
-            await self._start(answer.status, answer.headers)
-        await send({"type": "http.response.body", "body": rest})
-        return read_usage(first, last)
+            await self._send({"type": "http.response.body", "body": error_event(http_error, self._path)})
+        else:
+            await self._send({"type": "http.response.body", "body": events.rest})
+        return read_usage(events.first, events.last)
+
+    async def _send_more(self, body: bytes = b"") -> None:
+        """Send a piece of an answer as soon as its client takes more."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._flight.is_begun = self._scope["state"]["is_begun"] = True

@@ -86,7 +86,8 @@ class RouterService:
         self.check_ready()
         with contextlib.ExitStack() as places:
             if takes_place:
-                places.enter_context(self.limiter.enter(flight.tenant, flight.asked.num_streams))
+                asked = flight.asked
+                places.enter_context(self.limiter.enter(flight.tenant, asked.num_streams, at_least=asked.num_choices))
             self._flights.add(flight)
             self._is_idle.clear()
             try:
@@ -113,6 +114,7 @@ class RouterService:
         except ConfigError as error:
             logger.error("the API keys stay as they were: %s", error)  # noqa: TRY400 - the error says all
             return
+        self._launcher.reload()
         for flight in list(self._flights):
             if self.keyring is not None and self.keyring.named(flight.tenant.name) is None:
                 flight.end(AuthenticationError("the API key of this request was taken away"))

@@ -6,35 +6,22 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from octavo.server.access.routes import TGI_ROUTES
+
 if TYPE_CHECKING:
     from starlette.responses import Response
 
     from octavo.server.errors import HttpError
 
-_TGI = frozenset({"/generate", "/generate_stream", "/"})
-GENERATING = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/generate",
-        "/generate_stream",
-        "/",
-    }
-)
-_COUNTS = ("/v1/responses/input_tokens", "/v1/messages/count_tokens", "/tokenize", "/detokenize")
-PLACES = frozenset({*GENERATING, "/v1/embeddings", *_COUNTS})  # paths whose requests take a place
-
 
 def error_response(error: HttpError, path: str) -> Response:
     """Return a whole answer."""
-    return error.tgi_response() if path in _TGI else error.response(path)
+    return error.tgi_response() if path in TGI_ROUTES else error.response(path)
 
 
 def error_event(error: HttpError, path: str) -> bytes:
     """Return the last event of a stream that others have begun."""
-    if path in _TGI:
+    if path in TGI_ROUTES:
         return _event(error.tgi_body)
     if path == "/v1/messages":
         return b"event: error\n" + _event(error.anthropic_body)

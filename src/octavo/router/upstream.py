@@ -1,22 +1,24 @@
-"""The client's side: a request is sent to an engine, and its answer read as it comes."""
+"""The client's side: a request is sent to an engine, on a connection of its own as long as it is under way."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-from typing import TYPE_CHECKING, Self
+import socket
+import ssl
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
-import aiohttp
-from multidict import CIMultiDict
-from yarl import URL
+from octavo.router.connection import EngineConnection, NoAnswerError
 
 if TYPE_CHECKING:
     from starlette.types import Scope
 
+    from octavo.router.connection import Answer
     from octavo.router.engines import Engine
 
-FAILURES = (aiohttp.ClientError, OSError, asyncio.TimeoutError)  # of an engine, or of the way to it
-_CONNECT_S = 3.0
+FAILURES = (OSError,)  # of an engine, or of the way to it; `TimeoutError` is one
+_CONNECT_S = 10.0  # an engine that is gone is found sooner by who looks after it; a process with much to do is slow
 _OWN_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 _IDLE_S = 30.0  # octavo's servers keep connections for longer
 # RFC 9110, section 7.6.1, and what is this connection's own: who asks was let in here, under this server's name.
@@ -27,101 +29,119 @@ _NOT_PASSED = frozenset(
         *(b"x-request-id", b"x-forwarded-for"),
     }
 )
-_NOT_PASSED_BACK = _NOT_PASSED - {b"content-length"} | {b"date", b"server"}
+_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+_MAY_BE_REPEATED = frozenset({"GET", "HEAD"})
 
 
 def is_refusal(error: BaseException) -> bool:
     """Whether nobody is there: connections are refused, or ended at once."""
-    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-    return isinstance(cause, ConnectionRefusedError | ConnectionResetError | aiohttp.ServerDisconnectedError)
+    return isinstance(error, ConnectionRefusedError | ConnectionResetError)
 
 
 def is_own_failure(error: BaseException) -> bool:
     """Whether it is this process's trouble, and says nothing of an engine: too many open files, no answer of DNS."""
-    if isinstance(error, aiohttp.ClientConnectorDNSError):
-        return True
-    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-    return isinstance(cause, OSError) and cause.errno in _OWN_ERRNOS
+    return isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in _OWN_ERRNOS)
 
 
 class Upstream:
     """Connections to all engines. Used on one event loop only, and closed in the end."""
 
     def __init__(self) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, ttl_dns_cache=10),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-        )
+        self._open: set[EngineConnection] = set()
+        self._idle: dict[str, dict[EngineConnection, float]] = {}  # by address: since when, the last one at the end
+        self._tls: ssl.SSLContext | None = None
 
     async def ask(self, engine: Engine, scope: Scope, body: bytes, request_id: str) -> Answer:
         """Send a client's request; return its answer when the headers are there. Raises `FAILURES`."""
-        path, query = scope["raw_path"].decode("latin-1"), scope["query_string"].decode("latin-1")
-        url = URL(f"{engine.url}{path}{'?' if query else ''}{query}", encoded=True)
-        response = await self._session.request(
-            scope["method"], url, headers=_headers(scope, request_id), data=body or None, allow_redirects=False
-        )
-        return Answer(response)
+        query = scope["query_string"]
+        target = scope["raw_path"] + (b"?" + query if query else b"")
+        return await self._ask(engine.url, scope["method"], target, _headers(scope, request_id), body)
 
     async def get(self, engine: Engine, path: str, key: str | None, timeout_s: float) -> tuple[int, bytes]:
         """Ask an engine something of the router's own; return status and body. Raises `FAILURES`."""
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        async with self._session.get(URL(engine.url + path), headers=headers, timeout=timeout) as response:
-            return response.status, await response.read()
+        headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
+        async with asyncio.timeout(timeout_s):
+            async with await self._ask(engine.url, "GET", path.encode(), headers, b"") as answer:
+                return answer.status, await answer.read()
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._session.close()
+        for connection in list(self._open):
+            connection.close()
+
+    async def _ask(
+        self, url: str, method: str, target: bytes, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> Answer:
+        lines = [b"%b %b HTTP/1.1" % (method.encode(), target), b"host: " + urlsplit(url).netloc.encode()]
+        lines += [name + b": " + value for name, value in headers]
+        if body or method in _WITH_BODY:
+            lines.append(b"content-length: %d" % len(body))
+        head = b"\r\n".join([*lines, b"", b""])
+        while True:
+            idle = self._take_idle(url)
+            connection = idle or await self._connect(url)
+            try:
+                return await connection.ask(head, body, is_head=method == "HEAD")
+            except NoAnswerError:  # an idle connection may end while it is asked
+                if idle is None or method not in _MAY_BE_REPEATED:
+                    raise
+
+    async def _connect(self, url: str) -> EngineConnection:
+        parts = urlsplit(url)
+        is_tls = parts.scheme == "https"
+        if is_tls and self._tls is None:
+            self._tls = ssl.create_default_context()
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(parts.hostname, parts.port or (443 if is_tls else 80), type=socket.SOCK_STREAM)
+        connection = EngineConnection(url, self._now_idle, self._lost)
+        for index, (*_, address) in enumerate(found):
+            try:
+                async with asyncio.timeout(_CONNECT_S):
+                    await loop.create_connection(
+                        lambda: connection,
+                        *address[:2],
+                        ssl=self._tls if is_tls else None,
+                        server_hostname=parts.hostname if is_tls else None,
+                    )
+                break
+            except OSError:
+                if index == len(found) - 1:
+                    raise
+        self._open.add(connection)
+        return connection
+
+    def _take_idle(self, url: str) -> EngineConnection | None:
+        idle, oldest = self._idle.get(url, {}), asyncio.get_running_loop().time() - _IDLE_S
+        while idle:
+            connection, since = idle.popitem()
+            if since >= oldest and not connection.is_closing:
+                return connection
+            connection.close()
+        return None
+
+    def _now_idle(self, connection: EngineConnection) -> None:
+        now = asyncio.get_running_loop().time()
+        idle = self._idle.setdefault(connection.url, {})
+        idle[connection] = now
+        while (first := next(iter(idle))) is not connection and idle[first] < now - _IDLE_S:
+            del idle[first]
+            first.close()
+
+    def _lost(self, connection: EngineConnection) -> None:
+        self._open.discard(connection)
+        idle = self._idle.get(connection.url, {})
+        idle.pop(connection, None)
+        if not idle:
+            self._idle.pop(connection.url, None)
 
 
-class Answer:
-    """An engine's answer, whose body has not been read."""
-
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-        self.status = response.status
-        kind = response.headers.get("Content-Type", "")
-        self.is_stream = kind.startswith("text/event-stream")
-        self.is_json = kind.startswith("application/json")
-        self.retry_after = response.headers.get("Retry-After", "")
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Give the connection back; close it where the body was not read to its end, so that the engine hears of it."""
-        self._response.close() if not self._response.content.at_eof() else self._response.release()
-
-    @property
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """What a client is told, in the form of ASGI."""
-        named = (each.strip().encode().lower() for each in self._response.headers.get("Connection", "").split(","))
-        dropped = _NOT_PASSED_BACK.union(named)
-        return [(lower, value) for name, value in self._response.raw_headers if (lower := name.lower()) not in dropped]
-
-    async def next(self) -> bytes:
-        """Return what has come, as soon as anything has; b"" at the end. Raises `FAILURES`."""
-        return await self._response.content.readany()
-
-    async def read(self) -> bytes:
-        """Return the whole body. Raises `FAILURES`."""
-        return await self._response.read()
-
-
-def _headers(scope: Scope, request_id: str) -> CIMultiDict[str]:
+def _headers(scope: Scope, request_id: str) -> list[tuple[bytes, bytes]]:
     """Return a client's headers for an engine, which hears whose they are."""
     named = {
         each.strip().lower() for name, value in scope["headers"] if name == b"connection" for each in value.split(b",")
     }
-    headers = CIMultiDict(
-        (name.decode("latin-1"), value.decode("latin-1"))
-        for name, value in scope["headers"]
-        if name not in _NOT_PASSED and name not in named
-    )
-    headers["X-Request-Id"] = request_id
+    headers = [(name, value) for name, value in scope["headers"] if name not in _NOT_PASSED and name not in named]
+    headers.append((b"x-request-id", request_id.encode()))
     if client := scope.get("client"):
-        headers["X-Forwarded-For"] = client[0]
+        headers.append((b"x-forwarded-for", client[0].encode("latin-1")))
     return headers

@@ -6,11 +6,12 @@ import re
 from typing import NamedTuple
 
 # A quote within a text that a model wrote has a backslash before it.
+_PLACES = (b'"usage":', b'"details":')  # the second is TGI's
 _PROMPT = re.compile(rb'(?<!\\)"(?:prompt_tokens|input_tokens|prefill_tokens|input_length)":\s*(\d+)')
 _CACHED = re.compile(rb'(?<!\\)"cached_tokens":\s*(\d+)')
 _READ = re.compile(rb'(?<!\\)"cache_read_input_tokens":\s*(\d+)')
 _WRITTEN = re.compile(rb'(?<!\\)"(?:completion_tokens|output_tokens|generated_tokens)":\s*(\d+)')
-_END_BYTES = 4096  # of a long answer, the counts stand there
+_COUNTS_BYTES = 2048  # that counts take
 
 
 class Usage(NamedTuple):
@@ -22,15 +23,29 @@ class Usage(NamedTuple):
 
 
 def read_usage(first: bytes, last: bytes) -> Usage:
-    """Read the counts of an answer from its beginning, where Anthropic's streams tell them, and its end."""
-    text = first[:_END_BYTES] + last[-_END_BYTES:]
-    prompt, cached, read = _last(_PROMPT, text), _last(_CACHED, text), _last(_READ, text)
+    """Read the counts of an answer: of a stream's first events, where Anthropic's tell of the prompt, and of its end.
+
+    What stands before and behind them may be long: log probabilities, say.
+    """
+    counts = first[:_COUNTS_BYTES] + _told_last(last)
+    prompt, cached, read = _last(_PROMPT, counts), _last(_CACHED, counts), _last(_READ, counts)
     if prompt is None:
         return Usage(None, None, 0)
     if cached is None:  # Anthropic counts what was read from a cache apart
         cached = read
         prompt += read or 0
-    return Usage(prompt, cached, prompt + (_last(_WRITTEN, text) or 0))
+    return Usage(prompt, cached, prompt + (_last(_WRITTEN, counts) or 0))
+
+
+def _told_last(text: bytes) -> bytes:
+    """Return what stands at the last place where counts are told."""
+    for name in _PLACES:
+        place = text.rfind(name)
+        while place > 0 and text[place - 1] == ord("\\"):
+            place = text.rfind(name, 0, place)
+        if place >= 0:
+            return text[place : place + _COUNTS_BYTES]
+    return b""
 
 
 def _last(pattern: re.Pattern[bytes], text: bytes) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, FastAPI
@@ -14,6 +13,7 @@ from starlette.responses import Response
 from octavo import __version__
 from octavo.server.access.body import body_of
 from octavo.server.access.guards import add_guards
+from octavo.server.access.routes import REFUSALS
 from octavo.server.api import describing, tgi
 from octavo.server.api.anthropic import messages
 from octavo.server.api.openai.chat import create_chat_completion
@@ -23,12 +23,10 @@ from octavo.server.api.openai.requests import ChatCompletionRequest, CompletionR
 from octavo.server.api.openai.responses import ResponsesRequest, count_input_tokens, create_response
 from octavo.server.api.openapi import describe
 from octavo.server.api.tokenizing import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
-from octavo.server.errors import HttpError, NotAllowedError, add_error_handlers
+from octavo.server.errors import NotAllowedError, add_error_handlers
 from octavo.server.telemetry.dashboard.routes import add_dashboard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from octavo.server.service import Service
 
 ChatBody = Annotated[ChatCompletionRequest, Depends(body_of(ChatCompletionRequest))]
@@ -41,22 +39,6 @@ CountTokensBody = Annotated[messages.CountTokensRequest, Depends(body_of(message
 TgiBody = Annotated[tgi.GenerateRequest, Depends(tgi.read_body)]
 DetokenizeBody = Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest, is_count=True))]
 CompletionBody = Annotated[CompletionRequest, Depends(body_of(CompletionRequest))]
-
-# The requests that take a place, and how each API spells a refusal.
-_REFUSALS: dict[str, Callable[[HttpError], Response]] = {
-    path: partial(HttpError.response, path=path)
-    for path in (
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/responses/input_tokens",
-        "/v1/embeddings",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/tokenize",
-        "/detokenize",
-    )
-} | dict.fromkeys(("/generate", "/generate_stream", "/"), HttpError.tgi_response)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -79,7 +61,7 @@ def create_app(service: Service) -> FastAPI:
         app,
         config,
         begin=service.begin,
-        refusals=_REFUSALS,
+        refusals=REFUSALS,
         keyring=lambda: service.keyring,
         counts=service.metrics,
         tracing=service.tracing,

@@ -42,7 +42,7 @@ class CacheAware:
         able = [engine for engine in engines if not self._is_more(engine.load, least)]
         found = self._tree.find(asked, able)
         longest = max(found.num_bytes.values())
-        share = longest / len(asked.prompt) if longest else 0.0
+        share = longest / asked.num_prompt_bytes if longest else 0.0
         best = least_loaded([engine for engine in able if found.num_bytes[engine] == longest])
         if share >= _LEAST_SHARE and not found.is_branch:
             return best
@@ -63,7 +63,7 @@ class CacheAware:
     def sent(self, asked: Asked, engine: Engine) -> float:
         """Remember where a prompt goes; return how much of it should be there."""
         expected = self._open[id(asked), engine] = self._tree.add(asked, engine)
-        known = expected.num_bytes / len(asked.prompt) if asked.prompt else 0.0
+        known = expected.num_bytes / asked.num_prompt_bytes if asked.num_prompt_bytes else 0.0
         self._work[engine] = self._work_of(engine) + (1 - known) * asked.num_tokens
         if self._work[engine] > _REMEMBERED * self._balance_tokens:
             self._work = {each: amount / 2 for each, amount in self._work.items()}
@@ -75,7 +75,7 @@ class CacheAware:
         self._tree.close(engine, expected)
         if cached_share is None or not expected.num_bytes:
             return
-        share = expected.num_bytes / len(asked.prompt)
+        share = expected.num_bytes / asked.num_prompt_bytes
         if cached_share < _MISSED_SHARE * share and (share - cached_share) * asked.num_tokens > _MISSED_TOKENS:
             self._tree.lost(engine, expected.since)
 

@@ -180,6 +180,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._refusal is not None:
             raise ValueError("refused")  # makes the parser give up, and `send_400_response` follow
         super().on_headers_complete()
+        self.scope["state"]["write_body"] = self.write_body
         if self._is_for_probes:
             self.cycle.keep_alive = False
         if not self.pipeline:
@@ -187,6 +188,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._watch_reader()
         elif len(self.pipeline) == 1:
             self.flow.resume_reading()
+
+    def write_body(self, piece: bytes) -> bool:
+        """Write a piece of the chunked answer that was begun; return whether its client takes more now.
+
+        Where it does not, sending an empty piece waits until it does. For routes, as `request.state.write_body`: `send`
+        of ASGI takes a task, and a call of each layer.
+        """
+        if self.transport.is_closing():  # nobody reads it, of which the route hears by `receive`
+            return True
+        self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return not self.flow.write_paused
 
     def on_message_complete(self) -> None:
         """What follows are the next headers."""

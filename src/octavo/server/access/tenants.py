@@ -70,6 +70,7 @@ class Tenant:
 
 
 EVERYBODY = Tenant(share_prefix_cache=True, read_metrics=True)
+_OPERATOR = Tenant(name="(operator)", read_metrics=True)  # a name that no file can have
 _DEFAULTS = Tenant()
 
 
@@ -83,13 +84,13 @@ class Keyring:
         self._secret = secrets.token_bytes(32)
         self._tenants = {self._index(digest): (digest, tenant) for digest, tenant in digests}
         self._named = {tenant.name: tenant for _, tenant in self._tenants.values()}
-        self.tenants = tuple(self._named.values())
+        self.tenants = tuple(tenant for tenant in self._named.values() if tenant is not _OPERATOR)
 
     @classmethod
     def of(cls, config: AccessConfig) -> Keyring | None:
         """Return the ring that a server asks for; None where it asks nobody. Raises `ConfigError`."""
         if config.api_keys_file is not None:
-            return cls.from_file(config.api_keys_file)
+            return cls.from_file(config.api_keys_file, config.operator_key)
         return None if config.api_key is None else cls.of_one(config.api_key)
 
     @classmethod
@@ -98,9 +99,13 @@ class Keyring:
         return cls([(_digest(key.encode()), EVERYBODY)])
 
     @classmethod
-    def from_file(cls, path: Path) -> Keyring:
-        """Read a file of keys. Raises `ConfigError` with the place of what is wrong."""
-        return cls(_read(path))
+    def from_file(cls, path: Path, operator_key: str | None = None) -> Keyring:
+        """Read a file of keys; an operator's is none of its tenants'.
+
+        Raises `ConfigError` with the place of what is wrong.
+        """
+        operator = [] if operator_key is None else [(_digest(operator_key.encode()), _OPERATOR)]
+        return cls([*_read(path), *operator])
 
     def find(self, key: bytes) -> Tenant | None:
         """Return whose key it is."""

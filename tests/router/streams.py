@@ -1,0 +1,129 @@
+"""An engine of a few lines that streams what a request names, and clients that read the bytes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from typing import TYPE_CHECKING
+
+from server.running import DEADLINE_S
+
+from octavo.server.access.listening import bind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+READY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+
+
+class Streams:
+    """Writes so many events of so many bytes, in pieces of so many; company: waits until so many streams are open."""
+
+    def __init__(self) -> None:
+        self.num_sent_bytes = self._num_begun = 0
+        self._has_begun = asyncio.Condition()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer on one connection."""
+        with (
+            contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError),
+            contextlib.closing(writer.transport),
+        ):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                if head.startswith(b"GET"):
+                    writer.write(READY)
+                    continue
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
+                await self._stream(writer, **json.loads(await reader.readexactly(length)))
+
+    async def _stream(
+        self, writer: asyncio.StreamWriter, name: str, events: int, size: int, piece: int, company: int = 0
+    ) -> None:
+        writer.write(HEAD)
+        async with self._has_begun:
+            self._num_begun += 1
+            self._has_begun.notify_all()
+        left = b""
+        for number in range(events):
+            left += event(name, number, size)
+            while len(left) >= piece or (left and number == events - 1):
+                part, left = left[:piece], left[piece:]
+                writer.write(b"%x\r\n%b\r\n" % (len(part), part))
+                await writer.drain()
+                self.num_sent_bytes += len(part)
+            if number == 0:
+                async with self._has_begun:
+                    await self._has_begun.wait_for(lambda: self._num_begun >= company)
+        writer.write(b"0\r\n\r\n")
+
+
+def event(name: str, number: int, size: int) -> bytes:
+    """Return an event."""
+    return b"data: %b %d " % (name.encode(), number) + b"x" * size + b"\n\n"
+
+
+@contextlib.contextmanager
+def stream_engine() -> Iterator[tuple[str, Streams]]:
+    """Run one in a thread; give its address."""
+    loop, streams = asyncio.new_event_loop(), Streams()
+    sock = bind("127.0.0.1", 0)
+    server = loop.run_until_complete(asyncio.start_server(streams.serve, sock=sock, backlog=2048))
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def end() -> None:
+        server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}", streams
+    finally:
+        asyncio.run_coroutine_threadsafe(end(), loop).result(DEADLINE_S)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(DEADLINE_S)
+        loop.close()
+
+
+def request(**body: object) -> bytes:
+    """Return a request for such a stream."""
+    content = json.dumps(body).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    return head + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(content) + content
+
+
+def events_of(answer: bytes) -> list[bytes]:
+    """Read a chunked answer. Raises `ValueError` where it is none, or an event does not end with its chunk."""
+    events: list[bytes] = []
+    start = answer.index(b"\r\n\r\n", len(b"HTTP/1.1 200")) + 4
+    while True:
+        line = answer.index(b"\r\n", start)
+        start, length = line + 2, int(answer[start:line], 16)
+        if not length:
+            return events
+        chunk = answer[start : start + length]
+        if not chunk.endswith(b"\n\n"):
+            raise ValueError(f"cut: {chunk[-80:]!r}")
+        events += [each + b"\n\n" for each in chunk.split(b"\n\n")[:-1]]
+        start += length + 2
+
+
+async def ask(url: str, **body: object) -> list[bytes]:
+    """Return a stream's events."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    with contextlib.closing(writer):
+        writer.write(request(**body))
+        return events_of(await reader.read())
+
+
+async def ask_many(url: str, count: int, num_events: int) -> list[list[bytes]]:
+    """Return as many streams' events, `s0` and so on, which are all open at once."""
+    asked = {"events": num_events, "size": 20, "piece": 16, "company": count}
+    async with asyncio.timeout(3 * DEADLINE_S):
+        return await asyncio.gather(*(ask(url, name=f"s{index}", **asked) for index in range(count)))

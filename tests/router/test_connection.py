@@ -1,0 +1,272 @@
+"""An engine's answer as bytes, right and wrong: whole, cut anywhere, in pieces of any size."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from typing import Any
+
+import pytest
+
+from octavo.router.connection import AnswerError, EngineConnection, NoAnswerError
+from octavo.router.engines import Engine
+from octavo.router.upstream import Upstream
+
+LENGTH = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 8\r\n\r\n[1,2,34]"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n[1,2,\r\n3;x=y\r\n34]\r\n0\r\nTrailer: t\r\n\r\n"
+UNTIL_END = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n[1,2,34]"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
+CLOSING = LENGTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+EMPTY = b"HTTP/1.1 204 No Content\r\n\r\n"
+
+
+class Transport:
+    """What a connection writes to; nobody is there."""
+
+    def __init__(self) -> None:
+        self.written, self.is_reading, self.is_closed = b"", True, False
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def pause_reading(self) -> None:
+        self.is_reading = False
+
+    def resume_reading(self) -> None:
+        self.is_reading = True
+
+    def abort(self) -> None:
+        self.is_closed = True
+
+
+class Asked:
+    """A connection on which a request was sent."""
+
+    def __init__(self, *, is_head: bool = False) -> None:
+        self.idle: list[EngineConnection] = []
+        self.connection = EngineConnection("http://engine", self.idle.append, lambda _: None)
+        self.transport: Any = Transport()
+        self.connection.connection_made(self.transport)
+        self.answer = asyncio.ensure_future(self.connection.ask(b"GET", b"", is_head=is_head))
+
+    async def gets(self, data: bytes, size: int, *, ends: bool = True) -> tuple[int, bytes]:
+        """Receive so much at a time, and then the connection's end; return status and body."""
+        await asyncio.sleep(0)
+        reading = asyncio.ensure_future(self._read())
+        for start in range(0, len(data), size):
+            self.connection.data_received(data[start : start + size])
+        if ends:
+            self.connection.connection_lost(None)
+        return await reading
+
+    async def _read(self) -> tuple[int, bytes]:
+        async with await self.answer as answer:
+            return answer.status, await answer.read()
+
+
+async def got(data: bytes, size: int, *, is_head: bool = False) -> tuple[int, bytes]:
+    return await Asked(is_head=is_head).gets(data, size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize("data", [LENGTH, CHUNKED, UNTIL_END, CONTINUE + LENGTH, EMPTY])
+def test_an_answer_in_pieces_of_any_size(data, size):
+    expected = (204, b"") if data is EMPTY else (200, b"[1,2,34]")
+    assert asyncio.run(got(data, size)) == expected
+
+
+@pytest.mark.parametrize("data", [LENGTH, CHUNKED])
+@pytest.mark.parametrize("behind", [b"", LENGTH, b"\x00garbage", b"\r\n\r\n"])
+def test_only_a_connection_that_says_nothing_more_is_used_again(data, behind):
+    async def ask():
+        asked = Asked()
+        assert await asked.gets(data + behind, 1000, ends=False) == (200, b"[1,2,34]")
+        return asked
+
+    asked = asyncio.run(ask())
+    is_clean = not behind.strip()
+    assert (len(asked.idle), asked.transport.is_closed) == ((1, False) if is_clean else (0, True))
+    if is_clean:
+        asked.connection.data_received(b"x")
+        assert asked.transport.is_closed, "what nobody has asked for ends it"
+
+
+def test_an_answer_to_head_has_no_body_whatever_length_it_tells():
+    assert asyncio.run(got(LENGTH.partition(b"[")[0], 1000, is_head=True)) == (200, b"")
+
+
+@pytest.mark.parametrize("data", [LENGTH, CHUNKED])
+def test_an_answer_that_is_cut_anywhere_is_none(data):
+    async def cut():
+        with pytest.raises(NoAnswerError):
+            await got(b"", 1)
+        for end in range(1, len(data)):
+            with pytest.raises(AnswerError, match="cut"):
+                await got(data[:end], 1000)
+
+    asyncio.run(cut())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"HTTP/1.1 abc OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: a\x00b\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\nContent-Length: 9\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999999\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n[1,2,xx\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 20_000,
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 5_000,
+        b"HTTP/1.1 200 OK\r\nX: " + b"y" * 100_000,
+    ],
+)
+def test_what_is_no_answer_is_told_and_ends_the_connection(data):
+    async def ask():
+        asked = Asked()
+        with pytest.raises(AnswerError):
+            await asked.gets(data, 1 << 16, ends=False)
+        return asked.transport.is_closed
+
+    assert asyncio.run(ask())
+
+
+@pytest.mark.parametrize("data", [LENGTH, CHUNKED, CONTINUE + CHUNKED])
+def test_whatever_is_changed_of_an_answer_it_is_read_or_refused(data):
+    rng = random.Random(len(data))
+
+    async def ask():
+        for _ in range(400):
+            changed = bytearray(data)
+            for _ in range(rng.randint(1, 4)):
+                place = rng.randrange(len(changed))
+                changed[place : place + rng.randint(0, 3)] = rng.randbytes(rng.randint(0, 3))
+            with contextlib.suppress(OSError):
+                await got(bytes(changed), rng.choice([1, 5, 1000]))
+
+    asyncio.run(ask())
+
+
+def test_what_is_relayed_comes_in_order_and_waits_for_room():
+    async def ask():
+        asked = Asked()
+        await asyncio.sleep(0)
+        asked.connection.data_received(CHUNKED.partition(b"5\r\n")[0])
+        answer = await asked.answer
+        got, room = [], asyncio.Event()
+
+        def take(piece):
+            got.append(piece)
+            return len(got) != 2
+
+        relaying = asyncio.ensure_future(answer.relay(take, room.wait))
+        for text in (b"a", b"b", b"c", b"d"):
+            await asyncio.sleep(0)
+            asked.connection.data_received(b"1\r\n" + text + b"\r\n")
+            assert got == [b"a", b"b"][: len(got)]
+        assert (got, asked.transport.is_reading) == ([b"a", b"b"], False)
+        room.set()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert (got, asked.transport.is_reading) == ([b"a", b"b", b"cd"], True)
+        asked.connection.data_received(b"1\r\ne\r\n0\r\n\r\n")
+        await relaying
+        assert got == [b"a", b"b", b"cd", b"e"]
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_what_fails_where_an_answer_is_taken_is_raised_where_it_is_relayed(when):
+    def take(_piece):
+        raise ValueError("mine")
+
+    async def room():
+        raise AssertionError
+
+    async def ask():
+        asked = Asked()
+        await asyncio.sleep(0)
+        asked.connection.data_received(CHUNKED if when == "before" else CHUNKED.partition(b"5\r\n")[0])
+        answer = await asked.answer
+        relaying = asyncio.ensure_future(answer.relay(take, room))
+        await asyncio.sleep(0)
+        if when == "behind":
+            asked.connection.data_received(b"1\r\na\r\n")
+        with pytest.raises(ValueError, match="mine"):
+            await relaying
+
+    asyncio.run(ask())
+
+
+def test_a_body_that_nobody_takes_stays_in_the_system():
+    async def ask():
+        asked = Asked()
+        await asyncio.sleep(0)
+        asked.connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 400000\r\n\r\n" + b"x" * 300_000)
+        answer = await asked.answer
+        assert not asked.transport.is_reading
+        assert len(await answer.next()) == 300_000
+        assert asked.transport.is_reading
+
+    asyncio.run(ask())
+
+
+class Server:
+    """An engine of a few lines on a real socket: what it does with each connection, in turn."""
+
+    def __init__(self, *does: str) -> None:
+        self.does, self.num_connections, self.num_requests = list(does), 0, 0
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        does = self.does[self.num_connections]
+        self.num_connections += 1
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError), contextlib.closing(writer.transport):
+            while await reader.readuntil(b"\r\n\r\n"):
+                self.num_requests += 1
+                if does == "answers once" and self.num_requests > 1:
+                    return
+                writer.write(LENGTH if does != "closes" else CLOSING)
+                if does == "closes":
+                    return
+
+
+async def ask_of(server: Server, method: str, times: int) -> list[Any]:
+    listening = await asyncio.start_server(server, "127.0.0.1", 0)
+    upstream, found = Upstream(), []
+    engine = Engine(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+    scope = {"method": method, "raw_path": b"/", "query_string": b"", "headers": []}
+    async with listening:
+        for _ in range(times):
+            try:
+                async with await upstream.ask(engine, scope, b"", "id") as answer:
+                    found.append(await answer.read())
+            except OSError as error:
+                found.append(type(error))
+            await asyncio.sleep(0.01)  # in which an end arrives
+        await upstream.close()
+        await asyncio.sleep(0.01)
+    return found
+
+
+@pytest.mark.parametrize(("does", "num_connections"), [(["keeps"], 1), (["closes", "closes", "closes"], 3)])
+def test_a_connection_serves_one_request_after_another(does, num_connections):
+    server = Server(*does)
+    assert asyncio.run(ask_of(server, "POST", 3)) == [b"[1,2,34]"] * 3
+    assert server.num_connections == num_connections
+
+
+@pytest.mark.parametrize(("method", "second"), [("GET", b"[1,2,34]"), ("POST", NoAnswerError)])
+def test_a_connection_that_ends_as_it_is_asked_again_is_no_engine_lost(method, second):
+    """What may have been begun is not asked twice."""
+    server = Server("answers once", "keeps")
+    assert asyncio.run(ask_of(server, method, 2)) == [b"[1,2,34]", second]
