@@ -11,7 +11,7 @@ from octavo.outputs import EngineCoreOutput
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.server.answers.answer_form import AnswerForm, AnswerReader, AnswerStyle
 from octavo.server.answers.tools import read_chat_tools
-from octavo.server.api.openai.content_logprobs import ContentLogprobs
+from octavo.server.api.openai.logprobs import ContentLogprobs
 from octavo.server.api.openai.token_places import TokenPlaces
 
 if TYPE_CHECKING:

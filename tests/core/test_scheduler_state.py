@@ -8,6 +8,7 @@ from stores import Store
 from octavo.config import CacheConfig
 from octavo.core.scheduler import Scheduler
 from octavo.data import events
+from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import Request, RequestStatus
 from octavo.errors import PromptTooLongError, RequestError
@@ -394,3 +395,20 @@ def test_what_computing_takes_is_learned_where_there_is_a_store(make_core):
     now[0] += 2.0
     core.scheduler.update_from_output(scheduled, core.compute(scheduled))
     assert core.scheduler.transfers._cost._seconds_per_token == 2.0 / 40
+
+
+@pytest.mark.parametrize("is_expected", [True, False])
+def test_what_another_engine_computes_is_waited_for_by_time_and_not_by_steps(make_core, is_expected):
+    store = Store(None, "waits")
+    core = make_core(connector=store, clock=lambda: 0.0)
+    core.add("runs", 4, max_tokens=60)
+    pair = KVTransferParams("t") if is_expected else None
+    request = core.add("waits", 9, max_tokens=40, kv_transfer_params=pair)
+    assert ("added", "waits") in store.told
+    for _ in range(40):
+        core.step()
+    assert (("given up", "waits") in store.told) is not is_expected
+    assert (request.status is RequestStatus.WAITING) is is_expected
+    store.num_tokens = 8
+    core.step()
+    assert (request.status is RequestStatus.WAITING_FOR_REMOTE_KVS) is is_expected

@@ -59,6 +59,7 @@ def charged(running: Running, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ("/v1/completions", {"prompt": "hello", "max_tokens": 3}, 200, 5 + 3),
         ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 3}, 200, 3 + 3),
         ("/v1/completions", {"prompt": TOO_LONG}, 400, 5000),
+        ("/v1/completions", {"prompt": TOO_LONG, "truncate_prompt_tokens": 10, "max_tokens": 3}, 200, 5000 + 3),
         ("/generate", {"inputs": TOO_LONG, "parameters": {"truncate": 10, "max_new_tokens": 3}}, 200, 5000 + 3),
         ("/generate", {"inputs": TOO_LONG, "parameters": {"max_new_tokens": 3}}, 422, 5000),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": TOO_LONG}]}, 400, 5018),

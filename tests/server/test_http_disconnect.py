@@ -13,7 +13,7 @@ import pytest
 from fakes import FakeExecutor, answer_text
 from running import Running, run_server, wait_until
 
-from octavo.server.api.openai import chat
+from octavo.server.api import conversation
 
 ENDLESS = {"max_tokens": 2000, "ignore_eos": True}
 STEP_S = 0.02  # so that an answer nobody stops takes twice as long as any test waits
@@ -178,14 +178,14 @@ def test_a_prompt_that_is_still_read_when_the_server_stops_never_gets_to_the_eng
 def test_who_has_a_place_when_the_server_stops_is_answered_though_its_prompt_is_not_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    begun, goes_on, render = threading.Event(), threading.Event(), chat.render
+    begun, goes_on, render = threading.Event(), threading.Event(), conversation.render
 
     async def slowly(*args: Any, **options: Any) -> Any:
         begun.set()
         await asyncio.to_thread(goes_on.wait, 20)
         return await render(*args, **options)
 
-    monkeypatch.setattr(chat, "render", slowly)
+    monkeypatch.setattr(conversation, "render", slowly)
     with run_server(grace_s=30.0) as running, running.http() as http, futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(http.post, "/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 5})
         assert begun.wait(20)

@@ -101,7 +101,7 @@ async def load(
 
     max_concurrency: more than so many wait at the sender, and their time begins when they are sent.
     """
-    door = asyncio.Semaphore(max_concurrency or len(items) or 1)
+    slots = asyncio.Semaphore(max_concurrency or len(items) or 1)
     start = time.perf_counter()
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     connector = aiohttp.TCPConnector(limit=0)
@@ -109,7 +109,7 @@ async def load(
 
         async def one(item: Item, at: float) -> Seen:
             await asyncio.sleep(start + at - time.perf_counter())
-            async with door:
+            async with slots:
                 seen = await _send(session, target, item)
             on_end(seen)
             return seen

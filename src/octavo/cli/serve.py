@@ -82,7 +82,7 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, 
     check_installed("octavo serve")
     source = context.get_parameter_source("seed")
     is_drawn = source is None or source.name == "DEFAULT"
-    if is_drawn:  # servers that were given no seed do not sample alike; whoever wants a replay finds it in the log
+    if is_drawn:  # servers that were given no seed do not sample alike; for a replay the log has it
         engine = replace(engine, seed=secrets.randbits(_SEED_BITS))
     waiting, tokens = _limits(engine)
     config = server.server_config(listen, engine.max_num_seqs + waiting, tokens)

@@ -135,7 +135,7 @@ def _add_tgi_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/")
     async def either(request: Request, body: TgiBody) -> Response:
-        return await tgi.generate_either(service, request, body)
+        return await tgi.generate(service, request, body, stream=bool(body.stream), in_list=True)
 
     @app.get("/", include_in_schema=False)
     async def front_page() -> HTMLResponse:

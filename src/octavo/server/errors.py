@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from octavo.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -222,6 +223,20 @@ def to_http(error: Exception) -> HttpError:
             parameter, retry = getattr(error, "parameter", None), getattr(error, "retry_after_s", 1.0)
             return HttpError(status, message or str(error), type_, parameter, code, retry)
     return HttpError(500, "the server failed to serve this request; its log says why", _SERVER)
+
+
+@contextlib.contextmanager
+def spelling(names: Mapping[str, str], *, in_text: bool = False) -> Iterator[None]:
+    """Name the field that an error is about as the client did. names: ours -> the client's. in_text: there, too."""
+    try:
+        yield
+    except RequestError as error:
+        own = error.parameter or ""
+        if own in names:
+            error.parameter = name = names[own]
+            if in_text:
+                error.args = (str(error).replace(own, name, 1) if own in str(error) else f"{name}: {error}",)
+        raise
 
 
 def add_error_handlers(app: Starlette) -> None:

@@ -225,7 +225,7 @@ class Service:
         hears of outputs that are not yielded: of a request that is cut off.
         Raises `AuthenticationError` or `ServerClosingError` for one that ends with its key or with the server.
         """
-        if self._is_ending:  # its place was taken before the door was closed, so until then it may begin
+        if self._is_ending:  # it had its place before, and may begin until then
             raise ServerClosingError("closing")
         self._check_engine()
         if self.present(place.tenant) is None:

@@ -15,7 +15,7 @@ BYTES_PER_ANSWER = 400  # where it ends, and its salt with its number: a bound, 
 
 
 class Answers:
-    """At most so many, in a ring of so many bytes; the oldest are overwritten, whoever they belong to.
+    """At most so many, in a ring of so many bytes; the oldest are overwritten, of all salts alike.
 
     Each distinct salt has a number, its owner's in the index, as long as one of its answers is there.
     """

@@ -72,7 +72,7 @@ class SharedDraftKV:
 class OwnDraftKV:
     """A cache of its own, whose blocks have the numbers of the target's and go where these go.
 
-    A block that is shared, or comes back from host memory, holds as much as whoever drafted with it has computed.
+    A block that is shared, or comes back from host memory, holds as much as who drafted with it has computed.
     """
 
     def __init__(self, cache: PagedKVCache, batch: InputBatch, num_speculative_tokens: int) -> None:

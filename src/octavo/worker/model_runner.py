@@ -48,7 +48,7 @@ class ModelRunner:
 
     proposer: guesses what follows; then draft does, where there is one, and where the other has found nothing.
     draft_cache: of its keys and values, with blocks of the same numbers; None where it reads those of the target.
-    kv_mover: moves KV from and to a store outside; whoever has one sets it.
+    kv_mover: moves KV from and to a store outside; set by who makes one.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ModelRunner:
         return [self.kv_cache] if draft is None or draft.kv.cache is self.kv_cache else [self.kv_cache, draft.kv.cache]
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
-        """Compute a step: every scheduled token in one batched forward, tokens for whoever is due some."""
+        """Compute a step: every scheduled token in one batched forward, tokens for the requests that are due some."""
         with torch.inference_mode():  # as a decorator it would enter twice as many functions, in every step
             return self._execute(scheduled)
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class Prefault:
     """A thread that touches memory page by page, from its beginning, in time that nobody else has use for.
 
-    The system gives a page when it is touched first, which costs whoever does it: 2 GB took 2.6 s on a virtual machine
-    whose host had to find them, and 0.25 s where it had them. Content stays as it is, whoever writes meanwhile. The
-    thread ends by itself, and holds `data` until then; where there can be no thread, pages come when they are written.
+    The system gives a page when it is touched first, which costs time: 2 GB took 2.6 s on a virtual machine whose host
+    had to find them, and 0.25 s where it had them. Content stays as it is, also where another thread writes. The thread
+    ends by itself, and holds `data` until then; where there can be no thread, pages come when they are written.
     """
 
     def __init__(self, data: Tensor) -> None:

@@ -268,7 +268,7 @@ def _packed_cache(max_bytes: int) -> PackedCache | None:
 def warm_up(runner: ModelRunner, num_tokens: int) -> None:
     """Run a prompt of so many tokens, or as many as the cache holds, through everything once.
 
-    The blocks it writes belong to nobody: whoever gets them writes them before reading.
+    The blocks it writes belong to nobody: their next owner writes them before it reads.
     """
     block_size = runner.kv_cache.block_size
     blocks = list(range(min(-(-num_tokens // block_size), runner.kv_cache.num_blocks)))

@@ -14,7 +14,6 @@ from running import DEADLINE_S, run_server
 
 from octavo.sampling_params import SamplingParams
 from octavo.server.answers import answering
-from octavo.server.api.openai import responses
 from octavo.server.api.openai.requests import SamplingControls
 from octavo.server.api.openai.response_items import read_items
 from octavo.server.api.openai.responses import ResponsesRequest, _params
@@ -122,8 +121,7 @@ def test_a_whole_answer_is_encoded_once(client: openai.OpenAI, monkeypatch: pyte
         encoded.append(data)
         return msgspec.json.encode(data)
 
-    for module in (answering, responses):
-        monkeypatch.setattr(module, "encoder", SimpleNamespace(encode=encode))
+    monkeypatch.setattr(answering, "encoder", SimpleNamespace(encode=encode))
     whole = client.responses.create(**ASKED, tools=[WEATHER, NOW])
     (answer,) = encoded  # and none of the events that a stream has
     assert answer.id == whole.id

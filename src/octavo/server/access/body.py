@@ -19,11 +19,10 @@ from octavo.server.access.kv_transfer import read_kv_transfer
 from octavo.server.errors import BodyTooLargeError, MediaTypeError, SlowBodyError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from octavo.config import AccessConfig, ServerConfig
     from octavo.server.access.limiter import Pool
-    from octavo.server.access.tenants import Tenant
     from octavo.server.access.timeouts import TimeoutQueue
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -63,10 +62,10 @@ async def received(
 
     Raises `SlowBodyError`, `BodyTooLargeError` and `QueueFullError`.
     """
-    with _room(pool, request.state.tenant) as take:
+    with contextlib.ExitStack() as taken:
         try:
             async with timeouts.timeout(config.body_timeout_s):
-                chunks = await _read_limited(request, config.max_body_bytes, take)
+                chunks = await _read_limited(request, config.max_body_bytes, pool, taken)
         except TimeoutError:
             raise SlowBodyError(f"the request's body did not arrive within {config.body_timeout_s:g} s") from None
         yield chunks
@@ -117,43 +116,27 @@ def read_timeout(request: Request, limit_s: float) -> float:
     return min(seconds, limit_s)
 
 
-@contextlib.contextmanager
-def _room(pool: Pool, tenant: Tenant) -> Iterator[Callable[[int], None]]:
-    """Give a function that takes room for one body of so many bytes so far, which is given back in the end.
+async def _read_limited(request: Request, max_bytes: int, pool: Pool, taken: contextlib.ExitStack) -> list[bytes]:
+    """Read the pieces of a body; stop as soon as it is too large, whatever it was said to be.
 
-    A body's first bytes need none: as many wait in its connection anyway. The function raises `QueueFullError`.
+    Its first bytes need no room in the pool: as many wait in its connection anyway. taken: gives all of it back.
     """
-    taken = 0
-
-    def take(num_bytes: int) -> None:
-        nonlocal taken
-        more = num_bytes - FREE_BYTES - taken
-        if more <= 0:
-            return
-        if more > pool.room(tenant, besides=taken):
-            raise QueueFullError("too many large requests arrive at once")
-        pool.take(tenant, more)
-        taken += more
-
-    try:
-        yield take
-    finally:
-        pool.give_back(tenant, taken)
-
-
-async def _read_limited(request: Request, max_bytes: int, take: Callable[[int], None]) -> list[bytes]:
-    """Read the pieces of a body; stop as soon as it is too large, whatever it was said to be. take: see `_room`."""
     error = BodyTooLargeError(f"the request's body exceeds the limit of {max_bytes} bytes")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise error
     chunks: list[bytes] = []
-    num_bytes = 0
+    num_bytes, num_taken, tenant = 0, 0, request.state.tenant
+    taken.callback(lambda: pool.give_back(tenant, num_taken))
     async for chunk in request.stream():
         num_bytes += len(chunk)
         if num_bytes > max_bytes:
             raise error
-        take(num_bytes)
+        if (more := num_bytes - FREE_BYTES - num_taken) > 0:
+            if more > pool.room(tenant, besides=num_taken):
+                raise QueueFullError("too many large requests arrive at once")
+            pool.take(tenant, more)
+            num_taken += more
         chunks.append(chunk)
     return chunks
 

@@ -87,7 +87,7 @@ class GracefulServer(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open the door."""
+        """Begin to listen."""
         if hears_hang_up():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
             self.reload()  # the signal may have come since they were read
@@ -114,7 +114,7 @@ class GracefulServer(uvicorn.Server):
             logger.info("the certificate was read anew")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let open requests end, and new ones hear that this server leaves; then close the door."""
+        """Let open requests end, and new ones hear that this server leaves; then stop listening."""
         self.server_state.default_headers.append((b"connection", b"close"))  # of every answer from now on
         drain = asyncio.create_task(self._service.drain(self._service.config.grace_s))
         while not (drain.done() or self.force_exit):

@@ -33,10 +33,8 @@ class OriginMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what is allowed."""
         error = self._error(scope) if scope["type"] == "http" else None
-        if error is not None:
-            await error.response()(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
+        app = self.app if error is None else error.response()
+        await app(scope, receive, send)
 
     def _error(self, scope: Scope) -> HttpError | None:
         hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
@@ -45,13 +43,10 @@ class OriginMiddleware:
         host = hosts[0] if hosts else ""
         if self._hosts is not None and scope["path"] not in OPEN_PATHS and _name(host) not in self._hosts:
             return HttpError(421, "this server does not answer to this Host; --allowed-host NAME adds one")
-        if origins and "*" not in self._origins and any(not self._knows(origin, host) for origin in origins):
+        own = {f"http://{host}", f"https://{host}"} if host else set()
+        if "*" not in self._origins and not own.union(self._origins).issuperset(origins):
             return HttpError(403, "this server does not answer pages of this Origin; --allowed-origin URL adds one")
         return None
-
-    def _knows(self, origin: str, host: str) -> bool:
-        """Tell whether a page is the server's own, or may ask."""
-        return origin in self._origins or (bool(host) and origin in {f"http://{host}", f"https://{host}"})
 
 
 def _values(scope: Scope, wanted: bytes) -> list[str]:

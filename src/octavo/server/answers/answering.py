@@ -11,6 +11,7 @@ import time
 from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
@@ -25,7 +26,7 @@ from octavo.sampling_params import RequestOutputKind
 from octavo.server.answers.answer_size import LogprobLimit, num_entries
 from octavo.server.answers.prefill import PrefillReply, prefill_of
 from octavo.server.answers.usage import UsageCounter
-from octavo.server.errors import note_error, to_http
+from octavo.server.errors import note_error, spelling, to_http
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
     from octavo.data.kv_transfer_params import KVTransferParams
     from octavo.outputs import CompletionOutput, RequestOutput
-    from octavo.runtime.text_work import TextWork
     from octavo.sampling_params import SamplingParams
     from octavo.server.access.limiter import Permit
     from octavo.server.answers.usage import Usage
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 encoder = msgspec.json.Encoder()
 T = TypeVar("T")
 _ANSWERING = "it was answered"
+_FIELDS_TO_BLAME = {GRAMMAR_EXCEEDED: "structured_outputs", NOTHING_ALLOWED: "allowed_token_ids"}
 _MERGED = 16  # outputs between their streams and their reader: the streams themselves count what is not read
 
 
@@ -113,9 +114,9 @@ class Reply(WholeReply, Protocol):
         ...
 
 
-def event(data: Any) -> bytes:
+def event(data: Any, kind: str | None = None) -> bytes:
     """Spell a server-sent event."""
-    return b"data: " + encoder.encode(data) + b"\n\n"
+    return (b"" if kind is None else f"event: {kind}\n".encode()) + b"data: " + encoder.encode(data) + b"\n\n"
 
 
 async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
@@ -131,19 +132,18 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
             return await answer_whole(service, http_request, prefill_of(job), PrefillReply(job))
     if not job.stream:
         return await answer_whole(service, http_request, job, reply)
-    usage = UsageCounter(counts_completions=job.counts_completions)
-    note(http_request, job, usage)
+    usage = _counter(http_request, job)
     update = _updates(service, job, usage)
     with _failing_alone(job):
-        first = await _begun(http_request, update, service.config.stream_keep_alive_s)
+        begun = asyncio.ensure_future(anext(update))
+        first = await _begun(http_request, begun, service.config.stream_keep_alive_s)
     events = _events(service, _chain(first, update), http_request.scope["state"], job, reply, usage)
     return EventStream(events, first, update, job.place, service.config.stream_keep_alive_s)
 
 
 async def answer_whole(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
     """Answer a job when all of its outputs are there; when the client leaves, its requests are aborted."""
-    usage = UsageCounter(counts_completions=job.counts_completions)
-    note(http_request, job, usage)
+    usage = _counter(http_request, job)
     with _failing_alone(job):
         outputs = await unless_disconnected(http_request, _whole(service, job, usage))
         size = sum(num_entries(output, output.outputs, with_prompt=True) for output in outputs)
@@ -169,19 +169,11 @@ def _failing_alone(job: Job) -> Iterator[None]:
         raise error_for(job.request_id, _ANSWERING, error) from error
 
 
-@contextlib.contextmanager
-def _spelling(job: Job) -> Iterator[None]:
-    """Name the parameter that an error is about as the client did."""
-    try:
-        yield
-    except RequestError as error:
-        error.parameter = job.spelled.get(error.parameter or "", error.parameter)
-        raise
-
-
-def note(http_request: Request, job: Job, usage: UsageCounter) -> None:
-    """Put what a request is and costs into its line of the audit log; counts are read when the line is written."""
+def _counter(http_request: Request, job: Job) -> UsageCounter:
+    """Make what counts a job's tokens, and put what it is into its line of the audit log, which reads the counts."""
+    usage = UsageCounter(counts_completions=job.counts_completions)
     http_request.state.audit.update(id=job.request_id, model=job.model, stream=job.stream, usage=usage)
+    return usage
 
 
 class EventStream(StreamingResponse):
@@ -237,51 +229,34 @@ class EventStream(StreamingResponse):
                 await asyncio.sleep(self._keep_alive_s)
 
 
-async def _begun(
-    http_request: Request, updates: AsyncGenerator[ChoiceUpdate, None], patience_s: float
-) -> asyncio.Task[ChoiceUpdate]:
-    """Wait for the first update, as a request that is refused has a status of its own then; not for ever, though."""
-    first = asyncio.create_task(_next(updates))
+async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Wait for some work; cancel it and raise `ClientDisconnect` when the client leaves first."""
+    return (await _begun(http_request, asyncio.create_task(work))).result()
+
+
+async def _begun(http_request: Request, task: asyncio.Task[T], patience_s: float | None = None) -> asyncio.Task[T]:
+    """Wait for a task, for so long at most; cancel it and raise `ClientDisconnect` when the client leaves first."""
     watcher = asyncio.create_task(_disconnected(http_request))
     is_kept = False
     try:
-        await asyncio.wait({first, watcher}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-        if first.done():
-            first.result()
+        await asyncio.wait({task, watcher}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
         elif watcher.done():
             raise ClientDisconnect
         is_kept = True
-        return first
+        return task
     finally:
         watcher.cancel()
         if not is_kept:
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         await asyncio.gather(watcher, return_exceptions=True)
-
-
-async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for some work; cancel it and raise `ClientDisconnect` when the client leaves first."""
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_disconnected(http_request))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
 
 
 async def _disconnected(http_request: Request) -> None:
     while (await http_request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _next(updates: AsyncGenerator[ChoiceUpdate, None]) -> ChoiceUpdate:
-    return await anext(updates)
 
 
 async def _whole(service: Service, job: Job, usage: UsageCounter) -> list[RequestOutput]:
@@ -300,7 +275,7 @@ async def _outputs(service: Service, job: Job, usage: UsageCounter) -> AsyncGene
     Raises `ExecutionError` for one that failed, `DeadlineError` for one that took too long, `RequestError` for one
     whose grammar did, `AuthenticationError` or `ServerClosingError` for one that ends with its key or with the server.
     """
-    with _spelling(job):
+    with spelling(job.spelled):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
         logprobs = LogprobLimit(most, longest, job.params, len(job.prompts))
         streams = [
@@ -328,15 +303,10 @@ async def _outputs(service: Service, job: Job, usage: UsageCounter) -> AsyncGene
 
 def _error_of(message: str, request_id: str) -> OctavoError:
     """Return what a request's `error` is to its client."""
-    if message == request_failed(request_id):
-        return RequestFailedError(message)
-    if message == DEADLINE_PASSED:
-        return DeadlineError(message)
-    if message == GRAMMAR_EXCEEDED:
-        return RequestError(message, parameter="structured_outputs")
-    if message == NOTHING_ALLOWED:
-        return RequestError(message, parameter="allowed_token_ids")
-    return ExecutionError(message)
+    if message in _FIELDS_TO_BLAME:
+        return RequestError(message, parameter=_FIELDS_TO_BLAME[message])
+    kinds = {request_failed(request_id): RequestFailedError, DEADLINE_PASSED: DeadlineError}
+    return kinds.get(message, ExecutionError)(message)
 
 
 async def _updates(service: Service, job: Job, usage: UsageCounter) -> AsyncGenerator[ChoiceUpdate, None]:
@@ -368,21 +338,15 @@ async def _events(
         async with aclosing(updates):
             async for each in updates:
                 counter.add(each.output, [each.completion])
-                counts = counter.usage() if job.continuous_usage else None
-                told = await _told(service.engine.text, job, reply, each, counts)
-                if told:
+                spell = partial(reply.update, each, counter.usage() if job.continuous_usage else None)
+                size = num_entries(each.output, [each.completion], with_prompt=each.is_first)
+                if told := await beside(service.engine.text, size, spell, tenant=job.place.tenant.name):
                     yield told
         yield reply.end(counter.usage())
     except BaseException as error:
         if not is_fault(error):
             raise
         yield reply.error(note_error(state, to_http(error_for(job.request_id, _ANSWERING, error))))
-
-
-async def _told(text: TextWork, job: Job, reply: Reply, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-    """Spell some update; their reply has nothing else to do meanwhile."""
-    size = num_entries(update.output, [update.completion], with_prompt=update.is_first)
-    return await beside(text, size, lambda: reply.update(update, usage), tenant=job.place.tenant.name)
 
 
 async def _chain(

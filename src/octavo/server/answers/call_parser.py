@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from octavo.engine.stop_strings import num_held_back_chars
 from octavo.server.answers.parts import Part, joined, without_space
@@ -170,7 +170,7 @@ class ToolParser:
     def _tell_whole(self, call: Call) -> None:
         arguments = "{}" if call.arguments in {None, "", "null"} else str(call.arguments)
         if not arguments.lstrip().startswith("{"):
-            malformed()
+            raise MalformedError
         self._begin(call)
         self._tell("arguments", arguments, call)
 
@@ -188,7 +188,7 @@ class ToolParser:
     def _begin(self, call: Call) -> None:
         """Decide that this is a call."""
         if call.name not in self._names:
-            malformed()
+            raise MalformedError
         call.index, self._num_calls = self._num_calls, self._num_calls + 1
         self._tell("call", call.name or "", call)
 
@@ -210,24 +210,24 @@ class ToolParser:
                 self._position = self._position + 1 if run is None else run.end()
                 continue  # a number may go on in the next piece
             elif depth:
-                malformed()
+                raise MalformedError
             if depth == 0:
                 break
         if self._told is None and start == self._position:
-            malformed()
+            raise MalformedError
         return self._text[start : self._position]
 
     def _string(self) -> Wait[str]:
         """Read a JSON string."""
         start = self._position
         if (yield from self._peek()) != '"':
-            malformed()
+            raise MalformedError
         yield from self._skip_string()
         try:
             value = json.loads(self._text[start : self._position], strict=False)
             value.encode()
         except ValueError:
-            malformed()
+            raise MalformedError from None
         return str(value)
 
     def _skip_string(self) -> Wait[None]:
@@ -238,13 +238,13 @@ class ToolParser:
             if stop is not None and stop.group() == '"':
                 return
             if not (yield from self._peek()):
-                malformed()
+                raise MalformedError
             if stop is not None:
                 self._position += 1  # whatever was escaped
 
     def _expect(self, text: str) -> Wait[None]:
         if not (yield from self._takes(text)):
-            malformed()
+            raise MalformedError
 
     def _takes(self, expected: str) -> Wait[bool]:
         """Go behind a text if that is what comes."""
@@ -291,8 +291,3 @@ class ToolParser:
     def _drop(self) -> None:
         self._num_told += self._position
         self._text, self._position = self._text[self._position :], 0
-
-
-def malformed() -> NoReturn:
-    """Say that what was read is no call."""
-    raise MalformedError

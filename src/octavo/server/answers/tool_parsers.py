@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from octavo.server.answers.call_parser import Call, MalformedError, ToolParser, malformed
+from octavo.server.answers.call_parser import Call, MalformedError, ToolParser
 
 if TYPE_CHECKING:
     from octavo.server.answers.call_parser import Wait
@@ -96,10 +96,7 @@ class MistralParser(ToolParser):
         head = None if brace < 0 else _NAMED_HEAD.fullmatch(self._text, start, brace)
         call = Call(None if head is None else head.group(1))
         try:
-            if head is None:
-                self._read_cut_head(call)
-                malformed()
-            self._position = brace
+            self._read_head(call, head, brace)
             yield from self._tell_arguments(call)
         except MalformedError:
             if call.index is None and not self._tell_cut(call):
@@ -108,10 +105,14 @@ class MistralParser(ToolParser):
         yield from self._skip_space()
         self._drop()
 
-    def _read_cut_head(self, call: Call) -> None:
-        """Go behind what is there of a name and its marks, where the answer was cut off behind them."""
+    def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
+        """Go behind a name and its marks, or what is there of them where the answer was cut off behind them."""
+        if head is not None:
+            self._position = brace
+            return
         rest = self._text[self._position :]
         if self._is_cut and len(rest.split()) < 2 and "{" not in rest:
-            head = _NAMED_HEAD.fullmatch(rest) if rest.rstrip().endswith(self.arguments_marker) else None
-            call.name = None if head is None else head.group(1)
+            cut = _NAMED_HEAD.fullmatch(rest) if rest.rstrip().endswith(self.arguments_marker) else None
+            call.name = None if cut is None else cut.group(1)
             self._position = len(self._text)
+        raise MalformedError

@@ -36,11 +36,6 @@ class Choice:
     named: str | None = None
     allowed: frozenset[str] | None = None
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The tools that are named."""
-        return (self.allowed or frozenset()) | ({self.named} if self.named is not None else frozenset())
-
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
@@ -77,7 +72,8 @@ class Toolbox:
         names = [function.name for function in functions]
         if len({*names}) < len(names):
             raise RequestError("two tools have the same name", parameter="tools")
-        if unknown := choice.names - {*names}:
+        named = () if choice.named is None else (choice.named,)
+        if unknown := {*named, *(choice.allowed or ())} - {*names}:
             name = min(unknown)[:64]
             raise RequestError(f"tool_choice names {name!r}, which is none of the tools", parameter="tool_choice")
         if choice.mode == "required" and not names:
@@ -87,7 +83,10 @@ class Toolbox:
         if format is None:
             message = "this model's chat template shows no form of tool calls that is known; see --tool-call-parser"
             raise RequestError(message, parameter="tools")
-        given = tuple(_as_template_reads(function, description) for function, description in described)
+        given = tuple(
+            {"type": "function", "function": {"name": each.name, "description": about, "parameters": each.parameters}}
+            for each, about in described
+        )
         allowed = tuple(each for each in functions if choice.allowed is None or each.name in choice.allowed)
         only_one = format.takes_one if parallel is None else not parallel
         is_limited = len(allowed) < len(functions)
@@ -142,13 +141,11 @@ def read_function(fields: Any, place: str, parameters_name: str = "parameters") 
     if description is not None and not isinstance(description, str):
         raise RequestError(f"{place}.description must be a string", parameter=f"{place}.description")
     parameters = fields.get(parameters_name)
-    kind = (
-        "object" if parameters is None else parameters.get("type", "object") if isinstance(parameters, dict) else None
-    )
-    if kind != "object":
+    given = {} if parameters is None else parameters
+    if not isinstance(given, dict) or given.get("type", "object") != "object":
         parameter = f"{place}.{parameters_name}"
         raise RequestError(f"{parameter} must be a JSON schema of an object", parameter=parameter)
-    schema = _NO_PARAMETERS if parameters is None else {"type": "object", **parameters}
+    schema = _NO_PARAMETERS if parameters is None else {"type": "object", **given}
     return Function(name, schema, fields.get("strict") is True), description or ""
 
 
@@ -161,19 +158,18 @@ def read_choice(wanted: Any, name_of: Callable[[dict[str, Any]], Any], *, has_to
         return Choice(wanted or "auto")
     if not has_tools:
         raise RequestError(_NEEDS_TOOLS, parameter="tool_choice")
-    if isinstance(wanted, str) and wanted in {"auto", "required"}:
-        return Choice(wanted)
-    kind = wanted.get("type") if isinstance(wanted, dict) else None
-    if kind == "allowed_tools":
-        return _read_allowed(wanted.get("allowed_tools", wanted), name_of)  # chat completions nest it
-    named = name_of(wanted) if kind == "function" else None
-    if not isinstance(named, str):
-        message = (
-            'tool_choice must be none, auto, required, {"type": "function", ...} with the name of a tool, or '
-            '{"type": "allowed_tools", ...} with names of tools'
-        )
-        raise RequestError(message, parameter="tool_choice")
-    return Choice("required", named)
+    match wanted:
+        case "auto" | "required":
+            return Choice(wanted)
+        case {"type": "allowed_tools"}:
+            return _read_allowed(wanted.get("allowed_tools", wanted), name_of)  # chat completions nest it
+        case {"type": "function"} if isinstance(named := name_of(wanted), str):
+            return Choice("required", named)
+    message = (
+        'tool_choice must be none, auto, required, {"type": "function", ...} with the name of a tool, or '
+        '{"type": "allowed_tools", ...} with names of tools'
+    )
+    raise RequestError(message, parameter="tool_choice")
 
 
 def _read_allowed(fields: Any, name_of: Callable[[dict[str, Any]], Any]) -> Choice:
@@ -206,8 +202,3 @@ def read_chat_tools(
 def _name_in_function(wanted: dict[str, Any]) -> Any:
     function = wanted.get("function")
     return function.get("name") if isinstance(function, dict) else None
-
-
-def _as_template_reads(function: Function, description: str) -> dict[str, Any]:
-    fields = {"name": function.name, "description": description, "parameters": function.parameters}
-    return {"type": "function", "function": fields}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, structs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from octavo.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
@@ -40,11 +40,14 @@ class Receipt(Struct):
     recomputed_tokens: int = 0
     wasted_tokens: int = 0
 
-    def add(self, metrics: RequestMetrics) -> None:
-        """Add what a request cost that has ended."""
-        self.computed_tokens += metrics.num_computed_tokens
-        self.recomputed_tokens += metrics.num_recomputed_tokens
-        self.wasted_tokens += metrics.num_wasted_tokens
+    @classmethod
+    def of(cls, ended: Collection[RequestMetrics]) -> Receipt:
+        """Add up what requests cost that have ended."""
+        return cls(
+            sum(each.num_computed_tokens for each in ended),
+            sum(each.num_recomputed_tokens for each in ended),
+            sum(each.num_wasted_tokens for each in ended),
+        )
 
 
 class Usage(Struct):
@@ -65,26 +68,23 @@ class UsageCounter:
         self._counts_completions = counts_completions
         self._prompts: dict[str, tuple[int, int]] = {}
         self._num_completion_tokens = 0
-        self._receipt = Receipt()
-        self._ended: set[str] = set()
-        self._ended_choices: set[tuple[str, int]] = set()
-        self.metrics: list[RequestMetrics] = []
-        self.finish_reasons: list[str] = []
+        self._ended: dict[str, RequestMetrics] = {}
+        self._finish_reasons: dict[tuple[str, int], str] = {}  # by request and choice
+
+    @property
+    def metrics(self) -> list[RequestMetrics]:
+        """Those of the requests that have ended."""
+        return [*self._ended.values()]
 
     def add(self, output: RequestOutput, completions: Iterable[CompletionOutput]) -> None:
         """Count an output's prompt, once, and the tokens of some of its completions."""
         self._prompts[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
-        if output.finished and output.metrics is not None and output.request_id not in self._ended:
-            self._ended.add(output.request_id)
-            self.metrics.append(output.metrics)
-            self._receipt.add(output.metrics)
+        if output.finished and output.metrics is not None:
+            self._ended.setdefault(output.request_id, output.metrics)
         for completion in completions:
             self._num_completion_tokens += len(completion.token_ids) if self._counts_completions else 0
             if completion.finish_reason is not None:
-                choice = output.request_id, completion.index
-                if choice not in self._ended_choices:
-                    self._ended_choices.add(choice)
-                    self.finish_reasons.append(completion.finish_reason)
+                self._finish_reasons.setdefault((output.request_id, completion.index), completion.finish_reason)
 
     def summary(self) -> dict[str, Any]:
         """Return the counts so far, for a log; none where nothing was heard of."""
@@ -95,10 +95,8 @@ class UsageCounter:
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.prompt_tokens_details.cached_tokens,
             "completion_tokens": usage.completion_tokens,
-            "computed_tokens": self._receipt.computed_tokens,
-            "recomputed_tokens": self._receipt.recomputed_tokens,
-            "wasted_tokens": self._receipt.wasted_tokens,
-            "finish_reasons": self.finish_reasons,
+            **structs.asdict(Receipt.of(self.metrics)),
+            "finish_reasons": [*self._finish_reasons.values()],
         }
 
     def usage(self) -> Usage:
@@ -108,9 +106,8 @@ class UsageCounter:
         total = num_prompt_tokens + self._num_completion_tokens
         usage = Usage(num_prompt_tokens, self._num_completion_tokens, total, PromptTokensDetails(num_cached_tokens))
         if self._ended:
-            usage.receipt = self._receipt
-        num_drafted = sum(each.num_draft_tokens for each in self.metrics)
-        if num_drafted:
+            usage.receipt = Receipt.of(self.metrics)
+        if num_drafted := sum(each.num_draft_tokens for each in self.metrics):
             num_accepted = sum(each.num_accepted_tokens for each in self.metrics)
             usage.completion_tokens_details = CompletionTokensDetails(0, num_accepted, num_drafted - num_accepted)
         return usage

@@ -1,12 +1,38 @@
-"""The messages of a request: checked, and brought into the form that chat templates read."""
+"""The messages of a request: checked, brought into the form that chat templates read, and answered.
+
+What the APIs that have messages share; each has a way of its own to spell them.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
 
 from octavo.engine.chat_template import read_arguments
-from octavo.errors import RequestError
+from octavo.errors import PromptTooLongError, RequestError
+from octavo.runtime.ids import new_id
+from octavo.server.access.body import look_at
+from octavo.server.answers.answer_form import AnswerForm
+from octavo.server.answers.answering import Job, answer, encoder
 from octavo.server.api.block_types import CACHE, MEDIA, BlockTypes, fields, text_field
+from octavo.server.api.extra_fields import each
+from octavo.server.api.truncation import WHOLE, Truncation
+from octavo.server.errors import spelling
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.requests import Request
+
+    from octavo.engine.input_processor import InputProcessor
+    from octavo.sampling_params import SamplingParams
+    from octavo.server.access.limiter import Permit
+    from octavo.server.answers.answering import Reply
+    from octavo.server.answers.tools import Toolbox
+    from octavo.server.api.openai.requests import ChatFields
+    from octavo.server.service import Service
 
 _RESERVED_TEMPLATE_NAMES = {"messages", "tools", "documents", "chat_template", "self"}
 _GENERATION = {"add_generation_prompt", "continue_final_message"}
@@ -15,19 +41,26 @@ MESSAGE_FIELDS = fields(
     "role", "content", "name", "refusal", "tool_calls", "tool_call_id", audio=(None,), function_call=(None,)
 )
 _TEXT = fields("text", harmless={"prompt_cache_breakpoint": CACHE})
-_MEDIA = dict.fromkeys(("image_url", "input_audio", "file"), MEDIA)
+_MEDIA = each(MEDIA, "image_url", "input_audio", "file")
 TEXT_PARTS = BlockTypes({"text": _TEXT}, _MEDIA)
 ANSWER_PARTS = BlockTypes({"text": _TEXT, "refusal": fields("refusal")}, _MEDIA)
 PREDICTIONS = BlockTypes({"content": fields("content")})
 CALLS = BlockTypes({"function": fields("id", "function", "index")}, {"custom": "its tools are functions"})
 
 
-class TemplateFields(Protocol):
-    """The fields of a request that go to the chat template."""
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What is to be gone on with. messages, options: as the chat template reads them, and what it is told besides.
 
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-    chat_template_kwargs: dict[str, Any] | None
+    field: what the API calls the messages. prediction: an answer that is expected; without speculation nobody looks.
+    """
+
+    messages: list[dict[str, Any]]
+    toolbox: Toolbox
+    options: dict[str, Any]
+    field: str = "messages"
+    truncation: Truncation = WHOLE
+    prediction: str = ""
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
@@ -46,7 +79,10 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
     MESSAGE_FIELDS.check({name: message[name] for name in message.keys() & MESSAGE_FIELDS.unsupported.keys()}, place)
     result = {**message}
     if message.get("tool_calls"):
-        result["tool_calls"] = _read_tool_calls(message["tool_calls"], f"{place}.tool_calls")
+        if not isinstance(message["tool_calls"], list):
+            raise RequestError(f"{place}.tool_calls must be a list", parameter=f"{place}.tool_calls")
+        calls = enumerate(message["tool_calls"])
+        result["tool_calls"] = [_read_tool_call(call, f"{place}.tool_calls[{index}]") for index, call in calls]
     else:
         result.pop("tool_calls", None)
     is_answer = role == "assistant"
@@ -58,7 +94,9 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
         types = ANSWER_PARTS if is_answer else TEXT_PARTS
         result["content"] = read_content(content, f"{place}.content", types)
     if refusal is not None:
-        result["content"] = _with_text(result["content"], text_field(message, "refusal", place))
+        said, text = result["content"], text_field(message, "refusal", place)
+        parts = [text_part(said)] if isinstance(said, str) else said
+        result["content"] = [*parts, text_part(text)] if said else text
     return result
 
 
@@ -72,8 +110,7 @@ def read_content(content: Any, place: str, types: BlockTypes) -> str | list[dict
         return content
     if not isinstance(content, list):
         raise RequestError(f"{place} must be text or a list of text parts", parameter=place)
-    texts = [_read_part(part, f"{place}[{index}]", types) for index, part in enumerate(content)]
-    return [text_part(text) for text in texts]
+    return [_read_part(part, f"{place}[{index}]", types) for index, part in enumerate(content)]
 
 
 def read_prediction(prediction: Any) -> str:
@@ -85,26 +122,14 @@ def read_prediction(prediction: Any) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def _read_part(part: Any, place: str, types: BlockTypes) -> str:
+def _read_part(part: Any, place: str, types: BlockTypes) -> dict[str, str]:
     kind = types.check(part, place)
-    return text_field(part, "refusal" if kind == "refusal" else "text", place)
+    return text_part(text_field(part, "refusal" if kind == "refusal" else "text", place))
 
 
 def text_part(text: str) -> dict[str, str]:
     """Return a text as templates read it among parts."""
     return {"type": "text", "text": text}
-
-
-def _with_text(content: str | list[dict[str, str]] | None, text: str) -> str | list[dict[str, str]]:
-    if not content:
-        return text
-    return [*([text_part(content)] if isinstance(content, str) else content), text_part(text)]
-
-
-def _read_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise RequestError(f"{place} must be a list", parameter=place)
-    return [_read_tool_call(call, f"{place}[{index}]") for index, call in enumerate(calls)]
 
 
 def _read_tool_call(call: Any, place: str) -> dict[str, Any]:
@@ -133,9 +158,9 @@ def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
-def template_options(request: TemplateFields) -> dict[str, Any]:
+def template_options(request: ChatFields) -> dict[str, Any]:
     """Return what a request tells the chat template. Raises `RequestError` for what only the server may tell it."""
-    options = _template_arguments(request.chat_template_kwargs, _RESERVED_TEMPLATE_NAMES)
+    options = template_arguments(request.chat_template_kwargs, _RESERVED_TEMPLATE_NAMES)
     if request.add_generation_prompt is not None:
         options["add_generation_prompt"] = request.add_generation_prompt
     if request.continue_final_message is not None:
@@ -149,16 +174,79 @@ def template_options(request: TemplateFields) -> dict[str, Any]:
     return options
 
 
-def extra_template_options(arguments: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what vLLM's chat_template_kwargs tell the template under APIs whose messages say where an answer begins.
+def template_arguments(
+    arguments: dict[str, Any] | None, reserved: set[str] = _RESERVED_TEMPLATE_NAMES | _GENERATION
+) -> dict[str, Any]:
+    """Return what vLLM's chat_template_kwargs tell the template. Raises `RequestError` for what they must not.
 
-    Raises `RequestError` for what only the server may tell it.
+    reserved: what only the server may tell it, and where an answer begins: most APIs' messages say that.
     """
-    return _template_arguments(arguments, _RESERVED_TEMPLATE_NAMES | _GENERATION)
-
-
-def _template_arguments(arguments: dict[str, Any] | None, reserved: set[str]) -> dict[str, Any]:
     arguments = arguments or {}
     if refused := arguments.keys() & reserved:
         raise RequestError(f"chat_template_kwargs must not set {min(refused)}", parameter="chat_template_kwargs")
     return dict(arguments)
+
+
+async def render(
+    service: Service, http_request: Request, place: Permit, conversation: Conversation, *, is_prompt: bool = True
+) -> dict[str, Any]:
+    """Spell a conversation as the chat template does, beside the event loop. is_prompt: it is to be answered."""
+    inputs, truncation = service.engine.input_processor, conversation.truncation
+
+    def work() -> dict[str, Any]:
+        tools = list(conversation.toolbox.given) or None
+        text = inputs.chat_text(conversation.messages, tools=tools, **conversation.options)
+        if truncation.num_tokens is None:
+            token_ids = inputs.encode(text, add_special_tokens=False, is_prompt=is_prompt)
+        else:
+            token_ids = truncation.encode(text, inputs, add_special_tokens=False)
+        prompt = {"prompt": text, "prompt_token_ids": token_ids}
+        if conversation.prediction and service.engine.capacity.num_speculative_tokens:
+            prompt["predicted_token_ids"] = _encode_prediction(inputs, conversation.prediction)
+        return prompt
+
+    with spelling({"prompt": conversation.field, "messages": conversation.field}):
+        return await service.read(http_request, place, work)
+
+
+def _encode_prediction(inputs: InputProcessor, text: str) -> list[int]:
+    """Return its token ids. Raises `RequestError` for one that no answer can be as long as."""
+    try:
+        return inputs.encode(text, add_special_tokens=False, is_prompt=True)
+    except PromptTooLongError as error:
+        raise RequestError(str(error).replace("prompt", "prediction", 1), parameter="prediction") from None
+
+
+async def answer_conversation(
+    service: Service,
+    http_request: Request,
+    conversation: Conversation,
+    params: SamplingParams,
+    make_reply: Callable[[Job, AnswerForm], Reply],
+    *,
+    id_prefix: str,
+    **options: Any,
+) -> Response:
+    """Answer a conversation. id_prefix: the request's id begins with it. options: what else its `Job` says."""
+    with service.enter(http_request, params.n) as place:
+        prompt = await render(service, http_request, place, conversation)
+        form = AnswerForm.of(service.answer_style, conversation.toolbox, prompt["prompt"])
+        job = Job(
+            request_id=f"{id_prefix}{new_id()}",
+            prompts=[prompt],
+            params=await look_at(http_request, lambda: form.applied_to(params)),
+            place=place,
+            deadline=http_request.state.deadline,
+            **options,
+        )
+        return await answer(service, http_request, job, make_reply(job, form))
+
+
+async def count_prompt(
+    service: Service, http_request: Request, read: Callable[[], Conversation], spell: Callable[[int], Any]
+) -> Response:
+    """Tell how many tokens a conversation's prompt has; how it would be answered is not looked at."""
+    conversation = await look_at(http_request, read)
+    with service.enter(http_request, 1) as place:
+        prompt = await render(service, http_request, place, conversation, is_prompt=False)
+    return Response(encoder.encode(spell(len(prompt["prompt_token_ids"]))), media_type="application/json")

@@ -13,11 +13,11 @@ from typing_extensions import TypedDict
 from octavo import __version__
 from octavo.server.access.auth import OPEN_PATHS
 from octavo.server.api.anthropic.messages import CountTokensRequest, Message, MessagesRequest
+from octavo.server.api.openai import replies
 from octavo.server.api.openai.embeddings import EmbeddingList, EmbeddingRequest
-from octavo.server.api.openai.replies import ChatCompletion, Completion, Detokenized, Tokenized
 from octavo.server.api.openai.requests import ChatCompletionRequest, CompletionRequest
-from octavo.server.api.openai.responses import InputTokens, ResponseObject, ResponsesRequest
-from octavo.server.api.tgi import Generated, GenerateRequest, TgiError
+from octavo.server.api.openai.responses import ResponsesRequest
+from octavo.server.api.tgi import Generated, GenerateRequest
 from octavo.server.api.tokenizing import DetokenizeRequest, TokenizeRequest
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ Version = TypedDict("Version", {"version": str})
 ErrorObject = TypedDict("ErrorObject", {"message": str, "type": str, "param": str | None, "code": str | None})
 Error = TypedDict("Error", {"error": ErrorObject})
 AnthropicErrorObject = TypedDict("AnthropicErrorObject", {"type": str, "message": str})
+TgiError = TypedDict("TgiError", {"error": str, "error_type": str})
 AnthropicError = TypedDict("AnthropicError", {"type": Literal["error"], "error": AnthropicErrorObject})
 
 
@@ -52,13 +53,14 @@ class _Route:
 
 
 _CONVERSATION = "Answer a conversation."
+_UNSTORED = f"{_CONVERSATION} Nothing is stored."
 _COUNT = "Count the tokens of a conversation."
 _PROMPT = "Continue a prompt."
 _ROUTES = (
-    _Route("/v1/chat/completions", _CONVERSATION, ChatCompletion, ChatCompletionRequest, streams=True),
-    _Route("/v1/completions", "Continue prompts.", Completion, CompletionRequest, streams=True),
-    _Route("/v1/responses", f"{_CONVERSATION} Nothing is stored.", ResponseObject, ResponsesRequest, streams=True),
-    _Route("/v1/responses/input_tokens", _COUNT, InputTokens, ResponsesRequest),
+    _Route("/v1/chat/completions", _CONVERSATION, replies.ChatCompletion, ChatCompletionRequest, streams=True),
+    _Route("/v1/completions", "Continue prompts.", replies.Completion, CompletionRequest, streams=True),
+    _Route("/v1/responses", _UNSTORED, replies.ResponseObject, ResponsesRequest, streams=True),
+    _Route("/v1/responses/input_tokens", _COUNT, replies.InputTokens, ResponsesRequest),
     _Route("/v1/embeddings", "Turn texts into vectors.", EmbeddingList, EmbeddingRequest),
     _Route("/v1/models", "List the names that are served.", ModelList),
     _Route("/v1/models/{model}", "Describe a name that is served.", Model),
@@ -72,8 +74,8 @@ _ROUTES = (
     _Route("/get_model_info", "The same under its older name.", _Object, family="SGLang"),
     _Route("/server_info", "All that the server was started with.", _Object, family="operator"),
     _Route("/get_server_info", "The same under its older name.", _Object, family="operator"),
-    _Route("/tokenize", "Turn text into token ids.", Tokenized, TokenizeRequest),
-    _Route("/detokenize", "Turn token ids into text.", Detokenized, DetokenizeRequest),
+    _Route("/tokenize", "Turn text into token ids.", replies.Tokenized, TokenizeRequest),
+    _Route("/detokenize", "Turn token ids into text.", replies.Detokenized, DetokenizeRequest),
     _Route("/health", "Whether this process lives.", family="operator"),
     _Route("/ready", "Whether requests are taken.", family="operator"),
     _Route("/version", "The version of octavo.", Version, family="operator"),
@@ -166,7 +168,7 @@ def _schemas() -> tuple[dict[Any, _Object], _Object]:
     answers = list(
         dict.fromkeys([*(route.answer for route in _ROUTES if route.answer), *_ERRORS.values(), Error, Event])
     )
-    outputs, replies = msgspec.json.schema_components(answers, ref_template=_REF + "{name}")
-    assert not requests["$defs"].keys() & replies.keys(), "two types have one name"
+    outputs, described = msgspec.json.schema_components(answers, ref_template=_REF + "{name}")
+    assert not requests["$defs"].keys() & described.keys(), "two types have one name"
     of_bodies = {body: inputs[body, "validation"] for body in bodies}
-    return {**of_bodies, **dict(zip(answers, outputs, strict=True))}, {**replies, **requests["$defs"]}
+    return {**of_bodies, **dict(zip(answers, outputs, strict=True))}, {**described, **requests["$defs"]}

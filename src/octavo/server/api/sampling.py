@@ -9,41 +9,28 @@ from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from octavo.server.api.openai.requests import SamplingFields
 
 _STRUCTURES = {field.name for field in fields(StructuredOutputsParams)}
-# What the two APIs spell in a way of their own is passed by their routes.
-_OWN = {
-    "max_tokens",
-    "logprobs",
-    "logit_bias",
-    "detokenize",
-    "output_kind",
-    "structured_outputs",
-    "pooling",
-    "shown_special_token_ids",
-}
 _SCHEMA_KEYS = ("schema", "value")  # of a json_object: as llama.cpp has it, and as huggingface_hub writes a json_schema
-_SHARED = tuple(field.name for field in fields(SamplingParams) if field.name not in _OWN)
+_NAMES = [field.name for field in fields(SamplingParams)]
 
 
-def sampling_params(
-    request: SamplingFields, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None
-) -> SamplingParams:
-    """Build a request's parameters. Raises `RequestError` with the field's name."""
-    values: dict[str, Any] = {name: getattr(request, name) for name in _SHARED}
-    given = {name: value for name, value in values.items() if value is not None}
-    return replace(
-        defaults,
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        logit_bias=read_logit_bias(request.logit_bias),
-        structured_outputs=_structure(request),
-        **given,
-    )
+def sampling_params(request: BaseModel, defaults: SamplingParams, **own: Any) -> SamplingParams:
+    """Build a request's parameters: what its fields say that are named alike, but for what its API spells otherwise.
+
+    own: that. Raises `RequestError` with the field's name.
+    """
+    known = type(request).model_fields
+    given = {name: value for name in _NAMES if name in known and (value := getattr(request, name)) is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = read_logit_bias(given["logit_bias"])
+    return replace(defaults, **{**given, **own})
 
 
-def _structure(request: SamplingFields) -> StructuredOutputsParams | None:
+def read_structure(request: SamplingFields) -> StructuredOutputsParams | None:
     """Read OpenAI's response_format or vLLM's structured_outputs."""
     wanted, fields = read_response_format(request.response_format), request.structured_outputs
     if fields is None:

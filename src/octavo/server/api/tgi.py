@@ -19,9 +19,10 @@ from octavo.sampling_params import MAX_STOP_STRINGS, SamplingParams, StructuredO
 from octavo.server.access.body import body_of, look_at
 from octavo.server.answers.answering import ChoiceUpdate, Job, answer, event
 from octavo.server.answers.usage import Receipt
-from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS
-from octavo.server.api.openai.requests import Strings  # noqa: TC001 - pydantic reads the types of fields
-from octavo.server.errors import HttpError
+from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, Off
+from octavo.server.api.openai.requests import Body, Strings
+from octavo.server.api.sampling import sampling_params
+from octavo.server.errors import HttpError, spelling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,11 +34,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 DEFAULT_MAX_NEW_TOKENS = 100
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "adapter_id": (None,),
-    "best_of": (None, 1),
-    "watermark": (None, False),
-}
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {**UNSUPPORTED_OR_ALIAS, "best_of": Off(1)}
 # Beside `inputs`, `options` is not Ollama's but of Hugging Face's own service: caches and waiting.
 _UNSUPPORTED_BESIDE = {name: neutral for name, neutral in UNSUPPORTED_OR_ALIAS.items() if name != "options"}
 _HARMLESS_BESIDE = {*HARMLESS, "options"}
@@ -59,13 +56,9 @@ class Grammar(BaseModel):
     value: Any
 
 
-class GenerateParameters(BaseModel):
+class GenerateParameters(Body):
     """How to generate. Without do_sample, and with nothing that changes what is drawn from, it is greedy."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    adapter_id: str | None = None
-    best_of: int | None = None
     decoder_input_details: bool | None = None
     details: bool | None = None
     do_sample: bool | None = None
@@ -82,26 +75,14 @@ class GenerateParameters(BaseModel):
     top_p: float | None = None
     truncate: int | None = None
     typical_p: float | None = None
-    watermark: bool | None = None
 
 
-class GenerateRequest(BaseModel):
+class GenerateRequest(Body):
     """One prompt."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     inputs: str
     parameters: GenerateParameters | None = None
     stream: bool | None = None
-
-
-class Token(Struct):
-    """A token with what it adds to the text: "" for a part of a character, and for a hidden one in a stream."""
-
-    id: int
-    text: str
-    logprob: float | None
-    special: bool
 
 
 class PrefillToken(Struct):
@@ -110,6 +91,12 @@ class PrefillToken(Struct):
     id: int
     text: str
     logprob: float | None
+
+
+class Token(PrefillToken):
+    """A token with what it adds to the text: "" for a part of a character, and for a hidden one in a stream."""
+
+    special: bool
 
 
 class Details(Struct):
@@ -151,13 +138,6 @@ class StreamEvent(Struct):
     top_tokens: list[Token] | UnsetType = UNSET
 
 
-class TgiError(Struct):
-    """An error as TGI spells it: `HttpError.tgi_body`, for the description of the API."""
-
-    error: str
-    error_type: str
-
-
 async def read_body(request: Request) -> GenerateRequest:
     """Read a request; whatever is wrong from here on is told as TGI tells it."""
     request.state.spell_error = HttpError.tgi_response
@@ -167,24 +147,15 @@ async def read_body(request: Request) -> GenerateRequest:
 _read = body_of(GenerateRequest)
 
 
-async def generate_either(service: Service, http_request: Request, request: GenerateRequest) -> Response:
-    """Continue a prompt, as a stream where that is asked for; else the answer is a list of one, as TGI's is here."""
-    return await generate(service, http_request, request, stream=bool(request.stream), in_list=True)
-
-
 async def generate(
     service: Service, http_request: Request, request: GenerateRequest, *, stream: bool, in_list: bool = False
 ) -> Response:
-    """Continue a prompt. in_list: a whole answer comes as a list of one."""
+    """Continue a prompt. in_list: a whole answer comes as a list of one, as TGI's does at /."""
     wanted = request.parameters or GenerateParameters()
     service.extra_fields.check(request.model_extra, _UNSUPPORTED_BESIDE, _HARMLESS_BESIDE)
-    service.extra_fields.check(wanted.model_extra, UNSUPPORTED_OR_ALIAS, HARMLESS)
-    try:
+    service.extra_fields.check(wanted.model_extra, _UNSUPPORTED, HARMLESS)
+    with spelling(_SPELLED, in_text=True):
         params = await look_at(http_request, lambda: _params(wanted, stream=stream))
-    except RequestError as error:
-        own = error.parameter or ""
-        name = _SPELLED.get(own, own)
-        raise RequestError(str(error).replace(own, name, 1), parameter=name) from None
     with service.enter(http_request, 1) as place:
         prompt: Any = request.inputs
         if wanted.truncate is not None:
@@ -227,9 +198,6 @@ def info(service: Service) -> dict[str, Any]:
 
 
 def _params(wanted: GenerateParameters, *, stream: bool) -> SamplingParams:
-    for name, harmless in _UNSUPPORTED.items():
-        if getattr(wanted, name) not in harmless:
-            raise RequestError(f"{name} is not supported by this server", parameter=name)
     if wanted.decoder_input_details and stream:
         raise RequestError(
             "decoder_input_details needs an answer that is not streamed", parameter="decoder_input_details"
@@ -238,23 +206,15 @@ def _params(wanted: GenerateParameters, *, stream: bool) -> SamplingParams:
         raise RequestError("temperature must be above 0; without do_sample none is needed", parameter="temperature")
     filters = (wanted.temperature, wanted.top_p, wanted.typical_p)
     samples = wanted.do_sample or wanted.top_k or any(value not in (None, 1.0) for value in filters)
-    values: dict[str, Any] = {
-        "top_k": wanted.top_k,
-        "top_p": wanted.top_p,
-        "typical_p": wanted.typical_p,
-        "seed": wanted.seed,
-        "stop": wanted.stop,
-        "frequency_penalty": wanted.frequency_penalty,
-        "repetition_penalty": wanted.repetition_penalty,
-        "prompt_logprobs": 0 if wanted.decoder_input_details else None,
-    }
     temperature = 1.0 if wanted.temperature is None else wanted.temperature
-    return SamplingParams(
-        **{name: value for name, value in values.items() if value is not None},
+    return sampling_params(
+        wanted,
+        SamplingParams(),
         temperature=temperature if samples else 0.0,
         max_tokens=DEFAULT_MAX_NEW_TOKENS if wanted.max_new_tokens is None else wanted.max_new_tokens,
         include_stop_str_in_output=True,
         logprobs=wanted.top_n_tokens or 0,
+        prompt_logprobs=0 if wanted.decoder_input_details else None,
         structured_outputs=_structure(wanted.grammar),
     )
 
@@ -314,8 +274,7 @@ class GenerateReply:
             _finish_reason(update.completion), self._num_tokens, len(update.output.prompt_token_ids), self._wanted.seed
         )
         if update.output.metrics is not None:
-            last.details.receipt = Receipt()
-            last.details.receipt.add(update.output.metrics)
+            last.details.receipt = Receipt.of([update.output.metrics])
 
     def end(self, _usage: Usage) -> bytes:
         """The last token's event is the last one."""

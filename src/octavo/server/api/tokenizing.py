@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from msgspec import UNSET
-from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
 from octavo.errors import RequestError
@@ -13,10 +12,10 @@ from octavo.runtime.text_work import progress
 from octavo.server.answers.answering import encoder
 from octavo.server.answers.tools import read_chat_tools
 from octavo.server.api.conversation import effort_options, read_messages, template_options
-from octavo.server.api.extra_fields import ALIASES, OF_ANSWERS, OF_PROMPTS, As, Off
+from octavo.server.api.extra_fields import ALIASES, OF_ANSWERS, OF_PROMPTS, As, Off, each
 from octavo.server.api.openai.replies import Detokenized, Tokenized, TokenizedContent, TokenPiece
-from octavo.server.api.openai.requests import Aliased, TokenIds
-from octavo.server.api.request_types import ChatChoice, ChatMessages, ChatTool, Shown, TokenId, Tools
+from octavo.server.api.openai.requests import Aliased, Body, ChatFields, TokenIds
+from octavo.server.api.request_types import ChatMessages, Shown, TokenId
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **OF_PROMPTS,
     "chat_template": Off(),
-    "documents": Off([]),
-    "functions": Off([]),
+    **each(Off([]), "documents", "functions"),
     "parse_special": Off(True),
     "suffix": Off(""),
 }
@@ -42,27 +40,18 @@ _UNSUPPORTED_BACK: dict[str, tuple[Any, ...]] = {
 }
 
 
-class TokenizeRequest(Aliased):
+class TokenizeRequest(ChatFields, Aliased, Body):
     """A text, or a conversation as the chat template spells it. Text gets the tokenizer's special tokens by default.
 
     content: the text as llama.cpp's clients name it; without add_special it gets none.
     Of a chat's fields those are read that its prompt depends on.
     """
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[Any, Shown(ChatMessages | None)] = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
-    reasoning_effort: str | None = None
-    tools: Annotated[list[Any], Shown(Tools[ChatTool])] | None = None
-    tool_choice: Annotated[Any, Shown(ChatChoice | None)] = None
     content: str | None = None
     add_special: bool | None = None
     with_pieces: bool | None = None
@@ -70,10 +59,8 @@ class TokenizeRequest(Aliased):
     aliases: ClassVar[dict[str, As]] = {"enable_thinking": ALIASES["enable_thinking"]}
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Body):
     """Token ids. skip_special_tokens: SGLang's, and false unless it is said."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
     tokens: Annotated[TokenIds, Shown(list[TokenId])]

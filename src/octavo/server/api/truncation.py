@@ -26,11 +26,11 @@ class Truncation:
         return cls(num_tokens, request.truncation_side != "right")
 
     def applied_to(self, prompt: Any, inputs: InputProcessor) -> Any:
-        """Return what is kept of a prompt: text, or {"prompt_token_ids": ids}. Raises `RequestError`."""
+        """Return what is kept of a prompt: the text, or its token ids. Raises `RequestError`."""
         if self.num_tokens is None:
             return prompt
         if isinstance(prompt, str):
-            return {"prompt_token_ids": self.encode(prompt, inputs)}
+            return {"prompt": None, "prompt_token_ids": self.encode(prompt, inputs)}  # "prompt": they were counted
         token_ids = prompt["prompt_token_ids"]
         kept = token_ids[-self.num_tokens :] if self.from_left else token_ids[: self.num_tokens]
         return {**prompt, "prompt_token_ids": kept}

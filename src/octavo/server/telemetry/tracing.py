@@ -53,9 +53,7 @@ class Tracing:
         }
         span = self._tracer.start_span(
             "llm_request",
-            context=propagate.extract(
-                {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
-            ),
+            context=propagate.extract(headers),
             kind=trace.SpanKind.SERVER,
             attributes=_attributes(scope, request_id, status, details, usage),
             start_time=end - round(1e9 * seconds),

@@ -9,6 +9,7 @@ from octavo.engine.template_traits import text_of
 from octavo.errors import RequestError
 from octavo.server.api.block_types import CACHE, LABEL, MEDIA, BlockTypes, Fields, fields, text_field
 from octavo.server.api.conversation import text_part
+from octavo.server.api.extra_fields import each
 
 if TYPE_CHECKING:
     Message = dict[str, Any]
@@ -32,47 +33,31 @@ _TOOL_USE = fields("id", "name", "input", harmless={**_CACHE, **_CALLER}, toolse
 _TOOL_RESULT = fields("tool_use_id", "content", "is_error", harmless=_CACHE, toolset_name=(None,))
 _THINKING = fields("thinking", harmless={"signature": LABEL})
 _TEXTS: dict[str, Fields] = {"text": TEXT, "document": DOCUMENT, "search_result": SEARCH_RESULT}
-_SERVER_BLOCKS = dict.fromkeys(
-    (
-        "server_tool_use",
-        "web_search_tool_result",
-        "web_fetch_tool_result",
-        "advisor_tool_result",
-        "code_execution_tool_result",
-        "bash_code_execution_tool_result",
-        "text_editor_code_execution_tool_result",
-        "tool_search_tool_result",
-        "mcp_tool_use",
-        "mcp_tool_result",
-        "mcp_tool_listing",
-    ),
-    _CALLS_ELSEWHERE,
-)
-_REFUSED = {
-    **_SERVER_BLOCKS,
-    "image": MEDIA,
-    "container_upload": MEDIA,
+_REFUSED: dict[str, str] = {
+    **each(_CALLS_ELSEWHERE, "server_tool_use", "web_search_tool_result", "web_fetch_tool_result"),
+    **each(_CALLS_ELSEWHERE, "advisor_tool_result", "code_execution_tool_result", "bash_code_execution_tool_result"),
+    **each(_CALLS_ELSEWHERE, "text_editor_code_execution_tool_result", "tool_search_tool_result"),
+    **each(_CALLS_ELSEWHERE, "mcp_tool_use", "mcp_tool_result", "mcp_tool_listing"),
+    **each(_SETTING, "tool_addition", "tool_removal"),
+    **each(MEDIA, "container_upload", "image"),
     "compaction": "it holds what Anthropic's servers made of older turns; send the turns",
     "fallback": "there is one model",
-    "tool_addition": _SETTING,
-    "tool_removal": _SETTING,
 }
 # What may stand where.
-SYSTEM_BLOCKS = BlockTypes({"text": TEXT}, {"tool_addition": _SETTING, "tool_removal": _SETTING})
+SYSTEM_BLOCKS = BlockTypes({"text": TEXT}, each(_SETTING, "tool_addition", "tool_removal"))
 USER_BLOCKS = BlockTypes(
     {**_TEXTS, "tool_result": _TOOL_RESULT},
-    {**_REFUSED, **dict.fromkeys(("tool_use", "thinking", "redacted_thinking"), _ANSWERS_ONLY)},
+    {**_REFUSED, **each(_ANSWERS_ONLY, "tool_use", "thinking", "redacted_thinking")},
 )
 ANSWER_BLOCKS = BlockTypes(
     {**_TEXTS, "tool_use": _TOOL_USE, "thinking": _THINKING, "redacted_thinking": fields("data")},
     {**_REFUSED, "tool_result": _TURNS_ONLY},
 )
 RESULT_BLOCKS = BlockTypes(
-    {**_TEXTS, "tool_reference": fields("tool_name", harmless=_CACHE)}, {"image": MEDIA, "browser_state": MEDIA}
+    {**_TEXTS, "tool_reference": fields("tool_name", harmless=_CACHE)}, each(MEDIA, "browser_state", "image")
 )
 SOURCES = BlockTypes(
-    {"text": fields("data", "media_type"), "content": fields("content")},
-    dict.fromkeys(("base64", "url", "file"), MEDIA),
+    {"text": fields("data", "media_type"), "content": fields("content")}, each(MEDIA, "base64", "file", "url")
 )
 SOURCE_BLOCKS = BlockTypes({"text": TEXT}, {"image": MEDIA})
 SEARCH_BLOCKS = BlockTypes({"text": TEXT})
@@ -100,15 +85,11 @@ def _read_system(system: Any) -> list[Message]:
     """
     blocks = system
     if isinstance(system, list):
-        blocks = [block for block in system if not _is_note(block)]
+        texts = [block.get("text") if isinstance(block, dict) else None for block in system]
+        blocks = [block for block, text in zip(system, texts, strict=True) if not str(text).startswith(_ACCOUNTING)]
         if system and not blocks:
             return []
     return [{"role": "system", "content": _read_texts(blocks, "system", SYSTEM_BLOCKS)}]
-
-
-def _is_note(block: Any) -> bool:
-    text = block.get("text") if isinstance(block, dict) else None
-    return isinstance(text, str) and text.startswith(_ACCOUNTING)
 
 
 def _read_blocks(message: Any, place: str) -> tuple[str, list[Placed]]:

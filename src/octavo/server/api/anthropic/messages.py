@@ -3,55 +3,46 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import UNSET, Struct, UnsetType
-from pydantic import BaseModel, ConfigDict
-from starlette.responses import Response
 
 from octavo.engine.chat_template import parse_arguments
 from octavo.errors import RequestError
-from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
-from octavo.server.answers.answer_form import AnswerForm, AnswerReader
-from octavo.server.answers.answering import ChoiceUpdate, Job, answer, encoder
+from octavo.server.answers.answer_form import AnswerReader
+from octavo.server.answers.answering import event
 from octavo.server.answers.tools import Choice, Toolbox, read_function
-from octavo.server.answers.usage import PromptTokensDetails, Receipt, Usage
+from octavo.server.answers.usage import Receipt  # noqa: TC001 - msgspec reads the types of fields
+from octavo.server.api import request_types as types
 from octavo.server.api.anthropic.message_blocks import read_conversation
 from octavo.server.api.block_types import LABEL, BlockTypes, fields
-from octavo.server.api.conversation import effort_options, extra_template_options
-from octavo.server.api.extra_fields import ANTHROPIC_HARMLESS, UNSUPPORTED_OR_ALIAS
-from octavo.server.api.openai.chat import render
-from octavo.server.api.openai.requests import Strings  # noqa: TC001 - pydantic reads the types of fields
-from octavo.server.api.request_types import (
-    AnthropicChoice,
-    AnthropicTool,
-    CacheSalt,
-    Content,
-    OutputConfig,
-    OutputTokens,
-    Shown,
-    StopTexts,
-    Temperature,
-    ThinkingConfig,
-    Tools,
-    TopK,
-    TopP,
-    Turns,
-    within,
+from octavo.server.api.conversation import (
+    Conversation,
+    answer_conversation,
+    count_prompt,
+    effort_options,
+    template_arguments,
 )
-from octavo.server.api.sampling import read_response_format
+from octavo.server.api.extra_fields import ANTHROPIC_HARMLESS, UNSUPPORTED_OR_ALIAS, Off, each
+from octavo.server.api.openai.requests import Body, Strings
+from octavo.server.api.request_types import Shown, within
+from octavo.server.api.sampling import read_response_format, sampling_params
+from octavo.server.errors import spelling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from starlette.requests import Request
+    from starlette.responses import Response
 
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams, StructuredOutputsParams
+    from octavo.server.answers.answer_form import AnswerForm
+    from octavo.server.answers.answering import ChoiceUpdate, Job
     from octavo.server.answers.parts import Part
     from octavo.server.answers.tool_formats import ToolFormat
+    from octavo.server.answers.usage import Usage
     from octavo.server.errors import HttpError
     from octavo.server.service import Service
 
@@ -71,45 +62,39 @@ _THINKING = BlockTypes(
 )
 # What would change the answer, and the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "chat_template": (None,),
-    "compaction": (None,),
-    "container": (None,),
-    "fallbacks": (None, []),
-    "mcp_servers": (None, []),
-    "output_format": (None,),  # an older name of output_config.format
-    "thread": (None,),
+    **each(Off(), "chat_template", "compaction", "container", "thread"),
+    **each(Off(), "output_format"),  # an older name of output_config.format
+    **each(Off([]), "fallbacks", "mcp_servers"),
     **UNSUPPORTED_OR_ALIAS,
 }
 
 
-class CountTokensRequest(BaseModel):
+class CountTokensRequest(Body):
     """POST /v1/messages/count_tokens.
 
     What is not listed is refused if it would change the answer (`_UNSUPPORTED`), else ignored.
     """
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
     model: str
-    messages: Annotated[Any, Shown(Turns)]
-    system: Annotated[Any, Shown(Content | None)] = None
-    tools: Annotated[list[Any], Shown(Tools[AnthropicTool])] | None = None
-    tool_choice: Annotated[dict[str, Any], Shown(AnthropicChoice)] | None = None
-    thinking: Annotated[dict[str, Any], Shown(ThinkingConfig)] | None = None
-    output_config: Annotated[dict[str, Any], Shown(OutputConfig)] | None = None
+    messages: Annotated[Any, Shown(types.Turns)]
+    system: Annotated[Any, Shown(types.Content | None)] = None
+    tools: Annotated[list[Any], Shown(types.Tools[types.AnthropicTool])] | None = None
+    tool_choice: Annotated[dict[str, Any], Shown(types.AnthropicChoice)] | None = None
+    thinking: Annotated[dict[str, Any], Shown(types.ThinkingConfig)] | None = None
+    output_config: Annotated[dict[str, Any], Shown(types.OutputConfig)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
 
 
 class MessagesRequest(CountTokensRequest):
     """POST /v1/messages."""
 
-    max_tokens: OutputTokens
+    max_tokens: types.OutputTokens
     stream: bool | None = None
-    stop_sequences: Annotated[Strings, Shown(StopTexts)] | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    cache_salt: CacheSalt | None = None  # vLLM's
+    stop_sequences: Annotated[Strings, Shown(types.StopTexts)] | None = None
+    temperature: types.Temperature | None = None
+    top_p: types.TopP | None = None
+    top_k: types.TopK | None = None
+    cache_salt: types.CacheSalt | None = None  # vLLM's
     num_speculative_tokens: Annotated[int, within("num_speculative_tokens")] | None = None  # octavo's
 
 
@@ -140,58 +125,38 @@ async def create_message(service: Service, http_request: Request, request: Messa
     """Answer a conversation."""
     model = service.check_model(request.model)
     service.extra_fields.check(request.model_extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
-    style = service.answer_style
-    params, (messages, toolbox) = await look_at(
-        http_request, lambda: (_params(request, service.default_params), _read_conversation(request, style.tools))
+    tool_format = service.answer_style.tools
+    params, conversation = await look_at(
+        http_request, lambda: (_params(request, service.default_params), _read_conversation(request, tool_format))
     )
-    with service.enter(http_request, 1) as place:
-        options = _template_options(request, messages)
-        prompt = await render(service, http_request, place, messages, toolbox, options)
-        form = AnswerForm.of(style, toolbox, prompt["prompt"])
-        applied = await look_at(http_request, lambda: form.applied_to(params))
-        job = Job(
-            request_id=f"msg_{new_id()}",
-            model=model,
-            prompts=[prompt],
-            params=applied,
-            place=place,
-            deadline=http_request.state.deadline,
-            stream=bool(request.stream),
-            cache_salt=request.cache_salt,
-            spelled=_SPELLED if params.structured_outputs is None else {**_SPELLED, "structured_outputs": _FORMAT},
-        )
-        return await answer(service, http_request, job, MessageReply(job, form))
+    options: dict[str, Any] = {
+        "stream": bool(request.stream),
+        "cache_salt": request.cache_salt,
+        "spelled": _SPELLED if params.structured_outputs is None else {**_SPELLED, "structured_outputs": _FORMAT},
+    }
+    return await answer_conversation(
+        service, http_request, conversation, params, MessageReply, id_prefix="msg_", model=model, **options
+    )
 
 
 async def count_tokens(service: Service, http_request: Request, request: CountTokensRequest) -> Response:
     """Tell how many tokens a conversation's prompt has."""
     service.check_model(request.model)
     service.extra_fields.check(request.model_extra, _UNSUPPORTED, ANTHROPIC_HARMLESS)
-    messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, service.answer_style.tools))
-    with service.enter(http_request, 1) as place:
-        options = _template_options(request, messages)
-        prompt = await render(service, http_request, place, messages, toolbox, options, is_prompt=False)
-    return Response(encoder.encode({"input_tokens": len(prompt["prompt_token_ids"])}), media_type="application/json")
+    tool_format = service.answer_style.tools
+    return await count_prompt(
+        service, http_request, lambda: _read_conversation(request, tool_format), lambda count: {"input_tokens": count}
+    )
 
 
 def _params(request: MessagesRequest, defaults: SamplingParams) -> SamplingParams:
-    given: dict[str, Any] = {
-        "stop": request.stop_sequences,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-        "num_speculative_tokens": request.num_speculative_tokens,
-    }
-    try:
-        return replace(
+    with spelling(_SPELLED):
+        return sampling_params(
+            request,
             defaults,
-            max_tokens=request.max_tokens,
+            stop=defaults.stop if request.stop_sequences is None else request.stop_sequences,
             structured_outputs=_read_format(request.output_config),
-            **{name: value for name, value in given.items() if value is not None},
         )
-    except RequestError as error:
-        own = error.parameter or ""
-        raise RequestError(str(error), parameter=_SPELLED.get(own, own)) from None
 
 
 def _read_format(config: dict[str, Any] | None) -> StructuredOutputsParams | None:
@@ -200,29 +165,19 @@ def _read_format(config: dict[str, Any] | None) -> StructuredOutputsParams | Non
     if unknown := {name for name, value in config.items() if name not in _OUTPUT_CONFIG and value is not None}:
         name = f"output_config.{min(unknown)}"[:100]
         raise RequestError(f"{name} is not supported by this server", parameter=name)
-    wanted = config.get("format")
-    if wanted is None:
-        return None
-    if (
-        not isinstance(wanted, dict)
-        or wanted.get("type") != "json_schema"
-        or not isinstance(wanted.get("schema"), dict)
-    ):
-        raise RequestError(f'{_FORMAT} must be {{"type": "json_schema", "schema": ...}}', parameter=_FORMAT)
-    return read_response_format({"type": "json_schema", "json_schema": wanted}, _FORMAT)
+    match config.get("format"):
+        case None:
+            return None
+        case {"type": "json_schema", "schema": dict()} as wanted:
+            return read_response_format({"type": "json_schema", "json_schema": wanted}, _FORMAT)
+    raise RequestError(f'{_FORMAT} must be {{"type": "json_schema", "schema": ...}}', parameter=_FORMAT)
 
 
-# --- what is asked
-
-
-def _read_conversation(
-    request: CountTokensRequest, tool_format: ToolFormat | None
-) -> tuple[list[dict[str, Any]], Toolbox]:
-    """Return the messages as chat templates read them, and the tools."""
+def _read_conversation(request: CountTokensRequest, tool_format: ToolFormat | None) -> Conversation:
     messages = read_conversation(request.system, request.messages)
     if messages[-1].get("tool_calls"):
         raise RequestError("the last tool_use needs its tool_result behind it", parameter="messages")
-    return messages, _read_tools(request, tool_format)
+    return Conversation(messages, _read_tools(request, tool_format), _template_options(request, messages))
 
 
 def _template_options(request: CountTokensRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -235,7 +190,7 @@ def _template_options(request: CountTokensRequest, messages: list[dict[str, Any]
         kind = _THINKING.check(request.thinking, "thinking")
         if kind != "adaptive":
             options["enable_thinking"] = kind == "enabled"
-    return options | extra_template_options(request.chat_template_kwargs)
+    return options | template_arguments(request.chat_template_kwargs)
 
 
 def _read_tools(request: CountTokensRequest, tool_format: ToolFormat | None) -> Toolbox:
@@ -246,23 +201,19 @@ def _read_tools(request: CountTokensRequest, tool_format: ToolFormat | None) -> 
             raise RequestError(f"{place}: tools of Anthropic's servers are not here", parameter=f"{place}.type")
         described.append(read_function(tool, place, "input_schema"))
     wanted = request.tool_choice or {"type": "auto"}
-    kind, named = wanted.get("type"), None
-    if kind == "tool":
-        named = wanted.get("name")
-        if not isinstance(named, str):
-            _refuse_choice()
-    elif not isinstance(kind, str) or kind not in _CHOICES:
-        _refuse_choice()
+    match wanted:
+        case {"type": "tool", "name": str() as name}:
+            choice = Choice("required", name)
+        case {"type": "auto" | "any" | "none" as kind}:
+            choice = Choice(_CHOICES[kind])
+        case _:
+            message = 'tool_choice.type must be auto, any, none, or tool with a "name"'
+            raise RequestError(message, parameter="tool_choice")
     parallel = False if wanted.get("disable_parallel_tool_use") is True else None
-    choice = Choice(_CHOICES.get(str(kind), "required"), named)
     return Toolbox.make(described, tool_format, choice, parallel=parallel)
 
 
-def _refuse_choice() -> NoReturn:
-    raise RequestError('tool_choice.type must be auto, any, none, or tool with a "name"', parameter="tool_choice")
-
-
-# --- what is answered
+_BLOCK_TYPES = {"content": "text", "reasoning": "thinking", "arguments": "tool_use"}  # by what they grow by
 
 
 class MessageReply:
@@ -272,99 +223,83 @@ class MessageReply:
         self._job = job
         self._form = form
         self._reader = AnswerReader(form)
-        self._block: dict[str, Any] | None = None
-        self._thoughts: list[str] = []  # of the block, where it is told in a stream
-        self._num_blocks = 0
+        self._blocks: list[dict[str, Any]] = []
+        self._arguments = ""  # of the last one
+        self._is_open = False
         self._end: dict[str, Any] = {}
-        self._has_calls = False
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
         """Return the events of some update."""
-        events = b""
+        begun = b""
         if update.is_first:
-            output = update.output
-            num_tokens = len(output.prompt_token_ids)
-            usage = Usage(num_tokens, 0, num_tokens, PromptTokensDetails(output.num_cached_tokens))
-            message = Message(self._job.request_id, self._job.model, [], None, None, _usage_of(usage))
-            events += _event("message_start", message=message)
-        for part in self._reader.read(update.completion):
-            if self._block is None or not _goes_on(self._block, part):
-                events += self._stop_block()
-                self._block = self._new_block(part)
-                events += _event("content_block_start", index=self._num_blocks, content_block=self._block)
-            if part.kind != "call":
-                events += self._grow(_delta(part))
-            if part.kind == "reasoning":
-                self._thoughts.append(part.text)
-        if update.completion.finished:
-            events += self._stop_block()
-            self._end = _ending(update.completion, has_calls=self._has_calls)
-        return events
+            num_cached = update.output.num_cached_tokens
+            usage = MessageUsage(len(update.output.prompt_token_ids) - num_cached, 0, num_cached)
+            message = Message(self._job.request_id, self._job.model, [], None, None, usage)
+            begun = self._tell("message_start", message=message)
+        return begun + self._take(update.completion)
 
     def end(self, usage: Usage) -> bytes:
         """Return the last events: why it ended, and the counts."""
-        return _event("message_delta", delta=self._end, usage=_usage_of(usage)) + _event("message_stop")
+        return self._tell("message_delta", delta=self._end, usage=_usage_of(usage)) + self._tell("message_stop")
 
     def error(self, error: HttpError) -> bytes:
         """Return the event of an error."""
-        return _event("error", error=error.anthropic_body["error"])
+        return self._tell("error", error=error.anthropic_body["error"])
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Message:
         """Return the whole answer."""
         ((completion,),) = (output.outputs for output in outputs)
-        blocks: list[dict[str, Any]] = []
+        self._take(completion)
+        return Message(self._job.request_id, self._job.model, self._blocks, **self._end, usage=_usage_of(usage))
+
+    def _tell(self, kind: str, **fields: Any) -> bytes:
+        return event({"type": kind, **fields}, kind) if self._job.stream else b""
+
+    def _take(self, completion: CompletionOutput) -> bytes:
+        events = b""
         for part in self._reader.read(completion):
-            if not blocks or not _goes_on(blocks[-1], part):
-                blocks.append(self._new_block(part))
-            if part.kind == "arguments":
-                blocks[-1]["input"] = parse_arguments(part.text)
-            elif part.kind != "call":
-                blocks[-1][_TEXT_KEYS[part.kind]] += part.text
-        for block in blocks:
-            if block["type"] == "thinking":
-                block["signature"] = _signature(block["thinking"])
-        ending = _ending(completion, has_calls=self._has_calls)
-        return Message(self._job.request_id, self._job.model, blocks, **ending, usage=_usage_of(usage))
+            if not self._is_open or self._blocks[-1]["type"] != _BLOCK_TYPES.get(part.kind):
+                events += self._stop_block()
+                self._blocks.append(self._new_block(part))
+                self._arguments, self._is_open = "", True
+                events += self._tell("content_block_start", index=len(self._blocks) - 1, content_block=self._blocks[-1])
+            if part.kind != "call":
+                events += self._grow(self._blocks[-1], part.text)
+        if completion.finished:
+            events += self._stop_block()
+            has_calls = any(block["type"] == "tool_use" for block in self._blocks)
+            self._end = _ending(completion, has_calls=has_calls)
+        return events
 
     def _new_block(self, part: Part) -> dict[str, Any]:
         if part.kind == "reasoning":
             return {"type": "thinking", "thinking": "", "signature": ""}
         if part.kind == "content":
             return {"type": "text", "text": ""}
-        self._has_calls = True
         assert self._form.toolbox.format is not None
         return {"type": "tool_use", "id": self._form.toolbox.format.new_call_id(), "name": part.text, "input": {}}
 
+    def _grow(self, block: dict[str, Any], text: str) -> bytes:
+        kind = block["type"]
+        if kind == "tool_use":
+            self._arguments += text
+            return self._tell_delta("input_json_delta", partial_json=text)
+        block[kind] += text
+        return self._tell_delta(f"{kind}_delta", **{kind: text})
+
+    def _tell_delta(self, kind: str, **fields: str) -> bytes:
+        return self._tell("content_block_delta", index=len(self._blocks) - 1, delta={"type": kind, **fields})
+
     def _stop_block(self) -> bytes:
-        if self._block is None:
+        if not self._is_open:
             return b""
-        events = b""
-        if self._block["type"] == "thinking":
-            events += self._grow({"type": "signature_delta", "signature": _signature("".join(self._thoughts))})
-            self._thoughts.clear()
-        events += _event("content_block_stop", index=self._num_blocks)
-        self._block = None
-        self._num_blocks += 1
-        return events
-
-    def _grow(self, delta: dict[str, str]) -> bytes:
-        return _event("content_block_delta", index=self._num_blocks, delta=delta)
-
-
-_TEXT_KEYS = {"content": "text", "reasoning": "thinking"}
-
-
-def _goes_on(block: dict[str, Any], part: Part) -> bool:
-    """Whether a part belongs to a block that has begun."""
-    kinds = {"content": "text", "reasoning": "thinking", "arguments": "tool_use"}
-    return bool(block["type"] == kinds.get(part.kind))
-
-
-def _delta(part: Part) -> dict[str, str]:
-    if part.kind == "arguments":
-        return {"type": "input_json_delta", "partial_json": part.text}
-    key = _TEXT_KEYS[part.kind]
-    return {"type": f"{key}_delta", key: part.text}
+        self._is_open, block, events = False, self._blocks[-1], b""
+        if block["type"] == "thinking":
+            block["signature"] = _signature(block["thinking"])
+            events = self._tell_delta("signature_delta", signature=block["signature"])
+        elif block["type"] == "tool_use" and self._arguments:
+            block["input"] = parse_arguments(self._arguments)
+        return events + self._tell("content_block_stop", index=len(self._blocks) - 1)
 
 
 def _signature(thoughts: str) -> str:
@@ -386,7 +321,3 @@ def _ending(completion: CompletionOutput, *, has_calls: bool) -> dict[str, Any]:
 def _usage_of(usage: Usage) -> MessageUsage:
     num_cached = usage.prompt_tokens_details.cached_tokens
     return MessageUsage(usage.prompt_tokens - num_cached, usage.completion_tokens, num_cached, receipt=usage.receipt)
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + encoder.encode({"type": kind, **fields}) + b"\n\n"

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import UNSET
 
-from octavo.errors import PromptTooLongError, RequestError
-from octavo.runtime.ids import new_id
+from octavo.errors import RequestError
 from octavo.server.access.body import look_at
-from octavo.server.answers.answer_form import AnswerForm, AnswerReader
-from octavo.server.answers.answering import ChoiceUpdate, Job, answer
+from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.tools import read_chat_tools
 from octavo.server.answers.usage import CompletionTokensDetails
-from octavo.server.api.conversation import effort_options, read_messages, read_prediction, template_options
+from octavo.server.api.conversation import (
+    Conversation,
+    answer_conversation,
+    effort_options,
+    read_messages,
+    read_prediction,
+    template_options,
+)
 from octavo.server.api.openai.chunks import OpenAIReply, openai_options
 from octavo.server.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from octavo.server.api.openai.replies import (
@@ -28,8 +33,9 @@ from octavo.server.api.openai.replies import (
     FunctionCall,
     ToolCall,
 )
-from octavo.server.api.sampling import sampling_params, token_limit
-from octavo.server.api.truncation import WHOLE, Truncation
+from octavo.server.api.sampling import read_structure, sampling_params, token_limit
+from octavo.server.api.truncation import Truncation
+from octavo.server.errors import spelling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,14 +43,12 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from octavo.engine.input_processor import InputProcessor
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
-    from octavo.server.access.limiter import Permit
+    from octavo.server.answers.answer_form import AnswerForm
+    from octavo.server.answers.answering import ChoiceUpdate, Job
     from octavo.server.answers.parts import Part
-    from octavo.server.answers.tools import Toolbox
     from octavo.server.answers.usage import Usage
-    from octavo.server.api.openai.logprobs import Piece
     from octavo.server.api.openai.requests import ChatCompletionRequest
     from octavo.server.service import Service
 
@@ -55,128 +59,58 @@ async def create_chat_completion(service: Service, http_request: Request, reques
     """Answer a conversation."""
     model = service.check_model(request.model)
     request.settle(service.extra_fields)
-    style = service.answer_style
+    info, tool_format = service.model_info, service.answer_style.tools
 
-    def read() -> tuple[SamplingParams, list[dict[str, Any]], Toolbox, str]:
-        default_max_tokens = service.model_info.generation_defaults.get("max_tokens")
+    def read() -> tuple[SamplingParams, Conversation]:
         with request.named_as_sent():
-            params = _params(request, service.default_params, default_max_tokens)
-        messages = read_messages(request.messages)
-        toolbox = read_chat_tools(request.tools, request.tool_choice, request.parallel_tool_calls, style.tools)
-        return params, messages, toolbox, read_prediction(request.prediction)
-
-    params, messages, toolbox, prediction = await look_at(http_request, read)
-    options = effort_options(request.reasoning_effort, "reasoning_effort") | template_options(request)
-    truncation = Truncation.of(request, params.max_tokens, service.model_info.max_model_len)
-    with service.enter(http_request, params.n) as place:
-        prompt = await render(
-            service, http_request, place, messages, toolbox, options, truncation=truncation, prediction=prediction
+            params = _params(request, service.default_params, info.generation_defaults.get("max_tokens"))
+        conversation = Conversation(
+            read_messages(request.messages),
+            read_chat_tools(request.tools, request.tool_choice, request.parallel_tool_calls, tool_format),
+            effort_options(request.reasoning_effort, "reasoning_effort") | template_options(request),
+            truncation=Truncation.of(request, params.max_tokens, info.max_model_len),
+            prediction=read_prediction(request.prediction),
         )
-        form = AnswerForm.of(style, toolbox, prompt["prompt"])
-        params = await look_at(http_request, lambda: form.applied_to(params))
-        job = Job(
-            request_id=f"chatcmpl-{new_id()}",
-            model=model,
-            prompts=[prompt],
-            params=params,
-            place=place,
-            deadline=http_request.state.deadline,
-            **openai_options(request, "messages"),
-        )
-        job.spelled["logprobs"] = job.spelled.get("top_logprobs", "top_logprobs")
-        if toolbox.format is not None and request.response_format is None:
-            job.spelled["structured_outputs"] = "tools"
-        field = None if request.include_reasoning is False else service.config.reasoning_field
-        piece = service.engine.output_processor.piece
-        reply = ChatReply(job, form, Shown.by(request), piece, reasoning_field=field)
-        return await answer(service, http_request, job, reply)
+        return params, conversation
 
-
-async def render(
-    service: Service,
-    http_request: Request,
-    place: Permit,
-    messages: list[dict[str, Any]],
-    toolbox: Toolbox,
-    options: dict[str, Any],
-    *,
-    is_prompt: bool = True,
-    truncation: Truncation = WHOLE,
-    prediction: str = "",
-) -> dict[str, Any]:
-    """Spell a conversation as the chat template does, beside the event loop. is_prompt: it is to be answered.
-
-    prediction: what is expected as its answer; without speculation it is not looked at.
-    """
-    inputs, tools = service.engine.input_processor, list(toolbox.given) or None
-
-    def work() -> dict[str, Any]:
-        text = inputs.chat_text(messages, tools=tools, **options)
-        if truncation.num_tokens is None:
-            token_ids = inputs.encode(text, add_special_tokens=False, is_prompt=is_prompt)
-        else:
-            token_ids = truncation.encode(text, inputs, add_special_tokens=False)
-        prompt = {"prompt": text, "prompt_token_ids": token_ids}
-        if prediction and service.engine.capacity.num_speculative_tokens:
-            prompt["predicted_token_ids"] = _encode_prediction(inputs, prediction)
-        return prompt
-
-    try:
-        return await service.read(http_request, place, work)
-    except PromptTooLongError as error:
-        error.parameter = "messages"
-        raise
-
-
-def _encode_prediction(inputs: InputProcessor, text: str) -> list[int]:
-    """Return its token ids. Raises `RequestError` for one that no answer can be as long as."""
-    try:
-        return inputs.encode(text, add_special_tokens=False, is_prompt=True)
-    except PromptTooLongError as error:
-        raise RequestError(str(error).replace("prompt", "prediction", 1), parameter="prediction") from None
+    params, conversation = await look_at(http_request, read)
+    options = openai_options(request, "messages")
+    options["spelled"]["logprobs"] = options["spelled"].get("top_logprobs", "top_logprobs")
+    if conversation.toolbox.format is not None and request.response_format is None:
+        options["spelled"]["structured_outputs"] = "tools"
+    reply = partial(ChatReply, service, request)
+    return await answer_conversation(
+        service, http_request, conversation, params, reply, id_prefix="chatcmpl-", model=model, **options
+    )
 
 
 def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
     """Without max_tokens (newer: max_completion_tokens) the checkpoint's limit holds, or else the context's."""
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
-    given = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    max_tokens = token_limit(given, default_max_tokens)
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    try:
-        return sampling_params(request, defaults, max_tokens=max_tokens, logprobs=logprobs)
-    except RequestError as error:
-        if error.parameter == "logprobs":
-            raise RequestError(f"top_{error}", parameter="top_logprobs") from None
-        if error.parameter == "max_tokens" and request.max_completion_tokens is not None:
-            message = str(error).replace("max_tokens", "max_completion_tokens", 1)
-            raise RequestError(message, parameter="max_completion_tokens") from None
-        raise
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """What stands beside the text."""
-
-    num_top_logprobs: int = 0
-    token_ids: bool = False
-    tokens_as_ids: bool = False
-
-    @classmethod
-    def by(cls, request: ChatCompletionRequest) -> Shown:
-        """Read a request."""
-        return cls(request.top_logprobs or 0, bool(request.return_token_ids), bool(request.return_tokens_as_token_ids))
+    given, names = request.max_tokens, {"logprobs": "top_logprobs"}
+    if request.max_completion_tokens is not None:
+        given, names["max_tokens"] = request.max_completion_tokens, "max_completion_tokens"
+    with spelling(names, in_text=True):
+        return sampling_params(
+            request,
+            defaults,
+            max_tokens=token_limit(given, default_max_tokens),
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            structured_outputs=read_structure(request),
+        )
 
 
 class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
-    """Spells outputs as chat completions. reasoning_field: what has the reasoning; None where it is left out."""
+    """Spells outputs as chat completions."""
 
-    def __init__(self, job: Job, form: AnswerForm, shown: Shown, piece: Piece, *, reasoning_field: str | None) -> None:
+    def __init__(self, service: Service, request: ChatCompletionRequest, job: Job, form: AnswerForm) -> None:
         super().__init__(job)
-        self._piece = piece
+        self._piece = service.engine.output_processor.piece
         self._form = form
-        self._shown = shown
-        self._reasoning_field = reasoning_field
+        self._request = request
+        # What has the reasoning; None where it is left out.
+        self._reasoning_field = None if request.include_reasoning is False else service.config.reasoning_field
         self._answers: dict[int, _Answer] = {}
 
     def _grown(self, update: ChoiceUpdate) -> ChatChunkChoice | None:
@@ -187,7 +121,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         completion = update.completion
         answer = self._answers.setdefault(update.choice, _Answer(self._form, self._reasoning_field))
         delta = answer.grow(completion)
-        token_ids = completion.token_ids if self._shown.token_ids else None
+        token_ids = completion.token_ids if self._request.return_token_ids else None
         is_step = self._form.is_plain and not completion.finished
         if delta is None and not (update.is_first or completion.logprobs or token_ids or is_step):
             return None  # a parser waits for more
@@ -198,14 +132,14 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         return choice
 
     def _ended(self, update: ChoiceUpdate) -> ChatChunkChoice:
-        choice = ChatChunkChoice(update.choice, ChatDelta(), token_ids=[] if self._shown.token_ids else None)
+        choice = ChatChunkChoice(update.choice, ChatDelta(), token_ids=[] if self._request.return_token_ids else None)
         choice.logprobs = None if update.completion.logprobs is None else ChatLogprobs([])
         choice.finish_reason = self._answers[update.choice].finish_reason(update.completion)
         choice.stop_reason = update.completion.stop_reason
         return choice
 
     def _begin(self, event: ChatCompletionChunk, update: ChoiceUpdate) -> None:
-        event.prompt_token_ids = update.output.prompt_token_ids if self._shown.token_ids else None
+        event.prompt_token_ids = update.output.prompt_token_ids if self._request.return_token_ids else None
 
     def _counted(self, usage: Usage) -> Usage:
         """Add how many of the tokens were reasoning."""
@@ -222,8 +156,8 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         return chunk
 
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
-        shown = self._shown
-        return chat_logprobs(completion.logprobs, shown.num_top_logprobs, self._piece, as_ids=shown.tokens_as_ids)
+        num_top, as_ids = self._request.top_logprobs or 0, bool(self._request.return_tokens_as_token_ids)
+        return chat_logprobs(completion.logprobs, num_top, self._piece, as_ids=as_ids)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
         """All n choices of the one prompt."""
@@ -233,7 +167,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         result = ChatCompletion(self._job.request_id, self._job.created, self._job.model, choices, counts)
         if output.prompt_logprobs is not None:
             result.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
-        if self._shown.token_ids:
+        if self._request.return_token_ids:
             result.prompt_token_ids = output.prompt_token_ids
         return result
 
@@ -245,7 +179,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
             self._logprobs(completion),
             answer.finish_reason(completion),
             completion.stop_reason,
-            completion.token_ids if self._shown.token_ids else None,
+            completion.token_ids if self._request.return_token_ids else None,
         )
 
 
@@ -259,28 +193,22 @@ class _Answer:
         self._has_calls = False
 
     def message(self, completion: CompletionOutput) -> ChatMessage:
-        """Return a whole answer."""
-        message = ChatMessage(None)
-        for part in self._parts(completion):
-            match part.kind:
-                case "content":
-                    message.content = (message.content or "") + part.text
-                case "reasoning":
-                    message.reasoning_content = (message.reasoning_content or "") + part.text
-                case "call":
-                    message.tool_calls = message.tool_calls or []
-                    message.tool_calls.append(self._call(part))
-                case "arguments":
-                    assert message.tool_calls
-                    message.tool_calls[part.call].function.arguments += part.text
-        if message.content is None and not message.tool_calls:
-            message.content = ""
+        """Return a whole answer, which is what it grew by at once."""
+        delta = self._delta(completion)
+        message = ChatMessage(delta.content or (None if delta.tool_calls else ""))
+        message.reasoning_content, message.tool_calls = delta.reasoning_content, delta.tool_calls
+        for call in message.tool_calls or []:
+            call.index = UNSET
         if self._reasoning_field is not None and message.reasoning_content is UNSET:
             message.reasoning_content = None
         return self._named(message)
 
     def grow(self, completion: CompletionOutput) -> ChatDelta | None:
         """Return what an answer grew by."""
+        delta = self._delta(completion)
+        return None if delta == ChatDelta() else self._named(delta)
+
+    def _delta(self, completion: CompletionOutput) -> ChatDelta:
         delta = ChatDelta()
         for part in self._parts(completion):
             match part.kind:
@@ -296,7 +224,7 @@ class _Answer:
                     call = ToolCall(FunctionCall(part.text)) if part.kind == "arguments" else self._call(part)
                     call.index = part.call
                     delta.tool_calls.append(call)
-        return None if delta == ChatDelta() else self._named(delta)
+        return delta
 
     def _named(self, answer: Told) -> Told:
         """Give the reasoning the name that the server has for it."""

@@ -12,10 +12,10 @@ from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
 from octavo.server.answers.answering import ChoiceUpdate, Job, answer
 from octavo.server.api.openai.chunks import OpenAIReply, openai_options
-from octavo.server.api.openai.logprobs import completion_logprobs, prompt_logprobs
+from octavo.server.api.openai.logprobs import PlacedLogprobs, completion_logprobs, prompt_logprobs
 from octavo.server.api.openai.replies import Completion, CompletionChoice, CompletionLogprobs
 from octavo.server.api.openai.token_places import TokenPlaces, places_in_prompt
-from octavo.server.api.sampling import sampling_params, token_limit
+from octavo.server.api.sampling import read_structure, sampling_params, token_limit
 from octavo.server.api.truncation import Truncation
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ async def create_completion(service: Service, http_request: Request, request: Co
         )
     texts = service.engine.output_processor
     echo = Echo(bool(request.echo), bool(request.echo) and request.max_tokens == 0, texts, params.skip_special_tokens)
-    shown = Shown.by(request)
     truncation = Truncation.of(request, params.max_tokens, service.model_info.max_model_len)
     inputs = service.engine.input_processor
     with service.enter(http_request, len(prompts) * params.n, at_least=params.n) as place:
@@ -75,7 +74,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
         )
         if request.prompt_logprobs is None:  # those of an echo
             job.spelled["prompt_logprobs"] = job.spelled.get("logprobs", "logprobs")
-        return await answer(service, http_request, job, CompletionReply(job, echo, shown))
+        return await answer(service, http_request, job, CompletionReply(job, echo, request))
 
 
 def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
@@ -85,7 +84,7 @@ def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingPar
     max_tokens = token_limit(request.max_tokens, defaults.max_tokens)
     if request.echo and max_tokens == 0:
         max_tokens = 1  # a model computes nothing without a next token; it is left out of the reply
-    params = sampling_params(request, defaults, max_tokens=max_tokens, logprobs=request.logprobs)
+    params = sampling_params(request, defaults, max_tokens=max_tokens, structured_outputs=read_structure(request))
     if request.echo and request.logprobs is not None:
         params = replace(params, prompt_logprobs=max(request.logprobs, params.prompt_logprobs or 0))
     return params
@@ -137,59 +136,29 @@ class Echo:
     def prompt_places(self, output: RequestOutput) -> list[TokenPlace]:
         """The places of the prompt's tokens in that text."""
         if output.request_id not in self.places:
-            self.places[output.request_id] = self._find(output)
+            tokenizer, token_ids = self.processor.tokenizer, output.prompt_token_ids
+            if output.prompt is not None:
+                found = places_in_prompt(tokenizer, output.prompt, token_ids)
+            else:
+                places = TokenPlaces(tokenizer, [], 0, skip_special_tokens=self.skip_special_tokens)
+                found = [*places.add(token_ids), *places.finish()]
+            self.places[output.request_id] = found
         return self.places[output.request_id]
 
-    def _find(self, output: RequestOutput) -> list[TokenPlace]:
-        tokenizer, token_ids = self.processor.tokenizer, output.prompt_token_ids
-        if output.prompt is not None:
-            return places_in_prompt(tokenizer, output.prompt, token_ids)
-        places = TokenPlaces(tokenizer, [], 0, skip_special_tokens=self.skip_special_tokens)
-        return [*places.add(token_ids), *places.finish()]
-
-
-class _Scored:
-    """The positions of a choice, and the places of its tokens, for as long as some of these are not certain."""
-
-    def __init__(self, echo: Echo, output: RequestOutput, offset: int) -> None:
-        self._places = TokenPlaces(
-            echo.processor.tokenizer, output.prompt_token_ids, offset, skip_special_tokens=echo.skip_special_tokens
-        )
-        self._waiting: list[Position] = []
-
-    def add(self, completion: CompletionOutput) -> tuple[list[Position], list[TokenPlace]]:
-        """Take some more in; return what is certain now."""
-        places = self._places.add(completion.token_ids)
-        if completion.finished:
-            places += self._places.finish()
-        positions = self._waiting + (completion.logprobs or [])
-        self._waiting = positions[len(places) :]
-        return positions[: len(places)], places
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """What stands beside the text."""
-
-    prompt_logprobs: bool = False
-    token_ids: bool = False
-    tokens_as_ids: bool = False
-
-    @classmethod
-    def by(cls, request: CompletionRequest) -> Shown:
-        """Read a request."""
-        as_ids = bool(request.return_tokens_as_token_ids)
-        return cls(request.prompt_logprobs is not None, bool(request.return_token_ids), as_ids)
+    def places_behind(self, output: RequestOutput) -> TokenPlaces:
+        """What finds the places of a choice's tokens."""
+        offset, skip = len(self.prompt_text(output)), self.skip_special_tokens
+        return TokenPlaces(self.processor.tokenizer, output.prompt_token_ids, offset, skip_special_tokens=skip)
 
 
 class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
     """Spells outputs as text completions."""
 
-    def __init__(self, job: Job, echo: Echo, shown: Shown) -> None:
+    def __init__(self, job: Job, echo: Echo, request: CompletionRequest) -> None:
         super().__init__(job)
         self._echo = echo
-        self._shown = shown
-        self._scored: dict[int, _Scored] = {}  # by choice
+        self._request = request
+        self._scored: dict[int, PlacedLogprobs] = {}  # by choice
 
     def _grown(self, update: ChoiceUpdate) -> CompletionChoice | None:
         """The first one of a choice has the echoed prompt; the last step of one may bring no more than its end."""
@@ -199,7 +168,7 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
 
     def _ended(self, update: ChoiceUpdate) -> CompletionChoice:
         logprobs = None if update.completion.logprobs is None else CompletionLogprobs([], [], [], [])
-        token_ids: list[int] | None = [] if self._shown.token_ids else None
+        token_ids: list[int] | None = [] if self._request.return_token_ids else None
         return _with_reason(CompletionChoice(update.choice, "", logprobs, token_ids=token_ids), update.completion)
 
     def _event(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
@@ -218,10 +187,8 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
 
     def _whole_choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> CompletionChoice:
         choice = _with_reason(self._choice(index, completion, output, with_prompt=True), completion)
-        if self._shown.prompt_logprobs and output.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
-        else:
-            choice.prompt_logprobs = None
+        told = None if self._request.prompt_logprobs is None else output.prompt_logprobs
+        choice.prompt_logprobs = None if told is None else prompt_logprobs(told)
         return choice
 
     def _choice(
@@ -230,7 +197,7 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
         prompt = self._echo.prompt_text(output) if with_prompt else ""
         text = prompt if self._echo.is_alone else prompt + completion.text
         choice = CompletionChoice(index, text, self._logprobs(index, completion, output, with_prompt=with_prompt))
-        if self._shown.token_ids:
+        if self._request.return_token_ids:
             choice.token_ids = [] if self._echo.is_alone else completion.token_ids
             choice.prompt_token_ids = output.prompt_token_ids if with_prompt else None
         return choice
@@ -247,11 +214,12 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
             places += self._echo.prompt_places(output)
         if not self._echo.is_alone:
             if index not in self._scored:
-                self._scored[index] = _Scored(self._echo, output, len(self._echo.prompt_text(output)))
-            more_positions, more_places = self._scored[index].add(completion)
-            positions += more_positions
-            places = places + more_places
-        return completion_logprobs(positions, places, self._echo.processor.piece, as_ids=self._shown.tokens_as_ids)
+                self._scored[index] = PlacedLogprobs(self._echo.places_behind(output))
+            more = self._scored[index].add(completion.token_ids, completion.logprobs, is_over=completion.finished)
+            positions += [position for _, position in more]
+            places = places + [place for place, _ in more]
+        as_ids = bool(self._request.return_tokens_as_token_ids)
+        return completion_logprobs(positions, places, self._echo.processor.piece, as_ids=as_ids)
 
 
 def _with_reason(choice: CompletionChoice, completion: CompletionOutput) -> CompletionChoice:

@@ -6,7 +6,7 @@ import base64
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from octavo.engine.embedding import embedding
 from octavo.errors import RequestError
@@ -15,9 +15,9 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.access.body import look_at
 from octavo.server.answers.answering import Job, answer_whole
 from octavo.server.answers.usage import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads the types
-from octavo.server.api.extra_fields import OF_ANSWERS, OF_PROMPTS, UNSUPPORTED, Off
+from octavo.server.api.extra_fields import OF_ANSWERS, OF_PROMPTS, UNSUPPORTED, Off, each
 from octavo.server.api.openai.completions import read_prompts
-from octavo.server.api.openai.requests import Priority  # noqa: TC001 - pydantic reads the types of fields
+from octavo.server.api.openai.requests import Body, Priority
 from octavo.server.api.request_types import CacheSalt, Prompts, Shown
 
 if TYPE_CHECKING:
@@ -35,30 +35,21 @@ MAX_INPUTS = 2048  # as the OpenAI API
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **OF_PROMPTS,
     **{name: UNSUPPORTED[name] for name in ("adapter_id", "adapters", "lora", "lora_path")},
-    "add_special_tokens": Off(True),
-    "content": Off(),
+    **each(Off(), "content", "input_type", "messages", "output_dimension", "prompt_name"),
+    **each(Off(False), "late_chunking", "truncation"),
+    **each(Off(True), "add_special_tokens", "normalize", "use_activation"),
     "embd_normalize": Off(2),
     "embed_dtype": Off("float32"),
     "embedding_types": Off(["float"]),
     "endianness": Off("native", "little"),
-    "input_type": Off(),
     "instruction": Off(""),
-    "late_chunking": Off(False),
-    "messages": Off(),
-    "normalize": Off(True),
-    "output_dimension": Off(),
     "output_dtype": Off("float"),
-    "prompt_name": Off(),
-    "truncation": Off(False),
     "truncation_direction": Off("Right"),
-    "use_activation": Off(True),
 }
 
 
-class EmbeddingRequest(BaseModel):
+class EmbeddingRequest(Body):
     """POST /v1/embeddings. `input` is checked by its route: text, texts, token ids or lists of those."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
     input: Annotated[Any, Shown(Prompts)]

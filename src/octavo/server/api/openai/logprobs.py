@@ -1,17 +1,12 @@
-"""Log probabilities as the two APIs spell them."""
+"""Log probabilities as the APIs spell them, and which of an answer's tokens are its content."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from octavo.engine.output_processor import TokenTexts
-from octavo.server.api.openai.replies import (
-    ChatLogprobs,
-    CompletionLogprobs,
-    PromptLogprob,
-    TokenLogprob,
-    TopLogprob,
-)
+from octavo.server.api.openai import replies
 from octavo.server.api.openai.token_places import BYTES, spelled
 
 if TYPE_CHECKING:
@@ -19,11 +14,12 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from octavo.data.model_output import TokenLogprobs
-    from octavo.outputs import Logprob, PromptLogprobs
-    from octavo.server.api.openai import replies
-    from octavo.server.api.openai.token_places import TokenPlace
+    from octavo.outputs import CompletionOutput, Logprob, PromptLogprobs
+    from octavo.server.answers.parts import Part
+    from octavo.server.api.openai.token_places import TokenPlace, TokenPlaces
 
     Piece: TypeAlias = Callable[[int], str | bytes]  # what a token adds to a text, special ones included
+    PlacedPosition: TypeAlias = tuple[TokenPlace, "Position"]
 
 Position = dict[int, "Logprob"]  # the token itself first, then the most probable ones
 _LOWEST = -9999.0  # JSON has no infinity; vLLM's stand-in
@@ -31,7 +27,7 @@ _LOWEST = -9999.0  # JSON has no infinity; vLLM's stand-in
 
 def chat_logprobs(
     positions: Sequence[Position] | None, num_top: int, piece: Piece, *, as_ids: bool = False
-) -> ChatLogprobs | None:
+) -> replies.ChatLogprobs | None:
     """Spell the positions of a chat choice; None where none were asked for. as_ids: vLLM's token_id:123 for texts."""
     if positions is None:
         return None
@@ -39,9 +35,72 @@ def chat_logprobs(
     for position in positions:
         token_id, token = next(iter(position.items()))
         best = sorted(position.items(), key=lambda item: item[1].rank or 0)[:num_top]
-        top = [TopLogprob(*_chat_token(each, entry, piece, as_ids)) for each, entry in best]
-        content.append(TokenLogprob(*_chat_token(token_id, token, piece, as_ids), top))
-    return ChatLogprobs(content)
+        top = [replies.TopLogprob(*_chat_token(each, entry, piece, as_ids)) for each, entry in best]
+        content.append(replies.TokenLogprob(*_chat_token(token_id, token, piece, as_ids), top))
+    return replies.ChatLogprobs(content)
+
+
+class PlacedLogprobs:
+    """The log probabilities of an answer's tokens and the place of each, told when that is certain."""
+
+    def __init__(self, places: TokenPlaces) -> None:
+        self._places = places
+        self._waiting: deque[Position] = deque()
+
+    def add(self, token_ids: list[int], positions: list[Position], *, is_over: bool) -> list[PlacedPosition]:
+        """Take some more tokens."""
+        self._waiting += positions
+        places = self._places.add(token_ids)
+        if is_over:
+            places += self._places.finish()
+        return [(place, self._waiting.popleft()) for place in places]
+
+
+class ContentLogprobs:
+    """Finds the tokens of each part by the place where it stands in the answer, however that was cut.
+
+    A token that has some character of the content, or of one a part, is the content's, whatever else it has. Others are
+    in none: those of reasoning and calls, of the marks around them, hidden ones, and the one that ends an answer.
+    """
+
+    def __init__(self, places: TokenPlaces, num_top: int, piece: Piece, *, hides_end: bool) -> None:
+        """Start with the places of the answer's tokens. hides_end: the token that ends it is none of its text."""
+        self._places = PlacedLogprobs(places)
+        self._num_top = num_top
+        self._piece = piece
+        self._hides_end = hides_end
+        self._tokens: deque[PlacedPosition] = deque()
+        self._is_told = False  # the first of them, which the last content ended in
+
+    def add(self, completion: CompletionOutput) -> None:
+        """Take some more tokens; none where no log probabilities were asked for."""
+        if completion.logprobs is None:
+            return
+        is_end = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
+        num_tokens = len(completion.logprobs) - (self._hides_end and is_end)
+        token_ids, positions = completion.token_ids[:num_tokens], completion.logprobs[:num_tokens]
+        self._tokens += self._places.add(token_ids, positions, is_over=completion.finished)
+
+    def take(self, part: Part) -> list[replies.TokenLogprob]:
+        """Return the tokens of the answer's next part, if it is content; one that it goes on with is told already."""
+        while self._tokens and self._tokens[0][0].end <= part.start:
+            self._tokens.popleft()
+            self._is_told = False
+        if part.kind != "content":
+            self._is_told = False
+            return []
+        end = part.start + len(part.text)
+        taken: list[Position] = []
+        while self._tokens and self._tokens[0][0].offset < end:
+            place, position = self._tokens[0]
+            if place.num_chars and not self._is_told:
+                taken.append(position)
+            self._is_told = place.end > end
+            if self._is_told:
+                break
+            self._tokens.popleft()
+        told = chat_logprobs(taken, self._num_top, self._piece)
+        return [] if told is None else told.content
 
 
 def completion_logprobs(
@@ -50,12 +109,12 @@ def completion_logprobs(
     piece: Piece,
     *,
     as_ids: bool = False,
-) -> CompletionLogprobs:
+) -> replies.CompletionLogprobs:
     """Spell the positions of a completion choice; one that is None is the first of an echoed prompt.
 
     as_ids: as in `chat_logprobs`. Those of a prompt may be 40,000 alternatives, of which no objects are made.
     """
-    result = CompletionLogprobs([], [], [], [])
+    result = replies.CompletionLogprobs([], [], [], [])
     texts = TokenTexts(lambda token_id: spelled(piece(token_id)))
     for position, place in zip(positions, places, strict=True):
         result.text_offset.append(place.offset)
@@ -101,7 +160,7 @@ def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
     result: replies.PromptLogprobs = [None]
     for entry in positions.entries:
         ranks = [entry.rank, *range(1, len(entry.token_ids))]
-        told = list(map(PromptLogprob, _all_finite(entry), ranks, map(text_of, entry.token_ids)))
+        told = list(map(replies.PromptLogprob, _all_finite(entry), ranks, map(text_of, entry.token_ids)))
         names = list(map(str, entry.token_ids))
         by_id = dict(zip(names, told, strict=True))
         by_id[names[0]] = told[0]  # where it is among the best, too, and others are as probable, its rank is another

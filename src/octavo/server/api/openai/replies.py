@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from octavo.server.answers.usage import Usage  # noqa: TC001 - msgspec reads the types of fields
+from octavo.server.answers.usage import (  # noqa: TC001 - msgspec reads the types of fields
+    CompletionTokensDetails,
+    Receipt,
+    Usage,
+)
 
 
 class TopLogprob(Struct):
@@ -17,12 +21,9 @@ class TopLogprob(Struct):
     bytes: list[int]
 
 
-class TokenLogprob(Struct):
+class TokenLogprob(TopLogprob):
     """The token that came, and the most probable ones at its place."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 
@@ -201,3 +202,57 @@ class Completion(Struct):
     usage: Usage | UnsetType | None = UNSET
     service_tier: UnsetType | None = UNSET
     kv_transfer_params: UnsetType | None = UNSET
+
+
+class InputTokensDetails(Struct):
+    """Of the prompt's tokens, those whose KV was found in the prefix cache."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class ResponseUsage(Struct):
+    """Token counts. receipt: octavo's own."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: CompletionTokensDetails
+    total_tokens: int
+    receipt: Receipt | UnsetType = UNSET
+
+
+class ResponseObject(Struct):
+    """POST /v1/responses: an answer, or what there is of it."""
+
+    id: str
+    created_at: int
+    model: str
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    reasoning: dict[str, Any]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[Any]
+    top_p: float
+    output: list[dict[str, Any]]
+    status: str = "in_progress"
+    usage: ResponseUsage | None = None
+    error: dict[str, Any] | None = None
+    incomplete_details: dict[str, str] | None = None
+    object: str = "response"
+    background: bool = False
+    previous_response_id: None = None
+    store: bool = False
+    top_logprobs: int = 0
+    truncation: str = "disabled"
+
+
+class InputTokens(Struct):
+    """POST /v1/responses/input_tokens."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"

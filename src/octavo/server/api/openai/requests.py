@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from octavo.errors import RequestError
-from octavo.server.api.extra_fields import ALIASES, HARMLESS, PENALTY_RANGE, UNSUPPORTED, As, Off, refuse
-from octavo.server.api.request_types import (
-    CacheSalt,
-    ChatChoice,
-    ChatMessages,
-    ChatTool,
-    LogitBias,
-    MaxTokens,
-    NumChoices,
-    NumLogprobs,
-    Prediction,
-    Prompts,
-    RepetitionPenalty,
-    ResponseFormat,
-    Shown,
-    Some,
-    StopText,
-    StopTexts,
-    StructuredOutputs,
-    Temperature,
-    TokenId,
-    Tools,
-    TopK,
-    TopP,
-    within,
-)
+from octavo.server.api import request_types as types
+from octavo.server.api.extra_fields import ALIASES, HARMLESS, PENALTY_RANGE, UNSUPPORTED, As, Off, each, refuse
+from octavo.server.api.request_types import Shown, within
+from octavo.server.errors import spelling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from octavo.server.api.extra_fields import ExtraFields
 
@@ -44,6 +21,12 @@ if TYPE_CHECKING:
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Priority = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+class Body(BaseModel):
+    """What a client sends to any route: types are strict, and fields that are not known are looked at by the route."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
 
 
 class StreamOptions(BaseModel):
@@ -55,28 +38,26 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingControls(BaseModel):
+class SamplingControls(Body):
     """How tokens are chosen: each means what the field of `SamplingParams` with its name does, under every route."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
     seed: Annotated[int, within("seed")] | None = None
-    stop: Annotated[str | Strings, Shown(StopText | StopTexts)] | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
+    stop: Annotated[str | Strings, Shown(types.StopText | types.StopTexts)] | None = None
+    temperature: types.Temperature | None = None
+    top_p: types.TopP | None = None
     presence_penalty: Annotated[float, within("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, within("frequency_penalty")] | None = None
-    logit_bias: LogitBias | None = None
+    logit_bias: types.LogitBias | None = None
     # vLLM's
-    top_k: TopK | None = None
+    top_k: types.TopK | None = None
     min_p: Annotated[float, within("min_p")] | None = None
-    repetition_penalty: RepetitionPenalty | None = None
+    repetition_penalty: types.RepetitionPenalty | None = None
     min_tokens: Annotated[int, within("min_tokens")] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[TokenIds, Shown(list[TokenId])] | None = None
+    stop_token_ids: Annotated[TokenIds, Shown(list[types.TokenId])] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    allowed_token_ids: Annotated[TokenIds, Shown(Some[TokenId])] | None = None
+    allowed_token_ids: Annotated[TokenIds, Shown(types.Some[types.TokenId])] | None = None
     typical_p: Annotated[float, within("typical_p")] | None = None  # TGI's
     num_speculative_tokens: Annotated[int, within("num_speculative_tokens")] | None = None  # octavo's
 
@@ -84,12 +65,12 @@ class SamplingControls(BaseModel):
 class OtherNames(BaseModel):
     """Fields of other servers' clients that are taken; `octavo.server.api.extra_fields.ALIASES` says as what."""
 
-    n_cmpl: NumChoices | None = None
-    n_predict: MaxTokens | None = None
-    num_predict: MaxTokens | None = None
-    max_new_tokens: MaxTokens | None = None
-    n_probs: NumLogprobs | None = None
-    repeat_penalty: RepetitionPenalty | None = None
+    n_cmpl: types.NumChoices | None = None
+    n_predict: types.MaxTokens | None = None
+    num_predict: types.MaxTokens | None = None
+    max_new_tokens: types.MaxTokens | None = None
+    n_probs: types.NumLogprobs | None = None
+    repeat_penalty: types.RepetitionPenalty | None = None
     repeat_last_n: int | None = None
     penalize_nl: bool | None = None
     grammar: str | None = None
@@ -111,18 +92,16 @@ class Aliased(BaseModel):
     def take_aliases(self) -> None:
         """Write each into the field that it stands for. Raises `RequestError` where that says something else."""
         for name, told in self.aliases.items():
-            if getattr(self, name, None) not in (None, *told.nothing):
-                self._take(name, told.name)
-
-    def _take(self, name: str, own: str) -> None:
-        """Take a field as another one, or as a part of another one."""
-        field, _, part = own.partition(".")
-        value, current = getattr(self, name), getattr(self, field)
-        held = (current or {}).get(part) if part else current
-        if held is not None and held != value:
-            raise RequestError(f"{name} and {own} say different things", parameter=name)
-        setattr(self, field, {**(current or {}), part: value} if part else value)
-        self._sent_as[field] = name
+            value = getattr(self, name, None)
+            if value in (None, *told.nothing):
+                continue
+            field, _, part = told.name.partition(".")
+            current = getattr(self, field)
+            held = (current or {}).get(part) if part else current
+            if held is not None and held != value:
+                raise RequestError(f"{name} and {told.name} say different things", parameter=name)
+            setattr(self, field, {**(current or {}), part: value} if part else value)
+            self._sent_as[field] = name
 
 
 class SamplingFields(SamplingControls, OtherNames, Aliased):
@@ -131,13 +110,13 @@ class SamplingFields(SamplingControls, OtherNames, Aliased):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: MaxTokens | None = None
-    n: NumChoices | None = None
-    prompt_logprobs: NumLogprobs | None = None
+    max_tokens: types.MaxTokens | None = None
+    n: types.NumChoices | None = None
+    prompt_logprobs: types.NumLogprobs | None = None
     priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
-    response_format: Annotated[dict[str, Any], Shown(ResponseFormat)] | None = None
-    structured_outputs: Annotated[dict[str, Any], Shown(StructuredOutputs)] | None = None
+    cache_salt: types.CacheSalt | None = None
+    response_format: Annotated[dict[str, Any], Shown(types.ResponseFormat)] | None = None
+    structured_outputs: Annotated[dict[str, Any], Shown(types.StructuredOutputs)] | None = None
     # vLLM's
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -160,9 +139,8 @@ class SamplingFields(SamplingControls, OtherNames, Aliased):
             raise RequestError("stream_options needs stream: true", parameter="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs needs stream: false", parameter="prompt_logprobs")
-        if self.truncate_prompt_tokens is not None and not (
-            self.truncate_prompt_tokens == -1 or self.truncate_prompt_tokens >= 1
-        ):
+        num_kept = self.truncate_prompt_tokens
+        if num_kept is not None and num_kept != -1 and num_kept < 1:
             message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"
             raise RequestError(message, parameter="truncate_prompt_tokens")
 
@@ -175,31 +153,34 @@ class SamplingFields(SamplingControls, OtherNames, Aliased):
         if any(penalties):
             refuse({name: getattr(self, name) for name in PENALTY_RANGE}, PENALTY_RANGE)
 
-    @contextlib.contextmanager
-    def named_as_sent(self) -> Iterator[None]:
+    def named_as_sent(self) -> AbstractContextManager[None]:
         """Name the field that an error is about as the client did."""
-        try:
-            yield
-        except RequestError as error:
-            own = error.parameter or ""
-            if own not in self._sent_as:
-                raise
-            sent, message = self._sent_as[own], str(error)
-            told = message.replace(own, sent, 1) if own in message else f"{sent}: {message}"
-            raise RequestError(told, parameter=sent) from None
+        return spelling(self._sent_as, in_text=True)
 
     def spelled(self, **names: str) -> dict[str, str]:
         """Return the engine's names of parameters and the client's. names: those of the route."""
         return {**self._sent_as, **{own: self._sent_as.get(name, name) for own, name in names.items()}}
 
 
+class ChatFields(BaseModel):
+    """What a chat's prompt depends on, beside its messages."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None  # DashScope's
+    reasoning_effort: str | None = None
+    tools: Annotated[list[Any], Shown(types.Tools[types.ChatTool])] | None = None
+    tool_choice: Annotated[Any, Shown(types.ChatChoice | None)] = None
+
+
 class CompletionRequest(SamplingFields):
     """POST /v1/completions. `prompt` is checked by its route: text, texts, token ids or lists of those."""
 
-    prompt: Annotated[Any, Shown(Prompts)]
+    prompt: Annotated[Any, Shown(types.Prompts)]
     best_of: int | None = None
     echo: bool | None = None
-    logprobs: NumLogprobs | None = None
+    logprobs: types.NumLogprobs | None = None
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **SamplingFields.unsupported,
@@ -209,40 +190,26 @@ class CompletionRequest(SamplingFields):
     }
 
 
-class ChatCompletionRequest(SamplingFields):
+class ChatCompletionRequest(ChatFields, SamplingFields):
     """POST /v1/chat/completions. `messages` is checked by its route."""
 
-    messages: Annotated[Any, Shown(ChatMessages)]
-    max_completion_tokens: MaxTokens | None = None
+    messages: Annotated[Any, Shown(types.ChatMessages)]
+    max_completion_tokens: types.MaxTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: NumLogprobs | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[Any], Shown(Tools[ChatTool])] | None = None
-    tool_choice: Annotated[Any, Shown(ChatChoice | None)] = None
+    top_logprobs: types.NumLogprobs | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    prediction: Annotated[Any, Shown(Prediction | None)] = None
+    prediction: Annotated[Any, Shown(types.Prediction | None)] = None
     include_reasoning: bool | None = None  # vLLM's: false leaves it out of the answer
-
-    enable_thinking: bool | None = None  # DashScope's
 
     aliases: ClassVar[dict[str, As]] = {**SamplingFields.aliases, "n_probs": As("top_logprobs", (0,))}
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **SamplingFields.unsupported,
-        "functions": Off([]),
+        **each(Off(), "audio", "chat_template", "moderation", "web_search_options"),
+        **each(Off([]), "documents", "functions"),
+        **each(Off(False), "add_special_tokens", "echo", "return_prompt_text"),
         "function_call": Off("none", "auto"),
         "modalities": Off([], ["text"]),
-        "moderation": Off(),
         "verbosity": Off("medium"),
-        "audio": Off(),
-        "web_search_options": Off(),
-        "chat_template": Off(),
-        "documents": Off([]),
-        "echo": Off(False),
-        "return_prompt_text": Off(False),
-        "add_special_tokens": Off(False),
     }
 
     def settle(self, extra_fields: ExtraFields) -> None:

@@ -8,16 +8,17 @@ from typing import Any
 from octavo.errors import RequestError
 from octavo.server.api.block_types import CACHE, LABEL, MEDIA, BlockTypes, fields, text_field
 from octavo.server.api.conversation import read_call_arguments, read_content, text_part
+from octavo.server.api.extra_fields import each
 
 _ROLES = {"user", "assistant", "system", "developer"}
-_LABELS = dict.fromkeys(("id", "status"), LABEL)
+_LABELS = each(LABEL, "id", "status")
 _CALL = {**_LABELS, "async": "says whether the caller waits", "caller": "says who called the tool"}
 _ELSEWHERE = "tools of OpenAI's servers are not here; tools are functions"
 _NOT_STORED = "nothing is stored; send the conversation"
 _TEXT = fields("text", harmless={"prompt_cache_breakpoint": CACHE})
 _SAID = fields("text", harmless={"annotations": LABEL, "logprobs": LABEL})
 _TEXTS = {"input_text": _TEXT, "output_text": _SAID, "text": _TEXT}
-_MEDIA = dict.fromkeys(("input_image", "input_file"), MEDIA)
+_MEDIA = each(MEDIA, "input_image", "input_file")
 
 ITEMS = BlockTypes(
     {
@@ -29,33 +30,12 @@ ITEMS = BlockTypes(
         ),
     },
     {
-        **dict.fromkeys(
-            (
-                "file_search_call",
-                "computer_call",
-                "computer_call_output",
-                "web_search_call",
-                "tool_search_call",
-                "tool_search_output",
-                "image_generation_call",
-                "code_interpreter_call",
-                "local_shell_call",
-                "local_shell_call_output",
-                "shell_call",
-                "shell_call_output",
-                "apply_patch_call",
-                "apply_patch_call_output",
-                "mcp_list_tools",
-                "mcp_approval_request",
-                "mcp_approval_response",
-                "mcp_call",
-                "custom_tool_call",
-                "custom_tool_call_output",
-                "program",
-                "program_output",
-            ),
-            _ELSEWHERE,
-        ),
+        **each(_ELSEWHERE, "file_search_call", "computer_call", "computer_call_output", "web_search_call"),
+        **each(_ELSEWHERE, "tool_search_call", "tool_search_output", "image_generation_call", "code_interpreter_call"),
+        **each(_ELSEWHERE, "local_shell_call", "local_shell_call_output", "shell_call", "shell_call_output"),
+        **each(_ELSEWHERE, "apply_patch_call", "apply_patch_call_output", "program", "program_output"),
+        **each(_ELSEWHERE, "custom_tool_call", "custom_tool_call_output", "mcp_call", "mcp_list_tools"),
+        **each(_ELSEWHERE, "mcp_approval_request", "mcp_approval_response"),
         "additional_tools": "which tools there are is said once, in tools",
         "configuration_update": "how to answer is said once, in reasoning and text",
         "compaction": "it holds what OpenAI's servers made of older turns; send the turns",

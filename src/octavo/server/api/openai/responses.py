@@ -5,50 +5,46 @@ Nothing is stored: a request brings its whole conversation.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
-
-from msgspec import UNSET, Struct, UnsetType
-from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.runtime.ids import new_id
 from octavo.server.access.body import look_at
-from octavo.server.answers.answer_form import AnswerForm, AnswerReader
-from octavo.server.answers.answering import ChoiceUpdate, Job, answer, encoder
+from octavo.server.answers.answer_form import AnswerReader
+from octavo.server.answers.answering import event
 from octavo.server.answers.tools import Toolbox, read_choice, read_function
-from octavo.server.answers.usage import Receipt  # noqa: TC001 - msgspec reads the types of fields
+from octavo.server.answers.usage import CompletionTokensDetails
+from octavo.server.api import request_types as types
 from octavo.server.api.block_types import CACHE, fields
-from octavo.server.api.conversation import effort_options, extra_template_options
-from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, ExtraFields
-from octavo.server.api.openai.chat import render
-from octavo.server.api.openai.content_logprobs import ContentLogprobs
+from octavo.server.api.conversation import (
+    Conversation,
+    answer_conversation,
+    count_prompt,
+    effort_options,
+    template_arguments,
+)
+from octavo.server.api.extra_fields import HARMLESS, UNSUPPORTED_OR_ALIAS, ExtraFields, Off, each
+from octavo.server.api.openai.logprobs import ContentLogprobs
+from octavo.server.api.openai.replies import InputTokens, InputTokensDetails, ResponseObject, ResponseUsage
 from octavo.server.api.openai.requests import Priority, SamplingControls
 from octavo.server.api.openai.response_items import read_items
 from octavo.server.api.openai.token_places import TokenPlaces
-from octavo.server.api.request_types import (
-    CacheSalt,
-    Items,
-    NumLogprobs,
-    OutputTokens,
-    Reasoning,
-    ResponsesChoice,
-    ResponsesTool,
-    Shown,
-    TextConfig,
-    Tools,
-)
-from octavo.server.api.sampling import read_logit_bias, read_response_format
+from octavo.server.api.request_types import Shown
+from octavo.server.api.sampling import read_response_format, sampling_params
+from octavo.server.errors import spelling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from starlette.requests import Request
+    from starlette.responses import Response
 
     from octavo.engine.output_processor import OutputProcessor
     from octavo.outputs import CompletionOutput, RequestOutput
     from octavo.sampling_params import SamplingParams
-    from octavo.server.access.limiter import Permit
+    from octavo.server.answers.answer_form import AnswerForm
+    from octavo.server.answers.answering import ChoiceUpdate, Job
     from octavo.server.answers.parts import Part
     from octavo.server.answers.tool_formats import ToolFormat
     from octavo.server.answers.usage import Usage
@@ -64,41 +60,30 @@ _SPELLED = {
 }
 # What would change the answer, and the values that change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "access_programs": (None,),
-    "background": (None, False),
-    "background_options": (None,),
-    "chat_template": (None,),
-    "enable_response_messages": (None, False),
-    "include_reasoning": (None, True),
-    "context_management": (None, []),
-    "conversation": (None,),
-    "image": (None, {}, {"context_compression": "auto"}, {"context_compression": "disabled"}),
-    "logprobs": (None, False, 0),
-    "max_completion_tokens": (None,),
-    "max_tokens": (None,),
-    "moderation": (None,),
-    "n": (None, 1),
-    "personality": (None,),
-    "previous_input_messages": (None,),
-    "previous_response_id": (None,),
-    "prompt": (None,),
-    "prompt_logprobs": (None,),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
-    "truncation": (None, "disabled"),
+    **each(Off(), "access_programs", "background_options", "chat_template", "conversation", "max_completion_tokens"),
+    **each(Off(), "max_tokens", "moderation", "personality", "previous_input_messages", "previous_response_id"),
+    **each(Off(), "prompt", "prompt_logprobs", "structured_outputs"),
+    **each(Off(False), "background", "enable_response_messages"),
+    "context_management": Off([]),
+    "image": Off({}, {"context_compression": "auto"}, {"context_compression": "disabled"}),
+    "include_reasoning": Off(True),
+    "logprobs": Off(False, 0),
+    "n": Off(1),
+    "response_format": Off({"type": "text"}),
+    "truncation": Off("disabled"),
     **UNSUPPORTED_OR_ALIAS,
 }
 # What objects inside of a request may hold.
 _NESTED = {
     "prompt_cache_options": fields(
-        harmless=dict.fromkeys(("comparison_response_id", "mode", "ttl"), CACHE),
+        harmless=each(CACHE, "comparison_response_id", "mode", "ttl"),
         prewarm=(None, False),  # asks for no answer at all
     ),
     "reasoning": fields(
         "effort",
         harmless={
             "context": "says which thoughts of older turns are read: the chat template does",
-            **dict.fromkeys(("generate_summary", "summary"), "thoughts are told in full"),
+            **each("thoughts are told in full", "generate_summary", "summary"),
         },
         mode=(None, "standard"),
     ),
@@ -113,145 +98,55 @@ class ResponsesRequest(SamplingControls):
     """
 
     model: str | None = None
-    input: Annotated[Any, Shown(Items)]
+    input: Annotated[Any, Shown(types.Items)]
     include: list[Any] | None = None
     instructions: str | None = None
-    max_output_tokens: OutputTokens | None = None
+    max_output_tokens: types.OutputTokens | None = None
     metadata: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: Annotated[dict[str, Any], Shown(Reasoning)] | None = None
+    reasoning: Annotated[dict[str, Any], Shown(types.Reasoning)] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None  # tells of padding only, which is not sent here
-    text: Annotated[dict[str, Any], Shown(TextConfig)] | None = None
-    tool_choice: Annotated[Any, Shown(ResponsesChoice | None)] = None
-    tools: Annotated[list[Any], Shown(Tools[ResponsesTool])] | None = None
-    top_logprobs: NumLogprobs | None = None
+    text: Annotated[dict[str, Any], Shown(types.TextConfig)] | None = None
+    tool_choice: Annotated[Any, Shown(types.ResponsesChoice | None)] = None
+    tools: Annotated[list[Any], Shown(types.Tools[types.ResponsesTool])] | None = None
+    top_logprobs: types.NumLogprobs | None = None
     priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
+    cache_salt: types.CacheSalt | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-class InputTokensDetails(Struct):
-    """Of the prompt's tokens, those whose KV was found in the prefix cache."""
-
-    cached_tokens: int
-    cache_write_tokens: int = 0
-
-
-class OutputTokensDetails(Struct):
-    """Of the generated tokens, those of the reasoning."""
-
-    reasoning_tokens: int
-
-
-class ResponseUsage(Struct):
-    """Token counts. receipt: octavo's own."""
-
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-    receipt: Receipt | UnsetType = UNSET
-
-
-class ResponseObject(Struct):
-    """An answer, or what there is of it."""
-
-    id: str
-    created_at: int
-    model: str
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, Any]
-    parallel_tool_calls: bool
-    reasoning: dict[str, Any]
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: Any
-    tools: list[Any]
-    top_p: float
-    output: list[dict[str, Any]]
-    status: str = "in_progress"
-    usage: ResponseUsage | None = None
-    error: dict[str, Any] | None = None
-    incomplete_details: dict[str, str] | None = None
-    object: str = "response"
-    background: bool = False
-    previous_response_id: None = None
-    store: bool = False
-    top_logprobs: int = 0
-    truncation: str = "disabled"
-
-
-class InputTokens(Struct):
-    """How many tokens a conversation's prompt has."""
-
-    input_tokens: int
-    object: str = "response.input_tokens"
 
 
 async def create_response(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
     """Answer a conversation."""
     model = service.check_model(request.model)
     _refuse_unsupported(request, service.extra_fields)
-    style, default_max_tokens = service.answer_style, service.model_info.generation_defaults.get("max_tokens")
-    params, (messages, toolbox) = await look_at(
+    default_max_tokens = service.model_info.generation_defaults.get("max_tokens")
+    params, conversation = await look_at(
         http_request,
         lambda: (
             _params(request, service.default_params, default_max_tokens),
-            _read_conversation(request, style.tools),
+            _read_conversation(request, service.answer_style.tools),
         ),
     )
-    with service.enter(http_request, 1) as place:
-        prompt = await _render(service, http_request, place, messages, toolbox, request)
-        form = AnswerForm.of(style, toolbox, prompt["prompt"])
-        applied = await look_at(http_request, lambda: form.applied_to(params))
-        job = Job(
-            request_id=f"resp_{new_id()}",
-            model=model,
-            prompts=[prompt],
-            params=applied,
-            place=place,
-            deadline=http_request.state.deadline,
-            stream=bool(request.stream),
-            priority=request.priority or 0,
-            cache_salt=request.cache_salt,
-            spelled=_SPELLED if toolbox.format is None or request.text else {**_SPELLED, "structured_outputs": "tools"},
-        )
-        reply = ResponseReply(job, form, request, service.engine.output_processor)
-        return await answer(service, http_request, job, reply)
+    is_plain = conversation.toolbox.format is None or request.text
+    reply = partial(ResponseReply, service.engine.output_processor, request)
+    options: dict[str, Any] = {
+        "stream": bool(request.stream),
+        "priority": request.priority or 0,
+        "cache_salt": request.cache_salt,
+        "spelled": {**_SPELLED, "structured_outputs": "text.format" if is_plain else "tools"},
+    }
+    return await answer_conversation(
+        service, http_request, conversation, params, reply, id_prefix="resp_", model=model, **options
+    )
 
 
 async def count_input_tokens(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
-    """Tell how many tokens a conversation's prompt has; how it would be answered is not looked at."""
+    """Tell how many tokens a conversation's prompt has."""
     service.check_model(request.model)
     _refuse_unsupported(request, service.extra_fields)
     tool_format = service.answer_style.tools
-    messages, toolbox = await look_at(http_request, lambda: _read_conversation(request, tool_format))
-    with service.enter(http_request, 1) as place:
-        prompt = await _render(service, http_request, place, messages, toolbox, request, is_prompt=False)
-    count = InputTokens(len(prompt["prompt_token_ids"]))
-    return Response(encoder.encode(count), media_type="application/json")
-
-
-async def _render(
-    service: Service,
-    http_request: Request,
-    place: Permit,
-    messages: list[dict[str, Any]],
-    toolbox: Toolbox,
-    request: ResponsesRequest,
-    *,
-    is_prompt: bool = True,
-) -> dict[str, Any]:
-    options = effort_options((request.reasoning or {}).get("effort"), "reasoning.effort")
-    options |= extra_template_options(request.chat_template_kwargs)
-    try:
-        return await render(service, http_request, place, messages, toolbox, options, is_prompt=is_prompt)
-    except RequestError as error:
-        error.parameter = "input"
-        raise
+    return await count_prompt(service, http_request, lambda: _read_conversation(request, tool_format), InputTokens)
 
 
 def _refuse_unsupported(request: ResponsesRequest, extra_fields: ExtraFields) -> None:
@@ -265,40 +160,25 @@ def _refuse_unsupported(request: ResponsesRequest, extra_fields: ExtraFields) ->
 
 def _params(request: ResponsesRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
     """Without max_output_tokens the checkpoint's limit holds, or else the context's."""
-    controls = {name: getattr(request, name) for name in SamplingControls.model_fields}
-    given = {name: value for name, value in controls.items() if value is not None}
     wanted = (request.text or {}).get("format")
     if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
         wanted = {"type": "json_schema", "json_schema": wanted}
-    try:
-        return replace(
+    asks_for_logprobs = request.top_logprobs or _LOGPROBS in (request.include or ())
+    with spelling(_SPELLED, in_text=True):
+        return sampling_params(
+            request,
             defaults,
             max_tokens=default_max_tokens if request.max_output_tokens is None else request.max_output_tokens,
             structured_outputs=read_response_format(wanted, "text.format"),
-            logprobs=_num_logprobs(request),
-            **{**given, "logit_bias": read_logit_bias(request.logit_bias)},
+            logprobs=(request.top_logprobs or 0) if asks_for_logprobs else None,
         )
-    except RequestError as error:
-        own = error.parameter or ""
-        name = _SPELLED.get(own, own)
-        raise RequestError(str(error).replace(own, name, 1), parameter=name) from None
 
 
-def _num_logprobs(request: ResponsesRequest) -> int | None:
-    """Tell how many alternatives come with each token; None where no log probabilities are asked for."""
-    if request.top_logprobs or _LOGPROBS in (request.include or ()):
-        return request.top_logprobs or 0
-    return None
-
-
-# --- what is asked
-
-
-def _read_conversation(
-    request: ResponsesRequest, tool_format: ToolFormat | None
-) -> tuple[list[dict[str, Any]], Toolbox]:
-    """Return the messages as chat templates read them, and the tools."""
-    return read_items(request.instructions, request.input), _read_tools(request, tool_format)
+def _read_conversation(request: ResponsesRequest, tool_format: ToolFormat | None) -> Conversation:
+    effort = (request.reasoning or {}).get("effort")
+    options = effort_options(effort, "reasoning.effort") | template_arguments(request.chat_template_kwargs)
+    messages = read_items(request.instructions, request.input)
+    return Conversation(messages, _read_tools(request, tool_format), options, "input")
 
 
 def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> Toolbox:
@@ -313,13 +193,13 @@ def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> To
     return Toolbox.make(described, tool_format, choice, parallel=request.parallel_tool_calls)
 
 
-# --- what is answered
+_ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "arguments": "function_call"}  # by what they grow by
 
 
 class ResponseReply:
     """Spells outputs as responses: items of reasoning, messages and calls, one behind the other."""
 
-    def __init__(self, job: Job, form: AnswerForm, request: ResponsesRequest, outputs: OutputProcessor) -> None:
+    def __init__(self, outputs: OutputProcessor, request: ResponsesRequest, job: Job, form: AnswerForm) -> None:
         self._form = form
         self._reader = AnswerReader(form)
         (prompt,), params = job.prompts, job.params
@@ -384,7 +264,7 @@ class ResponseReply:
     def _take(self, completion: CompletionOutput) -> None:
         self._logprobs.add(completion)
         for part in self._reader.read(completion):
-            if not self._is_open or not _goes_on(self._item, part):
+            if not self._is_open or self._item["type"] != _ITEM_TYPES.get(part.kind):
                 self._end_item("completed")
                 self._begin_item(part)
             self._grow(part)
@@ -402,12 +282,10 @@ class ResponseReply:
             usage.prompt_tokens,
             InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
             usage.completion_tokens,
-            OutputTokensDetails(self._reader.num_reasoning_tokens),
+            CompletionTokensDetails(self._reader.num_reasoning_tokens),
             usage.total_tokens,
             usage.receipt,
         )
-
-    # --- items
 
     @property
     def _item(self) -> dict[str, Any]:
@@ -424,13 +302,13 @@ class ResponseReply:
 
     def _new_item(self, part: Part) -> dict[str, Any]:
         if part.kind == "reasoning":
-            return {"type": "reasoning", "id": _new_id("rs"), "summary": [], "content": [], "status": "in_progress"}
+            return {"type": "reasoning", "id": f"rs_{new_id()}", "summary": [], "content": [], "status": "in_progress"}
         if part.kind == "content":
-            fields = {"type": "message", "id": _new_id("msg"), "role": "assistant"}
+            fields = {"type": "message", "id": f"msg_{new_id()}", "role": "assistant"}
             return {**fields, "content": [], "status": "in_progress"}
         assert self._form.toolbox.format is not None
         call_id = self._form.toolbox.format.new_call_id()
-        fields = {"type": "function_call", "id": _new_id("fc"), "call_id": call_id, "name": part.text}
+        fields = {"type": "function_call", "id": f"fc_{new_id()}", "call_id": call_id, "name": part.text}
         return {**fields, "arguments": "", "status": "in_progress"}
 
     def _grow(self, part: Part) -> None:
@@ -462,14 +340,12 @@ class ResponseReply:
         self._tell_item("response.output_item.done", item=item)
         self._is_open = False
 
-    # --- events
-
     def _tell(self, kind: str, **fields: Any) -> None:
         if not self._tells:
             return
         data = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
-        self._events += b"event: " + kind.encode() + b"\ndata: " + encoder.encode(data) + b"\n\n"
+        self._events += event(data, kind)
 
     def _tell_item(self, kind: str, **fields: Any) -> None:
         self._tell(kind, output_index=len(self._response.output) - 1, **fields)
@@ -482,12 +358,6 @@ class ResponseReply:
         return events
 
 
-def _goes_on(item: dict[str, Any], part: Part) -> bool:
-    """Whether a part belongs to an item that has begun."""
-    kinds = {"content": "message", "reasoning": "reasoning", "arguments": "function_call"}
-    return bool(item["type"] == kinds.get(part.kind))
-
-
 def _text_part(kind: str) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": ""}
@@ -496,7 +366,3 @@ def _text_part(kind: str) -> dict[str, Any]:
 
 def _text_kind(item: dict[str, Any]) -> str:
     return str(item["content"][0]["type"])
-
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{new_id()}"

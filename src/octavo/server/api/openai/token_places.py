@@ -26,6 +26,11 @@ class TokenPlace(NamedTuple):
     token_id: int
     num_chars: int
 
+    @property
+    def end(self) -> int:
+        """Where its text ends."""
+        return self.offset + self.num_chars
+
 
 def spelled(piece: str | bytes) -> str:
     r"""Spell a token that stands alone: as text, or `bytes:\xf0\x9f` as OpenAI's API has a part of a character."""
@@ -70,17 +75,13 @@ class TokenPlaces:
             elif piece:
                 places += self._place_text(token_id, piece)
             else:
-                places.append(self._place_hidden(token_id))
+                name = spelled(self._tokenizer.piece(token_id, skip_special_tokens=False))
+                places.append(TokenPlace(self._offset, name, token_id, 0))  # hidden
         return places
 
     def finish(self) -> list[TokenPlace]:
         """Return the places that were not certain."""
         return self._end_run(self._detokenizer.finish())
-
-    def _place_hidden(self, token_id: int) -> TokenPlace:
-        return TokenPlace(
-            self._offset, spelled(self._tokenizer.piece(token_id, skip_special_tokens=False)), token_id, 0
-        )
 
     def _place_text(self, token_id: int, piece: str) -> list[TokenPlace]:
         text = self._detokenizer.add([token_id])
